@@ -13,6 +13,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "snappy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -84,10 +85,22 @@ std::vector<nb::bytes> encode_messages(const EntryDumpCodec& codec, const std::o
   return messages;
 }
 
-DecodedEntries decode(const EntryDumpCodec& codec, nb::handle buffer) {
+DecodedEntries decode(const EntryDumpCodec& codec, nb::handle buffer, std::optional<std::size_t> limit) {
   const BorrowedBytes bytes(buffer);
   GilReleased unlocked;
-  return codec.decode(bytes.span());
+  return codec.decode(bytes.span(), limit.value_or(SIZE_MAX));
+}
+
+nb::bytes decompress(nb::handle block) {
+  const BorrowedBytes bytes(block);
+  std::vector<std::byte> out;
+  std::string failure;
+  {
+    GilReleased unlocked;
+    failure = snappy_decode(bytes.span(), out);
+  }
+  if (!failure.empty()) throw nb::value_error(failure.c_str());
+  return nb::bytes(out.data(), out.size());
 }
 
 // Columns show the memory of the DecodedEntries they keep alive.
@@ -141,8 +154,10 @@ void bind_entry_dump(nb::module_& m) {
       .def("encode_messages", &encode_messages, "ids"_a.noconvert().none(), "event_times"_a.noconvert(),
            "values"_a.noconvert(), "state"_a.noconvert(),
            "One EntryDump message per row, unframed; with `ids` None the messages carry no id.")
-      .def("decode", &decode, "buffer"_a,
-           "Read TFRecords until the end or the first bad one; see `failure`.");
+      .def("decode", &decode, "buffer"_a, "limit"_a.none() = nb::none(),
+           "Read TFRecords until the end, the first bad one, or `limit` of them; see `failure`.");
+  m.def("snappy_decode", &decompress, "block"_a,
+        "Decompress one snappy block. Raises ValueError, which says why, if it is not valid.");
 }
 
 }  // namespace monolith

@@ -341,15 +341,16 @@ void EntryDumpCodec::read_message(std::span<const std::byte> message, DecodedEnt
   to.state_missing.push_back(missing);
 }
 
-DecodedEntries EntryDumpCodec::decode(std::span<const std::byte> buffer) const {
+DecodedEntries EntryDumpCodec::decode(std::span<const std::byte> buffer, std::size_t limit) const {
   DecodedEntries entries;
   entries.dim = dim_;
   entries.state_dim = state_dim_;
-  while (entries.consumed < buffer.size()) {
+  while (entries.consumed < buffer.size() && entries.ids.size() < limit) {
     const auto rest = buffer.subspan(entries.consumed);
     Record record = first_record(rest);
     if (record.failure.empty()) {
-      if (entries.consumed == 0) reserve(entries, buffer.size() / record_size(record.payload.size()) + 1);
+      if (entries.consumed == 0)
+        reserve(entries, std::min(limit, buffer.size() / record_size(record.payload.size()) + 1));
       try {
         read_message(record.payload, entries);
       } catch (const BadMessage& bad) {

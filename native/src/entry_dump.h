@@ -69,8 +69,8 @@ class EntryDumpCodec {
   std::size_t encoded_size(const EntryColumns& rows) const;
   void encode(const EntryColumns& rows, std::span<std::byte> out) const;
 
-  // Reads records until the end of the buffer or the first bad one.
-  DecodedEntries decode(std::span<const std::byte> buffer) const;
+  // Reads records until the end of the buffer, the first bad one, or `limit` of them.
+  DecodedEntries decode(std::span<const std::byte> buffer, std::size_t limit = SIZE_MAX) const;
 
  private:
   void check(const EntryColumns& rows) const;

@@ -33,6 +33,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     │       └── SparseGradientError  a sparse one, for a dense optimizer        (also NotImplementedError)
     ├── RequestError            a message of another process is malformed or too large  (also ValueError)
     │   ├── RequestTooLargeError  it is larger than a limit allows
+    │   ├── ForbiddenError      this server does not do that, or not for this caller
     │   └── UnknownModelError   no model or version of that name is served           (also LookupError)
     ├── ClusterError            processes cannot find, reach or agree with each other
     │   ├── AddressError        a text is no host:port                               (also ValueError)
@@ -211,6 +212,10 @@ class RequestError(MonolithError, ValueError):
 
 class RequestTooLargeError(RequestError):
     """A message, or what it asks for, is larger than a limit of this server allows."""
+
+
+class ForbiddenError(RequestError):
+    """The server is not set up to do that, or the caller has the token of another role."""
 
 
 class UnknownModelError(RequestError, LookupError):

@@ -8,6 +8,8 @@ from monolith.cli.options.config import (
     ConfigInitOptions,
     ConfigShowOptions,
 )
+from monolith.cluster.run_token import TOKEN_FILE, read_token
+from monolith.cluster.security import derive_token
 from monolith.config.fields import leaf_paths
 from monolith.run import RunConfig
 
@@ -220,3 +222,15 @@ def test_show_spells_out_defaults_and_decisions_and_masks_secrets(run, tmp_path,
     monkeypatch.setenv("MONOLITH_TRAIN__KEEP__MAX_TO_KEEP", "77")
     assert "max_to_keep = 10" in run("config", "show", str(file))[1]
     assert "max_to_keep = 77" in run("config", "show", str(file), "--environment")[1]
+
+
+def test_a_token_for_a_role_is_derived_from_that_of_the_run_or_of_a_file(run, tmp_path):
+    token = read_token(tmp_path / TOKEN_FILE, make=True)
+    follow, predict = (derive_token(token, role).reveal() + "\n" for role in ("follow", "predict"))
+    assert run("config", "token", "--role", "follow", "--model-dir", str(tmp_path)) == (0, follow, "")
+    by_file = ("--token-file", str(tmp_path / TOKEN_FILE))
+    assert run("config", "token", "--role", "predict", *by_file) == (0, predict, "")
+    assert follow != predict
+    status, _, said = run("config", "token", "--role", "follow")
+    assert status == 2
+    assert "give --model-dir or --token-file" in said

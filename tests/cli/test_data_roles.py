@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ from services import warm
 from services.servers import free_port, wait_until
 from train.tasks import Clicks
 
-from monolith.cli.data_roles import state_folder, stopped_with_chief
+from monolith.cli.data_roles import data_security, secured, state_folder, stopped_with_chief
 from monolith.cli.extra_workers import extra_members
 from monolith.cli.options.train import TrainOptions
+from monolith.cluster.run_token import RUN_TOKEN, TOKEN_FILE, read_token, user_security
+from monolith.cluster.security import SecurityConfig, derive_token
 from monolith.cluster.status import ProcessStatus, StatusBoard
+from monolith.config import Secret
 from monolith.data import DataConfig, DataServiceConfig, DriftConfig, DriftingStream, Pipeline
 from monolith.data.formats import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
-from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
+from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig, load_run_config
 from monolith.train import Mode, TrainConfig
 
 pytest.importorskip("pyarrow")
@@ -209,4 +212,31 @@ def test_a_worker_starts_extra_data_workers_on_the_ports_that_mlp_leaves_for_the
         assert member.command[member.command.index("--data_service.dispatcher") + 1] == "d:5"
         assert member.command[member.command.index("--cluster.role") + 1] == "data_worker"
         assert not any(member.environment[name] for name in environ)  # no rank, and none of MLP's
+        assert RUN_TOKEN not in member.environment
     assert extra_members(options, RunConfig(), {}, lambda: "d:5") == []
+
+
+def test_processes_of_a_named_data_service_share_the_token_of_their_user(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path / "state"), RUN_TOKEN: "of-the-launcher"}
+    named = DataServiceConfig(enabled=True, dispatcher="127.0.0.1:5", extra_workers=1)
+    model_dir = str(tmp_path / "m")
+    trainer = RunConfig(data_service=named, train=TrainConfig(model_dir=model_dir))
+    found = data_security(trainer, environ)
+    assert found == user_security(SecurityConfig(), environ)
+    [extra] = extra_members(
+        TrainOptions(words=("train", "x")), replace(trainer, security=found), environ, lambda: "d:5"
+    )
+    reader = replace(trainer, cluster=ClusterConfig(role="data_worker"))
+    assert data_security(reader, {**environ, **extra.environment}) == found
+    own = replace(trainer, data_service=DataServiceConfig(enabled=True))
+    assert data_security(own, {}).token == read_token(tmp_path / "m" / TOKEN_FILE)
+
+
+def test_followers_of_a_launched_run_find_a_token_in_its_folder_that_is_not_the_launchers(tmp_path) -> None:
+    code = {"publish.to": "grpc://127.0.0.1:0", "train.model_dir": str(tmp_path)}
+    environ = {RUN_TOKEN: "of-the-launcher"}
+    run = secured(load_run_config(code=code), environ)
+    assert run.security.token == Secret("of-the-launcher")
+    assert run.security.follow_token == derive_token(read_token(tmp_path / TOKEN_FILE), "follow")
+    given = load_run_config(code={**code, "security.token": "given"})
+    assert secured(given, environ).security == given.security

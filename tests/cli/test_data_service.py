@@ -16,6 +16,7 @@ from contracts.discoveries import eventually
 from services import warm
 
 from monolith.cli.data_service import (
+    data_guard,
     dispatcher,
     dispatcher_answers,
     find_function,
@@ -26,7 +27,8 @@ from monolith.cli.data_service import (
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.options.security import SecurityOptions, guard_of
 from monolith.cluster import DATA_DISPATCHER, MemoryDiscovery, locator, open_discovery_url
-from monolith.cluster.security import SecurityConfig, guard_caller
+from monolith.cluster.run_token import RUN_TOKEN, user_security
+from monolith.cluster.security import Guard, SecurityConfig, guard_caller
 from monolith.config import Secret
 from monolith.data.service import DataServiceSource
 from monolith.errors import ConfigError, DataError, DeadlineExceededError
@@ -80,7 +82,7 @@ class Commands:
             ["-m", "monolith", "data", command, *flags],
             cwd=self.folder,
             stdout=warm.PIPE,
-            env={**os.environ, **environment},
+            env={**os.environ, "XDG_STATE_HOME": str(self.folder / "state"), **environment},
         )
 
         def end() -> None:
@@ -90,6 +92,11 @@ class Commands:
 
         self._stack.callback(end)
         return process
+
+    def guard(self) -> Guard:
+        """Return what a trainer of the same user presents."""
+        environ = {"XDG_STATE_HOME": str(self.folder / "state")}
+        return guard_caller(user_security(SecurityConfig(), environ))
 
 
 def address_of(process: warm.Popen) -> str:
@@ -194,7 +201,9 @@ def test_a_dispatcher_that_is_killed_and_moves_is_found_again_by_workers_and_tra
         before = address_of(first)
         eventually(lambda: discovery.query(DATA_DISPATCHER) == {0: before})
         address_of(early)
-        source = DataServiceSource(locator(discovery, DATA_DISPATCHER), "one", prefetch=1, patience=SOON)
+        source = DataServiceSource(
+            locator(discovery, DATA_DISPATCHER), "one", guard=commands.guard(), prefetch=1, patience=SOON
+        )
         shares = iter(source)
         seen = [some["id"].flat_values.item() for some in itertools.islice(shares, 20)]
 
@@ -249,6 +258,33 @@ def test_the_host_that_others_reach_is_the_one_advertised_or_listened_on() -> No
 
 
 # Who may come in
+
+
+def test_without_a_word_about_security_only_processes_of_the_same_user_come_in(commands: Commands) -> None:
+    address = address_of(commands.dispatcher())
+    with pytest.raises(ConfigError, match=r"refused the shared token.*--token-file"):
+        read(DataServiceSource(address, "one", patience=timedelta()))
+    address_of(commands.worker("--dispatcher", address))
+    assert sorted(read(DataServiceSource(address, "one", guard=commands.guard(), patience=SOON))) == NUMBERS
+
+
+def test_a_service_demands_what_was_set_then_the_runs_token_then_the_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("mine")
+    environ = {"XDG_STATE_HOME": str(tmp_path), RUN_TOKEN: "of-the-run"}
+
+    def token(options: SecurityOptions, environ: dict[str, str]) -> Secret | None:
+        return data_guard(options, "127.0.0.1", environ).token
+
+    assert token(SecurityOptions(token_file=tmp_path / "token"), environ) == Secret("mine")
+    assert token(SecurityOptions(), environ) == Secret("of-the-run")
+    assert token(SecurityOptions(insecure=True), {"XDG_STATE_HOME": str(tmp_path)}) is None
+    assert capsys.readouterr().err == ""
+    users = tmp_path / "monolith" / "data_service_token"
+    assert not users.exists()
+    assert token(SecurityOptions(), {"XDG_STATE_HOME": str(tmp_path)}) == Secret(users.read_text())
+    assert str(users) in capsys.readouterr().err, "and says where the token is"
 
 
 def test_with_certificates_from_flags_and_from_a_config_file_only_their_holders_come_in(

@@ -42,6 +42,7 @@ def trained(
     traffic: Traffic | None = None,
     max_steps: int | None = None,
     read: Iterator[float] | None = None,
+    standbys: str = "",
 ) -> Any:
     """A run in this process, as far as it is looked at."""
     stats = {"item": SimpleNamespace(rows=rows, bytes_total=70)}
@@ -49,6 +50,7 @@ def trained(
         session=SimpleNamespace(
             model=SimpleNamespace(stats=lambda: stats),
             traffic=traffic,
+            standbys=standbys,
             config=TrainConfig(max_steps=max_steps),
             fraction_read=lambda: None if read is None else next(read),
         ),
@@ -73,6 +75,12 @@ def test_the_worker_that_leads_says_how_publishing_stands() -> None:
 
 
 FLEET = {"cluster.num_ps": 2, "cluster.num_workers": 3, "train.model_dir": "m"}
+
+
+def test_the_chief_says_which_shards_lack_a_standby() -> None:
+    status = own()
+    status.watch_worker(trained(standbys="shards that lack a standby: 1 (0 of 1 for 12 s)"))
+    assert status.status().standbys == "shards that lack a standby: 1 (0 of 1 for 12 s)"
 
 
 def test_a_worker_says_how_much_of_its_data_is_done_and_how_long_the_rest_takes() -> None:

@@ -12,6 +12,8 @@ from services.ray import RayCluster
 from train.fleets import TalliedFiles, read_model
 
 from monolith.cli.main import main
+from monolith.cli.rank_training import rank_host
+from monolith.run import read_run
 
 TESTS = Path(__file__).parents[1]
 
@@ -84,6 +86,23 @@ def runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "flags", "host"),
+    [
+        ("2", "2", (), "127.0.0.1"),
+        ("4", "2", (), "10.1.2.3"),
+        ("4", "2", ("--cluster.listen", "10.9.9.9"), "10.9.9.9"),
+    ],
+)
+def test_ranks_of_torchrun_listen_on_one_address_and_on_loopback_if_all_are_on_this_machine(
+    ranks: str, here: str, flags: tuple[str, ...], host: str
+) -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": ranks, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": here}
+    environ |= {"MASTER_ADDR": "m", "MASTER_PORT": "1", "CLOUDNATIVE_INET_ADDR": "10.1.2.3"}
+    run = read_run(None, environ, flags=("--cluster.mode", "sync", "--train.model-dir", "m", *flags))
+    assert rank_host(run, environ) == host
 
 
 def test_ranks_of_mpirun_end_with_the_one_that_was_killed_and_go_on_with_another_number(

@@ -209,3 +209,9 @@ def test_how_publishing_stands_is_a_line_of_its_own() -> None:
     assert held in drawn(job(process(publishing=held)))
     assert "\npublishing\n" in re.sub(" *\n", "\n", drawn(job(process(publishing="publishing"))))
     assert "publishing" not in drawn(job(process()))
+
+
+def test_shards_that_lack_a_standby_are_a_line_of_its_own() -> None:
+    lacking = "shards that lack a standby: 1 (0 of 1 for 12 s)"
+    assert lacking in drawn(job(process(standbys=lacking)))
+    assert "standby" not in drawn(job(process()))

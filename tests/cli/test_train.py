@@ -10,6 +10,7 @@ import signal
 import time
 import urllib.request
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,17 @@ from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.task_config import load_training
-from monolith.cli.train_report import MARK
+from monolith.cli.train_report import MARK, _describe_lost
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
 from monolith.run import load_run_config
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
+from monolith.sync.run_identity import run_identity
 from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
 from monolith.train.hooks import ControlClient, LiveLineHook
+from monolith.train.lost import LostServer
 from monolith.train.publishing.hold_file import HoldFile, when_utc
 from monolith.ui.run_publishing import RunPublishing, orders_of
 
@@ -728,7 +731,7 @@ def test_what_a_run_publishes_is_read_from_where_its_config_says(
     following = Following(Clicks())
     with closing(open_reader(folder)) as reader:
         (log,) = reader.shares()
-    assert log.run == model_dir
+    assert log.run == run_identity(model_dir)
     places = {0: LogPlace(log.newest.epoch, 0)}
     with closing(Subscriber(lambda: open_reader(folder), following.target, places=places)) as subscriber:
         subscriber.catch_up()
@@ -821,3 +824,31 @@ def test_a_run_that_was_killed_while_it_was_held_is_held_from_its_next_start_on(
     with closing(open_reader(log)) as reader:
         assert reader.shares()[0].newest.sequence > 0
     assert HoldFile(model_dir).read() is None, "who resumes means it for the next start as well"
+
+
+@pytest.mark.parametrize(
+    ("uncounted", "why", "said"),
+    [
+        ((), "", "4 rows and 3 updates gone"),
+        (
+            (1,),
+            "worker 1 was lost as well",
+            "4 rows and 3 updates gone, and those of workers 1, which could not be counted: worker 1 was "
+            "lost as well",
+        ),
+    ],
+)
+def test_a_report_names_the_workers_whose_lost_updates_are_not_counted(
+    uncounted: tuple[int, ...], why: str, said: str
+) -> None:
+    lost = LostServer(
+        server=0,
+        rows=4,
+        updates=3,
+        seconds=2.0,
+        restored_from="m/model.ckpt-6",
+        uncounted=uncounted,
+        uncounted_why=why,
+    )
+    for report in (asdict(lost), json.loads(json.dumps(asdict(lost)))):  # of this process, and of another
+        assert _describe_lost("server", report) == f"server 0 for 2.0 s, {said}"

@@ -53,6 +53,19 @@ def test_processes_of_a_job_meet_in_consul():
         agent.stop()
 
 
+def test_a_consul_with_the_lookup_api_is_named_in_the_url():
+    agent = Agent(vendor=True)
+    try:
+        with open_discovery_url(f"consul://{agent.host}:{agent.port}/job?api=lookup") as discovery:
+            discovery.register("ps", 0, A)
+            assert discovery.query("ps") == {0: A}
+        assert ("GET", "/v1/lookup/name") in agent.requests
+    finally:
+        agent.stop()
+    with pytest.raises(ConfigError, match=r"may be only \?api=lookup"):
+        open_discovery_url("consul://h:2280/job?api=other")
+
+
 def test_the_token_of_consul_comes_from_the_environment():
     agent = Agent()
     agent.token = "right"

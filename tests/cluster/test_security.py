@@ -10,8 +10,10 @@ import pytest
 
 from monolith.cluster.security import (
     Guard,
+    Role,
     SecurityConfig,
     add_grpc_port,
+    derive_token,
     flight_client_options,
     flight_location,
     flight_server_options,
@@ -24,6 +26,7 @@ from monolith.cluster.security import (
 )
 from monolith.config import Secret
 from monolith.errors import ConfigError, ListenError
+from monolith.wire.proof import UnprovedError
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 flight = pytest.importorskip("pyarrow.flight", reason="pyarrow is not installed")
@@ -147,6 +150,48 @@ def test_neither_key_nor_token_is_printed(tls):
     assert "PRIVATE KEY" not in repr(guard)
 
 
+# Roles
+
+ROLES: tuple[Role, ...] = ("control", "follow", "predict")
+
+
+def bearer(token: Secret) -> str:
+    return f"Bearer {token.reveal()}"
+
+
+def test_a_port_takes_the_token_of_its_role_or_the_control_token_and_no_other():
+    control = Secret("right")
+    guard = guard_caller(SecurityConfig(token=control))
+    follow, predict = derive_token(control, "follow"), derive_token(control, "predict")
+    takes = {
+        role: [guard.for_role(role).admits(bearer(one)) for one in (control, follow, predict)]
+        for role in ROLES
+    }
+    assert takes == {
+        "control": [True, False, False],
+        "follow": [True, True, False],
+        "predict": [True, False, True],
+    }
+    assert guard.for_role("follow").header == bearer(follow)
+    assert guard.for_role("follow").for_role("control") == guard
+
+
+def test_a_token_that_is_set_for_a_role_takes_the_place_of_the_derived_one():
+    own = Secret("own")
+    guard = guard_caller(SecurityConfig(token=Secret("right"), follow_token=own)).for_role("follow")
+    assert guard.admits(bearer(own))
+    assert not guard.admits(bearer(derive_token(Secret("right"), "follow")))
+
+
+def test_a_process_that_has_the_token_of_one_role_only_has_none_for_another():
+    guard = guard_caller(SecurityConfig(follow_token=Secret("own")))
+    assert guard.for_role("follow").header == "Bearer own"
+    assert guard.for_role("predict").header is None
+    assert guard.token is None
+    with pytest.raises(ConfigError, match="others can reach it"):
+        guard_listener("0.0.0.0:0", SecurityConfig(predict_token=Secret("own")), role="follow")
+
+
 # gRPC
 
 
@@ -256,9 +301,9 @@ class Echo(flight.FlightServerBase):  # type: ignore[misc, name-defined]
 def serve_flight():
     servers = []
 
-    def start(config: SecurityConfig) -> str:
-        guard = guard_listener("127.0.0.1:0", config)
-        server = Echo(flight_location("127.0.0.1:0", guard), **flight_server_options(guard))
+    def start(config: SecurityConfig, role: Role = "control") -> str:
+        guard = guard_listener("127.0.0.1:0", config, role=role)
+        server = Echo(flight_location("127.0.0.1:0", guard), **flight_server_options(guard, "echo"))
         servers.append(server)
         return f"127.0.0.1:{server.port}"
 
@@ -267,26 +312,40 @@ def serve_flight():
         server.shutdown()
 
 
-def ask_flight(address: str, config: SecurityConfig) -> bytes:
-    guard = guard_caller(config)
-    with flight.FlightClient(flight_location(address, guard), **flight_client_options(guard)) as client:
+def ask_flight(address: str, config: SecurityConfig, role: Role = "control") -> bytes:
+    guard = guard_caller(config).for_role(role)
+    proof = guard.flight_proof("echo")
+    middleware = [] if proof is None else [proof.middleware(flight)]
+    options = flight_client_options(guard)
+    with flight.FlightClient(flight_location(address, guard), middleware=middleware, **options) as client:
+        if proof is not None:
+            client.authenticate(proof.handshake(flight), flight.FlightCallOptions(timeout=10))
         (result,) = client.do_action(flight.Action("echo", b"hello"), flight.FlightCallOptions(timeout=10))
         answer: bytes = result.body.to_pybytes()
         return answer
 
 
-def refused_flight(address: str, config: SecurityConfig) -> type[Exception]:
-    with pytest.raises(flight.FlightError) as caught:
-        ask_flight(address, config)
+def refused_flight(address: str, config: SecurityConfig, role: Role = "control") -> type[Exception]:
+    with pytest.raises((flight.FlightError, UnprovedError)) as caught:
+        ask_flight(address, config, role)
     return type(caught.value)
 
 
 def test_flight_with_the_right_token_passes_and_without_it_not(serve_flight):
     address = serve_flight(TOKEN)
     assert ask_flight(address, TOKEN) == b"hello"
-    wrong = SecurityConfig(token=Secret("wrong"))
-    assert refused_flight(address, wrong) is flight.FlightUnauthenticatedError
+    assert refused_flight(address, SecurityConfig(token=Secret("wrong"))) is UnprovedError
     assert refused_flight(address, SecurityConfig()) is flight.FlightUnauthenticatedError
+
+
+def test_flight_of_a_role_takes_its_token_or_the_control_token_and_no_other(serve_flight):
+    address = serve_flight(TOKEN, role="follow")
+    follow, predict = (SecurityConfig(follow_token=derive_token(Secret("right"), role)) for role in ROLES[1:])
+    assert ask_flight(address, follow, role="follow") == b"hello"
+    assert ask_flight(address, TOKEN, role="follow") == ask_flight(address, TOKEN) == b"hello"
+    assert refused_flight(address, predict, role="follow") is UnprovedError
+    control = serve_flight(TOKEN)
+    assert refused_flight(control, follow, role="follow") is flight.FlightUnauthenticatedError
 
 
 def test_flight_with_the_right_certificate_passes_and_without_it_not(serve_flight, tls, strangers):

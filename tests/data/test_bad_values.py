@@ -7,17 +7,20 @@ import json
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from data.lists import records
 
-from monolith.data import BadRecord, BadRecordPolicy, BatchSpec, FileSource, Pipeline, make_batch
+from monolith.data import BadRecord, BadRecordPolicy, BatchSpec, FileSource, Pipeline, bad_records, make_batch
+from monolith.data.bad_values import BadTally
 from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.memory import MemorySource
 from monolith.data.records import timely
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import ConfigError, DataError, TooManyBadRecordsError
+from monolith.feature.spec.reading import BadReason
 from monolith.observe import Metrics
 
 NOW = 1_700_000_000
@@ -127,3 +130,29 @@ def test_stages_hand_them_down() -> None:
     below = Keeps({"item": list(range(20)), "time": [NOW] * 19 + [-5]}, batch_size=20)
     list(Pipeline(below).to_batches(SPEC))
     assert [(one.place, one.reason) for one in below.kept] == [(19, f"event time 'time' {RANGE} -5")]
+
+
+def test_a_report_names_each_cause_once_with_its_count_and_the_values_of_the_first() -> None:
+    """However different the values are."""
+    times = [NOW * 1000 + i if i % 4 == 1 else -i if i % 4 == 3 else NOW for i in range(200)]
+    stream = Pipeline(source(*times)).to_batches(replace(SPEC, max_bad=0.9))
+    list(stream)
+    said = f"event time 'time' {RANGE} … (the first: {NOW * 1000 + 1}; milliseconds? It would be"
+    [(why, count)] = bad_records(stream).items()
+    assert why.startswith(said)
+    assert count == 100
+
+
+def test_what_a_source_and_a_stage_leave_out_is_in_one_report() -> None:
+    tallies = [BadTally(), BadTally()]
+    for number in range(9):
+        tallies[0].add(BadReason("label 'y' is …", str(number)))
+        tallies[1].add(f"broken at {number}")
+    assert tallies[0].described() == {"label 'y' is … (the first: 0)": 9}
+    above, below = (SimpleNamespace(left_out=tally, below=None) for tally in tallies)
+    above.below = below
+    assert sum(bad_records(above).values()) == 18
+    for number in range(100):
+        tallies[1].add(f"broken at {number}")  # texts of a user's own, which have no cause
+    assert len(tallies[1].counts) == BadTally.REASONS + 1
+    assert BadReason("… of …", "1", "2") == "1 of 2"

@@ -705,6 +705,71 @@ def test_a_client_that_is_never_given_its_partitions_back_is_replaced(
     assert "and rejoins the group" in caplog.text
 
 
+def test_a_commit_that_the_broker_does_not_take_is_retried_and_ends_reading_after_a_deadline(
+    kafka: Kafka, send: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = kafka.create_topic()
+    send(topic, range(600))
+
+    def made(speed: float, **options: Any) -> KafkaSource:
+        each = {"poll_batch": 1, "batch_wait": timedelta(0), **options}
+        return KafkaSource(config(kafka, topic, **each), decode, clock=lambda: speed * time.monotonic())
+
+    def read_and_commit(source: KafkaSource, until: Callable[[], bool]) -> None:
+        """Go on with what the client has fetched, as training does."""
+        for _ in source:
+            source.commit(source.position())
+            if until():
+                return
+            time.sleep(0.02)
+
+    with made(1) as patient, made(20, outage_timeout=timedelta(seconds=15)) as short:
+        for source in (patient, short):
+            read_and_commit(source, lambda source=source: source.position()["offsets"][topic]["0"] == 5)
+        kafka.kill()
+        try:
+            with pytest.raises(
+                DataError, match=r"did not take the offsets of .* for \d+ s \(outage_timeout\): .*checkpoint"
+            ):
+                read_and_commit(short, lambda: False)
+            assert caplog.text.count("the commit is retried for up to 15 s") == 1, "said once for each outage"
+            read_and_commit(patient, lambda: patient.position()["offsets"][topic]["0"] == 20)
+        finally:
+            kafka.restart()
+        assert [number for records in patient for number in ids(records)][-1] == 599, "it read on"
+        patient.commit(position := patient.position())
+    assert position["offsets"] == {topic: {"0": 600}}
+    assert committed(kafka, patient.config.group, topic) == 600
+
+
+def test_what_a_member_read_ahead_of_a_checkpoint_goes_to_the_next_member_when_it_closes(
+    kafka: Kafka, topic: str, send: Callable[..., None]
+) -> None:
+    send(topic, range(50))
+    settings = config(kafka, topic, assignment=None, poll_batch=10)
+    with KafkaSource(settings, decode) as first:
+        reading = iter(first)
+        seen = ids(next(reading))
+        first.commit(first.position())  # a checkpoint holds these
+        seen += ids(next(reading))  # and not these
+    assert seen == list(range(20))
+    assert committed(kafka, settings.group, topic) == 10
+    with KafkaSource(settings, decode) as second:
+        assert [number for records in second for number in ids(records)] == list(range(10, 50))
+    assert committed(kafka, settings.group, topic) == 10, "it saved no checkpoint"
+
+
+def committed(kafka: Kafka, group: str, topic: str) -> int:
+    """Return the offset of partition 0 that the broker was told of."""
+    from confluent_kafka import Consumer, TopicPartition
+
+    dashboard = Consumer({"bootstrap.servers": kafka.address, "group.id": group, **CONSUMER_SETTINGS})
+    try:
+        return int(dashboard.committed([TopicPartition(topic, 0)], timeout=20)[0].offset)
+    finally:
+        dashboard.close()
+
+
 def test_an_outage_is_named_after_a_deadline_and_so_are_messages_that_are_gone(
     kafka: Kafka, send: Callable[..., None]
 ) -> None:

@@ -42,7 +42,7 @@ for line in sys.stdin:
         said = ask(*json.loads(line))
     except Exception as error:
         said = {"refused": type(error).__name__, "message": str(error)}
-    print(json.dumps(said), flush=True)
+    print(json.dumps(said, default=str), flush=True)
 """
 
 

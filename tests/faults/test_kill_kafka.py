@@ -1,20 +1,27 @@
-"""A consumer of Kafka that is killed again and again reads every message exactly once."""
+"""A consumer that is killed, and a broker that is: every message is read, and trained on, exactly once."""
 
 from __future__ import annotations
 
 import json
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from services import warm
-from services.kafka import PRODUCER_SETTINGS, Kafka
+from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
+from train.fleet.test_dealing import TalliedTopic
+from train.fleets import read_model
 
 from monolith.data.kafka import KafkaSink
+from monolith.train import Hook, SaveConfig, TrainConfig, Trainer
 
 TESTS = Path(__file__).resolve().parents[1]
 MESSAGES = 6000
@@ -99,3 +106,51 @@ def wait_for_progress(state: Path, before: int) -> None:
     deadline = time.monotonic() + 30
     while len(read(state)) == before < MESSAGES and time.monotonic() < deadline:
         time.sleep(0.005)
+
+
+@dataclass(frozen=True)
+class SmallBuffer(TalliedTopic):
+    """The client fetches little ahead, so that most records are still with the broker when it is killed."""
+
+    def settings(self) -> dict[str, Any]:
+        return {**CONSUMER_SETTINGS, "queued.min.messages": 32, "fetch.message.max.bytes": 2048}
+
+
+class Steps(Hook):
+    """Counts steps, and says when there were some."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.begun = threading.Event()
+
+    def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
+        self.taken += 1
+        if self.taken == 5:
+            self.begun.set()
+            time.sleep(0.5)  # the broker is killed meanwhile
+
+
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.soak)])
+def test_a_run_that_saves_while_its_broker_restarts_trains_every_record_once(
+    seconds: float, kafka: Kafka, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = kafka.create_topic(partitions=4)
+    task = SmallBuffer(batches=40, address=kafka.address, topic=topic, group=f"away-{seconds}")
+    task.send()
+    steps = Steps()
+    config = TrainConfig(model_dir=str(tmp_path), save=SaveConfig(steps=1))
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(Trainer(task, config, hooks=[steps]).train)
+        try:
+            assert steps.begun.wait(60)
+            kafka.kill()
+            time.sleep(seconds)
+            before = steps.taken
+        finally:
+            kafka.restart()  # on this thread: the broker ends with the thread that started it
+        report = training.result(300)
+    assert report.finished
+    assert 5 < before < report.steps, "training continued with the records that it had"
+    assert read_model(task, tmp_path).tally == dict.fromkeys(range(task.records), 1.0)
+    assert task.committed() == [task.records // 4] * 4, "and what was not committed meanwhile is by now"
+    assert "did not take the offsets" in caplog.text

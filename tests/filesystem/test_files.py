@@ -1,6 +1,8 @@
+import contextlib
 import errno
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from monolith.errors import FileMissingError, FilesystemError
 from monolith.filesystem import (
+    FileReserve,
     atomic_write,
     base_name,
     exists,
@@ -358,3 +361,26 @@ def test_a_store_that_will_not_rename_onto_a_file_is_helped():
 def test_importing_the_room_imports_no_fsspec():
     done = run_program("import sys, monolith.filesystem; print('fsspec' in sys.modules)")
     assert done.stdout.strip() == "False"
+
+
+# Files in reserve
+
+
+def test_a_reserve_that_is_given_up_lets_files_be_opened_when_there_are_none_left(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reserve = FileReserve(8)
+    with contextlib.ExitStack() as taken:
+        taken.callback(reserve.close)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        path = tmp_path / "checkpoint"
+        with pytest.raises(FilesystemError, match="too many files open"), atomic_write(path) as file:
+            file.write(b"saved")
+        with reserve.given_up(), atomic_write(path) as file:
+            file.write(b"saved")
+        with pytest.raises(OSError, match="Too many open files"):  # it was taken back
+            os.open(os.devnull, os.O_RDONLY)
+    assert path.read_bytes() == b"saved"

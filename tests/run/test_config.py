@@ -31,7 +31,7 @@ KAFKA = {"kafka_topics": "a", "kafka_servers": "h:1", "kafka_group_id": "g"}
         ),
         ({"num_extra_ps": -1}, "must be at least 0"),
         ({"num_redundant_ps": -1}, "must be at least 0"),
-        ({"num_ps": 2, "cluster.standbys": 2}, "a share has no standby or one, got 2"),
+        ({"num_ps": 2, "cluster.standbys": 3}, "must be from 0 to 2, got 3"),
         ({"cluster.standby_interval": 0.001}, "must be at least 10 ms"),
         (
             {"server_type": "ps", "index": 4, "num_ps": 2, "cluster.standbys": 1, "model_dir": "m"},
@@ -81,6 +81,7 @@ def test_servers_beyond_those_that_are_used_have_an_index_too():
 def test_standbys_have_an_index_too_and_need_a_run_that_keeps_going():
     values = {"server_type": "ps", "index": 3, "num_ps": 2, "cluster.standbys": 1, "model_dir": "m"}
     assert load_run_config(code=values).cluster.num_spares == 2
+    assert load_run_config(code={**values, "cluster.standbys": 2}).cluster.num_spares == 4
     with pytest.raises(ConfigError, match="a standby may lack the last updates of a lost server"):
         check_run(load_run_config(code=values))
     check_run(load_run_config(code={**values, "failover.recovery": "keep_going"}))

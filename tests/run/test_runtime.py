@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from services.consul import Agent
 
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.files_discovery import FilesDiscovery
@@ -226,6 +227,22 @@ def test_each_kind_opens_its_registry(tmp_path):
     files = load_run_config(code={"discovery.kind": "files", "discovery.folder": str(tmp_path / "d")})
     with open_discovery(files, {}) as discovery:
         assert isinstance(discovery, FilesDiscovery)
+
+
+@pytest.mark.parametrize("socket", [False, True])
+def test_a_run_meets_through_consuls_lookup_api_by_a_setting(tmp_path, socket):
+    agent = Agent(vendor=True, path=tmp_path / "consul.sock" if socket else None)
+    code = {"job.id": "data.monolith.123456", "discovery.kind": "consul", "discovery.consul_api": "lookup"}
+    environ = {"CONSUL_HTTP_HOST": agent.host} | ({} if socket else {"CONSUL_HTTP_PORT": str(agent.port)})
+    try:
+        with open_discovery(load_run_config(code=code), environ) as one:
+            one.register("ps", 0, "10.0.0.1:1")
+            with open_discovery(load_run_config(code=code), environ) as other:
+                assert other.query("ps") == {0: "10.0.0.1:1"}
+        assert ("GET", "/v1/lookup/name") in agent.requests
+        assert not any(path.startswith("/v1/health") for _, path in agent.requests)
+    finally:
+        agent.stop()
 
 
 def test_zookeeper_is_told_the_job_the_servers_and_who_this_is(monkeypatch):

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from services.emulated_cuda import device_named
+from store.ranks import PORT, TOKEN
 from torch import Tensor
 from torch import distributed as dist
 
 from monolith.store import AllToAllStore, LocalStore, RankGroups, TableIds
+from monolith.store.rank_keys import begin_attempt, join_attempt
 from monolith.table import Adagrad, Adam, RandomUniform, Segment, TableConfig, dump
 
 STEPS = 4
@@ -58,16 +60,15 @@ def main(place: tuple[int, int], port: int, folder: Path, *, where: str, backend
     rank, size = place
     torch.set_num_threads(1)
     make_keys: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch's stubs do not have it
-    keys = make_keys("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    inner = make_keys("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    keys = begin_attempt(inner, TOKEN) if rank == 0 else join_attempt(inner, TOKEN)
     patient = timedelta(seconds=120)
-    groups = RankGroups(
-        keys.clone, rank, size, host="127.0.0.1", timeout=patient, backend=backend, rows_backend=backend
-    )
-    inner = local_store(where)
-    store = AllToAllStore(inner, CONFIGS, groups)
+    groups = RankGroups(keys, rank, size, port=PORT, timeout=patient, backend=backend, rows_backend=backend)
+    rows = local_store(where)
+    store = AllToAllStore(rows, CONFIGS, groups)
     torch.save(train(store, rank), folder / f"seen-{rank}.pt")
     for name in CONFIGS:
-        table: Any = inner.table(name)
+        table: Any = rows.table(name)
         dump(table, str(folder / f"{name}-{rank}"))
     groups.part()
     groups.close()

@@ -11,12 +11,18 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
+from monolith.cluster.security import Guard
+from monolith.config import Secret
 from monolith.store import RankGroups
+from monolith.store.rank_calls import RankPort
+from monolith.store.rank_keys import begin_attempt
 
 T = TypeVar("T")
 
 PATIENT = 60.0
 SOON = timedelta(seconds=0.05)
+TOKEN = Secret("of-the-tests")
+PORT = RankPort(guard=Guard(token=TOKEN))
 
 
 def all_at_once(*calls: Callable[[], T]) -> list[T]:
@@ -33,9 +39,9 @@ def all_at_once(*calls: Callable[[], T]) -> list[T]:
 
 def connect(size: int, **options: Any) -> Sequence[RankGroups]:
     """Return the groups of each rank."""
-    keys = dist.HashStore()
-    options = {"host": "127.0.0.1", "timeout": timedelta(seconds=PATIENT), "pulse_every": SOON} | options
-    return all_at_once(*(partial(RankGroups, lambda: keys, rank, size, **options) for rank in range(size)))
+    keys = begin_attempt(dist.HashStore(), TOKEN)
+    options = {"port": PORT, "timeout": timedelta(seconds=PATIENT), "pulse_every": SOON} | options
+    return all_at_once(*(partial(RankGroups, keys, rank, size, **options) for rank in range(size)))
 
 
 @contextmanager

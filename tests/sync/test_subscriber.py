@@ -20,6 +20,7 @@ from monolith.sync import (
     Subscriber,
     TableTarget,
 )
+from monolith.sync.subscriber import _Lines
 from monolith.table import bucket_of
 
 
@@ -518,3 +519,16 @@ def test_a_subscriber_may_come_before_anybody_publishes(channel: MemoryChannel) 
     assert held(copy) == held(source)
     subscriber.close()
     subscriber.close()
+
+
+def test_lines_about_a_publisher_are_one_per_change_and_one_a_second_at_most() -> None:
+    now = 0.0
+    lines = _Lines(clock=lambda: now)
+    assert lines.is_due("no answer")
+    now = 100.0
+    assert not lines.is_due("no answer")
+    assert lines.is_due("garbage")
+    now = 100.9
+    assert not lines.is_due("no answer")
+    now = 101.2
+    assert lines.is_due("no answer")

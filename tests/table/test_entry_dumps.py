@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import io
+import random
 import resource
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, ServingTableError
+from monolith.native import snappy_decode
 from monolith.table import (
     OPTIMIZERS,
     Adagrad,
@@ -22,12 +25,16 @@ from monolith.table import (
     TableConfig,
     dump,
     encode_entry_dumps,
+    entry_dumps,
     entry_dumps_of,
     export_entry_dumps,
     import_entry_dumps,
+    iterate,
     load,
     tfrecord,
 )
+from monolith.table.entry_dumps import export_multi_rows, import_multi_entry_dumps, tables_of_multi_dump
+from monolith.table.shard_files import RowLayout
 from monolith.table.tfrecords import records
 
 CONFIG = TableConfig(
@@ -285,6 +292,76 @@ def test_a_write_that_fails_leaves_the_old_files(cls: Any, base: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert {path: path.read_bytes() for path in Path(base).parent.iterdir()} == before
+
+
+# Several tables in one file
+
+
+def scan_of(table: Any, num_shards: int) -> Any:
+    return lambda shard, limit: iterate(table, limit=limit, shard=shard, num_shards=num_shards)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_several_tables_come_back_from_one_dump(cls: Any, base: str, num_shards: int) -> None:
+    other = TableConfig(name="other", segments=(Segment(dim=2, optimizer=Sgd()),))
+    tables = {"a": filled(cls, 30), "b": cls(other), "none": cls(other)}
+    tables["b"].assign(ids(1, 2), rows([1, 2], [3, 4]))
+    sources = {
+        name: (RowLayout.of(table.config), scan_of(table, num_shards)) for name, table in tables.items()
+    }
+    written = export_multi_rows(sources, base, num_shards=num_shards)
+    assert {name: one.rows for name, one in written.items()} == {"a": 30, "b": 2, "none": 0}
+    assert tables_of_multi_dump(base) == {"a": 30, "b": 2, "none": 0}
+    back = {"b": cls(other), "a": cls(CONFIG)}
+    back["b"].assign(ids(9), rows([9, 9]))
+    assert import_multi_entry_dumps(back, base).keys() == back.keys()
+    assert {name: content(one) for name, one in back.items()} == {
+        name: content(tables[name]) for name in back
+    }
+    only = cls(other)  # the rows of the other table are skipped
+    import_multi_entry_dumps({"b": only, "strange": cls(other)}, base)
+    assert content(only) == content(tables["b"])
+
+
+def test_a_snappy_stream_of_tensorflow_is_read() -> None:
+    path = Path(__file__).parents[1] / "checkpoint/original/data/snappy_records/records.snappy"
+    with entry_dumps._Records(str(path)) as found:
+        assert (found.compressed, found.skip(100), found.at_end) == (True, 40, True)
+
+
+def test_a_snappy_block_is_what_it_was_compressed_from() -> None:
+    assert snappy_decode(b"\x00") == b""
+    assert snappy_decode(b"\x03\x08abc") == b"abc"
+    assert snappy_decode(b"\x09\x04ab\x1a\x02\x00") == b"ababababa", "a copy may overlap what it writes"
+    codec = pytest.importorskip("pyarrow").Codec("snappy")
+    texts = [b"", b"x" * 100_000, bytes(range(256)) * 300, b"abcd" * 9 + b"z"]
+    for text in [*texts, random.Random(1).randbytes(70_000)]:
+        assert snappy_decode(codec.compress(text, asbytes=True)) == text
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (b"", "no length"),
+        (b"\xff\xff\xff\xff\xff\xff", "no length"),
+        (b"\xff\xff\xff\xff\x0f\x00a", "cannot hold the 4294967295 that it promises"),
+        (b"\x05\x08abc", "promises 5 bytes and has 3"),
+        (b"\x03\x10abcde", "more output than promised"),
+        (b"\x05\x10abc", "a literal is longer than the rest"),
+        (b"\x09\x00a\x15\x05", "a copy from outside the output"),
+        (b"\x09\x00a\x15\x00", "a copy from outside the output"),
+        (b"\x09\x00a\x15", "ends inside the element"),
+    ],
+)
+def test_a_snappy_block_that_is_not_valid_is_refused(block: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        snappy_decode(block)
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_make_snappy_fail_in_another_way(block: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert len(snappy_decode(block)) <= 32 * len(block)
 
 
 # Records

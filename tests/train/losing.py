@@ -16,6 +16,7 @@ from train.fleets import PATIENT, Tallied
 
 from monolith.cluster import MemoryDiscovery
 from monolith.errors import UnavailableError
+from monolith.observe import Metrics
 from monolith.store import ParameterServer, ServerGroup
 from monolith.train import (
     Fleet,
@@ -102,6 +103,8 @@ class LosingFleet:
     publish: PublishPlan | None = None
     copies: CopyPlan | None = None
     """How standbys are told of changes; None for a fleet without."""
+    standbys_wanted: int = 1
+    metrics: Metrics = field(default_factory=Metrics)
     standbys: Standbys | None = None
     """Who keeps copies, as the chief sees to it."""
 
@@ -202,6 +205,8 @@ class LosingFleet:
                 lambda: list(self.discovery.query("ps").values()),
                 lambda: [UsedServer(*one) for one in zip(group.addresses, group.incarnations, strict=True)],
                 ServerCalls(timeout=timedelta(seconds=PATIENT)),
+                wanted=self.standbys_wanted,
+                metrics=self.metrics,
                 every=0.1,
             )
         fleet = Fleet(

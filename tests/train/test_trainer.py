@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from train.tasks import Clicks, rows_of
 
 from monolith.checkpoint import read_checkpoint_state, read_manifest, read_monolith_checkpoint
@@ -511,6 +511,43 @@ def test_what_each_feature_brings_is_written_on_request(tmp_path: Path) -> None:
     found = list(read_summaries(files))
     assert [one.step for one in found] == [5, 10, 15, 20]
     assert json.loads(found[0].content)["segment_names"] == ["user", "item", "context"]
+
+
+class OwnModule(nn.Module):
+    """Hides that a ready model is in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.inner(batch)
+        return logits
+
+
+class OwnModel(Clicks):
+    def model(self) -> nn.Module:
+        return OwnModule(super().model())
+
+
+def test_the_label_is_written_next_to_what_each_feature_brings_on_request(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from monolith.observe.summary_files import read_summaries
+
+    for name, task in (("ready", TASK), ("own", OwnModel())):
+        folder = str(tmp_path / name)
+        Trainer(task, TrainConfig(model_dir=folder, insight_every_steps=10, insight_label="click")).train()
+        files = [str(path) for path in (tmp_path / name / "summaries" / "insight").iterdir()]
+        first, *_ = read_summaries(files)
+        head = json.loads(first.content)
+        assert first.tag == "fi_train/monolith_feature_insight"
+        assert (head["tag_type"], head["label_size"]) == ("fi_train", 1)
+        assert first.data.shape[1] == sum(head["segment_sizes"]) + 1
+        assert set(first.data[:, -1].tolist()) == {0.0, 1.0}, "the label is the last column"
+    with pytest.raises(ConfigError, match="no label 'buy'; they have click"):
+        train(TASK, model_dir=str(tmp_path / "other"), insight_every_steps=1, insight_label="buy")
+    with pytest.raises(ConfigError, match="insight_label needs insight_every_steps"):
+        TrainConfig(insight_label="click")
 
 
 def test_features_can_be_written_instead_of_trained(tmp_path: Path) -> None:

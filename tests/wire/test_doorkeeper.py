@@ -1,17 +1,24 @@
-"""Connections that send much and show nothing are cut off; all others are left alone."""
+"""Connections that send much, or nothing, and show no token are closed, and so are too many; no other is."""
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import socket
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from data.service.loopback import until
 
 from monolith.wire.doorkeeper import Doorkeeper
+from monolith.wire.limits import Limits
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux counts what a connection has sent"
@@ -29,7 +36,7 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 @pytest.fixture(autouse=True)
 def keeper(listener: socket.socket) -> Iterator[Doorkeeper]:
-    keeper = Doorkeeper(listener.getsockname()[1], MOST)
+    keeper = Doorkeeper(listener.getsockname()[1], Limits(stranger_bytes=MOST))
     yield keeper
     keeper.close()
 
@@ -92,19 +99,152 @@ def test_other_sockets_of_the_process_are_none_of_its_business(listener: socket.
             assert not is_cut(served)
 
 
-def test_looking_leaves_no_files_open(listener: socket.socket, keeper: Doorkeeper, tmp_path: Path) -> None:
-    def open_files() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
+
+def test_to_watch_a_connection_costs_no_file(listener: socket.socket, keeper: Doorkeeper) -> None:
+    keeper.look()
+    before = open_files()
     reading, writing = os.pipe()
-    with (tmp_path / "file").open("w"), os.fdopen(reading), os.fdopen(writing, "w"):
-        keeper.close()  # from here on it looks when we say so
-        before = open_files()
-        for _ in range(20):
-            keeper._look()
-        assert open_files() <= before
-        guest, served = connect(listener)
-        with guest, served:
-            keeper._look()
-        keeper._look()
-        assert open_files() <= before
+    with os.fdopen(reading), os.fdopen(writing, "w"), ExitStack() as stack:
+        for _ in range(10):
+            for line in connect(listener):
+                stack.enter_context(line)
+        for _ in range(3):
+            keeper.look()
+        assert len(keeper._connections) == 10
+        assert open_files() == before + 2 + 20
+    keeper.look()
+    assert open_files() == before
+
+
+# Too long, and too many
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(listener: socket.socket, clock: Clock, **limits: object) -> Doorkeeper:
+    """Return a doorkeeper that looks when it is told to."""
+    made = Doorkeeper(listener.getsockname()[1], Limits(**limits), clock=clock)  # type: ignore[arg-type]
+    made._closing.set()
+    made._thread.join()
+    made._closing.clear()
+    return made
+
+
+def test_a_connection_without_an_admitted_call_is_closed_after_a_while(listener: socket.socket) -> None:
+    clock = Clock()
+    keeper = watched(listener, clock, admit_within=timedelta(seconds=10))
+    silent, served_silent = connect(listener)
+    guest, served_guest = connect(listener)
+    with silent, served_silent, guest, served_guest:
+        keeper.admit(peer_of(guest))
+        for clock.now in (0.0, 10.0):
+            keeper.look()
+        assert not is_cut(served_silent)
+        clock.now = 10.1
+        keeper.look()
+        assert is_cut(served_silent)
+        assert not is_cut(served_guest)
+    keeper.close()
+
+
+@pytest.mark.parametrize("limit", ["connections", "peer_connections"])
+def test_beyond_the_limit_the_oldest_strangers_go_first_and_guests_last(
+    listener: socket.socket, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = watched(listener, Clock(), **{limit: 3})
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+        lines = []
+        for number in range(5):
+            caller, served = connect(listener)
+            stack.enter_context(caller)
+            lines.append(stack.enter_context(served))
+            if number == 0:
+                keeper.admit(peer_of(caller))
+            keeper.look()
+        assert [is_cut(one) for one in lines] == [False, True, True, False, False]
+        assert f"limits.{limit}" in caplog.text
+    keeper.close()
+
+
+def test_many_closed_connections_are_one_line_a_second(
+    listener: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    keeper = watched(listener, clock, connections=1)
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+        for number in range(20):
+            clock.now = number * 0.01
+            for line in connect(listener):
+                stack.enter_context(line)
+            keeper.look()
+        clock.now = 1.5
+        keeper.look()
+    assert len(caplog.records) == 2
+    assert "18 beyond" in caplog.text
+    keeper.close()
+
+
+def test_closing_closes_the_connections_of_strangers_and_no_other(listener: socket.socket) -> None:
+    keeper = watched(listener, Clock())
+    silent, served_silent = connect(listener)
+    guest, served_guest = connect(listener)
+    with silent, served_silent, guest, served_guest:
+        keeper.admit(peer_of(guest))
+        keeper.close()
+        assert is_cut(served_silent)
+        assert not is_cut(served_guest)
+
+
+def test_connections_are_closed_when_the_process_has_no_file_left() -> None:
+    """In a process of its own: its limit of files is lowered."""
+    program = """
+        import os, resource, socket, sys
+        from datetime import timedelta
+        from monolith.wire.doorkeeper import Doorkeeper
+        from monolith.wire.limits import Limits
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        listener = socket.create_server(("127.0.0.1", 0))
+        keeper = Doorkeeper(listener.getsockname()[1], Limits(connections=4))
+        keeper._closing.set()
+        keeper._thread.join()
+        lines = []
+        for _ in range(10):
+            caller = socket.create_connection(listener.getsockname())
+            lines.append((caller, listener.accept()[0]))
+        try:
+            while True:
+                os.open(os.devnull, os.O_RDONLY)
+        except OSError:
+            keeper.look()
+        for _, served in lines:
+            served.settimeout(0)
+        def is_cut(served):
+            try:
+                return served.recv(1) == b""
+            except BlockingIOError:
+                return False
+        print(sum(is_cut(served) for _, served in lines))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert int(done.stdout) == 6
+
+
+def test_a_port_has_a_quarter_of_the_files_of_its_process_at_most(listener: socket.socket) -> None:
+    keeper = watched(listener, Clock(), connections=1 << 30)
+    assert keeper._most == resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+    keeper.close()

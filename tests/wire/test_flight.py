@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data.service.loopback import until
 
 from monolith.cluster.security import Guard
 from monolith.config import Secret
@@ -255,10 +256,13 @@ def test_who_is_told_to_stop_stops(stack: ExitStack) -> None:
 def test_a_wrong_token_is_named_with_those_who_must_agree(stack: ExitStack) -> None:
     server = serve(stack, guard=Guard(token=Secret("right")))
     wrong = call(stack, server.address, guard=Guard(token=Secret("wrong")))
-    with pytest.raises(ConfigError, match=r"refused the shared token\. Give callers and echoes the same one"):
+    said = r"does not have this run's token: .*Give callers and echoes the same token"
+    with pytest.raises(ConfigError, match=said):
         wrong.call("echo")
-    with pytest.raises(ConfigError, match="refused the shared token"):
+    with pytest.raises(ConfigError, match=said):
         exchange(wrong.open_stream(), "echo", {})
+    with pytest.raises(ConfigError, match=r"refused the shared token\. Give callers and echoes the same one"):
+        call(stack, server.address).call("echo")
 
 
 def test_a_port_that_is_taken_is_the_services_problem(stack: ExitStack) -> None:
@@ -270,6 +274,51 @@ def test_a_port_that_is_taken_is_the_services_problem(stack: ExitStack) -> None:
 def test_records_are_fetched_as_batches(stack: ExitStack) -> None:
     server = serve(stack, fetch=lambda ticket: pa.record_batch({"n": list(range(ticket["n"]))}))
     assert call(stack, server.address).fetch({"n": 3}).to_pydict() == {"n": [0, 1, 2]}
+
+
+# Limits
+
+
+def test_calls_of_too_many_bytes_together_are_told_to_retry(stack: ExitStack) -> None:
+    busy, go = threading.Event(), threading.Event()
+
+    def wait(_: dict[str, Any]) -> dict[str, Any]:
+        busy.set()
+        assert go.wait(20)
+        return {}
+
+    server = serve(stack, calls={"wait": wait}, limits=Limits(calls_bytes=1000))
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(call(stack, server.address).call, "wait", text="x" * 900)
+        assert busy.wait(20)
+        other = call(stack, server.address)
+        with pytest.raises(RequestError, match=r"limits\.calls_bytes allows 1,000; retry later"):
+            other.call("echo", text="x" * 900)
+        assert other.call("echo", n=1) == {"n": 1}
+        go.set()
+        assert first.result(20) == {}
+    text = "x" * 2000
+    assert other.call("echo", text=text) == {"text": text}  # one alone may always be
+
+
+@pytest.mark.parametrize("limit", ["streams", "peer_streams"])
+def test_streams_beyond_the_limit_are_refused_until_one_is_closed(stack: ExitStack, limit: str) -> None:
+    server = serve(stack, limits=Limits(**{limit: 2}))  # type: ignore[arg-type]
+    streams = [open_stream(stack, server) for _ in range(2)]
+    for stream in streams:
+        assert exchange(stream, "echo", {}, b"12345678").body["bytes"] == 8
+    with pytest.raises(UnavailableError, match=rf"limits\.{limit} allows; retry later"):
+        exchange(open_stream(stack, server), "echo", {})
+    streams.pop().close()
+
+    def is_free() -> bool:
+        try:
+            return bool(exchange(open_stream(stack, server), "echo", {}).body)
+        except UnavailableError:
+            return False
+
+    until(is_free)
+    assert exchange(streams.pop(), "echo", {}, b"12345678").body["bytes"] == 8
 
 
 # Bytes

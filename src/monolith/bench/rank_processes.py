@@ -8,6 +8,7 @@ word before each step. Reading and saving are left out.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,14 +18,17 @@ from typing import NamedTuple
 import torch
 
 from monolith.bench.fleet_processes import FleetTask, FleetWorker, asked_of, process
+from monolith.cluster.security import Guard
+from monolith.config import Secret
 from monolith.feature import Batch
 from monolith.model import apply_gradients
 from monolith.store import RankGroups
+from monolith.store.rank_calls import RankPort
+from monolith.store.rank_keys import RankKeys, join_attempt, keep_keys, reach_keys
 from monolith.train import Mode
 from monolith.train.lane import Lane
 from monolith.train.model import LookedUp, Model
 from monolith.train.peers import Start, WorkerState
-from monolith.train.ranks.joining import keep_keys, reach_keys
 from monolith.train.ranks.peers import RankPeers
 
 HOST = "127.0.0.1"
@@ -94,16 +98,23 @@ def be_rank(pipe: Connection, task: FleetTask, place: tuple[int, int], examples:
     """Be a rank: rank 0 says at which port the others find it, and all take the steps they are asked for."""
     torch.set_num_threads(1)
     rank, size = place
-    if rank == 0:
-        keys = keep_keys(HOST)
-        pipe.send(keys.port)
-    else:
-        keys = reach_keys(HOST, pipe.recv())
-    groups = RankGroups(keys.clone, rank, size, host=HOST)
+    keys, token = meet_by_pipe(pipe, rank)
+    groups = RankGroups(keys, rank, size, port=RankPort(host=HOST, guard=Guard(token=token)))
     worker = RankWorker(task, groups, examples)
     answer_steps(pipe, worker.take_step)
     groups.part()
     groups.close()
+
+
+def meet_by_pipe(pipe: Connection, rank: int) -> tuple[RankKeys, Secret]:
+    """Return the keys that all ranks share, and their token; rank 0 says where, through the bench."""
+    if rank == 0:
+        token = Secret(secrets.token_hex(16))
+        keys = keep_keys(HOST, token)
+        pipe.send((keys.port, token.reveal()))
+        return keys, token
+    port, text = pipe.recv()
+    return join_attempt(reach_keys(HOST, port), Secret(text)), Secret(text)
 
 
 def be_alone(pipe: Connection, task: FleetTask, examples: int) -> None:
@@ -151,9 +162,9 @@ def stepping(task: FleetTask, sizes: Sequence[int], examples: int) -> Iterator[d
             for size in sizes
         }
         for ranks in pipes.values():
-            port = ranks[0].recv()
+            met = ranks[0].recv()
             for pipe in ranks[1:]:
-                pipe.send(port)
+                pipe.send(met)
         for pipe in (alone, *itertools.chain(*pipes.values())):
             pipe.recv()
         yield {0: Stepping([alone]), **{size: Stepping(ranks) for size, ranks in pipes.items()}}

@@ -270,7 +270,9 @@ def served(root: Path, processes: int = 1, *, follow: str | None = None) -> Iter
         follow: Where a trainer publishes.
     """
     words = ["-m", "monolith", "serve", f"{NAME}={root}", "--http-port", "0", "--grpc-port", "0"]
-    words += ["--processes", str(processes), *([] if follow is None else ["--follow", follow])]
+    # What trains here is no run with a folder: its rows are taken for those of any export.
+    following = [] if follow is None else ["--follow", follow, "--follow-any-run"]
+    words += ["--processes", str(processes), *following]
     process = subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ
     )

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from monolith.bench.fleet_processes import FleetTask, process
-from monolith.bench.rank_processes import HOST, READY, Stepping, answer_steps
+from monolith.bench.rank_processes import READY, Stepping, answer_steps, meet_by_pipe
 from monolith.bench.rivals import LEARNING_RATE, quiet_logs
 from monolith.bench.trainers import FIRST_VALUE, dense_adagrad, loss_of
 from monolith.feature import Batch
 from monolith.model.deepfm import DeepFMDense
-from monolith.train.ranks.joining import keep_keys, reach_keys
 
 INSTALL = "pip install --no-deps torchrec fbgemm-gpu-cpu tensordict torchmetrics, of versions for this torch"
 MEET_WITHIN = timedelta(seconds=60)
@@ -130,11 +129,7 @@ def be_torchrec_rank(pipe: Connection, task: FleetTask, place: tuple[int, int], 
     logging.disable(logging.WARNING)  # its planner has much to say of how it is called
     warnings.simplefilter("ignore")
     rank, size = place
-    if rank == 0:
-        keys = keep_keys(HOST)
-        pipe.send(keys.port)
-    else:
-        keys = reach_keys(HOST, pipe.recv())
+    keys, _ = meet_by_pipe(pipe, rank)
     try:
         dist.init_process_group("gloo", store=keys, rank=rank, world_size=size, timeout=MEET_WITHIN)
         worker = TorchRecWorker(task, place, examples)
@@ -158,9 +153,9 @@ def torchrec_stepping(task: FleetTask, size: int, examples: int) -> Iterator[Ste
             stack.enter_context(process(be_torchrec_rank, task, (rank, size), examples // size))
             for rank in range(size)
         ]
-        port = pipes[0].recv()
+        met = pipes[0].recv()
         for pipe in pipes[1:]:
-            pipe.send(port)
+            pipe.send(met)
         said = [
             str(pipe.recv()) if pipe.poll(2 * MEET_WITHIN.total_seconds()) else "it hangs" for pipe in pipes
         ]

@@ -1,4 +1,4 @@
-"""`monolith checkpoint list | inspect | diff | reshard | export | compact`: checkpoints, for people.
+"""`monolith checkpoint list | inspect | diff | reshard | export | import | compact`: checkpoints, for people.
 
 Exit status 1 says that a file is damaged or missing; which one is printed.
 """
@@ -24,14 +24,17 @@ from rich.table import Table
 from monolith import checkpoint, filesystem
 from monolith.checkpoint.offline.listing import is_named
 from monolith.checkpoint.offline.reading import Damage, SavedTables
+from monolith.checkpoint.original import NameMap, OriginalCheckpoint, export_original
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
     CheckpointExportOptions,
+    CheckpointImportOptions,
     CheckpointInspectOptions,
     CheckpointListOptions,
     CheckpointReshardOptions,
 )
+from monolith.cli.options.train import EvaluateOptions
 from monolith.errors import ConfigError, UnknownTableError
 from monolith.observe import Progress, progress
 from monolith.run import read_run
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from monolith.checkpoint.offline.comparing import VariableDifference
     from monolith.checkpoint.offline.reading import TableContents, Variable
     from monolith.checkpoint.offline.rewriting import Rewritten
+    from monolith.checkpoint.original import ImportReport
     from monolith.feature import FeatureSpec
 
 SHOWN_VALUES = 8
@@ -405,28 +409,102 @@ def export_(options: CheckpointExportOptions) -> int:
     """Write a checkpoint for other programs."""
     if not options.to:
         raise ConfigError("checkpoint export: needs --to: where to write")
+    if options.names and options.format == "plain":
+        raise ConfigError("checkpoint export: --names is for --format original or original-multi")
     check_shards(options.num_shards)
     prefix = find(options.checkpoint, options.config)
 
     def work() -> int:
         tables = options.tables or None
         with bar("Exporting", rows_of(prefix, tables)) as done:
-            written = checkpoint.export(
-                prefix,
-                options.to,
-                tables=tables,
-                dense=options.dense,
-                num_shards=options.num_shards,
-                progress=done,
-            )
+            if options.format == "plain":
+                written = checkpoint.export(
+                    prefix,
+                    options.to,
+                    tables=tables,
+                    dense=options.dense,
+                    num_shards=options.num_shards,
+                    progress=done,
+                )
+            else:
+                written = export_original(
+                    prefix,
+                    options.to,
+                    NameMap.read(options.names) if options.names else NameMap(),
+                    tables=tables,
+                    dense=options.dense,
+                    multi_table=options.format == "original-multi",
+                    num_shards=options.num_shards,
+                    progress=done,
+                )
         if options.json:
             print_json({"checkpoint": prefix, **asdict(written)})
             return 0
         rows = ", ".join(f"{count:,} rows of {name}" for name, count in written.rows.items()) or "no rows"
         say(Console(), f"{rows}; {len(written.files)} files, {decimal(written.bytes)}, in {options.to}")
+        for line in written.left_out:
+            say(Console(), f"left out: {line}")
         return 0
 
     return guarded(prefix, options.json, work)
+
+
+def import_(options: CheckpointImportOptions) -> int:
+    """Write the first checkpoint of a run from one of the original system."""
+    # What restores a model needs torch and the task's code; the other commands of this module do not.
+    from monolith.cli.task_config import load_reading_run
+    from monolith.train.importing import ImportPlan, import_checkpoint
+
+    if options.step is not None and options.step < 0:
+        raise ConfigError(f"checkpoint import: --step must not be negative, got {options.step}")
+    reading = EvaluateOptions(
+        task=options.task, model_dir=options.model_dir, config=options.config, set=options.set
+    )
+    plan = ImportPlan(
+        source=OriginalCheckpoint.find(options.source),
+        names=NameMap.read(options.names) if options.names else NameMap(),
+        step=options.step,
+        partial=options.partial,
+        dry_run=options.dry_run,
+    )
+    task, run = load_reading_run(reading, learns=True)
+
+    def tell(found: ImportReport) -> None:
+        if not options.json:
+            show_imported(Console(), found, options.shown)
+
+    with bar("Importing", 0) as done:
+        found = import_checkpoint(task, run.train, plan, tell=tell, progress=done)
+    if options.json:
+        print_json(asdict(found))
+    elif found.prefix is None:
+        say(Console(), f"dry run: nothing was written; {_summary(found)}")
+    else:
+        say(Console(), f"written to {found.prefix}: {_summary(found)}")
+    return 0
+
+
+def show_imported(console: Console, found: ImportReport, most: int) -> None:
+    table = new_table("", "", "original", "here", "what")
+    for one in found.loaded[: most or None]:
+        table.add_row(one.kind, escape(one.original), escape(one.ours or ""), escape(one.detail))
+    if most and len(found.loaded) > most:
+        table.caption = f"... {len(found.loaded) - most:,} more; --shown 0 shows all"
+        table.caption_justify = "left"
+    console.print(table)
+    if found.left_out:
+        table = new_table("left out", "", "original", "why")
+        for one in found.left_out:
+            table.add_row(one.kind, escape(one.original), escape(one.detail))
+        console.print(table)
+    for name in found.missing:
+        say(console, f"not in the original: {name}")
+
+
+def _summary(found: ImportReport) -> str:
+    rows = ", ".join(f"{count:,} rows of {name}" for name, count in found.rows.items()) or "no rows"
+    variables = sum(one.kind == "variable" for one in found.loaded)
+    return f"step {found.step:,}, {rows}, {variables:,} variables, {len(found.left_out):,} names left out"
 
 
 def report(written: Rewritten, as_json: bool, words: str) -> int:

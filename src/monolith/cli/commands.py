@@ -32,6 +32,7 @@ from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
     CheckpointExportOptions,
+    CheckpointImportOptions,
     CheckpointInspectOptions,
     CheckpointListOptions,
     CheckpointReshardOptions,
@@ -41,6 +42,7 @@ from monolith.cli.options.config import (
     ConfigExplainOptions,
     ConfigInitOptions,
     ConfigShowOptions,
+    ConfigTokenOptions,
 )
 from monolith.cli.options.data_files import (
     DataConvertOptions,
@@ -143,6 +145,9 @@ COMMANDS = {
     "checkpoint export": Command(
         CheckpointExportOptions, "monolith.cli.checkpoint", "export_", positional=True
     ),
+    "checkpoint import": Command(
+        CheckpointImportOptions, "monolith.cli.checkpoint", "import_", positional=True
+    ),
     "checkpoint compact": Command(
         CheckpointCompactOptions, "monolith.cli.checkpoint", "compact_", positional=True
     ),
@@ -152,6 +157,7 @@ COMMANDS = {
         ConfigExplainOptions, "monolith.cli.config_commands", "explain", positional=True
     ),
     "config check": Command(ConfigCheckOptions, "monolith.cli.config_commands", "check", positional=True),
+    "config token": Command(ConfigTokenOptions, "monolith.cli.config_commands", "token"),
     "config show": Command(ConfigShowOptions, "monolith.cli.config_commands", "show", positional=True),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }

@@ -1,4 +1,4 @@
-"""`monolith config init | explain | check | show`: write, understand and check the config of a run."""
+"""`monolith config init | explain | check | show | token`: write, understand and check a run's config."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from monolith.cli.options.config import (
     ConfigExplainOptions,
     ConfigInitOptions,
     ConfigShowOptions,
+    ConfigTokenOptions,
 )
 from monolith.config import Dropped, FieldInfo, Renamed, Unsupported, describe_fields, to_toml
 from monolith.config.flags import flag_name, variable_name
@@ -41,6 +42,25 @@ def init(options: ConfigInitOptions) -> int:
     with filesystem.atomic_write(options.to) as file:
         file.write(text.encode())
     _say(f"wrote {options.to}; check it with: monolith config check {options.to}")
+    return 0
+
+
+def token(options: ConfigTokenOptions) -> int:
+    """Print the token that a role has if none is set for it."""
+    from monolith.cluster.run_token import TOKEN_FILE, read_token
+    from monolith.cluster.security import SecurityConfig, derive_token, guard_caller
+
+    if (options.model_dir is None) == (options.token_file is None):
+        raise ConfigError(
+            "config token: give --model-dir or --token-file, whichever the run has its token from"
+        )
+    if options.model_dir is not None:
+        control = read_token(options.model_dir / TOKEN_FILE)
+    else:
+        given = guard_caller(SecurityConfig(token_file=options.token_file)).token
+        assert given is not None  # a file was named
+        control = given
+    _say(derive_token(control, options.role).reveal())
     return 0
 
 

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monolith import filesystem
@@ -24,8 +25,8 @@ from monolith.cli.extra_workers import extra_data_workers
 from monolith.cli.own_status import OwnStatus
 from monolith.cli.task_config import say
 from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, locator
-from monolith.cluster.run_token import run_security, shared_security
-from monolith.cluster.security import guard_caller, guard_listener
+from monolith.cluster.run_token import TOKEN_FILE, read_token, run_security, shared_security, user_security
+from monolith.cluster.security import SecurityConfig, derive_token, guard_caller, guard_listener
 from monolith.cluster.status import StatusBoard
 from monolith.data.config import DataServiceConfig
 from monolith.errors import ConfigError, MonolithError
@@ -54,7 +55,34 @@ def secured(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     security = run_security(run.security, environ)
     if run.cluster.role != "worker":
         guard_listener(listen_address(run, environ)[0], security)
-    return replace(run, security=shared_security(security, run.train.model_dir))
+    model_dir = run.train.model_dir
+    if (
+        security is not run.security
+        and run.publish.enabled
+        and model_dir
+        and not filesystem.is_remote(model_dir)
+    ):
+        # A launcher's token is known to its processes alone. Followers find one in the model_dir.
+        shared = read_token(Path(model_dir) / TOKEN_FILE, make=True)
+        security = replace(security, follow_token=derive_token(shared, "follow"))
+    return replace(run, security=shared_security(security, model_dir))
+
+
+def data_security(run: RunConfig, environ: Mapping[str, str]) -> SecurityConfig:
+    """Return what the processes of the data service that a run reads from present to each other.
+
+    The run's own data service has the token of the run. If the run names its dispatcher, the service may be
+    anyone's on this machine: its processes share the token of their user, as `monolith data` commands do.
+
+    Raises:
+        ConfigError: As `secured`; or the token file cannot be used.
+    """
+    if run.data_service is None or run.data_service.dispatcher is None:
+        return secured(run, environ).security
+    if run.cluster.reads_for_others:  # a worker that starts extra data workers hands them its token
+        run = replace(run, security=run_security(run.security, environ))
+        guard_listener(listen_address(run, environ)[0], run.security)
+    return user_security(run.security, environ)
 
 
 # Who reads for others
@@ -224,8 +252,7 @@ def served_task(
     from monolith.data.service import DataServiceSource
 
     with ExitStack() as open_things:
-        if run.has_data_service:
-            run = secured(run, environ)
+        run = replace(run, security=data_security(run, environ))
         where = dispatcher_of(run, environ, open_things)
         guard = guard_caller(run.security)
         open_things.enter_context(extra_data_workers(options, run, environ, where))

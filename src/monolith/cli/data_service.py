@@ -21,11 +21,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
-from monolith.cli.options.security import guard_of, limits_of
+from monolith.cli.options.security import SecurityOptions, guard_of, limits_of, security_of
 from monolith.cli.stop_signals import STOP_SIGNALS
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
 
 if TYPE_CHECKING:
+    from monolith.cluster.security import Guard
     from monolith.data.service import Dispatcher
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def dispatcher(options: DataDispatcherOptions) -> int:
         if options.trainer_timeout is None
         else timedelta(seconds=options.trainer_timeout),
     )
-    guard = guard_of(options.security, options.host, os.environ)
+    guard = data_guard(options.security, options.host, os.environ)
     with ExitStack() as open_things:
         stop = open_things.enter_context(told_to_stop(os.environ))
         running = open_things.enter_context(
@@ -78,6 +79,32 @@ def dispatcher(options: DataDispatcherOptions) -> int:
     return 0
 
 
+def data_guard(options: SecurityOptions, bind: str, environ: Mapping[str, str]) -> Guard:
+    """Return what a process of a stand-alone data service demands and presents: a token, unless --insecure.
+
+    Without a setting it is the token of the run that launched this process, and else the one that the
+    processes of this user share in a file.
+
+    Raises:
+        ConfigError: Other machines can reach the address and no token was given; or a file cannot be used.
+    """
+    from monolith.cli.task_config import say as say_to_person
+    from monolith.cluster.run_token import is_guarded, run_security, user_security, user_token_file
+    from monolith.cluster.security import guard_caller
+
+    guard = guard_of(options, bind, environ)
+    security = run_security(security_of(options, environ), environ)
+    if options.insecure:
+        return guard
+    if not is_guarded(security):
+        security = user_security(security, environ)
+        say_to_person(
+            f"data service: the token is in {user_token_file(environ)}; commands of this user find it, give "
+            "processes elsewhere a copy by --token-file (security.token_file of a run)"
+        )
+    return guard_caller(security)
+
+
 def show_dispatched(running: Dispatcher, stop: threading.Event) -> None:
     """Show how many records were dispatched, until told to stop."""
     from monolith.observe import progress
@@ -95,7 +122,7 @@ def worker(options: DataWorkerOptions) -> int:
     from monolith.data.service import DataWorker
 
     open_split = find_function(options.source)
-    guard = guard_of(options.security, options.host, os.environ)
+    guard = data_guard(options.security, options.host, os.environ)
     advertise = reachable_host(options.host, options.advertise)
     patience = timedelta(seconds=options.patience)
     with ExitStack() as open_things:

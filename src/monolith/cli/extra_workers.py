@@ -21,6 +21,7 @@ from monolith.cluster import MLPEnv
 from monolith.cluster.launch import Member
 from monolith.cluster.launch.processes import Events, StopRequest, run_members
 from monolith.cluster.mpi import MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLES
+from monolith.cluster.run_token import RUN_TOKEN
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
 
@@ -84,6 +85,7 @@ def extra_members(
     ranks = (*MPI_VARIABLES, *PMI_VARIABLES, *TORCHRUN_VARIABLES)
     silent = [name for name in environ if name.startswith("MLP_") or name in ranks]
     words = without_flags(options.words, *_DECIDED)
+    token = {} if run.security.token is None else {RUN_TOKEN: run.security.token.reveal()}
     members = []
     for number, port in enumerate(ports):
         index = first + run.cluster.index * count + number
@@ -102,7 +104,8 @@ def extra_members(
                 role="data_worker",
                 index=index,
                 command=(sys.executable, "-m", "monolith", *words, *given),
-                environment={**dict.fromkeys(silent, ""), MARK: "of the worker"},  # it names their lines
+                # The mark names their lines; the token admits them to the data service that this worker uses.
+                environment={**dict.fromkeys(silent, ""), MARK: "of the worker", **token},
             )
         )
     return members

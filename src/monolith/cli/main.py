@@ -13,9 +13,11 @@ import dataclasses
 import difflib
 import importlib
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from monolith import __version__
@@ -94,6 +96,7 @@ def run(argv: Sequence[str]) -> int:
 
     observe.configure_logging(shared.log_level, json=shared.json_logs)
     observe.install_stack_dump()
+    raise_file_limit()
     if is_rank_of_mpi():
         from monolith.cluster.mpi import abort_on_exception
 
@@ -101,6 +104,15 @@ def run(argv: Sequence[str]) -> int:
     command = COMMANDS[name]
     status: int = getattr(importlib.import_module(command.module), command.function)(options)
     return status
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as its user may. The soft limit is 1,024 on most systems, for
+    programs that use `select`; a port with many connections and a table of many files need more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # the system has a limit below the one it names
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def shared_parser() -> argparse.ArgumentParser:

@@ -142,6 +142,7 @@ class OwnStatus:
                 seconds_left=None if ahead is None else ahead.seconds_left,
                 saved_at=None if local.save is None else local.save.saved_at,
                 publishing="" if local.publish is None else describe_publishing(local.publish.standing),
+                standbys=local.session.standbys,
             )
 
         with self._lock:

@@ -8,17 +8,21 @@ from contextlib import closing, contextmanager
 
 from monolith.cli.failover import Failover
 from monolith.cluster import Discovery, Waiting
-from monolith.cluster.mpi import is_restarted_by_launcher, keys_are_named
-from monolith.cluster.security import guard_caller
+from monolith.cluster.addresses import get_local_host
+from monolith.cluster.mpi import is_restarted_by_launcher, keys_are_named, world_from_environment
+from monolith.cluster.run_token import rank_security
+from monolith.cluster.security import guard_caller, guard_listener
 from monolith.errors import FailedPeerError, RetryableError
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
 from monolith.store import RankGroups, ServerGroup
+from monolith.store.rank_calls import RankPort
 from monolith.train import Peers, TrainReport
 from monolith.train.fleet.joining import reach_servers
 from monolith.train.ranks.joining import RankMeeting
 from monolith.train.ranks.peers import RankPeers
 
+LOOPBACK = "127.0.0.1"
 CAUSE_ENDS_WITHIN = 5.0
 """Seconds that a rank which failed has to end before those that lost it: a launcher that ends all with the
 first then has the status that says why, and ends them."""
@@ -45,12 +49,14 @@ def as_rank(
     """
     cluster, timeouts = run.cluster, run.timeouts
     named = keys_are_named(environ)
+    host = rank_host(run, environ)
+    security = rank_security(run.security, environ, run.train.model_dir)
     meeting = RankMeeting(
         cluster.index,
         cluster.num_workers,
         discovery=None if named else discovery,
         environ=environ,
-        host=None if named else listen_address(run, environ)[0],
+        port=RankPort(host=host, guard=guard_listener(host, security), limits=run.limits),
         start=timeouts.start,
         options={
             "timeout": timeouts.exchange,
@@ -76,6 +82,15 @@ def as_rank(
                 failover.lost(error)
     finally:
         meeting.close()
+
+
+def rank_host(run: RunConfig, environ: Mapping[str, str]) -> str:
+    """Return the one address on which this rank listens, and by which the others reach it."""
+    world = world_from_environment(environ)
+    if keys_are_named(environ) and not run.cluster.listen and world is not None:
+        # No registry says how others reach this machine. If there are no other machines, none may.
+        return LOOPBACK if world.size == world.local_size else get_local_host(environ)
+    return listen_address(run, environ)[0]
 
 
 @contextmanager

@@ -64,7 +64,8 @@ def run(options: ServeOptions) -> int:
     if len(set(names)) < len(names):
         raise ConfigError(f"serve: two folders hold models of one name ({', '.join(names)}); write NAME=DIR")
     config = serve_config(options)
-    guard = guard_of(options.security, options.host, os.environ)
+    guard = guard_of(options.security, options.host, os.environ, role="predict")
+    control = guard.for_role("control")
     context = ssl_context(security_of(options.security, os.environ), server=True)
     index, count, folder = peers_of(options.peers)
     with told_to_stop(os.environ) as stop, trainer_of(options) as trainer:
@@ -74,7 +75,7 @@ def run(options: ServeOptions) -> int:
             compiled=options.compiled,
             rows=remote_rows(options, guard, stop) if options.role == "entry" else None,
         )
-        peers = ServePeers(folder, index, count, guard)
+        peers = ServePeers(folder, index, count, guard if control.token is None else control)
         with InferenceServer(
             config,
             folders,
@@ -101,8 +102,16 @@ def serve_config(options: ServeOptions) -> ServeConfig:
         port=options.port,
         http_port=options.http_port,
         grpc_port=options.grpc_port,
+        allowed_hosts=options.allowed_hosts,
+        allow_control=options.allow_control,
         limits=ServeLimits(
             request_bytes=options.max_request_bytes,
+            json_bytes=options.max_json_bytes,
+            bytes_in_flight=options.max_bytes_in_flight,
+            body_rate=options.min_body_rate,
+            connections=options.max_connections,
+            peer_connections=options.max_peer_connections,
+            peer_requests=options.max_peer_requests,
             rows=options.max_rows,
             queue=options.max_queue,
             concurrency=options.max_concurrency,
@@ -156,7 +165,9 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
 
 def serve_together(options: ServeOptions) -> int:
     """Start the processes that share the ports, and restart what is killed, until told to stop."""
-    guard_of(options.security, options.host, os.environ)  # says now what each of them would say
+    guard_of(
+        options.security, options.host, os.environ, role="predict"
+    )  # says now what each of them would say
     serve_config(options)
     with ExitStack() as open_things:
         folder = Path(open_things.enter_context(tempfile.TemporaryDirectory(prefix="monolith-serve-")))

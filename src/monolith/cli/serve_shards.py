@@ -9,23 +9,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
+from monolith import filesystem
 from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.security import guard_of, limits_of, security_of
 from monolith.cli.options.serve import ServeOptions
 from monolith.cluster import Discovery, open_discovery_url
-from monolith.cluster.security import Guard, guard_caller, ssl_context
-from monolith.errors import ConfigError
+from monolith.cluster.run_token import TOKEN_FILE, read_token
+from monolith.cluster.security import Guard, SecurityConfig, derive_token, guard_caller, ssl_context
+from monolith.errors import ConfigError, MonolithError
 from monolith.observe import Metrics, MetricsServer, progress
 from monolith.serve.following.config import ServeFollowConfig
 from monolith.serve.rows import RowSource
 from monolith.serve.servable.manifest import read_servable
+from monolith.serve.servable.versions import list_versions
 from monolith.serve.shards import ServingServer, ShardsConfig, open_remote_rows
 from monolith.sync.channel import OpenReader
 from monolith.sync.channels import open_reader, parse_channel_url
+from monolith.sync.run_identity import split_identity
 from monolith.wire.ports import join_address
 
 FROM_DISCOVERY = "discovery"
@@ -39,7 +45,7 @@ def serve_rows(options: ServeOptions) -> int:
     if len(options.folders) != 1:
         raise ConfigError("serve --role ps: a serving server has the rows of one folder")
     url = registry_of(options)
-    guard = guard_of(options.security, options.host, os.environ)
+    guard = guard_of(options.security, options.host, os.environ, role="follow")
     with (
         told_to_stop(os.environ) as stop,
         open_discovery_url(url, os.environ) as discovery,
@@ -95,6 +101,7 @@ def remote_rows(options: ServeOptions, guard: Guard, stop: threading.Event) -> C
         stop: Once set, no server is waited for any more.
     """
     config = ShardsConfig(discovery=registry_of(options), missing=options.missing)
+    guard = guard.for_role("follow")
 
     def open_rows(folder: str) -> RowSource:
         rows = open_remote_rows(read_servable(folder), config, guard=guard, environ=os.environ)
@@ -108,7 +115,11 @@ def remote_rows(options: ServeOptions, guard: Guard, stop: threading.Event) -> C
 
 def follow_config(options: ServeOptions) -> ServeFollowConfig:
     """Return what flags say of following."""
-    return ServeFollowConfig(url=options.follow or "", stale_after=timedelta(seconds=options.stale_after))
+    return ServeFollowConfig(
+        url=options.follow or "",
+        stale_after=timedelta(seconds=options.stale_after),
+        any_run=options.follow_any_run,
+    )
 
 
 @contextmanager
@@ -123,12 +134,42 @@ def trainer_of(options: ServeOptions) -> Iterator[OpenReader | None]:
         yield None
         return
     parse_channel_url(url)  # says now what every reader would say
-    guard = guard_caller(security_of(options.security, os.environ))
+    security = security_of(options.security, os.environ)
     with ExitStack() as opened:
         registry: Discovery | None = None
         if url == FROM_DISCOVERY:
             registry = opened.enter_context(open_discovery_url(registry_of(options), os.environ))
-        yield lambda: open_reader(url, guard=guard, discovery=registry)
+        # The token is looked for when a reader is opened: the first export may be yet to come.
+        yield lambda: open_reader(url, guard=guard_of_follower(security, options.folders), discovery=registry)
+
+
+def guard_of_follower(security: SecurityConfig, folders: Sequence[str]) -> Guard:
+    """Return what a follower proves: the token that was set, or the one of the run that an export is of.
+
+    A run that was given no token leaves one in its model_dir, for its own user. Exports name their run, and
+    may be in its folder.
+    """
+    guard = guard_caller(security).for_role("follow")
+    if guard.token is not None or guard.uses_tls:
+        return guard
+    for text in folders:
+        for folder in _run_folders(text.partition("=")[2] or text):
+            if not filesystem.is_remote(folder) and (Path(folder) / TOKEN_FILE).exists():
+                with suppress(ConfigError):  # it is of another user: not meant for us
+                    control = read_token(Path(folder) / TOKEN_FILE)
+                    follow = derive_token(control, "follow")
+                    return guard_caller(replace(security, follow_token=follow)).for_role("follow")
+    return guard
+
+
+def _run_folders(folder: str) -> Iterator[str]:
+    """Yield folders that may be the model_dir of what a folder has exports of."""
+    versions = [filesystem.join(folder, one) for one in reversed(list_versions(folder))]
+    for version in (folder, *versions[:1]):
+        with suppress(MonolithError):
+            yield split_identity(read_servable(version).run)[0]
+    inside = Path(folder).absolute()
+    yield from (str(one) for one in (inside, *inside.parents[:3]))
 
 
 def registry_of(options: ServeOptions) -> str:

@@ -67,9 +67,13 @@ def load_reading(
 
 
 def load_reading_run(
-    options: EvaluateOptions | PredictOptions | EmbeddingsOptions,
+    options: EvaluateOptions | PredictOptions | EmbeddingsOptions, *, learns: bool = False
 ) -> tuple[Task, RunConfig]:
-    """Return what to read, and the run that trained it."""
+    """Return the task to read, and the run that trained it.
+
+    Args:
+        learns: Whether means and quantiles of features may be learned here, for a run without a checkpoint.
+    """
     if not isinstance(options, EmbeddingsOptions) and options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {options.steps}")
     code: dict[str, Any] = {
@@ -87,7 +91,7 @@ def load_reading_run(
     task = _task(options, run)
     if not run.train.model_dir:
         raise ConfigError("needs --model-dir: the folder with the checkpoints of the training")
-    return with_learned_features(task, run, trains=False, say=say), run
+    return with_learned_features(task, run, trains=learns, say=say), run
 
 
 def say(line: str) -> None:

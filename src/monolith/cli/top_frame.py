@@ -134,7 +134,7 @@ def frame(
     processes = ordered(members(job), options.sort, job.time)
     limit = options.rows
     if limit is None:
-        chrome = _CHROME + len(published(job))
+        chrome = _CHROME + len(published(job)) + len(without_standby(job))
         limit = SHOWN_WITHOUT_TERMINAL if height is None else max(height - chrome, 3)
     shown = processes[: limit or None]
     parts: list[RenderableType] = [Text(f"{name}  {_job_name(job)}".rstrip(), style="bold")]
@@ -142,6 +142,7 @@ def frame(
         parts.append(Text(problem, style="bold red"))
     parts.append(Text(totals(job)))
     parts += [Text(line, style="" if line == GOES_ON else "bold red") for line in published(job)]
+    parts += [Text(line, style="bold red") for line in without_standby(job)]
     if shown:
         parts.append(_table(shown, job.time, width))
     rest: list[str] = []
@@ -203,6 +204,11 @@ def totals(job: JobStatus) -> str:
 def published(job: JobStatus) -> list[str]:
     """Return how publishing stands, as the process says that leads it: a line, or none."""
     return [one.publishing for one in members(job) if one.publishing and severity(one, job.time) < 2][:1]
+
+
+def without_standby(job: JobStatus) -> list[str]:
+    """Return which shards lack a standby, as the chief says: a line, or none."""
+    return [one.standbys for one in members(job) if one.standbys and severity(one, job.time) < 2][:1]
 
 
 def _wire(processes: Sequence[ProcessStatus]) -> str:

@@ -23,7 +23,7 @@ from typing import TextIO
 from monolith import filesystem
 from monolith.checkpoint import read_checkpoint_state
 from monolith.cli.control import ControlPlace, control_place, profiled_on_demand
-from monolith.cli.data_roles import read_for_others, secured, served_task
+from monolith.cli.data_roles import data_security, read_for_others, secured, served_task
 from monolith.cli.failover import Failover
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.own_status import OwnStatus
@@ -114,7 +114,8 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             open_things.enter_context(profiled_on_demand(control, run, status))
             control = None
         if run.cluster.reads_for_others:
-            return read_for_others(training.task, secured(run, environ), environ, status)
+            run = replace(run, security=data_security(run, environ))
+            return read_for_others(training.task, run, environ, status)
         task = open_things.enter_context(served_task(options, training.task, run, environ))
         training = replace(training, task=task)
         in_step = run.cluster.mode == "sync"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from monolith.cli.options.train import TrainOptions
 from monolith.observe.progress import describe_rate, describe_seconds
 from monolith.train.hook import DATA_ENDED
+from monolith.train.lost import describe_uncounted
 
 if TYPE_CHECKING:
     from monolith.train import Task, TrainConfig, TrainReport
@@ -162,7 +163,7 @@ def _describe_lost(kind: str, one: Mapping[str, Any]) -> str:
     rows = "unknown" if one["rows"] is None else f"{one['rows']:,}"
     if one.get("standby"):
         seconds += ", until its standby took over"
-    more = "" if one.get("uncounted", ()) == () else ", and some that nobody could count"
+    more = describe_uncounted(one.get("uncounted", ()), one.get("uncounted_why", ""))
     return f"{seconds}, {rows} rows and {one['updates']:,} updates gone{more}"
 
 

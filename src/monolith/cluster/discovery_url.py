@@ -1,7 +1,7 @@
 """A registry by its URL: one line of text for a flag, in place of a config.
 
     zookeeper://host:2181,host:2181/job
-    consul://host:8500/job
+    consul://host:8500/job, or consul://host:2280/job?api=lookup for the original system's agents
     files:///shared/folder/job
 
 Secrets do not belong there, since others can read flags: they come from the environment.
@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from monolith.cluster.addresses import Address
 from monolith.cluster.consul import ConsulDiscovery
@@ -27,6 +27,8 @@ Environment = Mapping[str, str]
 
 _KINDS = ("zookeeper", "consul", "files")
 _FORMS = "zookeeper://host:2181/job, consul://host:8500/job or files:///shared/folder/job"
+_LOOKUP = "?api=lookup"
+"""Ends the URL of a Consul agent that answers the original system's lookup API."""
 
 
 class OpenDiscovery(Discovery, Protocol):
@@ -80,9 +82,13 @@ def _zookeeper(url: str, rest: str, environ: Environment, timeout: timedelta) ->
 
 
 def _consul(url: str, rest: str, environ: Environment) -> ConsulDiscovery:
+    api: Literal["stock", "lookup"] = "lookup" if rest.endswith(_LOOKUP) else "stock"
+    rest = rest.removesuffix(_LOOKUP)
+    if "?" in rest:
+        raise ConfigError(f"cannot open the registry {url!r}: after the job may be only {_LOOKUP}")
     server, job = _servers_and_job(url, rest)
     if not server:
-        return ConsulDiscovery(job, ConsulConfig.from_environment(environ))
+        return ConsulDiscovery(job, ConsulConfig.from_environment(environ, api=api))
     has_port = ":" in server and not server.endswith("]")
     try:
         address = Address.parse(server if has_port else f"{server}:0")
@@ -90,7 +96,7 @@ def _consul(url: str, rest: str, environ: Environment) -> ConsulDiscovery:
         raise ConfigError(f"cannot open the registry {url!r}: {cause}") from cause
     token = environ.get("CONSUL_HTTP_TOKEN", "").strip() or None
     port = address.port if has_port else None
-    return ConsulDiscovery(job, ConsulConfig(host=address.host, port=port, token=token))
+    return ConsulDiscovery(job, ConsulConfig(host=address.host, port=port, api=api, token=token))
 
 
 def _files(url: str, rest: str) -> FilesDiscovery:

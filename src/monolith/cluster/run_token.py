@@ -2,7 +2,8 @@
 
 A launcher makes a token for all its processes and hands it on as a variable, which only their user can
 read. Processes that were started one by one share a folder, the model_dir: the first of them leaves a token
-there, in a file that only their user can read.
+there, in a file that only their user can read. The processes of a data service that is not part of a run know
+no common folder; they share one token per user.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ RUN_TOKEN = "MONOLITH_RUN_TOKEN"
 """The variable by which a launcher hands on the token of a run. No setting: whoever has one sets security."""
 TOKEN_FILE = "run_token"
 """In the model_dir of a run whose processes were started one by one."""
+USER_TOKEN_FILE = "data_service_token"
+"""In the state folder of a user who starts data services that belong to no run."""
 
 
 def run_security(security: SecurityConfig, environ: Mapping[str, str]) -> SecurityConfig:
@@ -31,6 +34,25 @@ def run_security(security: SecurityConfig, environ: Mapping[str, str]) -> Securi
     if is_guarded(security) or not environ.get(RUN_TOKEN):
         return security
     return replace(security, token=Secret(environ[RUN_TOKEN]))
+
+
+def rank_security(security: SecurityConfig, environ: Mapping[str, str], model_dir: str) -> SecurityConfig:
+    """Return what is set, with a token in any case: ranks sign with it the keys that they share.
+
+    Raises:
+        ConfigError: There is none, and no folder of this user in which ranks could share one.
+    """
+    if security.token is not None or security.token_file is not None:
+        return security
+    if environ.get(RUN_TOKEN):
+        return replace(security, token=Secret(environ[RUN_TOKEN]))
+    if not model_dir or filesystem.is_remote(model_dir):
+        raise ConfigError(
+            "ranks sign the keys that they share with a token, and share one by themselves only in a local "
+            f"model_dir, not {model_dir or 'without one'!r}. Give all of them the same security.token_file, "
+            "as the flag --security.token-file."
+        )
+    return replace(security, token=read_token(Path(model_dir) / TOKEN_FILE, make=True))
 
 
 def shared_security(security: SecurityConfig, model_dir: str) -> SecurityConfig:
@@ -44,6 +66,33 @@ def shared_security(security: SecurityConfig, model_dir: str) -> SecurityConfig:
     if is_guarded(security) or not model_dir or filesystem.is_remote(model_dir):
         return security
     return replace(security, token=read_token(Path(model_dir) / TOKEN_FILE, make=True))
+
+
+def user_token_file(environ: Mapping[str, str]) -> Path:
+    """Return where a user's stand-alone data services keep their token."""
+    home = environ.get("HOME") or str(Path.home())
+    return Path(environ.get("XDG_STATE_HOME") or Path(home, ".local", "state"), "monolith", USER_TOKEN_FILE)
+
+
+def user_security(security: SecurityConfig, environ: Mapping[str, str]) -> SecurityConfig:
+    """Return the given security, or else the token that this user's stand-alone data services share.
+
+    The first process creates the token file with mode 0600; later ones of the same user read it.
+
+    Raises:
+        ConfigError: The file cannot be created or read, or other users can read it.
+    """
+    if is_guarded(security):
+        return security
+    path = user_token_file(environ)
+    try:
+        return replace(security, token=read_token(path, make=True))
+    except OSError as cause:
+        raise ConfigError(
+            f"data service: cannot create the token file {path}: {cause.strerror}. Give the dispatcher, data "
+            "workers and trainers a token by --token-file (security.token_file of a run), or start the "
+            "dispatcher and the data workers with --insecure."
+        ) from cause
 
 
 def is_guarded(security: SecurityConfig) -> bool:

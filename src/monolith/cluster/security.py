@@ -1,7 +1,16 @@
-"""Who may talk to whom: mutual TLS, and a token that all processes of a job share.
+"""Who may talk to whom: mutual TLS, and tokens by role.
 
 One `SecurityConfig` serves every listener and every caller of a process. It may be empty only where
-nobody else can reach: a listener on any address but loopback must demand a certificate or the token.
+nobody else can reach: a listener on any address but loopback must demand a certificate or a token.
+
+    role       a process with this token may                                 its token, if none is set
+    ────       ─────────────────────────────                                 ─────────────────────────
+    control    do everything: train, save, stop, follow, predict             none
+    follow     read published rows, and rows of serving servers              derived from the control token
+    predict    ask a model server for predictions                            derived from the control token
+
+A port takes the token of its role or the control token. Derived tokens are HMACs of the control token: it
+cannot be computed from them, nor one of them from another.
 
     guard = guard_listener(host, config)              # ConfigError unless host is loopback or guarded
     server = grpc.server(pool, interceptors=grpc_interceptors(guard))
@@ -16,18 +25,25 @@ import hmac
 import ipaddress
 import logging
 import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from monolith.config import Checked, Problem, Secret, looks_secret
 from monolith.errors import ConfigError, ListenError, MissingExtraError
+from monolith.wire.proof import CallerProof, PortProof
 
 _log = logging.getLogger(__name__)
 
+Role = Literal["control", "follow", "predict"]
+
 HEADER = "authorization"
 REFUSAL = "the shared token is missing or wrong"
+MESSAGE_WITHIN = 10.0
+"""Seconds that a gRPC call may take for its next message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +59,20 @@ class SecurityConfig(Checked):
     server_name: str | None = None
     """The name in the servers' certificates, if it differs from the host by which they are reached."""
     token: Secret | None = None
-    """The token that callers must present. A file is safer: other users of the machine can read flags."""
+    """The token that callers must have, for everything. A file is safer: other users of the machine can read
+    flags."""
     token_file: Path | None = None
-    """The file that contains the token that callers must present."""
+    """The file that contains the token that callers must have, for everything."""
+    follow_token: Secret | None = None
+    """The token for following a run only: reading the rows that it publishes. By default derived from the
+    token for everything; `monolith config token --role follow` prints it."""
+    follow_token_file: Path | None = None
+    """The file that contains the token for following a run."""
+    predict_token: Secret | None = None
+    """The token for asking a model server for predictions only. By default derived from the token for
+    everything; `monolith config token --role predict` prints it."""
+    predict_token_file: Path | None = None
+    """The file that contains the token for asking for predictions."""
 
     @property
     def uses_tls(self) -> bool:
@@ -57,23 +84,35 @@ class SecurityConfig(Checked):
         if given and len(given) < 3:
             missing = ", ".join(name for name in ("cert", "key", "ca") if name not in given)
             yield Problem(("cert", "key", "ca"), f"mutual TLS needs all three; {missing} is missing")
-        if self.token is not None and self.token_file is not None:
-            yield Problem(("token", "token_file"), "only one of them may be set")
-        if self.token is not None and not _is_sendable(self.token.reveal()):
-            yield Problem(("token",), "must be visible ASCII characters without blanks, at least one")
+        for name in ("token", "follow_token", "predict_token"):
+            token: Secret | None = getattr(self, name)
+            if token is not None and getattr(self, f"{name}_file") is not None:
+                yield Problem((name, f"{name}_file"), "only one of them may be set")
+            if token is not None and not _is_sendable(token.reveal()):
+                yield Problem((name,), "must be visible ASCII characters without blanks, at least one")
         if self.server_name and not self.uses_tls:
             yield Problem(("server_name", "cert"), "names are compared only with TLS; set cert, key and ca")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
-    """A SecurityConfig with its files read: what a listener demands, and a caller presents."""
+    """A SecurityConfig with its files read: what a listener demands, and a caller presents.
+
+    guard = guard_caller(config)               # demands and presents the control token
+    guard.for_role("predict").admits(header)   # whether the header has the predict or the control token
+    """
 
     cert: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
     ca: bytes | None = None
     token: Secret | None = None
+    """The token of `role`."""
     server_name: str | None = None
+    role: Role = "control"
+    control: Secret | None = None
+    """The control token, if this guard is of another role and knows it; a listener takes it too."""
+    role_tokens: Mapping[Role, Secret] = field(default_factory=dict, repr=False, hash=False)
+    """The tokens of other roles that were set and so are not derived."""
 
     @property
     def uses_tls(self) -> bool:
@@ -84,36 +123,65 @@ class Guard:
         """What callers send under "authorization"; None without a token."""
         return None if self.token is None else f"Bearer {self.token.reveal()}"
 
+    @property
+    def tokens(self) -> dict[str, str]:
+        """The tokens that a caller may prove here and a port takes: control first, as more ports have it."""
+        held = {"control": self.control, self.role: self.token}
+        return {role: token.reveal() for role, token in held.items() if token is not None}
+
+    def for_role(self, role: Role) -> Guard:
+        """Return a guard that presents the token of a role, and takes that or the control token.
+
+        It has no token if neither the one of the role nor the control token is known here.
+        """
+        control = self.token if self.role == "control" else self.control
+        if role == "control":
+            return replace(self, token=control, role=role, control=None)
+        token = self.role_tokens.get(role) or (None if control is None else derive_token(control, role))
+        return replace(self, token=token, role=role, control=control)
+
     def admits(self, header: str | bytes) -> bool:
         """Whether a caller that sent this may come in. Takes as long for a near miss as for a far one."""
-        if self.header is None:
-            return True
+        accepted = [token for token in (self.token, self.control) if token is not None]
         given = header if isinstance(header, bytes) else header.encode()
-        return hmac.compare_digest(given, self.header.encode())
+        # A list, not a generator: all are compared, whichever matches.
+        matches = [hmac.compare_digest(given, f"Bearer {token.reveal()}".encode()) for token in accepted]
+        return any(matches) or not accepted
 
     # What rooms that may not look here ask of a guard that they are handed.
 
     def flight_location(self, address: str) -> str:
         return flight_location(address, self)
 
-    def flight_server_options(self) -> dict[str, Any]:
-        return flight_server_options(self)
+    def flight_server_options(self, service: str) -> dict[str, Any]:
+        return flight_server_options(self, service)
 
     def flight_client_options(self) -> dict[str, Any]:
         return flight_client_options(self)
 
+    def flight_proof(self, service: str) -> CallerProof | None:
+        return CallerProof(service, self.tokens) if self.tokens else None
 
-def guard_listener(bind: str, config: SecurityConfig, *, insecure: bool = False) -> Guard:
+
+def derive_token(control: Secret, role: Role) -> Secret:
+    """Return the token of a role that none was set for. The control token cannot be computed from it."""
+    return Secret(hmac.digest(control.reveal().encode(), f"monolith token: {role}".encode(), "sha256").hex())
+
+
+def guard_listener(
+    bind: str, config: SecurityConfig, *, role: Role = "control", insecure: bool = False
+) -> Guard:
     """Return what a listener on `bind` demands.
 
     Args:
         bind: Host, host:port, or unix:path.
-        insecure: Somebody said in so many words that everybody who reaches the address may come in.
+        role: What callers of the port do.
+        insecure: An operator allowed every process that reaches the address to connect.
 
     Raises:
         ConfigError: Others can reach that address and nothing is demanded of them; or a file cannot be read.
     """
-    guard = guard_caller(config)
+    guard = guard_caller(config).for_role(role)
     if not is_loopback(bind):
         open_to_all = not guard.uses_tls and guard.token is None
         if open_to_all and not insecure:
@@ -127,7 +195,7 @@ def guard_listener(bind: str, config: SecurityConfig, *, insecure: bool = False)
         if open_to_all:
             _log.warning("listening on %s without authentication (--insecure)", bind)
         elif not guard.uses_tls:
-            _log.warning("listening on %s without TLS: the token is sent in clear text", bind)
+            _log.warning("listening on %s without TLS: all of its traffic is sent in clear text", bind)
     return guard
 
 
@@ -141,8 +209,9 @@ def guard_caller(config: SecurityConfig) -> Guard:
         cert=_read("cert", config.cert),
         key=_read("key", config.key),
         ca=_read("ca", config.ca),
-        token=_token(config),
+        token=_token("token", config.token, config.token_file),
         server_name=config.server_name,
+        role_tokens=_role_tokens(config),
     )
     ssl_context(config, server=False)  # Flight and gRPC do not say which file they cannot use
     return guard
@@ -192,31 +261,98 @@ def add_grpc_port(server: Any, address: str, guard: Guard) -> int:
     return port
 
 
-def grpc_interceptors(guard: Guard) -> tuple[Any, ...]:
-    """Return what `grpc.server(interceptors=...)` needs to refuse callers without the token."""
-    if guard.token is None:
-        return ()
-    grpc = _import_grpc()
+def grpc_interceptors(guard: Guard, message_within: float = MESSAGE_WITHIN) -> tuple[Any, ...]:
+    """Return what `grpc.server(interceptors=...)` needs to refuse callers without the token.
 
-    def refuse(request: Any, context: Any) -> Any:  # noqa: ARG001
+    gRPC gives a thread to each call when its headers have come, and the thread waits for the message. So a
+    call without the token is refused by a handler that reads none, and one whose message does not come is
+    cancelled.
+
+    Args:
+        message_within: Seconds that an admitted call may take for its next message.
+    """
+    grpc = _import_grpc()
+    waits = _MessageWaits(message_within)
+
+    def refuse(messages: Any, context: Any) -> Any:  # noqa: ARG001
         context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
 
-    makers = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
+    def one_message(answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def read(messages: Any, context: Any) -> Any:
+            message = next(waits.bounded(messages, context), None)
+            if message is None:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message that can be read")
+            return answer(message, context)
 
-    class TokenCheck(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
+        return read
+
+    def all_messages(answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda messages, context: answer(waits.bounded(messages, context), context)
+
+    class AdmittedCalls(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
         def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
             handler = continuation(details)
-            sent = [value for key, value in details.invocation_metadata or () if key == HEADER]
-            if handler is None or (len(sent) == 1 and guard.admits(sent[0])):
-                return handler
-            return makers[handler.request_streaming, handler.response_streaming](refuse)
+            if handler is None:
+                return None
+            # Handlers of streams are called at once, those of a single message only when it has come.
+            streams = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.response_streaming
+                else grpc.stream_unary_rpc_method_handler
+            )
+            if guard.token is not None:
+                sent = [value for key, value in details.invocation_metadata or () if key == HEADER]
+                if len(sent) != 1 or not guard.admits(sent[0]):
+                    return streams(refuse)
+            answers = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+            answer = next(one for one in answers if one is not None)
+            bounded = all_messages(answer) if handler.request_streaming else one_message(answer)
+            return streams(bounded, handler.request_deserializer, handler.response_serializer)
 
-    return (TokenCheck(),)
+    return (AdmittedCalls(),)
+
+
+class _MessageWaits:
+    """Cancels calls whose next message does not come in time. Thread-safe.
+
+    A thread watches while calls wait, and ends when none does.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._waiting: dict[object, tuple[float, Any]] = {}
+        """Calls that wait: key -> deadline and gRPC's context. All wait as long: the first is due first."""
+        self._watched = False
+
+    def bounded(self, messages: Any, context: Any) -> Iterator[Any]:
+        """Yield the messages of a call."""
+        key = object()
+        while True:
+            self._waiting[key] = (time.monotonic() + self._seconds, context)
+            # After the line above: `_watch` looks once more after it says that it watches no longer.
+            if not self._watched:
+                self._watched = True
+                threading.Thread(target=self._watch, name="grpc-messages", daemon=True).start()
+            try:
+                message = next(messages)
+            except StopIteration:
+                return
+            finally:
+                self._waiting.pop(key, None)
+            yield message
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._seconds / 4)
+            for deadline, context in list(self._waiting.values()):
+                if deadline > time.monotonic():
+                    break
+                context.cancel()
+            if not self._waiting:
+                self._watched = False
+                if not self._waiting:
+                    return
+                self._watched = True  # a second thread may watch as well, which does no harm
 
 
 def grpc_channel(address: str, guard: Guard, options: Mapping[str, Any] | None = None) -> Any:
@@ -276,7 +412,7 @@ def flight_location(address: str, guard: Guard) -> str:
     return f"{'grpc+tls' if guard.uses_tls else 'grpc+tcp'}://{address}"
 
 
-def flight_server_options(guard: Guard) -> dict[str, Any]:
+def flight_server_options(guard: Guard, service: str) -> dict[str, Any]:
     """Return the keyword arguments that make a FlightServerBase demand certificate and token."""
     options: dict[str, Any] = {}
     if guard.uses_tls:
@@ -285,38 +421,18 @@ def flight_server_options(guard: Guard) -> dict[str, Any]:
             "verify_client": True,
             "root_certificates": guard.ca,
         }
-    if guard.token is not None:
-        flight = _import_flight()
-
-        class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc, name-defined]
-            def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:  # noqa: ARG002
-                sent = headers.get(HEADER, [])
-                if len(sent) != 1 or not guard.admits(sent[0]):
-                    raise flight.FlightUnauthenticatedError(REFUSAL)
-
-        options["middleware"] = {"token": TokenCheck()}
+    if tokens := guard.tokens:
+        options |= PortProof(service, tokens).server_options(_import_flight())
     return options
 
 
 def flight_client_options(guard: Guard) -> dict[str, Any]:
-    """Return the keyword arguments that make a FlightClient present certificate and token."""
+    """Return the keyword arguments that make a FlightClient present the certificate."""
     options: dict[str, Any] = {}
     if guard.uses_tls:
         options |= {"tls_root_certs": guard.ca, "cert_chain": guard.cert, "private_key": guard.key}
         if guard.server_name:
             options["override_hostname"] = guard.server_name
-    if guard.header is not None:
-        flight, header = _import_flight(), guard.header
-
-        class Sender(flight.ClientMiddleware):  # type: ignore[misc, name-defined]
-            def sending_headers(self) -> dict[str, str]:
-                return {HEADER: header}
-
-        class TokenSender(flight.ClientMiddlewareFactory):  # type: ignore[misc, name-defined]
-            def start_call(self, info: Any) -> Sender:  # noqa: ARG002
-                return Sender()
-
-        options["middleware"] = [TokenSender()]
     return options
 
 
@@ -357,17 +473,25 @@ def _read(name: str, path: Path | None) -> bytes | None:
     return text
 
 
-def _token(config: SecurityConfig) -> Secret | None:
-    if config.token_file is None:
-        return config.token
+def _role_tokens(config: SecurityConfig) -> dict[Role, Secret]:
+    given: dict[Role, Secret | None] = {
+        "follow": _token("follow_token", config.follow_token, config.follow_token_file),
+        "predict": _token("predict_token", config.predict_token, config.predict_token_file),
+    }
+    return {role: token for role, token in given.items() if token is not None}
+
+
+def _token(name: str, token: Secret | None, path: Path | None) -> Secret | None:
+    if path is None:
+        return token
     try:
-        text = config.token_file.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as cause:
         why = (cause.strerror or str(cause)) if isinstance(cause, OSError) else "it is not text"
-        raise ConfigError(f"cannot read security.token_file {_named(config.token_file)}: {why}") from cause
+        raise ConfigError(f"cannot read security.{name}_file {_named(path)}: {why}") from cause
     if not _is_sendable(text):
         raise ConfigError(
-            f"cannot use security.token_file {config.token_file}: a token must be visible ASCII characters "
+            f"cannot use security.{name}_file {path}: a token must be visible ASCII characters "
             "without blanks, at least one"
         )
     return Secret(text)

@@ -108,6 +108,8 @@ class ProcessStatus:
     """When the last checkpoint was on disk, in Unix seconds; only the chief knows."""
     publishing: Text = ""
     """How publishing stands, in words; empty where nothing is published, or another process knows."""
+    standbys: Text = ""
+    """Shards that lack a standby and since when, in words; only the chief knows. Empty if none does."""
 
     @property
     def name(self) -> str:

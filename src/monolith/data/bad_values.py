@@ -19,8 +19,9 @@ from torch import Tensor
 from monolith.data.format import BadRecord
 from monolith.data.records import BatchSpec, Records, not_finite, timely
 from monolith.errors import TooManyBadRecordsError
+from monolith.feature.spec.reading import BadReason
 from monolith.observe import Doublings
-from monolith.table.arguments import is_second, wrong_second
+from monolith.table.arguments import is_second
 
 _log = logging.getLogger(__name__)
 
@@ -34,12 +35,14 @@ class BadTally:
     One thread writes it, and any may read it.
     """
 
-    REASONS = 8
-    """So many are told apart; reasons with values in them are as many as there are records."""
+    REASONS = 32
+    """So many causes are told apart. Features have few each; a reason of a user's own may have values in it,
+    and be another for every record."""
     OTHER = "for other reasons"
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
+        """By cause: reasons that differ in the values alone are one."""
         self._places: dict[str, str | None] = {}
 
     def knows(self, reason: str) -> bool:
@@ -52,12 +55,16 @@ class BadTally:
 
     def add(self, reason: str) -> None:
         """Count a record."""
-        known = reason in self.counts or len(self.counts) < self.REASONS
-        reason = reason if known else self.OTHER
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        cause = reason
+        if isinstance(reason, BadReason):
+            cause = reason.cause
+            self._places.setdefault(cause, reason.values)
+        if cause not in self.counts and len(self.counts) >= self.REASONS:
+            cause = self.OTHER
+        self.counts[cause] = self.counts.get(cause, 0) + 1
 
     def describe(self, reason: str) -> str:
-        """Return a reason with the place of the first record, if that is known."""
+        """Return a cause with the place, or the values, of the first record, if they are known."""
         where = self._places.get(reason)
         return reason if where is None else f"{reason} (the first: {where})"
 
@@ -225,9 +232,9 @@ class BadValues:
         column = self._spec.event_time or ""
         if not bool(timely(record, column).all()):
             wrong = next(time for time in record[column].flat_values.tolist() if not is_second(time))
-            return f"event time {column!r} {wrong_second(int(wrong))}"
+            return BadReason.of_time(column, int(wrong))
         name = next(name for name in self._labels if bool(not_finite(record[name]).any()))
-        return f"label {name!r} is {', '.join(map(str, record[name].flat_values.tolist()))}"
+        return BadReason(f"label {name!r} is …", ", ".join(map(str, record[name].flat_values.tolist())))
 
 
 def _as_json(record: Records) -> bytes:

@@ -7,6 +7,7 @@ them; and learn which records were left out, and why.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -100,10 +101,11 @@ def first_empty(stream: object, column: str) -> str | None:
 
 
 def bad_records(stream: object) -> dict[str, int]:
-    """Return why records were left out of the batches of a stream since it was opened, and how many for each
-    reason; see `BadTally`."""
+    """Return why records were left out of the batches of a stream since it was opened, each cause once, with
+    its number of records; see `BadTally`. Sources and stages count each their own."""
+    found: Counter[str] = Counter()
     for layer in layers(stream):
         told = getattr(layer, "left_out", None)
         if isinstance(told, BadTally):
-            return told.described()
-    return {}
+            found.update(told.described())
+    return dict(found)

@@ -56,7 +56,9 @@ class Source(Protocol):
         """Go to a position of a source of the same kind and settings. Only before, or between, iterations.
 
         Raises:
-            RestoreError: The position is of another kind, or names data that is not there.
+            RestoreError: The position is of another kind, or names data that is not there or not of this
+                source. A position may come from another process: a source opens no file that it would not
+                have found by itself.
         """
 
     def commit(self, position: Position) -> None:

@@ -6,6 +6,7 @@ A path is a string: `/data/x`, `runs/x`, or any URL fsspec knows (`hdfs://`, `s3
 
 from monolith.filesystem.copying import copy_file, copy_tree
 from monolith.filesystem.files import (
+    FileReserve,
     atomic_write,
     exists,
     file_size,
@@ -33,6 +34,7 @@ from monolith.filesystem.paths import (
 )
 
 __all__ = [
+    "FileReserve",
     "atomic_write",
     "base_name",
     "copy_file",

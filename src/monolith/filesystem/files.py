@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from typing import BinaryIO, TypeGuard
 
@@ -186,6 +187,55 @@ def rename(source: AnyPath, target: AnyPath) -> None:
                 "filesystems. Copy, then remove."
             )
         backend.rename(old, new)
+
+
+class FileReserve:
+    """Open files that are kept in reserve, to be given up when the process has no file left. Thread-safe.
+
+    Connections may have taken all files that a process may open; without a reserve it could not save either.
+
+        with reserve.given_up():    # so many files more can be opened in the block
+            save()
+    """
+
+    def __init__(self, files: int = 64) -> None:
+        self._count = files
+        self._lock = threading.Lock()  # guards the two below
+        self._held: list[int] = []
+        self._users = 0
+        self._fill()
+
+    @contextlib.contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Leave the files of the reserve to the block; take as many back afterwards as there are."""
+        with self._lock:
+            self._users += 1
+            self._let_go()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._fill()
+
+    def close(self) -> None:
+        """Give the files up for good. Closing again does nothing."""
+        with self._lock:
+            self._count = 0
+            self._let_go()
+
+    def __del__(self) -> None:
+        self._let_go()
+
+    def _fill(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._held) < self._count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY))
+
+    def _let_go(self) -> None:
+        while self._held:
+            os.close(self._held.pop())
 
 
 def _entries(path: AnyPath) -> tuple[list[str], list[str]]:

@@ -62,6 +62,7 @@ from monolith.native._core import (
     row_digests,
     seal_frames,
     seal_tfrecords,
+    snappy_decode,
     split_frames,
     split_tfrecords,
 )
@@ -125,6 +126,7 @@ __all__ = [
     "row_digests",
     "seal_frames",
     "seal_tfrecords",
+    "snappy_decode",
     "split_frames",
     "split_tfrecords",
 ]

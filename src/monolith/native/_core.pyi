@@ -79,8 +79,15 @@ class EntryDumpCodec:
         One EntryDump message per row, unframed; with `ids` None the messages carry no id.
         """
 
-    def decode(self, buffer: object) -> DecodedEntries:
-        """Read TFRecords until the end or the first bad one; see `failure`."""
+    def decode(self, buffer: object, limit: int | None = None) -> DecodedEntries:
+        """
+        Read TFRecords until the end, the first bad one, or `limit` of them; see `failure`.
+        """
+
+def snappy_decode(block: object) -> bytes:
+    """
+    Decompress one snappy block. Raises ValueError, which says why, if it is not valid.
+    """
 
 class Admission:
     """Says which unseen ids earn a row. Thread-safe."""

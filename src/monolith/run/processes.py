@@ -77,10 +77,11 @@ class ClusterConfig(Checked):
     """Parameter servers started in addition and measured: the chief takes the num_ps fastest, once, and the
     others are spares."""
     standbys: int = 0
-    """How many other parameter servers keep a second copy of each share, 0 or 1: of rows and weights with
-    their optimizer state. With 1, num_ps more are started. When a server is lost its standby serves the copy
-    at once; what the server acknowledged in the last standby_interval or so is lost, and reported. Needs
-    failover.recovery to be keep_going."""
+    """How many other parameter servers keep a copy of each shard, 0 to 2: of rows and weights with their
+    optimizer state. num_ps more servers are started for each. When a server is lost a standby serves its copy
+    at once; what the server acknowledged in the last standby_interval or so is lost, and reported. Until
+    another server has copied the shard it has one standby less: with 1, a second loss in that time returns
+    the shard to the last checkpoint; with 2 it does not. Needs failover.recovery to be keep_going."""
     standby_interval: timedelta = timedelta(milliseconds=100)
     """How often a standby is told what has changed."""
     measure_ps: timedelta = timedelta(seconds=10)
@@ -104,8 +105,8 @@ class ClusterConfig(Checked):
             self,
             *("index", "num_ps", "num_redundant_ps", "num_extra_ps", "standbys", "measure_ps", "max_workers"),
         )
-        if self.standbys > 1:
-            yield Problem(("standbys",), f"a share has no standby or one, got {self.standbys}")
+        if self.standbys > 2:
+            yield Problem(("standbys",), f"must be from 0 to 2, got {self.standbys}")
         if self.standby_interval < timedelta(milliseconds=10):
             yield Problem(("standby_interval",), f"must be at least 10 ms, got {self.standby_interval}")
         yield from at_least(1, self, "num_workers")
@@ -178,6 +179,10 @@ class DiscoveryConfig(Checked):
     kind: Literal["consul", "zookeeper", "tf_config", "mlp", "mpi", "files", "ray"] = "consul"
     """The registry in which the processes find each other. Among the ranks of mpirun it is mpi unless another
     is named: a folder of the model_dir, for as long as they run."""
+    consul_api: Literal["stock", "lookup"] = "stock"
+    """The HTTP API of the Consul agent: stock is HashiCorp's, on port 8500; lookup is the original system's,
+    at /v1/lookup/name on port 2280 or a unix socket. CONSUL_HTTP_HOST and CONSUL_HTTP_PORT say where the
+    agent is."""
     zookeeper: str | None = None
     """ZooKeeper's servers, as host:port,host:port."""
     zookeeper_auth: Secret | None = None

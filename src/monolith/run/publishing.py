@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monolith import filesystem
 from monolith.checkpoint import Saver
 from monolith.checkpoint.shares import IdShare
 from monolith.cluster import Discovery
 from monolith.cluster.addresses import Address
+from monolith.cluster.run_token import shared_security
 from monolith.cluster.security import guard_listener
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
 from monolith.run.config import RunConfig
 from monolith.sync.channel import DeltaWriter
 from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url
+from monolith.sync.run_identity import run_identity
 from monolith.train.publishing.hold_file import HoldFile
 from monolith.train.publishing.share import PublishPlan
 
@@ -37,8 +39,11 @@ def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None =
         found = parse_channel_url(run.publish.to)
     except ConfigError as error:
         raise ConfigError(f"publish.to: {error}") from error
-    opening = _Opening(run, run.publish.to, found, discovery)
     model_dir = run.train.model_dir
+    if found.kind in ("flight", "discovery"):
+        # A run of one process has a token, too: rows of a model are not for every user of a machine.
+        run = replace(run, security=shared_security(run.security, model_dir))
+    opening = _Opening(run, run.publish.to, found, discovery)
     return PublishPlan(
         config=run.publish,
         run=_name_of(run),
@@ -66,7 +71,7 @@ class _Opening:
             name = f"/{self.found.name}" if self.found.name else ""
             url, host = f"{scheme}://{address}{name}", address.host
         if self.found.kind in ("flight", "discovery"):
-            guard = guard_listener(host, run.security)
+            guard = guard_listener(host, run.security, role="follow")
         writer = open_writer(
             url,
             guard=guard,
@@ -106,7 +111,7 @@ def address_of(addresses: tuple[str, ...], share: IdShare) -> Address:
 
 
 def _name_of(run: RunConfig) -> str:
-    """Return what names the run in its messages: its folder, as an export of it says, too."""
+    """Return what names the run in its messages: its folder and its id, as an export of it says, too."""
     if not run.train.model_dir:
         return run.job.name or run.job.task or "a run without a folder"
-    return filesystem.parent(Saver(run.train.model_dir).names.prefix(0))
+    return run_identity(filesystem.parent(Saver(run.train.model_dir).names.prefix(0)), make=True)

@@ -160,7 +160,8 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
     if discovery.kind == "consul":
         if not config.job.id:
             raise ConfigError("discovery by Consul needs job.id: processes of a job meet under it")
-        return ConsulDiscovery(config.job.id, ConsulConfig.from_environment(environ))
+        agent = ConsulConfig.from_environment(environ, api=discovery.consul_api)
+        return ConsulDiscovery(config.job.id, agent)
     if not config.job.name:
         raise ConfigError("discovery by ZooKeeper needs job.name: processes of a job meet under it")
     servers = discovery.zookeeper or environ.get("zk_servers") or ""

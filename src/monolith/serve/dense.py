@@ -1,9 +1,9 @@
 """The dense half of a servable: an exported graph, and the weights that it is run with.
 
 A graph is a file of `torch.export.save`. To read one, torch unpickles whatever the file says is pickled,
-looks operators up by any dotted name, and evaluates sizes as expressions. So what may be in it is checked
-before torch sees it: no pickles, only operators of torch, sizes made of numbers and symbols. A graph is then
-data.
+looks operators up by any dotted name, evaluates sizes as expressions and writes the names of inputs into
+source code that it runs. So torch never sees the file: its parts are read and checked here, and torch is
+given a new archive that holds the checked parts and nothing else. A graph is then data.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,15 +21,25 @@ import torch.fx
 from torch import Tensor
 
 from monolith.errors import CorruptFileError, RestoreError
+from monolith.serve.operators import OPERATORS
 
-_MODEL = re.compile(r"models/model\.json")
+_MODEL = "models/model.json"
 _CONFIG = re.compile(r"data/(weights|constants)/model_\w+_config\.json")
-_SAMPLES = re.compile(r"data/sample_inputs/model\.pt")
-_PLAIN = re.compile(
-    r"archive_format|archive_version|byteorder|version|\.data/(version|serialization_id)"
-    r"|data/(weights|constants)/(weight|tensor)_\d+"
+_SAMPLES = "data/sample_inputs/model.pt"
+_TENSOR = re.compile(r"data/(weights|constants)/((?:weight|tensor)_\d+)")
+_NOTE = re.compile(r"archive_format|archive_version|byteorder|version|\.data/version")
+_UNUSED = ".data/serialization_id"
+_NOTE_BYTES = 64
+_MOST_BYTES = 1 << 30
+"""Of all parts of a graph together. Weights are not among them: they have a file of their own."""
+_ROOT = "archive"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
+_ARGUMENTS = re.compile(
+    r"as_(none|(tensor|int|float|string|sym_int|bool|sym_bool|sym_float|optional_tensor)s?|nested_tensors"
+    r"|(int|float)_lists|scalar_type|memory_format|layout|device|complex|name|expr)"
 )
-_OPERATOR = re.compile(r"torch\.ops\.(aten|prims)\.\w+(\.\w+)?|_operator\.\w+|torch\.sym_\w+|math\.\w+")
+"""Kinds of arguments. Not among them: operators, graphs and objects of Python."""
+_TREES = frozenset(("builtins.tuple", "builtins.list", "builtins.dict"))
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 _SYMBOLS = re.compile(
     r"[suz]+\d+|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|Max|Min|Mod|PythonMod|FloorDiv|CeilDiv|CleanDiv|ModularIndexing"
@@ -36,64 +47,144 @@ _SYMBOLS = re.compile(
 )
 _QUOTED = re.compile(r"'([suz]+\d+)'")
 _EXPRESSION = re.compile(r"[\w\s+\-*/%<>=!&|~(),.]*")
-_MOST_BYTES = 1 << 30
 
 
-def check_graph(data: bytes, name: str) -> None:
-    """Refuse a graph that has anything in it but operators of torch over tensors.
+def clean_graph(data: bytes, name: str) -> bytes:
+    """Return a graph as a new archive: its operators over tensors, and nothing else that the file holds.
+
+    What says where in the source an operator was called is left out: it names folders of the machine that
+    exported the graph.
 
     Args:
-        name: What to call it in an error.
+        name: What to call the graph in an error.
 
     Raises:
-        CorruptFileError: It is no such file, or has something else in it; says what.
+        CorruptFileError: The file is no graph, or has something in it that is not allowed; says what.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            _check_archive(archive, name)
+            members = _checked_members(archive, name)
     except (
         zipfile.BadZipFile,
+        zlib.error,
         ValueError,
         KeyError,
         TypeError,
+        AttributeError,
         NotImplementedError,
         RecursionError,
     ) as cause:
         if isinstance(cause, CorruptFileError):
             raise
         raise CorruptFileError(name, 0, f"it is no graph of torch.export: {cause}") from cause
+    # Python and torch may find different members in one file (its ZIP64 directory is in two places). In the
+    # new one there is a single directory, and each member is stored as it is.
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
+        for path, content in members.items():
+            archive.writestr(zipfile.ZipInfo(f"{_ROOT}/{path}"), content)
+    return made.getvalue()
 
 
-def _check_archive(archive: zipfile.ZipFile, name: str) -> None:
-    models = 0
+def _checked_members(archive: zipfile.ZipFile, name: str) -> dict[str, bytes]:
+    """Return what torch may read of an archive: path -> content."""
+    found: dict[str, bytes] = {}
+    if sum(member.file_size for member in archive.infolist()) > _MOST_BYTES:
+        raise CorruptFileError(name, 0, f"its parts have more than {_MOST_BYTES} bytes")
     for member in archive.infolist():
         _, _, inner = member.filename.partition("/")
-        if member.file_size > _MOST_BYTES:
-            raise CorruptFileError(name, 0, f"{inner} has {member.file_size} bytes")
-        if _MODEL.fullmatch(inner):
-            models += 1
-            _check_program(json.loads(archive.read(member)), name)
+        if inner in found:
+            raise CorruptFileError(name, 0, f"it has {inner!r} in it twice")
+        if inner == _UNUSED:
+            continue
+        if inner == _MODEL:
+            found[inner] = _dump(_checked_program(json.loads(archive.read(member)), name))
         elif _CONFIG.fullmatch(inner):
-            entries = json.loads(archive.read(member))["config"]
-            if pickled := [each for each, entry in entries.items() if entry["use_pickle"] is not False]:
-                raise CorruptFileError(name, 0, f"its tensor {pickled[0]!r} is pickled, which is not read")
-        elif _SAMPLES.fullmatch(inner):
+            found[inner] = _dump(_checked_tensors(json.loads(archive.read(member)), name))
+        elif inner == _SAMPLES:
             if member.file_size:
                 raise CorruptFileError(name, 0, "it has example inputs, which are pickled, and not read")
-        elif not _PLAIN.fullmatch(inner):
-            raise CorruptFileError(name, 0, f"it has {inner!r} in it, which no graph of ours has")
-    if models != 1:
-        raise CorruptFileError(name, 0, f"it has {models} programs instead of one")
+            found[inner] = b""
+        elif _TENSOR.fullmatch(inner) or (_NOTE.fullmatch(inner) and member.file_size <= _NOTE_BYTES):
+            found[inner] = archive.read(member)
+        else:
+            raise CorruptFileError(name, 0, f"it has {inner!r:.80} in it, which no graph of ours has")
+    if _MODEL not in found:
+        raise CorruptFileError(name, 0, "it has no program in it")
+    return found
 
 
-def _check_program(program: Any, name: str) -> None:
-    for key, value in _entries(program):
-        if key == "target" and isinstance(value, str) and not _OPERATOR.fullmatch(value):
-            raise CorruptFileError(name, 0, f"it calls {value!r}, which is no operator of torch's own")
-        if key == "expr_str":
-            plain = _QUOTED.sub(r"\1", str(value))
+def _checked_tensors(config: Any, name: str) -> Any:
+    """Return the list of an archive's tensors, none of which is pickled."""
+    for key, entry in config["config"].items():
+        _check_name(key, name)
+        if entry["use_pickle"] is not False:
+            raise CorruptFileError(name, 0, f"its tensor {key!r} is pickled, which is not read")
+        if not re.fullmatch(r"(weight|tensor)_\d+", entry["path_name"]):
+            raise CorruptFileError(name, 0, f"its tensor {key!r} is an object of Python, which is not read")
+        _check_parts(entry, name)
+    return config
+
+
+def _checked_program(program: Any, name: str) -> Any:
+    """Return a program without what torch does not need to run it."""
+    module = program["graph_module"]
+    graph = module["graph"]
+    for node in graph["nodes"]:
+        node["metadata"] = {}  # the source that called it
+        if node["target"] not in OPERATORS:
+            raise CorruptFileError(
+                name,
+                0,
+                f"it calls {node['target']!r:.120}, which is not among the operators that are served. One "
+                "that only computes on tensors may be added to monolith/serve/operators.py",
+            )
+    if graph.get("custom_obj_values") or module.get("treespec_namedtuple_fields"):
+        raise CorruptFileError(name, 0, "it has objects of Python in it, which are not read")
+    module["metadata"] = {}
+    program["guards_code"] = []  # Python that torch would run; sizes are checked where a graph is called
+    for entry in module["module_call_graph"]:
+        if (signature := entry["signature"]) is not None:
+            for key in ("in_spec", "out_spec"):
+                _, tree = json.loads(signature[key])
+                _check_tree(tree, name)
+    _check_parts(program, name)
+    return program
+
+
+def _check_parts(value: Any, name: str) -> None:
+    """Refuse names that are none, kinds of arguments and sizes that are not read; anywhere in some JSON."""
+    for key, inner in _entries(value):
+        if (key == "name" or key.endswith("_name")) and inner is not None:
+            _check_name(inner, name)
+        elif key.endswith("_values") or key in ("range_constraints", "opset_version"):
+            for each in inner:
+                _check_name(each, name)
+        elif key in ("as_device", "device"):
+            if inner["type"] != "cpu":
+                raise CorruptFileError(name, 0, f"it computes on {inner['type']!r:.40}; export it on the CPU")
+        elif key == "expr_str":
+            plain = _QUOTED.sub(r"\1", str(inner))
             if not _EXPRESSION.fullmatch(plain) or not all(map(_SYMBOLS.fullmatch, _SYMBOL.findall(plain))):
-                raise CorruptFileError(name, 0, f"a size in it is {value!r:.80}, which is not read")
+                raise CorruptFileError(name, 0, f"a size in it is {inner!r:.80}, which is not read")
+        elif key in ("custom_obj", "token") or (key.startswith("as_") and not _ARGUMENTS.fullmatch(key)):
+            raise CorruptFileError(name, 0, f"it has an argument of the kind {key!r:.40}, which is not read")
+
+
+def _check_name(text: Any, name: str) -> None:
+    # Names of inputs become source code, with torch.fx: "x=print(1)" would be a default value.
+    if not isinstance(text, str) or not _NAME.fullmatch(text):
+        raise CorruptFileError(name, 0, f"it has the name {text!r:.80} in it, which is none")
+
+
+def _check_tree(tree: Any, name: str) -> None:
+    """Refuse arguments in anything but tuples, lists and dicts: torch would import what they name."""
+    if tree["type"] is not None and tree["type"] not in _TREES:
+        raise CorruptFileError(name, 0, f"its arguments are in {tree['type']!r:.80}, which is not read")
+    if "__enum__" in str(tree["context"]):
+        raise CorruptFileError(name, 0, "its arguments have objects of Python in them, which are not read")
+    for child in tree["children_spec"]:
+        _check_tree(child, name)
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
@@ -105,6 +196,10 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
         return
     for item in value:
         yield from _entries(item)
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 class DenseGraph:
@@ -121,9 +216,9 @@ class DenseGraph:
     """
 
     def __init__(self, graph: bytes, weights: Mapping[str, Tensor], name: str = "graph.pt2") -> None:
-        check_graph(graph, name)
+        clean = clean_graph(graph, name)
         try:
-            program = torch.export.load(io.BytesIO(graph))
+            program = torch.export.load(io.BytesIO(clean))
         except Exception as cause:
             raise RestoreError(
                 f"{name}: torch {torch.__version__} cannot read this graph: {cause}. Export it again with "

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from monolith.errors import ConfigError, DeadlineExceededError, RetryableError, UnavailableError
+from monolith.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    FailedPeerError,
+    RetryableError,
+    UnavailableError,
+)
+from monolith.store.rank_keys import Keys
 from monolith.wire.traffic import TrafficMeter
-
-KeyValues = Any
-"""A `torch.distributed.Store`: keys and values that all ranks see."""
-
-LOOPBACK = "127.0.0.1"
 
 
 class Collective:
@@ -189,17 +191,12 @@ def _done_within(work: Any, limit: timedelta) -> bool:
     return True
 
 
-def prefixed(keys: KeyValues, prefix: str) -> KeyValues:
-    """Return the same keys, each with something before it."""
-    return getattr(dist, "PrefixStore")(prefix, keys)  # noqa: B009 - torch's stubs do not have it
-
-
 def make_group(
-    keys: KeyValues,
+    keys: Keys,
     rank: int,
     size: int,
     *,
-    host: str | None,
+    host: str,
     connect: timedelta,
     timeout: timedelta,
     backend: str = "gloo",
@@ -208,7 +205,8 @@ def make_group(
 
     Args:
         keys: Seen by all; with a prefix that no other group has.
-        host: The address of this rank, by which others reach it; None leaves it to gloo.
+        host: The address on which gloo listens, by which the other ranks reach this one. NCCL listens where
+            NCCL_SOCKET_IFNAME says.
         connect: How long the others may take to be there.
         timeout: How long one call may take.
         backend: gloo, or nccl for tensors on GPUs.
@@ -225,12 +223,14 @@ def make_group(
     options = gloo._Options()
     options._timeout = connect
     options._threads = 2
-    options._devices = [gloo.create_default_device() if host is None else gloo.create_device(hostname=host)]
+    options._devices = [gloo.create_device(hostname=host)]
     try:
         group = gloo(keys, rank, size, options)
         group._set_default_timeout(timeout)
         return group
-    except RuntimeError as cause:
+    except FailedPeerError:  # which says more than that there is no connection
+        raise
+    except (RuntimeError, UnavailableError) as cause:
         raise UnavailableError(f"rank {rank} of {size} could not connect to all others: {cause}") from cause
 
 

@@ -1,25 +1,23 @@
-"""Calls of ranks to each other that are no collectives: one asks, at any time, and the others answer.
+"""Rank calls: a rank asks all others at any time, and they answer while they train.
 
-How many rows there are is asked by whoever draws a line of progress; a checkpoint is written while training
-goes on. Neither may wait for the others to come by, as a collective would. So every rank has a thread that
-answers, and requests and answers lie as JSON under the keys that all ranks share anyway to find each other:
+How many rows there are, and "write your part of this checkpoint", cannot wait until all ranks come to a
+collective. So every rank has a Flight server, which demands what the security settings of the run say: the
+token, and certificates if there are some. Its address is a signed key; see `RankKeys`.
 
-    asked/3/17     the 17th request to rank 3
-    answered/3/17  its answer, until whoever asked has read it
+    rank 0: ask_all("tables.cut", ...) ──► ask {call, body} ──► rank 1, rank 2: the function that was offered
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
+import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
-from monolith import errors
+from monolith.cluster.security import Guard
 from monolith.errors import (
     ClusterError,
     DeadlineExceededError,
@@ -27,59 +25,115 @@ from monolith.errors import (
     RetryableError,
     UnavailableError,
 )
-from monolith.store.collective import KeyValues
-from monolith.wire.bodies import Call, Json
+from monolith.store import servers
+from monolith.store.rank_keys import RankKeys
+from monolith.wire.bodies import Call, Gone, Json, Name, read_body
+from monolith.wire.flight import Caller, Server, Service
+from monolith.wire.limits import Limits
 
-_log = logging.getLogger(__name__)
+SERVICE = Service(
+    name="rank",
+    peers="all ranks",
+    failure=ClusterError,
+    told=servers.SERVICE.told,
+    unreachable=UnavailableError,
+    late=DeadlineExceededError,
+)
+LOOK_EVERY = 0.1
+"""Seconds between two looks whether it still makes sense to wait."""
+CLOSE_WITHIN = 5.0
+"""Seconds that closing waits for answers in progress. A call that takes longer ends with its process."""
 
-LOOK_EVERY = 0.02
-"""Seconds between two looks for an answer."""
-FOREVER = timedelta(days=365)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPort:
+    """Where a rank listens, for calls and for the data of gloo, and what it demands of callers."""
+
+    host: str = "127.0.0.1"
+    """The one address of this machine on which it listens, and by which the other ranks reach it."""
+    guard: Guard
+    """The same on all ranks."""
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCall:
+    """A call to a rank, by the name under which that rank offers it."""
+
+    call: Name
+    body: dict[str, Json]
 
 
 class RankCalls:
     """Asks other ranks, and answers them, until it is closed. Thread-safe.
 
     Args:
-        connect: Makes a connection to the keys that all ranks share. Who waits for a key keeps the connection
-            busy, so the thread that answers has its own.
+        keys: Shared by all ranks.
         timeout: How long an answer may take.
     """
 
-    def __init__(self, connect: Callable[[], KeyValues], rank: int, size: int, *, timeout: timedelta) -> None:
+    def __init__(self, keys: RankKeys, rank: int, size: int, port: RankPort, *, timeout: timedelta) -> None:
         self.rank = rank
         self.size = size
-        self._connect = connect
-        self._timeout = timeout.total_seconds()
+        self._keys = keys
+        self._guard = port.guard
+        self._timeout = timeout
         self._calls: dict[str, Call] = {}
         self._trouble: RetryableError | None = None
         self._over = threading.Event()
-        self._asking = connect()
-        self._turn = threading.Lock()  # guards the connection that asks
-        self._thread = threading.Thread(target=self._serve, name="rank-calls", daemon=True)
-        self._thread.start()
+        self._addresses: dict[int, str] = {}
+        self._lock = threading.Lock()  # guards the one below
+        self._free: dict[int, list[Caller]] = defaultdict(list)
+        """Rank -> connections that no thread uses now. A stats call does not wait for a long write."""
+        self._server: Server | None = None
+        if size > 1:
+            polls = {"ask": lambda body, gone: self._answer(read_body(RankCall, body), gone)}
+            self._server = Server(
+                SERVICE, {}, polls=polls, host=port.host, guard=port.guard, limits=port.limits
+            )
+            keys.set(f"calls/{rank}", self._server.address)
+
+    def find_others(self) -> None:
+        """Read where the others answer; once all are connected, so that nothing written later counts."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._addresses = {rank: self._keys.get(f"calls/{rank}").decode() for rank in others}
 
     def offer(self, calls: Mapping[str, Call]) -> None:
-        """Answer these calls from now on. One that comes before is waited for."""
+        """Answer these calls from now on. A call that comes earlier waits."""
         self._calls |= calls
 
     def ask_all(self, name: str, body: Mapping[str, Json]) -> list[dict[str, Json]]:
-        """Return the answers of all ranks in their order, this one's too.
+        """Return the answers of all ranks in their order, including this one's.
 
         Raises:
-            MonolithError: What the first of them raised that did.
-            RetryableError: One is gone, or does not answer in time.
+            MonolithError: The error of the first rank that raised one.
+            RetryableError: A rank is gone, or does not answer in time.
         """
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        asked = {rank: self._ask(rank, name, body) for rank in others}
+        answers: queue.SimpleQueue[tuple[int, dict[str, Json] | MonolithError]] = queue.SimpleQueue()
+        for rank in self._addresses:
+            # Not of a pool, which would be waited for at exit: a rank that hangs answers nothing.
+            threading.Thread(
+                target=lambda rank=rank: answers.put((rank, self._ask(rank, name, body))),
+                name="rank-ask",
+                daemon=True,
+            ).start()
+        found: dict[int, dict[str, Json] | MonolithError] = {}
         try:
-            own = self._calls[name](dict(body))
-        finally:  # they are answered in any case, and nobody else takes what was answered
-            found = {rank: self._answer_of(key) for rank, key in asked.items()}
-        return [own if rank == self.rank else _opened(rank, found[rank]) for rank in range(self.size)]
+            found[self.rank] = self._calls[name](dict(body))
+        finally:  # the others work on it in any case, and must be done before the caller does anything else
+            while len(found.keys() - {self.rank}) < len(self._addresses):
+                try:
+                    rank, answer = answers.get(timeout=LOOK_EVERY)
+                    found[rank] = answer
+                except queue.Empty:
+                    if self._trouble is not None:
+                        raise self._trouble from None
+                    if self._over.is_set():
+                        raise UnavailableError(f"{name}: this rank has ended") from None
+        return [_opened(rank, answer) for rank, answer in sorted(found.items())]
 
     def fail(self, error: RetryableError) -> None:
-        """Have whoever waits for an answer raise this. From any thread."""
+        """Have every `ask_all` that waits raise this. From any thread."""
         self._trouble = self._trouble or error
 
     def close(self) -> None:
@@ -87,81 +141,49 @@ class RankCalls:
         if self._over.is_set():
             return
         self._over.set()
-        with contextlib.suppress(ClusterError):  # where the keys are gone, the thread is, too
-            self._ask(self.rank, "", {})
-            self._thread.join(10)
+        self._close_free()
+        if self._server is not None:
+            ending = threading.Thread(target=self._server.close, name="rank-calls-close", daemon=True)
+            ending.start()
+            ending.join(CLOSE_WITHIN)
 
-    def _ask(self, rank: int, name: str, body: Mapping[str, Json]) -> str:
-        with self._turn, reached():
-            number = self._asking.add(f"asks/{rank}", 1)
-            self._asking.set(f"asked/{rank}/{number}", json.dumps({"call": name, "body": body}))
-        return f"answered/{rank}/{number}"
-
-    def _answer_of(self, key: str) -> dict[str, Json]:
-        deadline = time.monotonic() + self._timeout
-        while True:
-            with self._turn, reached():
-                if self._asking.check([key]):
-                    found: dict[str, Json] = json.loads(self._asking.get(key))
-                    self._asking.delete_key(key)
-                    return found
-            if self._trouble is not None:
-                raise self._trouble
-            if self._over.wait(LOOK_EVERY) or time.monotonic() >= deadline:
-                raise DeadlineExceededError(f"a rank has not answered within {self._timeout:.0f} s")
-
-    def _serve(self) -> None:
-        number = 1
+    def _ask(self, rank: int, name: str, body: Mapping[str, Json]) -> dict[str, Json] | MonolithError:
+        with self._lock:
+            free = self._free[rank]
+            caller = (
+                free.pop()
+                if free
+                else Caller(SERVICE, self._addresses[rank], guard=self._guard, timeout=self._timeout)
+            )
         try:
-            keys = self._connect()
-            keys.set_timeout(FOREVER)
-            while not self._over.is_set():
-                key = f"asked/{self.rank}/{number}"
-                request = json.loads(keys.get(key))
-                keys.delete_key(key)
-                if request["call"]:  # or this rank has ended
-                    thread = threading.Thread(
-                        target=self._answer, args=(number, request), name="rank-call", daemon=True
-                    )
-                    thread.start()
-                number += 1
-        except RuntimeError as error:  # the process that kept the keys is gone, and the run with it
-            if not self._over.is_set():
-                _log.info("rank %d answers no more: %s", self.rank, error)
-
-    def _answer(self, number: int, request: dict[str, Any]) -> None:
-        name = str(request.get("call"))
-        try:
-            while name not in self._calls:
-                if self._over.wait(0.05):
-                    return
-            answer: dict[str, Json] = {"answer": self._calls[name](request["body"])}
+            return caller.call("ask", call=name, body=body)
         except MonolithError as error:
-            answer = {"error": type(error).__name__, "message": str(error)}
-        except Exception as error:
-            _log.exception("rank %d: %.60s failed", self.rank, name)
-            answer = {"error": "", "message": f"{name:.60} failed: {error}; its log says more"}
-        try:
-            with self._turn, reached():
-                self._asking.set(f"answered/{self.rank}/{number}", json.dumps(answer))
-        except UnavailableError as error:
-            _log.info("rank %d could not answer: %s", self.rank, error)
+            return error
+        except Exception as error:  # whatever it is, `ask_all` must not wait for it
+            return ClusterError(f"{name:.60} failed: {type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                self._free[rank].append(caller)  # it connects again if it has to
+            if self._over.is_set():
+                self._close_free()
+
+    def _close_free(self) -> None:
+        with self._lock:
+            callers = [caller for free in self._free.values() for caller in free]
+            self._free.clear()
+        for caller in callers:
+            caller.close()
+
+    def _answer(self, asked: RankCall, gone: Gone) -> dict[str, Json]:
+        while asked.call not in self._calls:  # the model of this rank is not made yet
+            if gone() or self._over.wait(LOOK_EVERY):
+                raise UnavailableError(f"{asked.call:.60}: this rank has ended")
+        return self._calls[asked.call](asked.body)
 
 
-@contextlib.contextmanager
-def reached() -> Iterator[None]:
-    """Make an error of ours of what goes wrong on the way to the keys."""
-    try:
-        yield
-    except RuntimeError as cause:
-        raise UnavailableError(f"the rank that keeps what all share is gone: {cause}") from cause
-
-
-def _opened(rank: int, answer: dict[str, Json]) -> dict[str, Json]:
-    if "error" not in answer:
-        found: dict[str, Json] = answer["answer"]
-        return found
-    kind = getattr(errors, answer["error"], None)
-    if not isinstance(kind, type) or not issubclass(kind, MonolithError) or "__init__" in vars(kind):
-        kind = ClusterError  # its constructor takes more than a message
-    raise kind(f"rank {rank}: {answer['message']}")
+def _opened(rank: int, answer: dict[str, Json] | MonolithError) -> dict[str, Json]:
+    if not isinstance(answer, MonolithError):
+        return answer
+    with contextlib.suppress(TypeError):  # its constructor takes more than a message
+        answer = type(answer)(f"rank {rank}: {answer}")
+    raise answer

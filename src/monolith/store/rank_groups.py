@@ -12,11 +12,9 @@ When a rank is lost, everything is broken off, on every rank: a run of ranks goe
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -25,15 +23,14 @@ from typing import Self
 import torch
 
 from monolith.cuda import CudaDevice
-from monolith.errors import FailedPeerError, RetryableError, UnavailableError
-from monolith.store.collective import Collective, KeyValues, Pulse, make_group, prefixed
-from monolith.store.rank_calls import RankCalls
+from monolith.errors import ClusterError, RetryableError
+from monolith.store.collective import Collective, Pulse, make_group
+from monolith.store.rank_calls import RankCalls, RankPort
+from monolith.store.rank_keys import RankKeys, prefixed
 from monolith.wire.traffic import Traffic, TrafficMeter
 
 _log = logging.getLogger(__name__)
 
-FAILED = "failed"
-"""The key under which the first rank that cannot go on says why."""
 ENDLESS = timedelta(days=30)
 """How long a rank may wait for the others between steps, as long as their pulse is there."""
 TIMEOUT = timedelta(minutes=30)
@@ -46,11 +43,10 @@ class RankGroups:
     """What connects this rank to the others. Made by every rank at the same time; whoever makes it closes it.
 
     Args:
-        connect: Makes a connection to keys and values that all ranks of this run see, and nobody else: those
-            of an earlier attempt have another prefix.
+        keys: Shared by all ranks of this attempt.
         rank: Which one this is.
         size: How many there are.
-        host: The address of this process, by which others reach it; None leaves it to torch.
+        port: Where this rank listens, and what it demands of callers.
         timeout: How long one exchange of a step may take.
         silence: How long a rank may be silent, over connections that are whole, before it counts as lost; and
             how long the ranks may take to connect, once all are there.
@@ -64,11 +60,11 @@ class RankGroups:
 
     def __init__(
         self,
-        connect: Callable[[], KeyValues],
+        keys: RankKeys,
         rank: int,
         size: int,
         *,
-        host: str | None = None,
+        port: RankPort,
         timeout: timedelta = TIMEOUT,
         silence: timedelta = SILENCE,
         backend: str = "gloo",
@@ -77,7 +73,7 @@ class RankGroups:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._keys = connect()
+        self._keys = keys
         self._traffic = TrafficMeter()
         self._lock = threading.Lock()  # guards what follows
         self._lost: RetryableError | None = None
@@ -85,20 +81,34 @@ class RankGroups:
         self._collectives: list[Collective] = []
 
         def collective(name: str, limit: timedelta, kind: str = "gloo") -> Collective:
-            keys = prefixed(self._keys, name)
-            group = make_group(keys, rank, size, host=host, connect=silence, timeout=limit, backend=kind)
+            group = make_group(
+                prefixed(keys, name),
+                rank,
+                size,
+                host=port.host,
+                connect=silence,
+                timeout=limit,
+                backend=kind,
+            )
             device = CudaDevice.of().torch_device if kind == "nccl" else torch.device("cpu")
             found = Collective(group, name, device=device, traffic=self._traffic)
             found.ask_why(self._why)
             self._collectives.append(found)
             return found
 
-        self.lookups = collective("lookups", timeout, rows_backend)
-        self.pushes = collective("pushes", timeout, rows_backend)
-        self.dense = collective("dense", timeout, backend)
-        self.control = collective("control", ENDLESS)
-        self.calls = RankCalls(connect, rank, size, timeout=timeout)
-        self._pulse = Pulse(collective("pulse", silence), self._lose, pulse_every)
+        self.calls = RankCalls(keys, rank, size, port, timeout=timeout)
+        try:
+            self.lookups = collective("lookups", timeout, rows_backend)
+            self.pushes = collective("pushes", timeout, rows_backend)
+            self.dense = collective("dense", timeout, backend)
+            self.control = collective("control", ENDLESS)
+            self.calls.find_others()
+            self._pulse = Pulse(collective("pulse", silence), self._lose, pulse_every)
+        except BaseException:
+            self.calls.close()
+            for made in self._collectives:
+                made.abort()
+            raise
 
     @property
     def traffic(self) -> Traffic:
@@ -117,15 +127,16 @@ class RankGroups:
 
     def say(self, key: str, value: str) -> None:
         """Leave a word for the others; what was there before is replaced."""
-        with suppress(RuntimeError):
+        with suppress(ClusterError):
             self._keys.set(f"said/{key}", value)
 
     def said(self, key: str) -> str:
-        """Return what somebody left; "" for nothing."""
-        try:
-            return self._keys.get(f"said/{key}").decode() if self._keys.check([f"said/{key}"]) else ""
-        except RuntimeError as cause:
-            raise UnavailableError(f"the rank that keeps what all share is gone: {cause}") from cause
+        """Return the note that a rank left under a key; "" for none.
+
+        Raises:
+            UnavailableError: The process that keeps the keys is gone.
+        """
+        return (self._keys.peek(f"said/{key}") or b"").decode()
 
     def part(self) -> None:
         """Hear that the run is over: from now on it is no loss if others are gone."""
@@ -133,15 +144,12 @@ class RankGroups:
 
     def fail(self, text: str) -> None:
         """Say why this rank cannot go on, and break everything off, for all. It never raises."""
-        with suppress(RuntimeError):
-            # Only the first is the cause; what others then say follows from it.
-            self._keys.compare_set(FAILED, "", json.dumps([self.rank, text]))
+        self._keys.fail(self.rank, text)
         self.close()
 
     def break_off(self, error: RetryableError) -> None:
         """End the attempt for all, because of what all need and no rank is. From any thread."""
-        with suppress(RuntimeError):
-            self._keys.compare_set(FAILED, "", json.dumps([self.rank, str(error)]))
+        self._keys.fail(self.rank, str(error))
         self._lose(error)
 
     def close(self) -> None:
@@ -179,13 +187,9 @@ class RankGroups:
         self._abort()
 
     def _why(self) -> RetryableError | None:
-        """Return why a call failed, as far as somebody has said."""
-        try:
-            said = self._keys.get(FAILED) if self._keys.check([FAILED]) else b""
-        except RuntimeError:
-            said = b""
-        if said:
-            rank, text = json.loads(said)
-            return FailedPeerError(f"rank {rank} cannot go on: {text}")
+        """Return why a call failed, if a rank has said so."""
+        with suppress(ClusterError):
+            if (failure := self._keys.failure()) is not None:
+                return failure
         with self._lock:
             return self._lost

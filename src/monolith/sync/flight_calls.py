@@ -28,6 +28,11 @@ SERVICE = Service(
     told=(ConfigError, LostStateError, OverloadedError, UnavailableError),
     unreachable=UnavailableError,
     late=UnavailableError,
+    token_hint=(
+        " A run that was given none has one in MODEL_DIR/run_token: follow it with --token-file "
+        "MODEL_DIR/run_token, or with --follow-token-file and what `monolith config token --role follow "
+        "--model-dir MODEL_DIR` prints."
+    ),
 )
 
 _ABOUT = b"monolith.delta"

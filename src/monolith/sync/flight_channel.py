@@ -83,7 +83,7 @@ class DeltaPort:
     ) -> None:
         if min(readers, snapshots, answer_bytes) < 1:
             raise ConfigError("delta port: readers, snapshots and answer_bytes must be at least 1")
-        limits = limits or Limits()
+        limits = (limits or Limits()).for_readers()
         self._wire = ByteMessages(import_arrow("the delta channel"))
         self._longest = limits.wait.total_seconds()
         self._answer_bytes = answer_bytes

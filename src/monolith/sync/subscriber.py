@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from monolith.checkpoint.shares import IdShare
-from monolith.errors import MonolithError
+from monolith.errors import ConfigError, MonolithError
 from monolith.sync.channel import DeltaReader, OpenReader, ShareLog
 from monolith.sync.messages import (
     Delta,
@@ -47,6 +47,9 @@ from monolith.sync.messages import (
 from monolith.sync.target import DeltaTarget
 
 _log = logging.getLogger(__name__)
+
+RefuseRun = Callable[[str, int, LogPlace], str]
+"""Takes the identity of a run, a share of it and a place in its log; returns why not to follow it, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Subscriber:
         wait: Seconds to wait for something new before looking whether shares have changed.
         clock: Returns Unix seconds.
         on_applied: Called after each delta, on the thread that applied it.
+        refuse: Returns why a run is not to be followed, for a person; empty if it is. By default all are.
     """
 
     def __init__(
@@ -97,8 +101,10 @@ class Subscriber:
         wait: float = 1.0,
         clock: Callable[[], float] = time.time,
         on_applied: Callable[[Followed], None] | None = None,
+        refuse: RefuseRun | None = None,
     ) -> None:
         self._open_reader = open_reader
+        self._refuse: RefuseRun = (lambda *_: "") if refuse is None else refuse
         self._target = _SharedTarget(target, clock, on_applied)
         self._places = dict(places or {})
         self._wait = wait
@@ -107,8 +113,11 @@ class Subscriber:
         self._reader: DeltaReader | None = None
         # Replaced as a whole, by one thread.
         self._followers: dict[int, _Follower] = {}
+        self._lines = _Lines()
         self.error = ""
         """Why it is not known what is published, for a person; empty while it is."""
+        self.refused = ""
+        """Why a publisher that was found is not followed, for a person; empty if all are."""
         self.missing: tuple[int, ...] = ()
         """Shares that must be somewhere, since others say how many there are, and were never found."""
 
@@ -163,25 +172,31 @@ class Subscriber:
             try:
                 self._look_for_shares()
             except Exception as cause:  # whatever it is, what is followed is followed on
-                _log.exception("cannot find out what is published; trying again")
+                if self._lines.is_due(repr(cause)):
+                    _log.exception("cannot find out what is published; trying again")
                 self.error = str(cause)
             for follower in self._followers.values():
                 follower.start(self._wait)
             stale = any(follower.stale for follower in self._followers.values())
-            delay = min(self._wait, 0.05) if stale or not self._followers else self._wait
+            soon = min(self._wait, max(2 * delay, 0.05)) if self.error else min(self._wait, 0.05)
+            delay = soon if stale or not self._followers else self._wait
 
     def _look_for_shares(self) -> None:
         """Follow what is published now."""
         try:
             if self._reader is None:
                 self._reader = self._open_reader()
-            found = self._reader.shares()
-            self.error = ""
+            logs = self._reader.shares()
         except MonolithError as cause:
-            if not self.error:
+            if self._lines.is_due(str(cause)):
                 _log.warning("cannot find out what is published: %s; trying again", cause)
             self.error = str(cause)
             return
+        refused = [self._refuse(log.run, log.share[0], log.newest) for log in logs]
+        found = [log for log, why in zip(logs, refused, strict=True) if not why]
+        self.error = self.refused = next(filter(None, refused), "")
+        if self.refused and self._lines.is_due(self.refused):
+            _log.warning("not followed: %s", self.refused)
         current = next((one.share[1] for one in self._followers.values()), None)
         total = _number_of_shares(found, current)
         if total is None:
@@ -194,7 +209,9 @@ class Subscriber:
             number, of = log.share
             if of == total and number not in self._followers:
                 place = self._places.pop(number, None)
-                follower = _Follower(log, place, self._open_reader, self._target, self._stop)
+                follower = _Follower(
+                    log, place, self._open_reader, self._target, self._stop, refuse=self._refuse
+                )
                 self._followers = {**self._followers, number: follower}
         self._look_for_missing(total)
 
@@ -238,6 +255,26 @@ def _number_of_shares(found: Sequence[ShareLog], current: int | None) -> int | N
     if whole:
         return max(whole)
     return None if current is not None or not present else max(present, key=lambda n: len(present[n]))
+
+
+class _Lines:
+    """Decides which lines about a publisher are logged: one per change, and at most one a second.
+
+    A publisher that answers nothing, or something else each time, would fill the log of a server.
+    """
+
+    def __init__(self, every: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every = every
+        self._clock = clock
+        self._last: str | None = None
+        self._due_at = 0.0
+
+    def is_due(self, text: str) -> bool:
+        """Whether to log a line; empty for a publisher that is well."""
+        if text == self._last or self._clock() < self._due_at:
+            return False
+        self._last, self._due_at = text, self._clock() + self._every
+        return True
 
 
 class _SharedTarget:
@@ -318,6 +355,8 @@ class _Follower:
         open_reader: OpenReader,
         target: _SharedTarget,
         stop: threading.Event,
+        *,
+        refuse: RefuseRun,
     ) -> None:
         self.share = share = log.share
         self.followed = Followed(share, place, run=log.run)
@@ -326,6 +365,8 @@ class _Follower:
         self._open_reader = open_reader
         self._target = target
         self._stop = stop
+        self._refuse = refuse
+        self._lines = _Lines()
         self._left = threading.Event()
         self._thread: threading.Thread | None = None
         self._reader: DeltaReader | None = None
@@ -345,7 +386,8 @@ class _Follower:
             try:
                 again = self.open() and self.read(wait)
             except Exception as cause:  # whatever it is, the share is read again
-                _log.exception("share %d of %d cannot be followed; trying again", *self.share)
+                if self._lines.is_due(repr(cause)):
+                    _log.exception("share %d of %d cannot be followed; trying again", *self.share)
                 self.followed = replace(self.followed, error=str(cause) or type(cause).__name__)
                 again = False
             if not again:
@@ -389,11 +431,12 @@ class _Follower:
             self._drop_snapshot()
         if self.followed.error:
             self.followed = replace(self.followed, error="")
-            _log.info("following share %d of %d again", *self.share)
+            if self._lines.is_due(""):
+                _log.info("following share %d of %d again", *self.share)
         return self.followed.state.version is None and not self.stale
 
     def _fail(self, cause: MonolithError) -> None:
-        if not self.followed.error:
+        if self._lines.is_due(str(cause)):
             _log.warning("cannot follow share %d of %d: %s; trying again", *self.share, cause)
         self.followed = replace(self.followed, error=str(cause))
 
@@ -420,6 +463,8 @@ class _Follower:
             return False
         self.stale = False
         if message.run != self.followed.run:
+            if why := self._refuse(message.run, self.share[0], message.place):
+                raise ConfigError(why)
             self.followed = replace(self.followed, run=message.run)
         return self._begin(message) if isinstance(message, SnapshotBegin) else self._take_delta(message)
 

@@ -194,6 +194,9 @@ class TrainConfig:
     insight_every_steps: int | None = None
     """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
     writes none. Any model has them; see `ModelInsightHook`."""
+    insight_label: str | None = None
+    """The label that is written next to the contributions of features (`fi_train`), so that `monolith
+    insight` can say how well each feature predicts it; None writes only how large they are (`fi_direct`)."""
     summary_every_steps: int | None = 100
     """How many steps there are between summaries, in TensorBoard's files or where `tracking` says; None
     writes none."""
@@ -231,6 +234,8 @@ class TrainConfig:
                 raise ConfigError(f"train: {name} must be above 0, or None, got {given}")
         if self.insight_every_steps is not None and self.insight_every_steps < 1:
             raise ConfigError(f"train: insight_every_steps must be above 0, got {self.insight_every_steps}")
+        if self.insight_label is not None and self.insight_every_steps is None:
+            raise ConfigError("train: insight_label needs insight_every_steps: how often it is written")
         if self.max_skipped_in_a_row < 0:
             raise ConfigError(
                 f"train: max_skipped_in_a_row must be 0 or more, got {self.max_skipped_in_a_row}"

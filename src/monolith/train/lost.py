@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -29,6 +30,8 @@ class LostServer:
     uncounted: tuple[int, ...] | None = ()
     """Workers whose updates are not among those counted, because they were lost as well or did not answer;
     None where it is not known of any but the chief."""
+    uncounted_why: str = ""
+    """Which workers are not counted and why, in words; empty if all are."""
 
     def describe(self) -> str:
         rows = "an unknown number of" if self.rows is None else f"{self.rows:,}"
@@ -43,12 +46,17 @@ class LostServer:
         )
 
     def _besides(self) -> str:
-        if self.uncounted is None:
-            return ", and those of all workers but the chief, of whom nobody could say"
-        if self.uncounted:
-            who = ", ".join(map(str, self.uncounted))
-            return f", and those of workers {who}, who were lost as well or did not say"
-        return ""
+        return describe_uncounted(self.uncounted, self.uncounted_why)
+
+
+def describe_uncounted(workers: Sequence[int] | None, why: str) -> str:
+    """Return whose lost updates are not among those counted, and why; empty if all are."""
+    if workers is None:
+        return f", and those of all workers but the chief, which could not be counted: {why or 'not known'}"
+    if workers:
+        who = ", ".join(map(str, workers))
+        return f", and those of workers {who}, which could not be counted: {why or 'not known'}"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

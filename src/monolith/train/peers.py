@@ -301,6 +301,10 @@ class Peers(Protocol):
     def traffic(self) -> Traffic | None:
         """Return what came over the wire and went there; None where there are no others. From any thread."""
 
+    def standbys(self) -> str:
+        """Return which shards lack a standby, in words; empty if none does, or none is wanted. From any
+        thread."""
+
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         """Hold the others between their steps, as the one that leads, while a moment is cut."""
 
@@ -440,6 +444,9 @@ class Alone:
 
     def traffic(self) -> Traffic | None:
         return None
+
+    def standbys(self) -> str:
+        return ""
 
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         return nullcontext(Gathered(step=me.step))

@@ -229,6 +229,11 @@ class Session:
         return self._peers.traffic()
 
     @property
+    def standbys(self) -> str:
+        """Which shards of the parameter servers lack a standby, in words; empty if none does."""
+        return self._peers.standbys()
+
+    @property
     def interrupted(self) -> bool:
         return self._interrupted
 
@@ -294,13 +299,14 @@ class Session:
             self._restored_examples = self.examples - start.back.examples
             self._restored_skipped = self.skipped - start.back.skipped
 
-    def meet(self, run: Run) -> None:
-        """Halt, stop or fail as the others do; between two steps."""
+    def meet(self, run: Run) -> bool:
+        """Halt, stop or fail as the others do, between two steps; return whether all stop here."""
         reason = self._meet()
         if (safe := self._peers.safe()) is not None:
             self.commit(safe)
         if reason is not None:
             run.request_stop(reason)
+        return reason is not None
 
     def _meet(self) -> str | None:
         self._meetings += 1

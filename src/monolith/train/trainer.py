@@ -259,10 +259,11 @@ class Trainer:
                     keeper.look(run)
 
             def step() -> StepResult | None:
-                if peers.in_step:
-                    session.meet(run)  # after all hooks, so that whatever they asked for is heard by all
-                    if run.stop_reason is not None:
-                        return None
+                # Ranks take this step or leave it by what all of them heard at the meeting. A stop that was
+                # asked for here after this rank had said its word is not known to the others, which go on
+                # into the step and wait for this rank in it; it is said after the step, by `gather`.
+                if peers.in_step and session.meet(run):
+                    return None
                 while (result := try_step()) is None and session.wait_for_more(run, look):
                     pass
                 if result is None and run.stop_reason is None and isinstance(peers, Alone):
@@ -281,9 +282,8 @@ class Trainer:
                         keeper.alert.go_on_after(error, run)
                     elif not self._goes_back_with_others:
                         raise
-                    if peers.in_step:
-                        session.meet(run)
-                    return None if run.stop_reason is not None else session.take_step()
+                    stops = session.meet(run) if peers.in_step else run.stop_reason is not None
+                    return None if stops else session.take_step()
 
             leave = _LeaveHook(session, peers)
             drive(
@@ -596,11 +596,12 @@ class Trainer:
 
     def _insight_hooks(self, run: LocalRun) -> list[Hook]:
         every, module = self.config.insight_every_steps, run.session.model.module
+        label = self.config.insight_label
         if every is None:
             return []
         if not isinstance(module, WatchedModel):
-            return [ModelInsightHook(every_steps=every)]
-        return [FeatureInsightHook(module.first, module.segments, every_steps=every)]
+            return [ModelInsightHook(every_steps=every, label=label)]
+        return [FeatureInsightHook(module.first, module.segments, every_steps=every, label=label)]
 
     def _check_limits(self, run: LocalRun) -> None:
         limit = self.config.max_steps

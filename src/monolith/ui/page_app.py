@@ -15,10 +15,8 @@ token is sent with each call.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
-import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +26,7 @@ from typing import Annotated, Any
 
 from monolith.cluster.security import REFUSAL, Guard, is_loopback
 from monolith.errors import ConfigError, MonolithError, RequestError, UnavailableError
-from monolith.serve.server.http_loop import Message, Receive, Send
+from monolith.serve.server.http_loop import KnownHosts, Message, Receive, Send, is_cross_site
 from monolith.ui.board import Board, Seen
 from monolith.wire.bodies import Bounds, Name, read_body
 
@@ -61,7 +59,6 @@ WRITE_SECONDS = 30.0
 """An onlooker who takes nothing for so long is hung up on."""
 QUIET_SECONDS = 15.0
 """After so long without news a line is sent all the same, so that one who is gone is noticed."""
-_HOST = re.compile(r"(\[[0-9a-f:.%]+\]|[a-z0-9]([a-z0-9._-]*[a-z0-9])?)(:[0-9]{1,5})?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +105,7 @@ class PageApp:
     def __init__(self, board: Board, guard: Guard, host: str, *, every: float = 1.0) -> None:
         self._board = board
         self._guard = guard
-        self._host = host.strip("[]").lower()
-        self._only_here = is_loopback(host)
+        self._hosts = KnownHosts(host, any_name=not is_loopback(host))
         self._every = every
         self._streams = 0
         self._closing = False
@@ -128,7 +124,7 @@ class PageApp:
         headers = _headers(scope["headers"])
         path, method = scope["path"], scope["method"]
         try:
-            if headers is None or not self.knows_host(headers.get("host", "")):
+            if headers is None or not self._hosts.knows(headers.get("host", "")):
                 raise _AnsweredError(
                     403,
                     "the Host header does not name this machine; use the address that monolith ui printed",
@@ -142,7 +138,8 @@ class PageApp:
                 raise _AnsweredError(404, "there is nothing here")
             if not self._guard.admits(headers.get("authorization", "").encode("latin-1")):
                 raise _AnsweredError(401, REFUSAL)
-            check_origin(headers)
+            if is_cross_site(headers):
+                raise _AnsweredError(403, "another site has sent this")
             if path.startswith("/publish/"):
                 _allow(method, "POST")
                 await self._act(path.removeprefix("/publish/"), headers, receive, send)
@@ -157,14 +154,6 @@ class PageApp:
             await _write(
                 send, error.status, _json({"error": str(error)}), headers={**more, "connection": "close"}
             )
-
-    def knows_host(self, host: str) -> bool:
-        """Whether a Host header is one that our onlookers send."""
-        match = _HOST.fullmatch(host)
-        if match is None:
-            return False
-        name = match[1].strip("[]").lower()
-        return not self._only_here or name == self._host or _is_here(name)
 
     async def _stream(self, receive: Receive, send: Send) -> None:
         if self._streams >= MOST_STREAMS:
@@ -225,24 +214,6 @@ class PageApp:
             back = read_body(RollbackRequest, found)
             self._board.control(back.source).rollback(back.version)
         _log.info("the page was told to %s publishing", verb)
-
-
-def check_origin(headers: Mapping[str, str]) -> None:
-    """Refuse what a browser says another site has sent. Who is no browser says nothing."""
-    site = headers.get("sec-fetch-site", "same-origin")
-    origin = headers.get("origin")
-    same = origin is None or origin.partition("://")[2].lower() == headers["host"].lower()
-    if site not in ("same-origin", "none") or not same:
-        raise _AnsweredError(403, "another site has sent this")
-
-
-def _is_here(name: str) -> bool:
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _headers(sent: list[tuple[bytes, bytes]]) -> dict[str, str] | None:

@@ -16,6 +16,7 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from monolith.wire.byte_messages import ByteMessages, Bytes
 from monolith.wire.doorkeeper import Doorkeeper
 from monolith.wire.limits import Limits
 from monolith.wire.ports import check_port, join_address, listen_error
+from monolith.wire.proof import CallerProof, UnprovedError
 from monolith.wire.traffic import Traffic, TrafficMeter
 
 Address = str | Callable[[], str]
@@ -97,6 +99,8 @@ class Service:
     """The error when the server does not answer."""
     late: type[MonolithError]
     """The error when an answer is late."""
+    token_hint: str = ""
+    """Where a caller finds the token, said when it is refused."""
 
 
 class PortGuard(Protocol):
@@ -108,11 +112,14 @@ class PortGuard(Protocol):
     def flight_location(self, address: str) -> str:
         """Return host:port as Flight writes it, with or without TLS."""
 
-    def flight_server_options(self) -> dict[str, Any]:
-        """Return keyword arguments for a FlightServerBase."""
+    def flight_server_options(self, service: str) -> dict[str, Any]:
+        """Return keyword arguments for a FlightServerBase that answers for a service."""
 
     def flight_client_options(self) -> dict[str, Any]:
-        """Return keyword arguments for a FlightClient."""
+        """Return keyword arguments for a FlightClient, apart from the proof."""
+
+    def flight_proof(self, service: str) -> CallerProof | None:
+        """Return what proves to a service, and demands of it, that it has the token; None without one."""
 
 
 class NoGuard:
@@ -121,11 +128,14 @@ class NoGuard:
     def flight_location(self, address: str) -> str:
         return f"grpc+tcp://{address}"
 
-    def flight_server_options(self) -> dict[str, Any]:
+    def flight_server_options(self, service: str) -> dict[str, Any]:  # noqa: ARG002
         return {}
 
     def flight_client_options(self) -> dict[str, Any]:
         return {}
+
+    def flight_proof(self, service: str) -> CallerProof | None:  # noqa: ARG002
+        return None
 
 
 def typed_exchange(kind: type[B], answer: Callable[[B, Bytes], tuple[dict[str, Any], Any]]) -> Exchange:
@@ -210,8 +220,8 @@ class Server:
         except import_arrow(f"the {service.name}").ArrowException as cause:
             raise listen_error(service.name, host, port, None) from cause
         self.port = int(self._server.port)
-        if guard is not None and guard.flight_server_options().get("middleware"):
-            self._endpoint.doorkeeper = Doorkeeper(self.port, self._endpoint.limits.stranger_bytes)
+        has_token = guard is not None and guard.flight_proof(service.name) is not None
+        self._endpoint.doorkeeper = Doorkeeper(self.port, self._endpoint.limits, bounds_bytes=has_token)
 
     @property
     def address(self) -> str:
@@ -268,6 +278,10 @@ class _Endpoint:
         self._fetch = fetch
         self._message = message
         self._room = threading.BoundedSemaphore(limits.calls)
+        self._lock = threading.Lock()  # guards the two below
+        self._json_bytes = 0
+        self._streams: Counter[str] = Counter()
+        """Peer address -> its open streams."""
         self._answering = 0
         self._answered_one = threading.Condition()  # guards the one above
 
@@ -302,11 +316,11 @@ class _Endpoint:
         """Answer a small call; `body` is an Arrow buffer."""
 
         def work() -> dict[str, Any]:
-            with self._at_work():
+            with self._at_work(), self._json(body) as found:
                 if name in self.polls:  # who closes does not wait for those who wait
                     over = lambda: self.closing.is_set() or gone()  # noqa: E731
-                    return {"answer": self.polls[name](self._body(body), over)}
-                return {"answer": self._known(self.calls, name)(self._body(body))}
+                    return {"answer": self.polls[name](found, over)}
+                return {"answer": self._known(self.calls, name)(found)}
 
         answer = self._answered(name, work)
         self.meter.count(received=memoryview(body).nbytes, sent=len(answer))
@@ -320,8 +334,8 @@ class _Endpoint:
             nonlocal found
             if self._fetch is None:
                 raise RequestError("this server serves no records")
-            with self._at_work():
-                found = self._fetch(self._body(ticket))
+            with self._at_work(), self._json(ticket) as asked:
+                found = self._fetch(asked)
             return {}
 
         return self._answered("fetch", work), found
@@ -339,12 +353,14 @@ class _Endpoint:
 
         def work() -> dict[str, Any]:
             nonlocal sent
-            request = self._body(header)
-            name, body = request.get("name"), request.get("body")
-            if not isinstance(name, str) or not isinstance(body, dict):
-                raise RequestError("a request must be an object with a name, a string, and a body, an object")
-            self._check_size(data)
-            answer, sent = self._known(self.exchanges, name)(body, data)
+            with self._json(header) as request:
+                name, body = request.get("name"), request.get("body")
+                if not isinstance(name, str) or not isinstance(body, dict):
+                    raise RequestError(
+                        "a request must be an object with a name, a string, and a body, an object"
+                    )
+                self._check_size(data)
+                answer, sent = self._known(self.exchanges, name)(body, data)
             return {"answer": answer}
 
         is_message = self._message is not None and not header.startswith(b"{")
@@ -370,18 +386,54 @@ class _Endpoint:
     def refused(self, name: str, error: RequestError) -> bytes:
         return _error(RequestError.__name__, f"{self.service.name}: {name:.60}: {error}")
 
-    def _body(self, body: Any) -> dict[str, Any]:
-        """Return the JSON of a message that is not too large."""
+    @contextmanager
+    def _json(self, body: Any) -> Iterator[dict[str, Any]]:
+        """Give the JSON of a message, if neither it nor all that are worked on together are too large.
+
+        The sizes are compared before anything is parsed: what is parsed takes up to 30 times as much.
+        """
         size = memoryview(body).nbytes
         if size > self.limits.call_bytes:
             raise _too_large(size, "call_bytes", self.limits.call_bytes)
+        with self._lock:
+            if self._json_bytes and self._json_bytes + size > self.limits.calls_bytes:
+                raise RequestError(
+                    f"calls of {self._json_bytes:,} bytes are in progress, and limits.calls_bytes allows "
+                    f"{self.limits.calls_bytes:,}; retry later"
+                )
+            self._json_bytes += size
         try:
-            found = json.loads(bytes(body))
-        except (ValueError, RecursionError) as cause:
-            raise RequestError("its body is not JSON") from cause
-        if not isinstance(found, dict):
-            raise RequestError("its body must be a JSON object")
-        return found
+            try:
+                found = json.loads(bytes(body))
+            except (ValueError, RecursionError) as cause:
+                raise RequestError("its body is not JSON") from cause
+            if not isinstance(found, dict):
+                raise RequestError("its body must be a JSON object")
+            yield found
+        finally:
+            with self._lock:
+                self._json_bytes -= size
+
+    @contextmanager
+    def streaming(self, peer: str) -> Iterator[str | None]:
+        """Count a stream while it is open; give what forbids it, and None if it may be."""
+        host = peer.rpartition(":")[0]
+        limits, why = self.limits, None
+        with self._lock:
+            if self._streams.total() >= limits.streams:
+                why = f"it has {limits.streams} streams open, as many as limits.streams allows"
+            elif self._streams[host] >= limits.peer_streams:
+                why = f"it has {limits.peer_streams} streams of this peer, which limits.peer_streams allows"
+            else:
+                self._streams[host] += 1
+        try:
+            yield why
+        finally:
+            if why is None:
+                with self._lock:
+                    self._streams[host] -= 1
+                    if not self._streams[host]:
+                        del self._streams[host]
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -435,6 +487,12 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
 
         def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002
             endpoint.meet(context.peer())
+            with endpoint.streaming(context.peer()) as forbidden:
+                if forbidden is not None:
+                    raise flight.FlightUnavailableError(f"{forbidden}; retry later")
+                self._answer_stream(reader, writer)
+
+        def _answer_stream(self, reader: Any, writer: Any) -> None:
             writer.begin(wire.schema)
             while True:
                 try:
@@ -468,7 +526,7 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
         def get_schema(self, *_: Any) -> Any:
             return flight.SchemaResult(arrow.schema([]))
 
-    return Listener(guard.flight_location(address), **guard.flight_server_options())
+    return Listener(guard.flight_location(address), **guard.flight_server_options(endpoint.service.name))
 
 
 # Calling
@@ -509,6 +567,7 @@ class Caller:
         self._stop = threading.Event() if stop is None else stop
         self._clock = clock
         self._client: Any = None
+        self._proof: CallerProof | None = None
         self._where = ""
 
     def call(self, name: str, /, **body: Any) -> dict[str, Any]:
@@ -516,7 +575,7 @@ class Caller:
 
         Raises:
             MonolithError: What the other side raised; the service's `failure` if that cannot be told.
-            ConfigError: It refused the token, or its certificate is not to be trusted.
+            ConfigError: It does not have the token, refused ours, or its certificate is not to be trusted.
             StoppedError: `stop` was set.
 
             The service's `unreachable` or `late`, if nobody answered for as long as there was patience.
@@ -527,12 +586,16 @@ class Caller:
         def make(client: Any, options: Any) -> Any:
             if len(sent) > _LARGE:
                 list(client.do_action(self._flight.Action(_KNOCK, b""), options))
+                self.check_proof()  # of what is sent next, only a process with the token may learn
             return list(client.do_action(action, options))
 
-        (result,) = self._persist(make)
-        answer = result.body.to_pybytes()
-        self.meter.count(received=len(answer), sent=len(sent))
-        return self._answer(json.loads(answer))
+        results = self._persist(make)
+        with self._decoding():
+            (result,) = results
+            answer = result.body.to_pybytes()
+            self.meter.count(received=len(answer), sent=len(sent))
+            said = json.loads(answer)
+        return self._answer(said)
 
     def fetch(self, ticket: dict[str, Any]) -> Any:
         """Return the record batch that a ticket stands for; otherwise like `call`."""
@@ -540,8 +603,9 @@ class Caller:
 
         def take(client: Any, options: Any) -> Any:
             reader = client.do_get(wanted, options)
-            said = (reader.schema.metadata or {}).get(_ANSWER)
-            return reader.read_chunk().data if said is None else json.loads(said)
+            with self._decoding():
+                said = (reader.schema.metadata or {}).get(_ANSWER)
+                return reader.read_chunk().data if said is None else json.loads(said)
 
         found = self._persist(take)
         return self._answer(found) if isinstance(found, dict) else found
@@ -555,7 +619,7 @@ class Caller:
             descriptor = self._flight.FlightDescriptor.for_command(b"")
             writer, reader = self._connected().do_exchange(descriptor)
             return CallStream(self, ByteMessages(self._arrow), writer, reader)
-        except self._troubles as cause:
+        except (UnprovedError, *self._troubles) as cause:
             raise self._judged(cause) from cause
 
     def close(self) -> None:
@@ -572,21 +636,58 @@ class Caller:
     ) -> None:
         self.close()
 
+    @property
+    def is_proved(self) -> bool:
+        """Whether the other side must prove that it has the token."""
+        return self._proof is not None
+
+    def check_proof(self) -> None:
+        """Check that the process that answered last has the token.
+
+        Raises:
+            UnprovedError: It has not proved it.
+        """
+        if self._proof is not None:
+            self._proof.check()
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Turn an answer that is none, or of another program, into an error of the service."""
+        try:
+            yield
+        except (StopIteration, ValueError, KeyError, TypeError, RecursionError) as cause:
+            raise self._service.failure(
+                f"{self._service.name}: {self._where} answered nothing, or something else than an answer"
+            ) from cause
+
     def _answer(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if "error" not in answer:
-            return dict(answer["answer"])
+        with self._decoding():
+            if "error" not in answer:
+                return dict(answer["answer"])
+            kind, message = answer["error"], str(answer["message"])
         kinds: tuple[type[MonolithError], ...] = (RequestError, *self._service.told)
-        told = {kind.__name__: kind for kind in kinds}
-        raise told.get(answer["error"], self._service.failure)(answer["message"])
+        told = {one.__name__: one for one in kinds}
+        raise told.get(kind if isinstance(kind, str) else "", self._service.failure)(message)
 
     def _persist(self, make: Callable[[Any, Any], Any]) -> Any:
         options = self._flight.FlightCallOptions(timeout=self._timeout)
         give_up: float | None = None
+        shook_again = False
         while True:
             if self._stop.is_set():
                 raise StoppedError
             try:
-                return make(self._connected(), options)
+                answer = make(self._connected(), options)
+                self.check_proof()
+                return answer
+            except (UnprovedError, self._flight.FlightUnauthenticatedError) as error:
+                # Another process answers at the address than the one that we shook hands with. If it is the
+                # server, started again, it proves so; any other program is shown nothing.
+                if self._client is None or self._proof is None or shook_again:
+                    raise self._judged(error) from error
+                shook_again = True
+                self.close()
+                continue
             except RetryableError as error:  # nobody knows where it is
                 failure, final = self._service.unreachable(str(error)), False
                 cause: Exception = error
@@ -623,9 +724,20 @@ class Caller:
     def _judged(self, cause: Exception) -> MonolithError:
         """Return what it means that a call did not get through."""
         service, said = self._service, _first_line(cause)
+        if isinstance(cause, UnprovedError) or (
+            self._guard.flight_proof(service.name) is not None
+            and isinstance(cause, self._arrow.ArrowNotImplementedError)
+        ):
+            why = said if isinstance(cause, UnprovedError) else "it asks for none"
+            return ConfigError(
+                f"{service.name}: the process at {self._where} does not have this run's token: {why}. "
+                f"Nothing was sent to it. Give {service.peers} the same token, or see which program has "
+                f"the port.{service.token_hint}"
+            )
         if isinstance(cause, (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError)):
             return ConfigError(
                 f"{service.name}: {self._where} refused the shared token. Give {service.peers} the same one."
+                f"{service.token_hint}"
             )
         if not self._is_gone(cause):
             return service.failure(f"{service.name}: {self._where} answered: {said}")
@@ -646,11 +758,21 @@ class Caller:
             self._where = self._address if isinstance(self._address, str) else self._address()
             # A pool of its own, and quick to try again: the other side may be back in a moment.
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
-            self._client = self._flight.FlightClient(
+            proof = self._guard.flight_proof(self._service.name)
+            client = self._flight.FlightClient(
                 self._guard.flight_location(self._where),
                 generic_options=options,
+                middleware=[] if proof is None else [proof.middleware(self._flight)],
                 **self._guard.flight_client_options(),
             )
+            if proof is not None:
+                try:
+                    within = self._flight.FlightCallOptions(timeout=self._timeout)
+                    client.authenticate(proof.handshake(self._flight), within)
+                except BaseException:
+                    client.close()
+                    raise
+            self._client, self._proof = client, proof
         return self._client
 
 
@@ -686,6 +808,9 @@ class CallStream:
         with self._judging():
             if not self._began:
                 self._writer.begin(self._wire.schema)
+                if self._caller.is_proved:
+                    _ = self._reader.schema  # waits for the server's first message, which has the proof
+                    self._caller.check_proof()
                 self._began = True
             batch = self._wire.batch(data)
             header = self._wire.padded(header, batch.num_rows)
@@ -698,7 +823,9 @@ class CallStream:
             header, data = self._wire.take(self._reader.read_chunk())
         self._caller.meter.count(received=len(header) + len(data))
         if header.startswith(b"{"):
-            return Answer(self._caller._answer(json.loads(header)), data)
+            with self._caller._decoding():
+                said = json.loads(header)
+            return Answer(self._caller._answer(said), data)
         return Answer({}, data, header)
 
     def cancel(self, why: str) -> None:
@@ -724,7 +851,7 @@ class CallStream:
             raise caller._service.unreachable(
                 f"nobody answers at {caller._where}: it closed the connection"
             ) from cause
-        except caller._troubles as cause:
+        except (UnprovedError, *caller._troubles) as cause:
             self.broken = True
             if self._cancelled is not None:
                 raise caller._service.late(f"nobody answers at {caller._where}: {self._cancelled}") from cause

@@ -208,9 +208,10 @@ def test_who_does_not_stop_when_asked_is_made_to_after_the_grace():
         "ps", 0, "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(100)"
     )
     begun = time.monotonic()
-    outcome, _ = run(stubborn, shell("worker", 0, "sleep 0.5; exit 1"), grace=timedelta(seconds=1))
+    outcome, lines = run(stubborn, shell("worker", 0, "sleep 0.5; exit 1"), grace=timedelta(seconds=1))
     assert outcome.status == 1
     assert 1 < time.monotonic() - begun < 20
+    assert any("still runs 1 s after it was asked to stop; killing it" in line for line in lines)
 
 
 def test_what_a_member_started_ends_with_it(tmp_path):

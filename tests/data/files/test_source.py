@@ -184,7 +184,7 @@ def test_files_that_came_after_the_position_are_read_and_changed_ones_noticed() 
     changed.restore(source.position())
     with pytest.raises(DataError, match="replaced"):
         read(changed)
-    with pytest.raises(RestoreError, match="not among the 1 files"):
+    with pytest.raises(RestoreError, match=r"not among the 1 files"):
         FileSource(["b"], form, batch_size=3).restore(source.position())
 
 
@@ -389,6 +389,60 @@ def test_watching_and_shuffling_goes_on_with_the_stretch_it_had(tmp_path: Path) 
     rest = [one for some in read(again) for one in some]
     assert sorted(batch + rest[:6]) == list(range(10))
     assert sorted(rest[6:]) == [10, 11]
+
+
+STRANGE = ["secret", "data/../secret", "/etc/passwd", "data/a.txt/../../secret"]
+"""Paths that lead to a file outside the source, however they are written."""
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_position_of_a_list_that_names_another_file_is_refused(strange: str) -> None:
+    form = Lines({"data/a.txt": [[1, 2]], strange: [[42]]})
+    source = FileSource(["data/a.txt"], form, batch_size=1)
+    backlog = {"backlog": [[0, "data/a.txt", 0, 0, 0, 0], [0, strange, 0, 0, 0, 0]], "first_epoch": 1}
+    for change in (backlog, {"file": strange}, {**backlog, "file": strange}):
+        with pytest.raises(RestoreError, match=r"not among the .*files of this"):
+            source.restore({**source.position(), **change})
+        with pytest.raises(RestoreError, match=r"not among the files of this source|the files have changed"):
+            source.redistribute([{**source.position(), **backlog}], 1)
+    assert read(source) == [[1], [2]]
+    assert {path for path, _ in form.opened} == {"data/a.txt"}
+
+
+@pytest.mark.parametrize("change", ["seen", "parts"])
+def test_a_position_of_a_watch_that_names_a_file_outside_its_patterns_is_refused(
+    tmp_path: Path, change: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("data/a.txt", "data/b.txt", "secret.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "data" / "link").symlink_to(tmp_path)
+    form = Lines({str(tmp_path / "data" / name): [[1]] for name in ("a.txt", "b.txt")})
+    watch = Watch(f"{tmp_path}/data/*.txt", stop_after=timedelta())
+    source = FileSource(watch, form, batch_size=1)
+    assert read(source) == [[1], [1]]
+    known = source.position()
+    for name in ("secret.txt", "data/../secret.txt", "data/link/secret.txt"):
+        strange = str(tmp_path / name)
+        changed = {
+            "seen": {"seen": [*known["seen"], strange]},
+            "parts": {"parts": [[0, strange, 0, 0, 0, 0]]},
+        }[change]
+        with pytest.raises(RestoreError, match=r"not among the files of this source"):
+            source.restore({**known, **changed})
+    (tmp_path / "data" / "a.txt").unlink()  # it was read: a folder that is cleaned up is no fault
+    source.restore(known)
+    assert read(source) == []
+
+
+def test_a_position_in_a_queue_that_gives_a_number_another_file_is_refused() -> None:
+    form = Lines({"a": [[1], [2]], "secret": [[42]]})
+    source = FileSource(LocalFileQueue(["a"]), form, batch_size=1)
+    next(iter(source))
+    position = source.position()
+    with pytest.raises(RestoreError, match="the position is in secret, but file 0 of the queue is a"):
+        source.restore({**position, "file": "secret"})
+    assert ("secret", 0) not in form.opened
 
 
 def test_a_watch_is_read_once() -> None:

@@ -512,6 +512,9 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
         Joiner(replace(CONFIG, folder=str(tmp_path), key="other")).restore(state)
     with pytest.raises(RestoreError, match="not the state of one"):
         joiner.restore({"kind": "files"})
+    for name in ("../state-1", "state-1/../../secret", "/etc/passwd", "rows-1", "state-1/x"):
+        with pytest.raises(RestoreError, match="is not the name of a snapshot"):
+            joiner.restore({**state, "snapshot": name})
     for path in filesystem.glob(str(tmp_path / "rows-*")):
         filesystem.remove(path)
     with pytest.raises(RestoreError, match="Keep the whole folder"):

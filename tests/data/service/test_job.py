@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 
@@ -58,6 +60,38 @@ def test_a_silent_worker_loses_its_split_from_the_last_chunk_on(job, clock):
     assert not job.finish(old.lease)
     assert job.renew("w", [old.lease])[0] == [old.lease]
     cut(job, new, 1)
+
+
+def test_a_chunk_is_announced_only_under_the_lease_that_its_holder_was_given(job):
+    lease, other = job.lease("w"), job.lease("v")
+    assert len({lease.lease, other.lease}) == 2
+    assert all(len(one.lease) >= 32 for one in (lease, other)), "it cannot be guessed"
+    shown = f"{job.status()} {job.renew('x', [])} {job.workers()}"
+    assert lease.lease not in shown
+    for guess in ("1", "0", "", "w", "lease-1", lease.lease[:-1], lease.lease.upper()):
+        assert not job.announce(guess, 0, Place({}), 1, Place({}))
+        assert not job.finish(guess)
+        job.fail(guess, "torn")
+    cut(job, lease, 1)
+
+
+def test_a_job_file_of_before_goes_on_though_its_leases_were_numbers(tmp_path, clock):
+    with closing(Job(CONFIG, str(tmp_path), clock=clock)) as job:
+        job.lease("w")
+    with closing(sqlite3.connect(tmp_path / "job.sqlite", isolation_level=None)) as old:
+        schema = old.execute("SELECT sql FROM sqlite_master WHERE name = 'splits'").fetchone()[0]
+        old.execute("ALTER TABLE splits RENAME TO new")
+        old.execute(schema.replace("lease TEXT", "lease INTEGER"))
+        old.execute("INSERT INTO splits SELECT * FROM new")
+        old.execute("UPDATE splits SET lease = 7 WHERE lease IS NOT NULL")
+        old.execute("INSERT INTO about VALUES ('last_lease', '7')")
+    with closing(Job(CONFIG, str(tmp_path), clock=clock)) as job:
+        assert job.lease("v").split == "b", "the worker of before has its lease for a while"
+        clock.now += 11
+        again = job.lease("v")
+        assert again.split == "a"
+        cut(job, again, 2)
+        assert job.finish(again.lease)
 
 
 def test_who_renews_keeps_the_lease(job, clock):

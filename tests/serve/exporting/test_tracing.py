@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
+import operator
+import re
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +30,9 @@ from monolith.model import (
     MMoE,
     TwoTower,
 )
-from monolith.serve.dense import DenseGraph, check_graph
+from monolith.serve.dense import DenseGraph, clean_graph
 from monolith.serve.exporting.tracing import TracedDense, collections_of, trace_dense
+from monolith.serve.operators import OPERATORS
 
 NAMES = ["user", "item", "context"]
 FLOATS = {"price": 1, "where": 2}
@@ -119,6 +126,11 @@ class Own(nn.Module):
         return self.also(self.linear(x).squeeze(1), batch)
 
 
+@cache
+def traced_own() -> TracedDense:
+    return trace_dense(Own().eval(), outputs)
+
+
 def test_a_model_of_several_collections_and_lists_is_exported():
     module = with_rows(Own())
     graph, batch = loaded(trace_dense(module, outputs)), batch_of(4, NAMES)
@@ -166,7 +178,7 @@ def test_a_model_that_looks_up_ids_of_its_own_making_is_told_so():
 
 
 def test_a_graph_holds_no_weights_and_nothing_pickled():
-    traced = trace_dense(Own().eval(), outputs)
+    traced = traced_own()
     with zipfile.ZipFile(io.BytesIO(traced.graph)) as archive:
         sizes = {name.partition("/")[2]: archive.getinfo(name).file_size for name in archive.namelist()}
         assert sizes["data/sample_inputs/model.pt"] == 0
@@ -202,22 +214,132 @@ def changed(graph: bytes, member: str, change: Callable[[bytes], bytes]) -> byte
             lambda data: data.replace(b'"expr_str": "', b'"expr_str": "__import__(os)+'),
             "a size in it is .__import__",
         ),
+        (
+            "model.json",
+            lambda data: data.replace(b"torch.ops.aten.sigmoid.default", b"torch.ops.aten.from_file.default"),
+            r"calls 'torch\.ops\.aten\.from_file\.default', which is not among the operators",
+        ),
+        (
+            "model.json",  # the name of an input is source code for torch.fx
+            lambda data: data.replace(b'"weights_0"', b"\"w=__import__('os').getpid()\""),
+            "has the name .w=__import__",
+        ),
+        (
+            "model.json",  # torch would import the module
+            lambda data: data.replace(b"builtins.tuple", b"collections.defaultdict"),
+            "arguments are in 'collections.defaultdict'",
+        ),
+        (
+            "model.json",
+            lambda data: data.replace(b'"arg": {"as_tensor":', b'"arg": {"as_operator":', 1),
+            "an argument of the kind 'as_operator'",
+        ),
+        (
+            "model.json",
+            lambda data: data.replace(b'"device": {"type": "cpu"', b'"device": {"type": "cuda"', 1),
+            "computes on 'cuda'",
+        ),
+        (
+            "constants_config.json",
+            lambda _: b'{"config": {"w": {"path_name": "opaque_obj_0", "use_pickle": false}}}',
+            "tensor 'w' is an object of Python",
+        ),
         ("model.json", lambda data: data[:100], "no graph of torch.export"),
-        ("byteorder", lambda data: data, None),
     ],
 )
 def test_a_graph_with_anything_else_in_it_is_refused_before_torch_reads_it(member, change, said):
-    graph = changed(trace_dense(Own().eval(), outputs).graph, member, change)
-    if said is None:
-        check_graph(graph, "g.pt2")
-        return
+    graph = changed(traced_own().graph, member, change)
     with pytest.raises(CorruptFileError, match=said):
-        check_graph(graph, "g.pt2")
+        clean_graph(graph, "g.pt2")
+
+
+def two_directories(checked: bytes, loaded: bytes) -> bytes:
+    """Return an archive of which zipfile reads the one graph, and torch the other.
+
+    zipfile takes the ZIP64 record right before the locator, torch the one that the locator points to.
+    """
+
+    def record(size: int, at: int, count: int) -> bytes:
+        return struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, at)
+
+    parts, directories, at = [], [], 0
+    for graph in (loaded, checked):
+        with zipfile.ZipFile(io.BytesIO(graph)) as archive:
+            begins, count = archive.start_dir, len(archive.namelist())
+        end = graph.rindex(b"PK\5\6")
+        moved = bytearray(graph[begins:end])
+        place = 0
+        for _ in range(count):  # members are `at` bytes further on
+            was = struct.unpack_from("<I", moved, place + 42)[0]
+            struct.pack_into("<I", moved, place + 42, was + at)
+            place += 46 + sum(struct.unpack_from("<3H", moved, place + 28))
+        parts.append(graph[:begins])
+        directories.append((bytes(moved), count))
+        at += begins
+    theirs = at + len(directories[0][0])
+    made = b"".join(parts) + directories[0][0] + record(len(directories[0][0]), at, directories[0][1])
+    own_at = len(made)
+    made += directories[1][0] + record(len(directories[1][0]), own_at, directories[1][1])
+    made += struct.pack("<4sIQI", b"PK\6\7", 0, theirs, 1)
+    return made + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+
+
+def test_an_archive_with_two_directories_is_loaded_as_it_was_checked():
+    good = traced_own()
+    touched = [b"torch.ops.aten.sigmoid.default", b"torch.ops.aten.tanh.default"]
+    other = changed(good.graph, "model.json", lambda data: data.replace(*touched))
+    archive = two_directories(checked=changed(good.graph, "byteorder", bytes), loaded=other)
+    read_by_torch = [str(node.target) for node in torch.export.load(io.BytesIO(archive)).graph.nodes]
+    assert "aten.tanh.default" in read_by_torch  # the attack works on torch alone
+    rebuilt = torch.export.load(io.BytesIO(clean_graph(archive, "g.pt2")))
+    names = [str(node.target) for node in rebuilt.graph.nodes]
+    assert "aten.tanh.default" not in names
+    assert "aten.sigmoid.default" in names
+    rows, floats = good.example
+    assert torch.equal(DenseGraph(archive, good.weights)(rows, floats)[0], loaded(good)(rows, floats)[0])
+
+
+def test_a_model_with_an_operator_that_is_not_served_is_told_so_when_it_is_exported():
+    with pytest.raises(
+        ExportError, match=r"aten\.rand_like.*not among the operators that are served.*--as-module"
+    ):
+        trace_dense(Own(lambda x, _: x + 0 * torch.rand_like(x)).eval(), outputs)
+
+
+def test_a_graph_names_no_folder_of_the_machine_that_exported_it():
+    with zipfile.ZipFile(
+        io.BytesIO(trace_dense(READY["dcnv2"]().eval(), outputs, floats=FLOATS).graph)
+    ) as archive:
+        whole = b"".join(archive.read(name) for name in archive.namelist())
+    for folder in (Path(__file__).parents[2], Path.home(), Path(torch.__file__).parents[1]):
+        assert str(folder).encode() not in whole
+    assert b".py" not in whole
+    assert b"def forward" not in whole
+
+
+def test_operators_that_are_served_exist_and_touch_nothing_but_tensors():
+    plain = {"Tensor", "number", "int", "SymInt", "float", "bool", "str", "Device", "Layout"}
+    for text in OPERATORS:
+        root, _, rest = text.partition(".")
+        found = {"torch": torch, "math": math, "_operator": operator}[root]
+        for part in rest.split("."):
+            found = getattr(found, part)
+        if not text.startswith("torch.ops."):
+            continue
+        schema = found._schema
+        for argument in schema.arguments:
+            kind = re.sub(r"Optional|List|\[|\]", "", str(argument.type))
+            assert kind in plain, (text, kind)
+            assert "file" not in argument.name, text
+        draws = torch.Tag.nondeterministic_seeded in found.tags
+        assert not draws or "dropout" in text or "attention" in text or text.endswith(".input"), text
+    for text in ("aten.from_file.default", "aten.empty.memory_format", "aten.as_strided.default"):
+        assert f"torch.ops.{text}" not in OPERATORS
 
 
 def test_a_file_that_is_no_archive_is_refused():
     with pytest.raises(CorruptFileError, match=r"g\.pt2.*no graph"):
-        check_graph(b"hello", "g.pt2")
+        clean_graph(b"hello", "g.pt2")
 
 
 # Weights
@@ -240,6 +362,6 @@ def test_weights_are_swapped_between_two_calls():
     ],
 )
 def test_weights_that_do_not_fit_are_refused(weights, said):
-    graph = loaded(trace_dense(Own().eval(), outputs))
+    graph = loaded(traced_own())
     with pytest.raises(RestoreError, match=said):
         graph.swap(weights)

@@ -469,10 +469,55 @@ def test_dense_weights_that_do_not_fit_are_not_taken_and_counted(root: Path, cap
     trainer.publisher.close()
 
 
-def test_a_trainer_of_another_run_is_followed_and_said_to_be(root: Path, caplog: Any) -> None:
+def test_a_trainer_of_another_run_is_refused_with_one_line(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel, run="/models/another#0123456789abcdef")
+    with following(root, channel) as server:
+        ids, values = trainer.change()
+        before = lookup(server, ids)
+        trainer.publisher.publish_now()
+        until(lambda: "not followed: version 3" in caplog.text)
+        follower = server.followers["served"]
+        follower.look()
+        assert "allow it with --follow-any-run" in follower.notice
+        assert follower.standing == {}
+        assert torch.equal(lookup(server, ids), before)
+        assert not torch.equal(before, values)
+        assert caplog.text.count("not followed") == 1
+        assert (
+            'monolith_serve_follows_other_run{model="served"} 1' in server.inference.render_metrics().decode()
+        )
+    trainer.publisher.close()
+
+
+def test_a_run_that_takes_the_place_of_the_one_that_is_followed_is_refused(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel) as server:
+        ids, values = trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        trainer.publisher.close()
+        other = FakeTrainer(root / "3", channel, run="/models/another")
+        other.change()
+        other.publisher.publish_now()
+        until(lambda: "allow it with --follow-any-run" in caplog.text)
+        assert torch.equal(lookup(server, ids), values)
+        other.publisher.close()
+        again = FakeTrainer(root / "3", channel)  # the run of the export is started again, with a new epoch
+        ids, values = again.change()
+        again.publisher.publish_now()
+        until(lambda: caught_up(server, again.publisher.place))
+        assert torch.equal(lookup(server, ids), values)
+        again.publisher.close()
+
+
+def test_a_trainer_of_another_run_is_followed_if_that_is_allowed_and_said_to_be(
+    root: Path, caplog: Any
+) -> None:
     channel = MemoryChannel()
     trainer = FakeTrainer(root / "3", channel, run="/models/another")
-    with following(root, channel) as server:
+    with following(root, channel, follow=ServeFollowConfig(any_run=True)) as server:
         ids, values = trainer.change()
         trainer.publisher.publish_now()
         until(lambda: caught_up(server, trainer.publisher.place))

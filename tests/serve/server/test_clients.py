@@ -8,6 +8,9 @@ from hypothesis.errors import Unsatisfiable
 from serve.server.linear import LinearModel, one_model
 from serve.server.serving import ask_http, serving
 
+from monolith.cluster.security import Guard
+from monolith.config import Secret
+
 schemathesis = pytest.importorskip("schemathesis")
 triton_grpc = pytest.importorskip("tritonclient.grpc")
 triton_http = pytest.importorskip("tritonclient.http")
@@ -80,13 +83,15 @@ def _named(module, name, values, datatype):
 
 
 def test_tritonclient_loads_and_unloads():
-    with serving(one_model(LinearModel())) as server:
+    guard = Guard(token=Secret("s3cret"))
+    headers = {"authorization": "Bearer s3cret"}
+    with serving(one_model(LinearModel()), allow_control=True, server={"guard": guard}) as server:
         server.catalog.folders["f"]["1"] = LinearModel
         client = triton_grpc.InferenceServerClient(server.grpc_address)
-        client.unload_model("f")
-        assert not client.is_model_ready("f")
-        client.load_model("f")
-        assert client.is_model_ready("f")
+        client.unload_model("f", headers=headers)
+        assert not client.is_model_ready("f", headers=headers)
+        client.load_model("f", headers=headers)
+        assert client.is_model_ready("f", headers=headers)
         client.close()
 
 

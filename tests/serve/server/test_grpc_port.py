@@ -169,7 +169,12 @@ def test_what_is_wrong_is_said_with_the_right_code(client, message, code, says):
 
 def test_the_repository_lists_loads_and_unloads():
     types = message_types()
-    with serving(one_model()) as server, GrpcClient(server.grpc_address) as client:
+    controlled = {"allow_control": True, "server": {"guard": Guard(token=Secret("s3cret"))}}
+    control = (("authorization", "Bearer s3cret"),)
+    with (
+        serving(one_model(), **controlled) as server,
+        GrpcClient(server.grpc_address, control) as client,
+    ):
 
         def index(ready=False):
             found = client.RepositoryIndex(types.RepositoryIndexRequest(ready=ready)).models

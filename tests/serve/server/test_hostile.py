@@ -18,7 +18,7 @@ from monolith.errors import UnavailableError
 from monolith.serve.asking import open_asker
 from monolith.serve.server import ServeLimits
 
-INFER = b"POST /v2/models/f/infer HTTP/1.1\r\nhost: x\r\n"
+INFER = b"POST /v2/models/f/infer HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def hostile_bytes(draw):
@@ -34,7 +34,7 @@ def hostile_bytes(draw):
             lambda: INFER + b"x: " + b"y" * draw.randrange(100_000),
             lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + draw.randbytes(200),
             lambda: INFER + b'inference-header-content-length: 9\r\ncontent-length: 12\r\n\r\n{"inputs":[]',
-            lambda: b"GET /v2/models/" + b"a" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+            lambda: b"GET /v2/models/" + b"a" * 5000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         ]
     )()
 

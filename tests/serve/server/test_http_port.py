@@ -187,9 +187,8 @@ def test_what_is_wrong_with_a_body_is_said(served, body, status, says):
         ("POST", "/v2/models/x/infer", 400),  # what is asked of it comes first
         ("GET", INFER, 405),
         ("DELETE", "/v2/models/linear", 405),
-        ("POST", "/v2/repository/models/x/load", 404),
-        ("POST", "/v2/repository/models/x/unload", 404),
-        ("POST", "/v2/repository/models/broken/load", 503),
+        ("POST", "/v2/repository/models/x/load", 403),
+        ("POST", "/v2/repository/models/linear/unload", 403),
         ("GET", "/v2/models/broken", 503),
         ("GET", "/v2/models/%ff", 400),
         ("GET", "/metrics", 200),
@@ -309,7 +308,9 @@ def test_bodies_that_are_too_large_are_refused(strict):
     assert infer(strict, bomb, {"content-encoding": "gzip"}, path)[0] == 413
     assert infer(strict, rows_json(*["a"] * 101), path=path)[0] == 413
     with connect(strict) as made:  # in parts, without saying how long it will be
-        made.sendall(b"POST /v2/models/f/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        made.sendall(
+            b"POST /v2/models/f/infer HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         made.sendall(b"3000\r\n" + b"x" * 0x3000 + b"\r\n")
         assert b" 413 " in read_all(made)
     refused = 'monolith_serve_requests_total{code="too_large",model="",transport="http",version=""} '
@@ -322,8 +323,8 @@ def test_bodies_that_are_too_large_are_refused(strict):
     ("sent", "status"),
     [
         (b"GET /v2", b" 408 "),
-        (b"GET /v2 HTTP/1.1\r\nhost: x\r\nx-a: ", b" 408 "),
-        (b"POST /v2/models/f/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{", b" 408 "),
+        (b"GET /v2 HTTP/1.1\r\nhost: localhost\r\nx-a: ", b" 408 "),
+        (b"POST /v2/models/f/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{", b" 408 "),
         (b"GET /v2 HTTP/1.1\r\n" + b"x-a: " + b"y" * 70_000, b" 431 "),
         (b"GET /v2 HTTP/1.1\r\n" + b"x-a: b\r\n" * 10_000, b" 431 "),
         (b"\x16\x03\x01\x02\x00", b" 400 "),
@@ -340,26 +341,31 @@ def test_callers_that_are_slow_or_speak_something_else_are_hung_up_on(strict, se
 
 
 def test_more_connections_than_allowed_are_refused_and_others_go_on(strict):
-    held = [connect(strict) for _ in range(25)]
+    held = [connect(strict) for _ in range(20)]
     try:
-        assert any(b" 503 " in read_all(one) for one in held)
+        with connect(strict) as made:
+            made.sendall(b"GET /v2 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert b" 503 " in read_all(made)
+        assert get(strict, "/v2/health/live")[0] == 200  # a probe is answered all the same
     finally:
         for one in held:
             one.close()
-    until(lambda: get(strict, "/v2/health/live")[0] == 200)
+    until(lambda: get(strict, "/v2")[0] == 200)
     check_unharmed(strict)
 
 
 def test_a_caller_that_goes_away_in_the_middle_harms_nobody(strict):
     for _ in range(10):
         with connect(strict) as made:
-            made.sendall(b"POST /v2/models/f/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{")
+            made.sendall(
+                b"POST /v2/models/f/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900\r\n\r\n{"
+            )
     check_unharmed(strict)
 
 
 def test_requests_on_one_connection_are_answered_in_order(strict):
     body = json.dumps(rows_json("abc")).encode()
-    head = b"POST /v2/models/f/infer HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(body)
+    head = b"POST /v2/models/f/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n" % len(body)
     last = b"connection: close\r\n\r\n"
     with connect(strict) as made:
         made.sendall((head + b"\r\n" + body) * 2 + head + last + body)

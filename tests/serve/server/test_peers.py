@@ -30,6 +30,7 @@ def pair(tmp_path):
             open_things.enter_context(
                 serving(
                     LinearCatalog({"f": {"1": LinearModel}}),
+                    allow_control=True,
                     server={"peers": ServePeers(tmp_path, index, 2, GUARD), "guard": GUARD},
                     **ports,
                 )

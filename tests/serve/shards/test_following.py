@@ -42,7 +42,7 @@ class Shares:
         ]
         self.put(all_ids(), "1")
         self.publishers = [
-            Publisher(tables, channel.writer(), run="run", share=(number, total))
+            Publisher(tables, channel.writer(), run="runs/1", share=(number, total))
             for number, tables in enumerate(self.tables)
         ]
 

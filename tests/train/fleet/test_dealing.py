@@ -57,9 +57,13 @@ class TalliedTopic(Tallied):
             batch_wait=timedelta(milliseconds=20),
             poll_timeout=timedelta(milliseconds=300),
             stream_timeout=timedelta(seconds=0.5),
-            settings=CONSUMER_SETTINGS,
+            settings=self.settings(),
         )
         return Pipeline(KafkaSource(config, self.decode)).to_batches(TALLIED).prefetch(self.ahead)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the client is told besides."""
+        return CONSUMER_SETTINGS
 
     def decode(self, payloads: list[bytes]) -> tuple[Records, list[BadRecord]]:
         rows = torch.tensor([int(payload) for payload in payloads])

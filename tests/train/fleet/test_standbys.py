@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from monolith.table import Rows, iterate
 from monolith.train import KeepConfig, SaveConfig, TrainConfig, join_fleet
 from monolith.train.fleet.parameter_server import _Held
 from monolith.train.fleet.standby_copies import CopyPlan, StandbyCopy
+from monolith.train.fleet.standbys import describe_standbys
 from monolith.train.hook import DATA_ENDED
 
 TASK = Tallied(batches=14)
@@ -48,7 +50,7 @@ def served(fleet: LosingFleet, place: int) -> _Held:
 
 def copy_of(fleet: LosingFleet, place: int) -> StandbyCopy[_Held]:
     assert fleet.standbys is not None
-    address = fleet.standbys.of(place)
+    address = fleet.standbys.of(place)[0]
     (index,) = (index for index in fleet.servers if fleet.address(index) == address)
     copy = fleet.shares[index]._standby
     assert copy is not None
@@ -150,7 +152,7 @@ def test_a_standby_that_is_lost_is_made_anew(tmp_path: Path) -> None:
             fleet.replace_server(index)
             assert fleet.standbys is not None
             keeper = fleet.standbys
-            wait_for(lambda: keeper.of(1) == fleet.address(index), "another standby")
+            wait_for(lambda: keeper.of(1) == (fleet.address(index),), "another standby")
             settle(fleet)
             assert same(rows_of(copy_of(fleet, 1).held), rows_of(served(fleet, 1)))
             fleet.lose_server(1)
@@ -180,7 +182,14 @@ def test_where_both_are_lost_the_share_is_restored_from_the_checkpoint(
     (found,) = report.lost.servers
     assert (found.restored_from, found.standby) == (str(tmp_path / "model.ckpt-6"), None)
     assert found.updates == 3 * PER_STEP
-    assert "cannot take over; its share is restored from the last checkpoint" in caplog.text
+    (said,) = [
+        record.getMessage() for record in caplog.records if "shard 1 returns to" in record.getMessage()
+    ]
+    assert said.startswith(
+        f"shard 1 returns to step 6, of checkpoint {tmp_path}/model.ckpt-6, because no standby took over: "
+        "its standby at "
+    )
+    assert "could not take over" in said
 
 
 def test_a_copy_that_is_not_whole_yet_does_not_take_over(tmp_path: Path) -> None:
@@ -283,7 +292,110 @@ def test_what_a_worker_taught_a_server_that_has_left_since_is_counted(tmp_path: 
     assert found.uncounted == ()
 
 
-@pytest.mark.parametrize(("standbys", "keep_going"), [(1, False), (2, True)])
+# Two standbys
+
+
+def copies_of(fleet: LosingFleet, place: int) -> list[StandbyCopy[_Held]]:
+    found = [share._standby for share in fleet.shares.values() if share._standby is not None]
+    return [copy for copy in found if copy.follows.index == place]
+
+
+def settle_all(fleet: LosingFleet, copies: int) -> None:
+    """Wait until share 1 has so many copies of what its server holds, with all that was learned up to now."""
+
+    def follow_it() -> bool:
+        now = fleet.standbys._used()[1].incarnation if fleet.standbys is not None else None
+        found = [copy for copy in copies_of(fleet, 1) if copy.follows.incarnation == now and copy.whole]
+        return len(found) == copies and served(fleet, 1).copied is not None
+
+    wait_for(follow_it, "copies of share 1")
+    source = publisher(served(fleet, 1))
+    assert source.flush()
+    for copy in copies_of(fleet, 1):
+        wait_for(partial(has_reached, copy, source), "a copy")
+
+
+def lose_server_of(fleet: LosingFleet, place: int) -> None:
+    (index,) = (i for i, share in fleet.shares.items() if share._held is served(fleet, place))
+    fleet.lose_server(index)
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_with_two_standbys_a_second_loss_before_there_is_a_new_copy_costs_no_checkpoint(
+    tmp_path: Path, followed: bool
+) -> None:
+    """The standby that is left serves: from its copy of the first server, or from what it followed since."""
+    with standing_by(settings(tmp_path), standbys=4, standbys_wanted=2) as fleet:
+
+        def lose() -> None:
+            settle_all(fleet, copies=2)
+            assert fleet.standbys is not None
+            if not followed:
+                fleet.standbys.close()
+                with fleet.standbys._turn:
+                    pass
+            lose_server_of(fleet, 1)
+
+        def lose_again() -> None:
+            if followed:
+                settle_all(fleet, copies=1)
+            lose_server_of(fleet, 1)
+
+        report = fleet.train(hooks=[At(5, lose), At(8, lose_again)]).report()
+    first, second = report.lost.servers
+    assert (first.restored_from, second.restored_from) == (None, None)
+    assert None not in (first.standby, second.standby)
+    assert first.standby != second.standby
+    assert (first.updates, second.updates) == (0, 0 if followed else 3 * PER_STEP)
+    tally = read_model(TASK, tmp_path).tally
+    assert set(tally.values()) == {1.0}
+    gone = set(range(TASK.records)) - tally.keys()
+    assert gone == ({record for record in range(5 * 8, 8 * 8) if record % 2} if not followed else set())
+
+
+def test_a_shard_that_lacks_a_standby_is_named_with_how_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    with standing_by(settings(tmp_path)) as fleet:
+
+        def lose() -> None:
+            settle(fleet)
+            assert fleet.standbys is not None
+            assert describe_standbys(fleet.standbys.standing()) == ""
+            lose_server_of(fleet, 1)
+
+        def look() -> None:
+            keeper = fleet.standbys
+            assert keeper is not None
+            wait_for(lambda: keeper.standing()[1].lacking_seconds > 0, "the chief to notice")
+            (share,) = [one for one in keeper.standing() if one.present < one.wanted]
+            assert (share.shard, share.present, share.wanted) == (1, 0, 1)
+            said.append(describe_standbys(keeper.standing()))
+            keeper.look()
+            said.append(fleet.metrics.render().decode())
+            lose_server_of(fleet, 1)
+            fleet.start_server(1)  # empty; another process in its place
+
+        report = fleet.train(hooks=[At(5, lose), At(8, look)]).report()
+    in_words, metrics = said
+    assert re.fullmatch(
+        r"shards that lack a standby: 1 \(0 of 1 for \d+ s\); if a server without one is lost now, its shard "
+        "returns to the last checkpoint",
+        in_words,
+    )
+    assert re.search(r'shard_standbys\{shard="0"\} 1', metrics)
+    assert re.search(r'shard_standbys\{shard="1"\} 0', metrics)
+    assert re.search(r'shard_standbys_wanted\{shard="1"\} 1', metrics)
+    assert re.search(r'shard_standby_missing_seconds\{shard="0"\} 0', metrics)
+    assert float(re.search(r'shard_standby_missing_seconds\{shard="1"\} (\S+)', metrics)[1]) > 0
+    assert [one.restored_from for one in report.lost.servers] == [None, str(tmp_path / "model.ckpt-6")]
+    returned = [one.getMessage() for one in caplog.records if "shard 1 returns to step 6" in one.getMessage()]
+    assert len(returned) == 1
+    assert "it had no standby" in returned[0] or "could not take over" in returned[0]
+
+
+@pytest.mark.parametrize(("standbys", "keep_going"), [(1, False), (3, True)])
 def test_standbys_are_refused_where_nothing_may_be_lost(standbys: int, keep_going: bool) -> None:
     with pytest.raises(ConfigError, match="standby"):
         join_fleet(

@@ -22,7 +22,7 @@ from monolith.data.records import BatchSpec
 from monolith.data.synthetic.drift import FEATURES, SPEC, TIME
 from monolith.errors import ConfigError
 from monolith.feature import Batch
-from monolith.nn import IRazor
+from monolith.nn import IRazor, SeNet
 from monolith.observe import Metrics
 from monolith.observe.summary_files import read_summaries
 from monolith.train import (
@@ -112,7 +112,7 @@ def test_a_model_that_was_never_online_is_not_saved_for_it(tmp_path: Path) -> No
         (HooksConfig(online_file=True), {"model_dir": "MODEL_DIR"}, "dense_save is not set"),
         (HooksConfig(online_file=True), {"dense_save": SaveConfig(steps=1)}, "needs a model_dir"),
         (HooksConfig(nas_every_steps=1), {}, "needs a model_dir"),
-        (HooksConfig(nas_every_steps=1), {"model_dir": "MODEL_DIR"}, "no IRazor layer"),
+        (HooksConfig(nas_every_steps=1), {"model_dir": "MODEL_DIR"}, "no IRazor or SeNet layer"),
         (HooksConfig(deep_insight=DeepInsightConfig(kafka=True)), {}, "kafka_brokers and kafka_topic"),
     ],
 )
@@ -265,6 +265,40 @@ def test_weights_of_a_search_are_written_every_so_many_steps_and_at_the_end(tmp_
     assert [one.step for one in found] == [2, 4, 5]
     assert json.loads(found[0].content)["segment_names"] == ["feature 0", "feature 1"]
     assert found[0].data.shape == (2, 2)
+
+
+class Gated(nn.Module):
+    """A model with gates over three features."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gate = SeNet(3, 2)
+
+    def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.inner(batch)
+        return logits + self.gate(logits.new_ones(len(batch), 3, 4)).sum((1, 2))
+
+
+@dataclass(frozen=True)
+class Gating(Clicks):
+    def model(self) -> nn.Module:
+        return Gated(super().model())
+
+
+def test_how_much_a_gate_lets_each_feature_count_is_written(tmp_path: Path) -> None:
+    train(HooksConfig(nas_every_steps=2), Gating(batches=5), model_dir=str(tmp_path))
+    files = [str(path) for path in (tmp_path / "summaries").iterdir()]
+    found = [one for one in read_summaries(files) if one.tag == "gate_gating/monolith_nas_weight"]
+    assert [one.step for one in found] == [2, 4]
+    assert json.loads(found[0].content) == {
+        "tag_type": "gating",
+        "segment_names": ["feature 0", "feature 1", "feature 2"],
+        "segment_sizes": [1, 1, 1],
+        "group_index": [0, 1, 2],
+    }
+    assert found[0].data.shape == (3,)
+    assert ((found[0].data > 0) & (found[0].data < 1)).all(), "the mean of sigmoids"
 
 
 # Deep insight

@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 from services.servers import free_port
-from store.ranks import SOON, all_at_once
+from store.ranks import PORT, SOON, TOKEN, all_at_once
 from torch import Tensor
 from torch import distributed as dist
 
 from monolith.cluster import Discovery, MemoryDiscovery, Waiting
-from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
+from monolith.cluster.security import Guard
+from monolith.config import Secret
+from monolith.errors import ConfigError, DeadlineExceededError, FailedPeerError, RetryableError
 from monolith.run import read_run
 from monolith.store import RankGroups
-from monolith.train.ranks.joining import RankMeeting
+from monolith.store.rank_calls import RankPort
+from monolith.store.rank_keys import join_attempt, keep_keys, reach_keys
+from monolith.train.ranks.joining import ROLE, RankMeeting
 
 HOST = "127.0.0.1"
 
@@ -38,8 +42,8 @@ def discovery(stack: ExitStack) -> Discovery:
 def meeting(
     rank: int, discovery: Discovery | None, environ: Mapping[str, str] | None = None, **more: Any
 ) -> RankMeeting:
-    options = {"start": timedelta(seconds=60), "options": {"pulse_every": SOON}} | more
-    return RankMeeting(rank, 2, discovery=discovery, environ=environ or {}, host=HOST, **options)
+    options = {"port": PORT, "start": timedelta(seconds=60), "options": {"pulse_every": SOON}} | more
+    return RankMeeting(rank, 2, discovery=discovery, environ=environ or {}, **options)
 
 
 def joined(stack: ExitStack, *meetings: RankMeeting) -> list[RankGroups]:
@@ -104,6 +108,48 @@ def test_who_restarts_before_the_others_have_noticed_tells_them(
 
     for one in all_at_once(goes_on, restarts):
         stack.callback(one.close)
+
+
+def test_when_a_rank_leaves_before_all_are_connected_the_others_hear_why(discovery: Discovery) -> None:
+    def leaves() -> None:
+        while not discovery.query(ROLE):
+            threading.Event().wait(0.02)
+        host, port = discovery.query(ROLE)[0].split(":")
+        keys = join_attempt(reach_keys(host, int(port)), TOKEN)
+        keys.compare_set("process/1", "", "signed in")
+        keys.wait(["lookups/0/0"])  # rank 0 waits for the same key of rank 1
+        keys.fail(1, "it was told to stop")
+
+    def stays() -> None:
+        with pytest.raises(FailedPeerError, match="rank 1 cannot go on: it was told to stop"):
+            meeting(0, discovery, options={"silence": timedelta(days=1)}).join()
+
+    all_at_once(stays, leaves)
+
+
+def test_ranks_with_different_tokens_are_told_what_to_set(discovery: Discovery) -> None:
+    keys = keep_keys(HOST, TOKEN)
+    discovery.register(ROLE, 0, f"{HOST}:{keys.port}")
+    port = RankPort(guard=Guard(token=Secret("another")))
+    with pytest.raises(DeadlineExceededError, match=r"'attempt'.*the same security.token_file"):
+        meeting(1, discovery, port=port, start=timedelta(seconds=0.5)).join()
+
+
+def test_keys_that_a_stranger_wrote_keep_nobody_from_meeting(stack: ExitStack, discovery: Discovery) -> None:
+    first, other = meeting(0, discovery), meeting(1, discovery)
+
+    def forged() -> RankGroups:
+        while not discovery.query(ROLE):
+            threading.Event().wait(0.02)
+        host, port = discovery.query(ROLE)[0].split(":")
+        raw = reach_keys(host, int(port))
+        for key in ("process/1", "failed", "calls/1", "signed/1"):
+            raw.set(key, '[1, "mine"]')
+        return other.join()
+
+    for groups in all_at_once(first.join, forged):
+        stack.callback(groups.close)
+    assert first.processes == other.processes
 
 
 def test_who_waits_says_for_whom_and_not_for_ever(discovery: Discovery) -> None:

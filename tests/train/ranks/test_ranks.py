@@ -361,6 +361,37 @@ def test_who_waits_for_a_silent_stream_can_be_stopped(
     assert read_model(Given(), tmp_path).step == 3, "what was trained is saved"
 
 
+def test_a_stop_while_a_rank_waits_at_the_meeting_is_heard_after_the_step(tmp_path: Path) -> None:
+    runs: dict[int, LocalRun] = {}
+
+    class StopsTheOther(Hook):
+        """Of rank 0: comes late to the meeting before step 4, and stops rank 1 while that waits there."""
+
+        def __init__(self, rank: int, run: LocalRun) -> None:
+            runs[rank] = run
+            self._leads = rank == 0
+
+        def before_step(self, run: Run) -> None:
+            if not self._leads or run.step != 3:
+                return
+            barrier = runs[0].barrier
+            barrier.place("see who waits")
+            while barrier.blocked_indices() != [0, 1]:  # then rank 1 has said its word
+                threading.Event().wait(0.02)
+            barrier.remove()
+            runs[1].interrupt("SIGTERM")
+
+    reports = train_ranks(
+        [Given(batches=[batch_of([one]) for one in range(9)])] * 2,
+        quiet(TrainConfig(model_dir=str(tmp_path), save=SaveConfig(steps=100))),
+        hooks=lambda rank, run: [StopsTheOther(rank, run)],
+        timeout=timedelta(seconds=10),  # a rank that goes into a step alone ends here, not after PATIENT
+    )
+    assert [report.step for report in reports] == [4, 4]
+    assert not any(report.finished for report in reports)
+    assert read_model(Given(), tmp_path).step == 4, "what was trained is saved"
+
+
 # Checkpoints
 
 

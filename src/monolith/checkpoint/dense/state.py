@@ -56,7 +56,7 @@ from monolith.tensors.plain_state import Json, decode, encode
 
 _KINDS = {"dense": frozenset({"extra"}), "optimizer": KEYS}
 """Kind of file -> what its JSON is made of, besides version and global step."""
-_METADATA = "monolith"
+METADATA = "monolith"
 _VERSION = 1
 EXTRA = "$extra/"
 """Begins the names of tensors that are no variables: a module's extra state."""
@@ -87,10 +87,10 @@ class DenseSnapshot:
         for event in self.copied:
             event.synchronize()
         path = dense_path(prefix)
-        written = {path: write_tensors(path, self.variables, {_METADATA: self.variables_json})}
+        written = {path: write_tensors(path, self.variables, {METADATA: self.variables_json})}
         if self.training_json is not None:
             path = optimizer_path(prefix)
-            written[path] = write_tensors(path, self.training, {_METADATA: self.training_json})
+            written[path] = write_tensors(path, self.training, {METADATA: self.training_json})
         return {filesystem.base_name(path): record for path, record in written.items()}
 
 
@@ -338,7 +338,7 @@ def _about(path: str, header: DenseHeader, kind: str) -> Json:
     """Return what a file says of itself, if it is of that kind."""
     keys = _KINDS[kind] | {"version", "global_step"}
     try:
-        about = json.loads(header.metadata[_METADATA])
+        about = json.loads(header.metadata[METADATA])
         if about["version"] != _VERSION:
             raise ValueError(f"it is of version {about['version']}, this program reads {_VERSION}")
         if about.keys() != keys:

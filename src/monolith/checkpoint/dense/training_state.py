@@ -65,7 +65,7 @@ def encode_training(
         },
         "schedulers": {
             name: {
-                "kind": _kind(scheduler),
+                "kind": kind_of(scheduler),
                 "state": encode(scheduler.state_dict(), f"schedulers/{name}", tensors),
             }
             for name, scheduler in _named(schedulers).items()
@@ -156,7 +156,7 @@ class TrainingRestore:
             saved = self._about["schedulers"].get(name)
             if not self._resumed.schedulers:
                 self._reset[title] = ""
-            elif self._is_there(title, saved, _kind(scheduler)):
+            elif self._is_there(title, saved, kind_of(scheduler)):
                 self._loads.append(_Load(title, scheduler, decode(saved["state"], tensors)))
                 self._loaded[title] = ""
         if scaler is not None and scaler.is_enabled():
@@ -206,7 +206,7 @@ class TrainingRestore:
             self._reset[title] = ""
             return
         saved = self._about["optimizers"].get(name)
-        if not self._is_there(title, saved, _kind(optimizer)):
+        if not self._is_there(title, saved, kind_of(optimizer)):
             return
         if saved.keys() not in _OPTIMIZER_KEYS or plain != ("plain" in saved):
             raise RestoreError(f"the saved state of {title} has unknown keys: {', '.join(sorted(saved))}")
@@ -331,12 +331,12 @@ def _encode_optimizer(
     state = optimizer.state_dict()
     where = f"optimizers/{name}"
     if not {"state", "param_groups"} <= state.keys():
-        return {"kind": _kind(optimizer), "plain": encode(state, where, tensors)}
+        return {"kind": kind_of(optimizer), "plain": encode(state, where, tensors)}
     names = _numbered_names(name, optimizer, state, model)
     rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     shared = {key: value for key, value in state["state"].items() if key not in names}
     return {
-        "kind": _kind(optimizer),
+        "kind": kind_of(optimizer),
         "state": {
             names[number]: encode(slots, f"{where}/{names[number]}", tensors)
             for number, slots in state["state"].items()
@@ -379,7 +379,7 @@ def _named(items: Mapping[str, Item] | Sequence[Item]) -> dict[str, Item]:
     return dict(items) if isinstance(items, Mapping) else {str(i): item for i, item in enumerate(items)}
 
 
-def _kind(thing: object) -> str:
+def kind_of(thing: object) -> str:
     """Return what a class is called, by its package and its name: modules are moved about."""
     kind = rule_of(thing) if isinstance(thing, Optimizer) else type(thing)
     return f"{kind.__module__.split('.')[0]}.{kind.__qualname__}"

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,7 +77,7 @@ from monolith.feature import slot_of
 from monolith.observe import Progress
 from monolith.table import Rows, table_basename
 from monolith.table.dumps import default_num_shards, dump_rows, remove_dump, removed_basename
-from monolith.table.entry_dumps import export_rows
+from monolith.table.entry_dumps import ScanRows, export_rows
 from monolith.table.row_streams import in_chunks, newest_rows, shard_range
 from monolith.tensors.files import FileRecord, read_tensors
 
@@ -107,6 +107,8 @@ class Exported:
     """By table."""
     files: tuple[str, ...]
     bytes: int
+    left_out: tuple[str, ...] = ()
+    """What the other program has no name for, with the reason."""
 
 
 def reshard(
@@ -215,7 +217,7 @@ def export(
         done = export_rows(
             describe_table(histories[name]).layout,
             table_basename(folder, name),
-            _scan(histories[name], total),
+            saved_scan(histories[name], total),
             num_shards=total,
             workers=workers,
             progress=progress,
@@ -303,7 +305,7 @@ class _Rewriting:
     def _write_table(self, name: str) -> Entry:
         history, entry = self._tables.history(name), self._tables.entry(name)
         total = default_num_shards(entry["rows"]) if self._num_shards is None else self._num_shards
-        scan = _scan(history, total)
+        scan = saved_scan(history, total)
 
         def counted(shard: int, limit: int) -> Iterator[Rows]:
             for rows in scan(shard, limit):
@@ -343,7 +345,9 @@ class _Rewriting:
         return entry | {"files": files}
 
 
-def _scan(history: SavedHistory, num_shards: int) -> Callable[[int, int], Iterator[Rows]]:
+def saved_scan(history: SavedHistory, num_shards: int) -> ScanRows:
+    """Return what reads the rows of a saved table, shard by shard, as they are at the end of its chain."""
+
     def scan(shard: int, limit: int) -> Iterator[Rows]:
         return in_chunks(newest_rows(dumps_of(history), *shard_range(shard, num_shards)), limit)
 

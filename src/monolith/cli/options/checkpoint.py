@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
+
+from monolith.cli.options.train import Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +86,8 @@ class CheckpointReshardOptions(CheckpointOfRun):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointExportOptions(CheckpointOfRun):
-    """Write a checkpoint for other programs: tables as EntryDump TFRecords, weights as safetensors."""
+    """Write a checkpoint for other programs: tables as EntryDump TFRecords, weights as safetensors; or
+    all of it as the original system writes it, for that and for TensorFlow to read."""
 
     checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """A run's folder or config file, or a checkpoint."""
@@ -94,6 +97,12 @@ class CheckpointExportOptions(CheckpointOfRun):
     """Tables to export; by default all."""
     dense: bool = True
     """Whether dense weights are exported, too; --no-dense leaves them out."""
+    format: Literal["plain", "original", "original-multi"] = "plain"
+    """plain writes table dumps and dense.safetensors. original writes a checkpoint of the original system:
+    model.ckpt-<step>.index and .data for TensorFlow, with the optimizer's slots, and a dump per table in
+    model.ckpt-<step>.assets; original-multi writes all tables to one compressed dump."""
+    names: str | None = None
+    """With --format original: a TOML or JSON file with the original's names; see checkpoint import."""
     num_shards: int | None = None
     """Files per table; by default one per million rows, up to 4."""
     json: bool = False
@@ -108,5 +117,37 @@ class CheckpointCompactOptions(CheckpointOfRun):
     """A run's folder or config file, or a checkpoint. No process may train there meanwhile."""
     num_shards: int | None = None
     """Files per table; by default one per million rows, up to 4."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointImportOptions(CheckpointOfRun):
+    """Import a checkpoint of the original system: its table dumps and its TensorFlow variables become the
+    first checkpoint of a run, which train, evaluate and export then restore.
+
+    The task says which tables and weights there are. A name map says what the original calls them:
+    {"tables": {"MonolithHashTable_item_*": "item"}, "variables": {"tower/kernel": {"name": "tower.weight",
+    "transpose": true}, "old/**": false}}, as TOML or JSON. Needs memory for all rows.
+    """
+
+    source: str
+    """A checkpoint of the original such as old/model.ckpt-100, or its folder, whose latest one is meant."""
+    task: str | None = None
+    """The task: package.module:Name or path/to/file.py:Name; by default job.task of the config."""
+    model_dir: str | None = None
+    """The folder of the new run; by default train.model_dir of the config. It must have no checkpoint."""
+    set: Settings = ()
+    """A setting of the task, as key=value; may be given several times."""
+    names: str | None = None
+    """The name map, a TOML or JSON file. Without it, names must be the same but for / and ."""
+    step: int | None = None
+    """The step to go on from; by default the original's global_step."""
+    partial: bool = False
+    """Start tables and weights that the original lacks as the model makes them, instead of failing."""
+    dry_run: bool = False
+    """Read and check everything, print the table, and write no checkpoint."""
+    shown: int = 20
+    """Loaded names to print; 0 prints all. Those that are left out are all printed."""
     json: bool = False
     """Print one JSON object."""

@@ -27,6 +27,18 @@ class ConfigExplainOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigTokenOptions:
+    """Print the token of a role, to hand to a process that may do no more than that."""
+
+    role: Literal["follow", "predict"]
+    """follow: read the rows that a run publishes; predict: ask a model server for predictions."""
+    model_dir: Path | None = None
+    """The model_dir of a run that was not given a token: it has one there, in the file run_token."""
+    token_file: Path | None = None
+    """The file with the token for everything, for a run that was given one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigCheckOptions:
     """List everything for which `monolith train` would refuse a config file. The task is not imported."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from monolith.cluster.security import Guard, SecurityConfig
+    from monolith.cluster.security import Guard, Role, SecurityConfig
     from monolith.run import RunConfig
     from monolith.wire.limits import Limits
 
@@ -21,6 +21,8 @@ _FIELDS = {
     "tls_ca": "ca",
     "tls_server_name": "server_name",
     "token_file": "token_file",
+    "follow_token_file": "follow_token_file",
+    "predict_token_file": "predict_token_file",
 }
 """Option -> the field of `security` that it sets."""
 
@@ -38,22 +40,30 @@ class SecurityOptions:
     tls_server_name: str | None = None
     """The name in the servers' certificates, where it is not the host they are reached by."""
     token_file: Path | None = None
-    """A file with the token that all processes of the job share."""
+    """A file with the token for everything, which the processes of a run share."""
+    follow_token_file: Path | None = None
+    """A file with the token for following a run, and for the rows of serving servers. By default derived from
+    that of --token-file, or found in the model_dir that the served export was made from."""
+    predict_token_file: Path | None = None
+    """A file with the token for asking for predictions. By default derived from that of --token-file."""
     config: Path | None = None
     """A config file of the run, whose group security has the same settings; flags win over it."""
     insecure: bool = False
     """Listen without certificates or a token on an address that others can reach."""
 
 
-def guard_of(options: SecurityOptions, bind: str, environ: Mapping[str, str]) -> Guard:
-    """Return what a listener on `bind` demands and its process presents.
+def guard_of(
+    options: SecurityOptions, bind: str, environ: Mapping[str, str], *, role: Role = "control"
+) -> Guard:
+    """Return what a listener on `bind` demands of callers in a role, and its process presents.
 
     Raises:
         ConfigError: Others can reach that address and nothing is demanded of them; or a file cannot be used.
     """
     from monolith.cluster.security import guard_listener
 
-    return guard_listener(bind, _run_config(options, environ).security, insecure=options.insecure)
+    security = _run_config(options, environ).security
+    return guard_listener(bind, security, role=role, insecure=options.insecure)
 
 
 def security_of(options: SecurityOptions, environ: Mapping[str, str]) -> SecurityConfig:

@@ -37,6 +37,9 @@ class ServeOptions:
     """Where a trainer publishes what it learns, to serve it a moment later: grpc://host:port of every holder
     of rows, with commas; kafka://broker/topic; a folder; or discovery, for what --discovery knows. By default
     models are served as exported."""
+    follow_any_run: bool = False
+    """Follow a trainer of another run than the one that the served export was made from: all of its rows are
+    taken. By default it is refused."""
     stale_after: float = 10.0
     """The age of what is served, in seconds, that is warned about where a trainer is followed."""
     host: str = "127.0.0.1"
@@ -51,6 +54,11 @@ class ServeOptions:
     metrics_port: int | None = None
     """The port on which a serving server (--role ps) shows its metrics, at /metrics; 0 chooses a free one. By
     default it shows none. The others show theirs on their port for HTTP."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Other names by which clients reach the server over HTTP, such as the name of a proxy. Names are checked
+    if neither a token nor certificates are demanded, or a page of another site could call the server."""
+    allow_control: bool = False
+    """Let clients that have the control token (--token-file) load and unload models."""
     processes: int = 1
     """The number of processes that share the ports; one that is killed is restarted."""
     version_policy: str = "latest"
@@ -69,7 +77,19 @@ class ServeOptions:
     runners: int = 1
     """The number of batches of one version that are worked on at a time."""
     max_request_bytes: int = 64 << 20
-    """The largest request."""
+    """The largest request with its tensors in binary."""
+    max_json_bytes: int = 8 << 20
+    """The largest JSON of a request, and the largest gRPC message without raw contents."""
+    max_bytes_in_flight: int = 1 << 30
+    """The most bytes that requests in flight hold together; JSON counts 16 times, as it does in memory."""
+    min_body_rate: int = 16 << 10
+    """The fewest bytes in a second that the body of an HTTP request may come with, after 10 seconds."""
+    max_connections: int = 4096
+    """The most HTTP connections, and those that a shared port passes on to gRPC."""
+    max_peer_connections: int = 1024
+    """The most such connections of one client address."""
+    max_peer_requests: int = 512
+    """The most requests of one client address in flight."""
     max_rows: int = 65_536
     """The most rows of a request."""
     max_queue: int = 512

@@ -51,6 +51,7 @@ def main(arguments: list[str]) -> None:
     selector.register(pipe, selectors.EVENT_READ)
     deadline: float | None = None
     told = 0
+    killed = False
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -58,6 +59,12 @@ def main(arguments: list[str]) -> None:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if left == 0.0 or told > 1:
             _signal_group(child, signal.SIGKILL)
+            if not killed:
+                killed = True
+                late = f"still runs {grace:g} s after it was asked to stop"
+                why = late if left == 0.0 else "was asked to stop twice"
+                with contextlib.suppress(OSError):  # after the kill: a dead launcher reads nothing
+                    os.write(2, f"process {child} {why}; killing it\n".encode())
             left = 1.0
         for key, _ in selector.select(left):
             if key.fd == reader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
@@ -213,11 +213,18 @@ class _Backlog:
         return {"backlog": self.saved, "first_epoch": self.first_epoch}
 
     @classmethod
-    def restored(cls, saved: Position) -> _Backlog:
-        backlog, first = saved.get("backlog", []), saved.get("first_epoch", 0)
-        if not isinstance(backlog, list) or not isinstance(first, int) or first < 0:
+    def restored(cls, saved: Position, known: Collection[str]) -> _Backlog:
+        """Return the backlog that a position has.
+
+        Raises:
+            RestoreError: It is malformed, or names a file that is not among those known.
+        """
+        saved_backlog, first = saved.get("backlog", []), saved.get("first_epoch", 0)
+        if not isinstance(saved_backlog, list) or not isinstance(first, int) or first < 0:
             raise RestoreError("cannot restore a file source: malformed backlog in the position")
-        return cls(backlog, first)
+        backlog = cls(saved_backlog, first)
+        _check_known((one.file for one in backlog.left), known)
+        return backlog
 
 
 class ListedPaths:
@@ -238,6 +245,7 @@ class ListedPaths:
             raise DataError(
                 "file source: the list of files is empty; find_files() says what a pattern matches"
             )
+        self._known = frozenset(self._all)
         self._epochs = epochs
         self._seed = shuffle.seed if shuffle is not None and shuffle.files else None
         self._mine = _Paths((), Share(), None)
@@ -315,7 +323,7 @@ class ListedPaths:
         digest = saved.get("files")
         if not isinstance(digest, int) or digest < 0:
             raise RestoreError("cannot restore a file source: the position is not of one with a list")
-        backlog = _Backlog.restored(saved)
+        backlog = _Backlog.restored(saved, self._known)
         if spot.file is not None and spot.file not in self._mine.paths and not backlog.has(spot):
             raise RestoreError(
                 f"cannot restore a file source: the position is in {spot.file}, which is not among the "
@@ -350,12 +358,13 @@ class ListedPaths:
 
     def _begun(self, old: OldWorker) -> int:
         """Return the first epoch of which an old worker had not begun its share."""
-        first = _Backlog.restored(old.position).first_epoch
+        first = _Backlog.restored(old.position, self._known).first_epoch
         return first if old.spot.file is None else max(first, old.spot.round + 1)
 
     def _left_before(self, epoch: int, old: OldWorker) -> list[Left]:
         """Return what an old worker had not read of all epochs before one."""
-        paths, backlog = _Paths(self._all, old.share, self._seed), _Backlog.restored(old.position)
+        paths = _Paths(self._all, old.share, self._seed)
+        backlog = _Backlog.restored(old.position, self._known)
         if old.position.get("files") != paths.digest:
             raise RestoreError(
                 "the list of files has changed, so nobody knows what was left to whom; give the same files"
@@ -426,8 +435,13 @@ class Watched:
         first, parts = saved.get("first", 0), saved.get("parts", [])
         if not isinstance(first, int) or not 0 <= first <= len(seen) or not isinstance(parts, list):
             raise RestoreError("cannot restore a file source: malformed files in the position")
-        self._seen, self._known, self._first = list(seen), set(seen), first
-        self._parts = {left.file: left for left in map(Left.read, parts)}
+        left = {one.file: one for one in map(Left.read, parts)}
+        # Files that were read may be gone by now. Those that will be opened must match the patterns.
+        number = first if spot.file is None else seen.index(spot.file)
+        to_read = {*seen[number:], *left}
+        if to_read:
+            _check_known(to_read, set(self._watch.look()))
+        self._seen, self._known, self._first, self._parts = list(seen), set(seen), first, left
 
     def commit(self, position: Position) -> None: ...
 
@@ -450,6 +464,21 @@ class Watched:
         number = self._first if spot.file is None else self._seen.index(spot.file)
         left = [self._parts.get(path, Left(0, path)) for path in self._seen[number:]]
         return left if spot.file is None else [Left.of(spot), *left[1:]]
+
+
+def _check_known(files: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a position that names files which the source would not find by itself.
+
+    Positions also come from other processes, such as the chunks of a data service. Paths are compared as they
+    are written, so `..` and links into another folder are other paths.
+    """
+    strange = sorted({file for file in files if file not in known})
+    if strange:
+        raise RestoreError(
+            f"cannot restore a file source: the position names {', '.join(map(repr, strange[:3]))}"
+            f"{f' and {len(strange) - 3} more' if len(strange) > 3 else ''}, not among the files of this "
+            "source. Give the same files or patterns as when the position was saved."
+        )
 
 
 def _reader_of(path: str, share: Share) -> Share:

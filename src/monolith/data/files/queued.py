@@ -135,6 +135,12 @@ class Queued:
                 lease = self._queue.take(self._worker, number)
                 if lease is not None:
                     self._held[number] = lease
+                    if number == spot.round and spot.file not in (None, lease.path):
+                        # The queue says which file a number is; the position must not name another one.
+                        raise RestoreError(
+                            f"cannot restore a file source: the position is in {spot.file}, but file "
+                            f"{number} of the queue is {lease.path}"
+                        )
                 elif number == spot.round:
                     # What another worker has by now is its business: it began where we had reported.
                     _log.info("file source: %s is finished, or another worker's by now", spot.file)

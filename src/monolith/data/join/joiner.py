@@ -583,6 +583,9 @@ class Joiner:
             self._store.clear()
             self._reset()
             return
+        if not name.startswith(_STATE) or name != filesystem.base_name(name):
+            # The name is joined to the folder: another one could lead out of it.
+            raise RestoreError(f"cannot restore a joiner: {name!r:.200} is not the name of a snapshot")
         about, arrays = self._read_snapshot(name)
         if about["key"] != self.config.key:
             raise RestoreError(

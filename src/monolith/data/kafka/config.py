@@ -78,7 +78,7 @@ class KafkaConfig:
     connect_timeout: timedelta = timedelta(seconds=30)
     """How long to try until a broker answers for the first time."""
     outage_timeout: timedelta = timedelta(minutes=10)
-    """How long the brokers may be out of reach later on."""
+    """How long the brokers may be out of reach later on, for reading and for committing."""
     username: str | None = None
     """The user name for SASL."""
     password: Secret | None = None

@@ -15,6 +15,7 @@ from monolith.data.formats.objects import (
 )
 from monolith.data.records import Records
 from monolith.errors import ConfigError
+from monolith.feature.spec.reading import BadReason
 
 
 class JsonMessages:
@@ -43,5 +44,5 @@ class JsonMessages:
             try:
                 rows.append(cells_of(json_object(payload), self._types))
             except (ValueError, RecursionError) as cause:  # malformed JSON and UTF-8, too
-                bad.append(BadRecord(place, f"not JSON as declared: {cause}", payload))
+                bad.append(BadRecord(place, BadReason("not JSON as declared: …", str(cause)), payload))
         return rows_as_records(rows, self._types), bad

@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from monolith.data.bad_values import BadTally
 from monolith.data.format import BadRecord
 from monolith.data.handing import DealsOut
 from monolith.data.kafka.client_log import ClientLog
@@ -59,6 +60,11 @@ _PAUSE_S = 0.2
 _LOOK_EVERY_S = 0.2
 """How long one poll may take where somebody may interrupt it."""
 _REPORT_EVERY_S = 1.0
+_COMMIT_ANSWER_S = 10.0
+"""How long a commit is waited for before it is sent again. The client itself has been seen to hold one for
+minutes after its broker was killed, and longer than the broker was away."""
+_COMMIT_AGAIN_S = 1.0
+"""How long to wait after a commit that failed."""
 _REJOIN_S = 30.0
 """How long a client that lost its partitions is waited for at least, before another takes its place."""
 
@@ -140,10 +146,21 @@ class KafkaSource:
         """When the group went on without us, until it gives us partitions again."""
         self._failure: Exception | None = None
         """What a callback raised. It is raised again when the client's own code is not in between."""
+        self._commits = threading.Lock()  # guards _saved, _sent, _try_at, _refused_since: any thread commits
+        self._saved: Offsets = {}
+        """Offsets that a checkpoint holds and the broker has not confirmed."""
+        self._sent: Offsets | None = None
+        """Those of them that are on their way."""
+        self._try_at = -math.inf
+        """Before then nothing more is sent."""
+        self._refused_since: float | None = None
+        """When the first of the commits in a row failed that all did."""
         self._trouble_since: float | None = None
         self._reasons: dict[str, None] = {}
         """What the client has complained about, each complaint once."""
 
+        self.left_out = BadTally()
+        """Why messages were left out that could not be read."""
         self._lag = self._count = self._count_bad = None
         self._reported = -math.inf
         if metrics is not None:
@@ -170,6 +187,7 @@ class KafkaSource:
         while not self._interrupted:
             records = self._read(self._patience_s(quiet_since))
             self._report()
+            self._commit_saved()  # if the last attempt failed
             if records is not None:
                 if records.size:
                     yield records
@@ -290,22 +308,22 @@ class KafkaSource:
     def commit(self, position: Position) -> None:
         """Tell the broker of a position, so that dashboards show how far the group has come.
 
-        Nothing is read from there but by a group in which a partition changes hands.
+        Nothing is read from there but by a group in which a partition changes hands. So it does not wait for
+        the broker: while that is away the newest offsets are sent again and again, and training continues.
+        If the broker does not take them for `outage_timeout`, or refuses them for good, reading fails.
 
         Raises:
-            DataError: The broker did not take it.
+            DataError: No broker ever answered.
         """
         _, offsets = read_position(position)
         mine = {one: offset for one, offset in offsets.items() if one in self._next}
         chosen = offsets if self.config.assignment is not None else mine
         if not chosen:
             return
-        try:
-            self._commit(self._connect(), chosen)
-        except self._kafka.KafkaException as cause:
-            raise DataError(
-                f"kafka: the broker did not take the offsets of {self._who()}: {cause}"
-            ) from cause
+        self._connect()
+        with self._commits:
+            self._saved.update(chosen)
+        self._commit_saved()
 
     def lag(self) -> dict[Partition, int]:
         """Return, of each partition that is ours, how many messages wait in it, as of the last fetch."""
@@ -330,10 +348,12 @@ class KafkaSource:
         """Leave the group; whoever gets its partitions goes on from what was committed. The position remains.
 
         What was yielded since the last `commit` may not have been trained, or not been saved: it comes again.
+        Only offsets that a checkpoint holds are committed, if the broker takes them now.
         """
         self._closed = True
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
+            self._flush(consumer)
             consumer.close()
 
     def __enter__(self) -> Self:
@@ -369,6 +389,7 @@ class KafkaSource:
             "auto.offset.reset": "error",
             "enable.partition.eof": False,
             "error_cb": self._complain,
+            "on_commit": self._on_commit,
         }
         try:
             consumer = self._kafka.Consumer(settings, logger=ClientLog(logger))
@@ -634,6 +655,7 @@ class KafkaSource:
             raise
         bad += [(full[one.place], one.reason) for one in unread]
         for message, reason in bad:
+            self.left_out.add(reason)
             if self._count_bad is not None:
                 self._count_bad.inc(topic=str(message.topic()))
             if self._on_bad is not None:
@@ -681,11 +703,21 @@ class KafkaSource:
                 raise self._unreachable(out_s)
             return False
         if over and not self._assigned:
+            if self._left and not self._unread_of_lost():
+                return True  # other members of the group have it, and have read it
             if quiet_s > self._silence_s() + self.config.outage_timeout.total_seconds():
                 raise DataError(f"kafka: {self._who()} was given no partitions within {quiet_s:.0f} s")
             return False
         # A fetch may be slower than a short timeout; but not every offset has a message, so do not insist.
         return over and (quiet_s > self._silence_s() + _ANSWER_S or not self._behind())
+
+    def _unread_of_lost(self) -> bool:
+        """Ask the broker whether partitions that the group took away have messages that no member read."""
+        committed = self._committed(list(self._left))
+        return any(
+            self._ends(one)[1] > max(offset, committed.get(one, (-1, ""))[0])
+            for one, offset in self._left.items()
+        )
 
     def _behind(self) -> bool:
         """Ask the broker whether there is more."""
@@ -717,7 +749,11 @@ class KafkaSource:
             return
         try:
             self._assign([(one.topic, one.partition) for one in partitions])
-            self._assigned, self._lost_at = True, None
+            # A broker that has just restarted may show topics without partitions for a moment, and the group
+            # then deals out none. After a loss that is no answer: the records that were left would be taken
+            # for the end of the data.
+            if partitions or self._lost_at is None:
+                self._assigned, self._lost_at = True, None
         except Exception as error:
             self._failure = error
 
@@ -750,6 +786,9 @@ class KafkaSource:
             if (one.topic, one.partition) in self._next
         }
         self._disturbed |= left.keys()
+        with self._commits:  # whoever has them now commits for itself
+            for one in left:
+                self._saved.pop(one, None)
         self._left.update(left)
         if self._lag is not None:
             for topic, partition in left:
@@ -764,11 +803,12 @@ class KafkaSource:
                 self._failure = error
 
     def _give_up(self, failure: Exception) -> Exception:
-        """Drop the client, whose assignment is not what it should be; another iteration makes a new one."""
+        """Drop the client, whose assignment is not what it should be; another iteration makes a new one.
+
+        Commits nothing: the records since the last checkpoint are trained only if the caller goes on.
+        """
         self._failure = None
         consumer, self._consumer = self._consumer, None
-        if consumer is not None and self._next:
-            self._commit_or_warn(consumer, self._next)
         self._left.update(self._next)
         self._next, self._joined, self._assigned, self._ahead = {}, False, False, False
         self._lost_at = None
@@ -784,12 +824,90 @@ class KafkaSource:
         at: TopicPartition = self._kafka.TopicPartition(*place)
         return at
 
-    def _commit(self, consumer: Consumer, offsets: Offsets) -> None:
-        places = [
+    def _commit_saved(self, consumer: Consumer | None = None) -> None:
+        """Send what a checkpoint holds and the broker has not confirmed, unless that is on its way."""
+        consumer = consumer or self._consumer
+        now = self._clock()
+        with self._commits:
+            late = self._sent is not None and now >= self._try_at
+        if late:
+            self._note_commit(self._kafka.KafkaError(self._kafka.KafkaError._TIMED_OUT))
+        with self._commits:
+            if consumer is None or not self._saved or now < self._try_at:
+                return
+            self._sent = offsets = dict(self._saved)
+            self._try_at = now + _COMMIT_ANSWER_S
+        try:
+            consumer.commit(offsets=self._places(offsets), asynchronous=True)
+        except self._kafka.KafkaException as cause:
+            self._note_commit(cause.args[0])
+
+    def _on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
+        """Hear of a commit. The client calls it inside of a poll."""
+        errors = [error, *(one.error for one in partitions)]
+        self._note_commit(
+            next((one for one in errors if one is not None), None),
+            {(one.topic, one.partition): one.offset for one in partitions},
+        )
+
+    def _note_commit(self, error: KafkaError | None, taken: Offsets | None = None) -> None:
+        """Note what became of a commit; a failure that does not pass is raised when reading goes on."""
+        now = self._clock()
+        with self._commits:
+            self._sent, since = None, self._refused_since
+            if error is None:
+                for one, offset in (taken or {}).items():
+                    if self._saved.get(one) == offset:
+                        del self._saved[one]
+                self._try_at, self._refused_since = -math.inf, None
+            else:
+                self._try_at = now + _COMMIT_AGAIN_S
+                self._refused_since = now if since is None else since
+        if error is None:
+            if since is not None:
+                logger.info("kafka: the broker takes the offsets of %s again", self._who())
+            return
+        out_s, patience_s = now - (since or now), self.config.outage_timeout.total_seconds()
+        said = f"kafka: the broker did not take the offsets of {self._who()}"
+        if not self._passes(error):
+            self._failure = DataError(f"{said}: {error.str()}")
+        elif out_s > patience_s:
+            self._failure = DataError(
+                f"{said} for {out_s:.0f} s (outage_timeout): {error.str()}. The last checkpoint holds them: "
+                "start the run again when the broker is back"
+            )
+        elif since is None:
+            logger.warning(
+                "%s: %s. The checkpoint holds them; the commit is retried for up to %.0f s",
+                said,
+                error.str(),
+                patience_s,
+            )
+
+    def _flush(self, consumer: Consumer) -> None:
+        """Give the broker a moment to take what a checkpoint holds. Messages that come meanwhile are dropped:
+        they were not yielded."""
+        give_up = time.monotonic() + _ANSWER_S
+        self._commit_saved(consumer)
+        while self._saved and self._refused_since is None and time.monotonic() < give_up:
+            consumer.poll(_PAUSE_S / 4)
+            self._commit_saved(consumer)  # those that were saved while the ones before were on their way
+        if self._saved:
+            logger.warning(
+                "kafka: %s ends while offsets that a checkpoint holds are not committed: %s. A restart goes "
+                "on from the checkpoint; dashboards show the last offsets that the broker took",
+                self._who(),
+                ", ".join(f"{offset} of {_name(one)}" for one, offset in self._saved.items()),
+            )
+
+    def _places(self, offsets: Offsets) -> list[TopicPartition]:
+        return [
             self._kafka.TopicPartition(*partition, offset, metadata=self.config.run)
             for partition, offset in offsets.items()
         ]
-        for place in consumer.commit(offsets=places, asynchronous=False) or ():
+
+    def _commit(self, consumer: Consumer, offsets: Offsets) -> None:
+        for place in consumer.commit(offsets=self._places(offsets), asynchronous=False) or ():
             if place.error is not None:
                 raise self._kafka.KafkaException(place.error)
 
@@ -806,10 +924,15 @@ class KafkaSource:
         if self._trouble_since is None:
             self._trouble_since = self._clock()
 
+    def _passes(self, error: KafkaError) -> bool:
+        """Return whether brokers and groups recover from an error."""
+        kinds = self._kafka.KafkaError
+        return error.code() in {getattr(kinds, name) for name in PASSING.split() if hasattr(kinds, name)}
+
     def _judge(self, error: KafkaError, message: Message) -> None:
         """Decide on an error that came in place of a message: does it pass, or is it the end?"""
         kinds = self._kafka.KafkaError
-        if error.code() in {getattr(kinds, name) for name in PASSING.split() if hasattr(kinds, name)}:
+        if self._passes(error):
             self._complain(error)
         elif error.code() in (kinds.UNKNOWN_TOPIC_OR_PART, kinds._UNKNOWN_TOPIC, kinds._UNKNOWN_PARTITION):
             self._find_topics(self._connect())

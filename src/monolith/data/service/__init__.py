@@ -10,9 +10,10 @@ has an id (epoch, split, sequence) and a definition: a position of the split's s
 to skip after it, and how many follow. The worker tells the dispatcher of each, which notes it
 together with where the next one begins, in one transaction. From then on the chunk is the same
 records for ever, and any worker can read it from its definition; the one that cut it has it at
-hand, that is all. A lease has a number that is never used again. When a worker is silent for too long
-its split goes to another, from where the last noted chunk ended; whatever the old one still says
-about that split carries an old number and is refused. So a split is cut without gap or overlap.
+hand, that is all. A lease is an unguessable name that only its holder knows and that is never used again:
+an announcement without it is refused. When a worker is silent for too long its split goes to another,
+from where the last noted chunk ended; the old one still announces under the old lease, and is refused. So a
+split is cut without gap or overlap.
 
 **Chunks are given once.** A trainer has turns: 0, 1, 2 and so on. When it asks for the chunk of a
 turn that has none, the dispatcher gives it the oldest that is free and notes that for good. To ask

@@ -36,12 +36,12 @@ class LeaseBody:
 @dataclass(frozen=True, slots=True)
 class RenewBody:
     worker: Name
-    leases: Annotated[list[Count], Bounds(0, 1 << 16)]
+    leases: Annotated[list[Name], Bounds(0, 1 << 16)]
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceBody:
-    lease: Count
+    lease: Name
     sequence: Count
     place: PlaceBody
     size: Annotated[int, Bounds(1, 1 << 32)]
@@ -50,12 +50,12 @@ class AnnounceBody:
 
 @dataclass(frozen=True, slots=True)
 class OfLease:
-    lease: Count
+    lease: Name
 
 
 @dataclass(frozen=True, slots=True)
 class FailBody:
-    lease: Count
+    lease: Name
     error: Text
 
 

@@ -36,7 +36,7 @@ class UnreachableError(DataError):
 
 SERVICE = Service(
     name="data service",
-    peers="dispatcher, data workers and trainers",
+    peers="dispatcher, data workers and trainers (--token-file, or security.token_file of a run)",
     failure=DataError,
     told=(RestoreError, ConfigError, DataError),
     unreachable=UnreachableError,

@@ -28,7 +28,7 @@ CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE splits (
     epoch INTEGER, number INTEGER, split TEXT, done INTEGER DEFAULT 0,
     place TEXT, chunks INTEGER DEFAULT 0, records INTEGER DEFAULT 0,
-    lease INTEGER, worker TEXT, failures INTEGER DEFAULT 0, error TEXT,
+    lease TEXT, worker TEXT, failures INTEGER DEFAULT 0, error TEXT,
     PRIMARY KEY (epoch, number)
 );
 CREATE INDEX splits_by_lease ON splits (lease) WHERE lease IS NOT NULL;
@@ -92,8 +92,9 @@ class Place:
 class SplitLease:
     """The right to cut a split into chunks, from a place on."""
 
-    lease: int
-    """No two have the same number; a later one makes an earlier one worthless."""
+    lease: str
+    """The secret of the lease: unique and unguessable, so that only the worker it was granted to can announce
+    chunks under it. A later lease of the split invalidates an earlier one."""
     epoch: int
     number: int
     """Of the split in the job."""
@@ -155,11 +156,11 @@ class Job:
             raise
         now = clock()
         self._leases = {
-            lease: now for (lease,) in self._db.execute("SELECT lease FROM splits WHERE lease > 0")
+            lease: now for (lease,) in self._db.execute("SELECT lease FROM splits WHERE lease IS NOT NULL")
         }
         self._workers: dict[str, float] = {
             worker: now
-            for (worker,) in self._db.execute("SELECT DISTINCT worker FROM splits WHERE lease > 0")
+            for (worker,) in self._db.execute("SELECT DISTINCT worker FROM splits WHERE lease IS NOT NULL")
         }
         self._trainers: dict[str, float] = {
             trainer: now for (trainer,) in self._db.execute("SELECT trainer FROM trainers WHERE session > ''")
@@ -174,7 +175,6 @@ class Job:
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._tell("id", secrets.token_hex(8))
-                self._tell("last_lease", 0)
                 self._begin_epoch(0)
         self.id = str(self._told("id"))
         splits = tuple(
@@ -217,8 +217,9 @@ class Job:
             if row is None:
                 return None
             epoch, number, split, place, chunks = row
-            lease = int(self._told("last_lease")) + 1
-            self._tell("last_lease", lease)
+            # The prefix keeps the text a text in job files of before, whose column is of integers: SQLite
+            # would store one of digits alone as a number.
+            lease = f"lease-{secrets.token_hex(16)}"
             self._db.execute(
                 "UPDATE splits SET lease = ?, worker = ? WHERE epoch = ? AND number = ?",
                 (lease, worker, epoch, number),
@@ -226,7 +227,7 @@ class Job:
         self._leases[lease] = self._clock()
         return SplitLease(lease, epoch, number, split, _place(place), chunks)
 
-    def renew(self, worker: str, leases: Iterable[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+    def renew(self, worker: str, leases: Iterable[str]) -> tuple[list[str], list[tuple[int, int, int]]]:
         """Keep leases from expiring.
 
         Returns:
@@ -246,8 +247,11 @@ class Job:
         )
         return lost, waiting.fetchall()
 
-    def announce(self, lease: int, sequence: int, place: Place, size: int, after: Place) -> bool:
+    def announce(self, lease: str, sequence: int, place: Place, size: int, after: Place) -> bool:
         """Note the next chunk of a leased split, for good; False if the lease is lost, and nothing was noted.
+
+        The places are those of the split's source. The dispatcher does not open it: the source itself refuses
+        a position that names other data, when a worker restores it.
 
         Announcing the last one again changes nothing.
         """
@@ -274,7 +278,7 @@ class Job:
             )
         return True
 
-    def finish(self, lease: int) -> bool:
+    def finish(self, lease: str) -> bool:
         """Note that a leased split has no more records; False if the lease is lost."""
         with _Transaction(self._db):
             row = self._leased(lease)
@@ -289,7 +293,7 @@ class Job:
                 self._begin_epoch(epoch + 1)
         return True
 
-    def fail(self, lease: int, error: str) -> None:
+    def fail(self, lease: str, error: str) -> None:
         """Note that a leased split could not be read; another worker may try."""
         with _Transaction(self._db):
             self._db.execute(
@@ -477,7 +481,7 @@ class Job:
             for trainer in [trainer for trainer, heard in self._trainers.items() if heard < oldest]:
                 self.release(trainer)
 
-    def _leased(self, lease: int) -> Sequence[Any] | None:
+    def _leased(self, lease: str) -> Sequence[Any] | None:
         row: Sequence[Any] | None = self._db.execute(
             "SELECT epoch, number, split, worker, chunks FROM splits WHERE lease = ?", (lease,)
         ).fetchone()

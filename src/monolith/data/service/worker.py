@@ -152,7 +152,7 @@ class DataWorker:
         self._stop = threading.Event()
         self._room = threading.Condition()  # guards _buffer, _leases, _renew_every and _failure
         self._buffer = _Buffer()
-        self._leases: set[int] = set()
+        self._leases: set[str] = set()
         self._renew_every = POLL
         self._failure: Exception | None = None
         self._address_of_dispatcher, self._guard, self._patience = dispatcher, guard, patience
@@ -259,7 +259,7 @@ class DataWorker:
         dispatch: DataCaller,
         job: str,
         *,
-        lease: int,
+        lease: str,
         epoch: int,
         number: int,
         split: str,
@@ -285,7 +285,7 @@ class DataWorker:
             return
         dispatch.call("finish", lease=lease)
 
-    def _offer(self, dispatch: DataCaller, chunk: _Id, lease: int, piece: Piece) -> bool:
+    def _offer(self, dispatch: DataCaller, chunk: _Id, lease: str, piece: Piece) -> bool:
         """Wait for room, then tell of a chunk; return whether to go on."""
         with self._room:
             while len(self._buffer.free) >= self._buffer_chunks and lease in self._leases:
@@ -341,7 +341,8 @@ class DataWorker:
     def _fetch(self, ticket: ChunkBody) -> Any:
         """Return a chunk as an Arrow batch: from the buffer, or read again.
 
-        What to read is asked of the dispatcher: a worker opens only what the job has, whatever it is shown.
+        The worker asks the dispatcher what to read, so a ticket cannot name a file. It opens a split of the
+        job, and the split's source refuses a position that names a file outside that split.
         """
         with self._room:
             batch = self._buffer.given.pop(ticket.id, None)

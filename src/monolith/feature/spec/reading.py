@@ -51,6 +51,34 @@ class RawColumns(Protocol):
         """Return a column with one row per record, also where it is shared."""
 
 
+class BadReason(str):
+    """Why a record is bad, with the values that were found in it; `cause` is the same for all such records.
+
+        BadReason("label 'y' is …", "[nan]")    # "label 'y' is [nan]", of cause "label 'y' is …"
+
+    Reports count records by cause: with their values, reasons are as many as there are records.
+    """
+
+    cause: str
+    values: str
+
+    def __new__(cls, cause: str, *values: str) -> BadReason:
+        """
+        Args:
+            cause: A text with … in place of each value.
+        """
+        first, *rest = cause.split("…")
+        reason = super().__new__(cls, first + "".join(map("".join, zip(values, rest, strict=False))))
+        reason.cause, reason.values = cause, ", ".join(values)
+        return reason
+
+    @classmethod
+    def of_time(cls, column: str, time: int) -> BadReason:
+        """Return the reason of an event time that is out of range."""
+        what, got, value = wrong_second(time).partition(", got ")
+        return cls(f"event time {column!r} {what}{got}…", value)
+
+
 @dataclass(slots=True)
 class Reading:
     """What came of some records."""
@@ -325,9 +353,9 @@ class RawReader:
             found.blame(
                 torch.from_numpy(bad),
                 len(splits) - 1,
-                lambda row: (
-                    f"features.{name}: more than {one.most} crosses of "
-                    f"{' and '.join(str(len(_row(part, row))) for part in parts)} ids; raise `most`"
+                lambda row: BadReason(
+                    f"features.{name}: more than {one.most} crosses of … ids; raise `most`",
+                    " and ".join(str(len(_row(part, row))) for part in parts),
                 ),
             )
         self._put(name, _ragged(ids, splits), found)
@@ -352,9 +380,10 @@ class RawReader:
             found.blame(
                 wrong.nonzero().squeeze(1),
                 rows,
-                lambda row: (
-                    f"features.{name}: column {column!r} has {int(lengths[row])} numbers, not {one.width}"
-                    + ("" if int(lengths[row]) else "; say what an empty cell means with `missing`")
+                lambda row: BadReason(
+                    f"features.{name}: column {column!r} has … numbers, not {one.width}"
+                    + ("" if int(lengths[row]) else "; say what an empty cell means with `missing`"),
+                    str(int(lengths[row])),
                 ),
             )
             made = torch.full((rows, one.width), 0.0 if one.missing is None else one.missing)
@@ -377,7 +406,9 @@ class RawReader:
         if not bool(numbers.isfinite().all()):
             lengths = raw.row_lengths()
             rows = torch.repeat_interleave(torch.arange(raw.nrows), lengths)[~numbers.isfinite()]
-            found.blame(rows, found.size, lambda row: f"label {column!r} is {_row(raw, row)}")
+            found.blame(
+                rows, found.size, lambda row: BadReason(f"label {column!r} is …", str(_row(raw, row)))
+            )
         if column not in self._spec.optional and bool(values.isnan().any()):
             where = f" at position {label.position}" if label.position else ""
             found.no_label[column] = reason = f"label {column!r} is empty{where}"
@@ -403,7 +434,7 @@ class RawReader:
             found.blame(
                 rows,
                 found.size,
-                lambda row: f"event time {column!r} {wrong_second(int(_row(times, row)[0]))}",
+                lambda row: BadReason.of_time(column, int(_row(times, row)[0])),
             )
         found.event_times = seconds
         return times
@@ -427,9 +458,10 @@ def _whole(name: str, column: str, raw: RaggedTensor, separator: str | None, fou
         found.blame(
             torch.from_numpy(bad),
             raw.nrows,
-            lambda row: (
-                f"features.{name}: column {column!r} has {_cell(raw, row)}, which is not a whole number; if "
-                'its ids are strings, say kind = "string"'
+            lambda row: BadReason(
+                f"features.{name}: column {column!r} has …, which is not a whole number; if its ids are "
+                'strings, say kind = "string"',
+                _cell(raw, row),
             ),
         )
     return _ragged(values, splits)
@@ -446,7 +478,9 @@ def numbers_of(
         found.blame(
             torch.from_numpy(bad),
             raw.nrows,
-            lambda row: f"features.{name}: column {column!r} has {_cell(raw, row)}, which is not a number",
+            lambda row: BadReason(
+                f"features.{name}: column {column!r} has …, which is not a number", _cell(raw, row)
+            ),
         )
     return _ragged(values, splits)
 
@@ -457,7 +491,9 @@ def _check_finite(name: str, column: str, numbers: RaggedTensor, found: Reading)
         return
     rows = torch.repeat_interleave(torch.arange(numbers.nrows), numbers.row_lengths())[~values.isfinite()]
     found.blame(
-        rows, numbers.nrows, lambda row: f"features.{name}: column {column!r} is {_row(numbers, row)}"
+        rows,
+        numbers.nrows,
+        lambda row: BadReason(f"features.{name}: column {column!r} is …", str(_row(numbers, row))),
     )
 
 
@@ -468,8 +504,10 @@ def _check_lengths(name: str, column: str, items: RaggedTensor, others: RaggedTe
     found.blame(
         (mine != theirs).nonzero().squeeze(1),
         items.nrows,
-        lambda row: (
-            f"features.{name}: {int(mine[row])} items, and {int(theirs[row])} values in column {column!r}"
+        lambda row: BadReason(
+            f"features.{name}: … items, and … values in column {column!r}",
+            str(int(mine[row])),
+            str(int(theirs[row])),
         ),
     )
 
@@ -482,9 +520,10 @@ def _with_slot(name: str, column: str, ids: RaggedTensor, slot: int, found: Read
         found.blame(
             rows,
             ids.nrows,
-            lambda row: (
-                f"features.{name}: column {column!r} has {_row(ids, row)}, which does not fit into the "
-                f"{SIGNATURE_BITS[2]} bits that a fid has for it; leave fids off"
+            lambda row: BadReason(
+                f"features.{name}: column {column!r} has …, which does not fit into the "
+                f"{SIGNATURE_BITS[2]} bits that a fid has for it; leave fids off",
+                str(_row(ids, row)),
             ),
         )
     return ids.with_flat_values(make_fid(slot, values))

@@ -46,6 +46,7 @@ from monolith.serve.servable.manifest import (
 from monolith.serve.servable.versions import ENTRY, NewVersion, existing_version, keep_newest
 from monolith.serve.signature import Signature, TensorSpec
 from monolith.serve.warm_up import WARM_UP, write_requests
+from monolith.sync.run_identity import run_identity
 from monolith.table import EventClock, TableConfig
 from monolith.tensors.files import write_tensors
 
@@ -371,7 +372,7 @@ class Exporter:
         return Servable(
             model=self._model.name,
             version=job.version,
-            run=filesystem.parent(saved.prefix),
+            run=run_identity(filesystem.parent(saved.prefix)),
             checkpoint=filesystem.base_name(saved.prefix),
             step=saved.step,
             watermark=saved.watermark,

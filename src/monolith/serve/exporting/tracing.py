@@ -27,7 +27,7 @@ from monolith.errors import CorruptFileError, ExportError, MonolithError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection
 from monolith.model.collection import StandIn
-from monolith.serve.dense import DenseGraph, check_graph
+from monolith.serve.dense import DenseGraph, clean_graph
 
 Predict = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
 """Runs a module on a batch; returns predictions by head, each of shape (examples,)."""
@@ -101,9 +101,8 @@ def trace_dense(
     program.example_inputs = None  # they would be pickled
     file = io.BytesIO()
     torch.export.save(program, file)
-    graph = file.getvalue()
     try:
-        check_graph(graph, "the exported graph")
+        graph = clean_graph(file.getvalue(), "the exported graph")
     except CorruptFileError as cause:
         raise ExportError(
             f"{type(module).__name__} cannot be exported as a graph: {cause.reason}. {INSTEAD}"

@@ -18,6 +18,8 @@ class ServeFollowConfig(Checked):
     kafka://broker/topic; or a folder. Empty: a model is served as it was exported."""
     stale_after: timedelta = timedelta(seconds=10)
     """The age of what is served that is warned about."""
+    any_run: bool = False
+    """Follow a publisher of another run than the export's; by default it is refused."""
     settle_after: timedelta = timedelta(seconds=30)
     """How long after a newer export was loaded the rows that it holds as well are let go of."""
 

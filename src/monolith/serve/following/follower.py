@@ -24,6 +24,7 @@ from monolith.serve.rows import MappedRows
 from monolith.serve.servable.manifest import Servable
 from monolith.sync.channel import OpenReader
 from monolith.sync.messages import LogPlace
+from monolith.sync.run_identity import is_same_run
 from monolith.sync.subscriber import Followed, Subscriber
 from monolith.table import FrozenTables, OverlaidTables
 
@@ -133,7 +134,12 @@ class ModelFollower:
                 for share, (epoch, sequence) in self._base.log_places.items()
             }
             self._subscriber = Subscriber(
-                self._open_reader, self.target, places=places, clock=self._clock, on_applied=self._applied
+                self._open_reader,
+                self.target,
+                places=places,
+                clock=self._clock,
+                on_applied=self._applied,
+                refuse=None if self._config.any_run else self._refuse,
             )
             self._subscriber.start()
             self._listens_since = self._clock()
@@ -229,18 +235,36 @@ class ModelFollower:
         if due:
             _log.info("model %r: %d rows are as exported, and let go of", self._model, rows.settle())
 
+    def _refuse(self, run: str, share: int, place: LogPlace) -> str:
+        """Return why a run is not followed: its rows would replace those of another model."""
+        base = self._base
+        if base is None or not run or _is_of(base, run, share, place):
+            return ""
+        return (
+            f"version {base.version} of model {self._model!r} was exported from the run {base.run!r}, and "
+            f"the publisher is of the run {run!r}. Follow the run of the export, serve an export of the "
+            "publisher's run, or allow it with --follow-any-run."
+        )
+
     def _compare_runs(self) -> None:
         """Say where what is followed is of another run than what was exported: it may be another model."""
         base, standing = self._base, self.standing
-        others = sorted({one.run for one in standing.values() if one.run and not _is_of(base, one)})
-        notice = ""
+        others = sorted(
+            {
+                one.run
+                for number, one in standing.items()
+                if base is not None and one.run and not _is_of(base, one.run, number, one.place)
+            }
+        )
+        subscriber = self._subscriber
+        notice = "" if subscriber is None else subscriber.refused
         if base is not None and others:
             notice = (
                 f"version {base.version} was exported from the run {base.run!r}, and the trainer that is "
                 f"followed says that it is the run {others[0]!r}: all of its rows are taken, whatever the "
                 "export has. If that is not meant, follow the run of the export, or serve one of its own."
             )
-        if notice and notice != self.notice:
+        if notice and notice != self.notice and others:
             _log.warning("model %r: %s", self._model, notice)
         self.notice = notice
         self._metrics.follows(other_run=bool(notice))
@@ -298,9 +322,9 @@ class ModelFollower:
             self._watcher.join()
 
 
-def _is_of(base: Servable | None, followed: Followed) -> bool:
-    """Whether what is followed goes on with what was exported, as far as can be told."""
-    if base is None or base.run == followed.run:
+def _is_of(base: Servable, run: str, share: int, place: LogPlace | None) -> bool:
+    """Whether a run goes on with what was exported, as far as can be told."""
+    if not base.run or is_same_run(base.run, run):
         return True
-    exported, place = base.log_places.get(str(followed.share[0])), followed.place
+    exported = base.log_places.get(str(share))
     return exported is not None and place is not None and exported[0] == place.epoch

@@ -17,7 +17,12 @@ class ServeLimits(Checked):
     """What one request, and all of them together, may ask of a server."""
 
     request_bytes: int = 64 << 20
-    """The largest request, after it was unpacked."""
+    """The largest request with its tensors in binary, after it was unpacked."""
+    json_bytes: int = 8 << 20
+    """The largest JSON of a request, after it was unpacked, and the largest gRPC message without raw
+    contents: both take many times their size in memory."""
+    bytes_in_flight: int = 1 << 30
+    """The most bytes that requests in flight hold together; JSON counts 16 times."""
     rows: int = 65_536
     """The most rows of one request."""
     concurrency: int = 1024
@@ -27,12 +32,30 @@ class ServeLimits(Checked):
     timeout: timedelta = timedelta(seconds=10)
     """The longest that a request takes, whatever its caller allows."""
     read_timeout: timedelta = timedelta(seconds=10)
-    """The longest that an HTTP caller may take for the next part of a request."""
+    """The longest that a client may take for the headers of an HTTP request, for its body before
+    `body_rate` counts, and for the message of a gRPC call."""
+    body_rate: int = 16 << 10
+    """The fewest bytes in a second that the body of an HTTP request may come with."""
     connections: int = 4096
-    """The most HTTP connections."""
+    """The most HTTP connections, and those that a shared port passes on to gRPC."""
+    peer_connections: int = 1024
+    """The most such connections of one peer address."""
+    peer_requests: int = 512
+    """The most requests of one peer address in flight."""
 
     def problems(self) -> Iterator[Problem]:
-        for name in ("request_bytes", "rows", "concurrency", "queue", "connections"):
+        for name in (
+            "request_bytes",
+            "json_bytes",
+            "bytes_in_flight",
+            "rows",
+            "concurrency",
+            "queue",
+            "body_rate",
+            "connections",
+            "peer_connections",
+            "peer_requests",
+        ):
             if getattr(self, name) < 1:
                 yield Problem((name,), "must be at least 1")
         for name in ("timeout", "read_timeout"):
@@ -152,6 +175,10 @@ class ServeConfig(Checked):
     """The port for HTTP; 0 for any free one, None for no HTTP."""
     grpc_port: int | None = 8001
     """The port for gRPC; 0 for any free one, None for no gRPC."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Other names by which clients reach the server over HTTP."""
+    allow_control: bool = False
+    """Whether clients with the control token may load and unload models."""
     limits: ServeLimits = field(default_factory=ServeLimits)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     splits: tuple[Route, ...] = ()

@@ -6,18 +6,36 @@ core, Python's loop for gRPC took a quarter more time for a request (docs/decisi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
 
 from monolith import __version__
-from monolith.cluster.security import Guard, add_grpc_port, grpc_interceptors
-from monolith.errors import MissingExtraError, RequestError
+from monolith.cluster.security import HEADER, Guard, add_grpc_port, grpc_interceptors
+from monolith.errors import (
+    ForbiddenError,
+    MissingExtraError,
+    RequestError,
+    RequestTooLargeError,
+    UnavailableError,
+)
 from monolith.serve.server.inference import Inference, code_of
 from monolith.serve.server.peers import ServePeers
-from monolith.serve.server.protocol import EXTENSIONS, GRPC_STATUS, INTERNAL, PLATFORM, SERVER_NAME, TIMEOUT
+from monolith.serve.server.protocol import (
+    EXTENSIONS,
+    GRPC_STATUS,
+    INTERNAL,
+    NO_CONTROL,
+    NO_CONTROL_TOKEN,
+    PLATFORM,
+    SERVER_NAME,
+    TIMEOUT,
+)
+from monolith.serve.server.quotas import JSON_COST, Quotas
 from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
@@ -43,6 +61,11 @@ _CONTENTS = {
     "BYTES": "bytes_contents",
 }
 _FIELDS = sorted(set(_CONTENTS.values()))
+_MOST_FIELDS = 4096
+"""Inputs, contents and outputs of a request that is longer than the next."""
+_MOST_DESCRIBED = 64 << 10
+"""Bytes that describe the inputs of a request; more of them are typed contents."""
+_PROBES = ("ServerLive", "ServerReady")
 
 
 class GrpcPort:
@@ -53,20 +76,30 @@ class GrpcPort:
         address: host:port, with port 0 for any free one; or unix:path.
         guard: What callers must show.
         peers: Other processes that serve the same models, and load and unload with this one.
+        quotas: Counts what requests hold.
     """
 
-    def __init__(self, inference: Inference, address: str, guard: Guard, peers: ServePeers) -> None:
+    def __init__(
+        self, inference: Inference, address: str, guard: Guard, peers: ServePeers, quotas: Quotas
+    ) -> None:
         grpc = import_grpc()
         config = inference.config
+        guard = guard.for_role("predict")
+        self._control = guard.for_role("control")
         self._inference = inference
         self._peers = peers
+        self._quotas = quotas
+        self._most_typed = min(config.limits.json_bytes, config.limits.request_bytes)
+        self._working = threading.BoundedSemaphore(config.threads)
         self._grpc = grpc
         self._types = message_types()
         self._packed = packed_infer_type()
-        self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="grpc")
+        # gRPC waits for the message of a call on a thread, so there is one for each call that may be open:
+        # calls without a message keep no thread from the others. `_working` bounds those at work.
+        self._threads = ThreadPoolExecutor(config.limits.concurrency, thread_name_prefix="grpc")
         self._server = grpc.server(
             self._threads,
-            interceptors=grpc_interceptors(guard),
+            interceptors=grpc_interceptors(guard, config.limits.read_timeout.total_seconds()),
             maximum_concurrent_rpcs=config.limits.concurrency,
             options=[
                 ("grpc.max_receive_message_length", config.limits.request_bytes),
@@ -89,12 +122,18 @@ class GrpcPort:
 
     def _infer_packed(self, data: bytes, context: Any) -> bytes:
         """Answer a request; one with raw contents and nothing unusual without reading what is as ever."""
+        if len(data) > _MOST_DESCRIBED and not _has_few_fields(data):
+            many = RequestTooLargeError(f"the message has more than {_MOST_FIELDS} inputs and outputs")
+            self._inference.refuse("grpc", many)
+            self._abort(context, many)
         try:
             packed = self._packed.FromString(data)
         except Exception:
             return self._infer_whole(data, context)  # which says what is wrong
         inputs, contents = packed.inputs, packed.raw_input_contents
         if packed.parameters or not contents or len(inputs) != len(contents):
+            return self._infer_whole(data, context)
+        if len(data) > _MOST_DESCRIBED and sum(map(len, inputs)) > _MOST_DESCRIBED:
             return self._infer_whole(data, context)
         kind = self._types.ModelInferRequest
         try:
@@ -117,9 +156,32 @@ class GrpcPort:
         answers = {name: self._method(getattr(self, f"_{_snake(name)}"), *methods[name]) for name in methods}
         self._infer_whole, answers["ModelInfer"] = answers["ModelInfer"], self._infer_packed
         handlers = {
-            name: self._grpc.unary_unary_rpc_method_handler(answer) for name, answer in answers.items()
+            name: self._grpc.unary_unary_rpc_method_handler(
+                answer if name in _PROBES else self._within_quotas(answer)
+            )
+            for name, answer in answers.items()
         }
         return self._grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _within_quotas(self, answer: Callable[[bytes, Any], bytes]) -> Callable[[bytes, Any], bytes]:
+        def handle(data: bytes, context: Any) -> bytes:
+            host, _, _ = context.peer().rpartition(":")
+            try:
+                # Over the shared port, all peers look like one; its connections are counted there.
+                held = self._quotas.admit("" if host.startswith("unix") else host)
+            except Exception as error:
+                self._inference.refuse("grpc", error)
+                self._abort(context, error)
+            with held:
+                try:
+                    held.add(len(data))
+                except Exception as error:
+                    self._inference.refuse("grpc", error)
+                    self._abort(context, error)
+                with self._working:
+                    return answer(data, context)
+
+        return handle
 
     def _reflect(self) -> None:
         """Let tools such as grpcurl ask which methods there are, where the package for it is installed."""
@@ -137,19 +199,32 @@ class GrpcPort:
         read, write = kind.FromString, reply.SerializeToString
 
         def handle(data: bytes, context: Any) -> bytes:
-            try:
-                request = read(data)
-            except Exception as cause:
-                error = RequestError(f"the message is no {kind.DESCRIPTOR.full_name}: {cause}")
-                self._inference.refuse("grpc", error)
-                self._abort(context, error)
-            try:
-                answered: bytes = write(answer(request, context))
-            except Exception as error:
-                if kind is not self._types.ModelInferRequest:  # of which `Inference` has taken note
+            if len(data) > self._most_typed:
+                large = RequestTooLargeError(
+                    f"the message has {len(data)} bytes; without raw_input_contents, or with parameters, the "
+                    f"most are {self._most_typed} (--max-json-bytes). Send raw contents, or several requests."
+                )
+                self._inference.refuse("grpc", large)
+                self._abort(context, large)
+            with self._quotas.admit("") as held:
+                try:
+                    held.add(JSON_COST * len(data))
+                except UnavailableError as busy:
+                    self._inference.refuse("grpc", busy)
+                    self._abort(context, busy)
+                try:
+                    request = read(data)
+                except Exception as cause:
+                    error = RequestError(f"the message is no {kind.DESCRIPTOR.full_name}: {cause}")
                     self._inference.refuse("grpc", error)
-                self._abort(context, error)
-            return answered
+                    self._abort(context, error)
+                try:
+                    answered: bytes = write(answer(request, context))
+                except Exception as error:
+                    if kind is not self._types.ModelInferRequest:  # of which `Inference` has taken note
+                        self._inference.refuse("grpc", error)
+                    self._abort(context, error)
+                return answered
 
         return handle
 
@@ -199,15 +274,24 @@ class GrpcPort:
             ]
         )
 
-    def _repository_model_load(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+    def _repository_model_load(self, request: Any, context: Any) -> Any:
+        self._check_control(context)
         self._inference.repository.load(request.model_name)
         self._peers.tell("load", request.model_name)
         return self._types.RepositoryModelLoadResponse()
 
-    def _repository_model_unload(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+    def _repository_model_unload(self, request: Any, context: Any) -> Any:
+        self._check_control(context)
         self._inference.repository.unload(request.model_name)
         self._peers.tell("unload", request.model_name)
         return self._types.RepositoryModelUnloadResponse()
+
+    def _check_control(self, context: Any) -> None:
+        if not self._inference.config.allow_control:
+            raise ForbiddenError(NO_CONTROL)
+        sent = [value for key, value in context.invocation_metadata() if key == HEADER]
+        if len(sent) != 1 or not self._control.admits(sent[0]):
+            raise ForbiddenError(NO_CONTROL_TOKEN)
 
     def _model_infer(self, request: Any, context: Any) -> Any:
         try:
@@ -234,6 +318,49 @@ class GrpcPort:
             message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
             message.raw_output_contents.append(raw_bytes(tensor.values))
         return message
+
+
+def _has_few_fields(data: bytes) -> bool:
+    """Whether a message has no more fields than a request needs, found without decoding it.
+
+    Each field takes 16 bytes or more in memory, and as few as two in a message.
+    """
+    return sum(1 for _ in islice(_fields(data), _MOST_FIELDS + 1)) <= _MOST_FIELDS
+
+
+def _fields(data: bytes) -> Iterator[int]:
+    """Yield the tags of a message's fields; ends early at one that cannot be read, which decoding refuses."""
+    at = 0
+    try:
+        while at < len(data):
+            tag, at = _varint(data, at)
+            yield tag
+            match tag & 7:
+                case 0:
+                    _, at = _varint(data, at)
+                case 1:
+                    at += 8
+                case 2:
+                    size, at = _varint(data, at)
+                    at += size
+                case 5:
+                    at += 4
+                case _:
+                    return
+    except IndexError:
+        return
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at a place of a message, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80 or shift > 63:
+            return value, at
+        shift += 7
 
 
 def _tensors(request: Any) -> list[WireTensor]:

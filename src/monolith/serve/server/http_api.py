@@ -12,19 +12,29 @@ from typing import Any
 from urllib.parse import unquote
 
 from monolith import __version__
-from monolith.cluster.security import REFUSAL
-from monolith.errors import MonolithError, RequestError
-from monolith.serve.server.http_bodies import JSON_LENGTH, read_infer, read_json, unpacked, write_infer
+from monolith.cluster.security import REFUSAL, Guard
+from monolith.errors import ForbiddenError, MonolithError, RequestError
+from monolith.serve.server.http_bodies import JSON_LENGTH, JsonReader, read_infer, unpacked, write_infer
+from monolith.serve.server.http_loop import KnownHosts
 from monolith.serve.server.inference import Inference, code_of
 from monolith.serve.server.openapi import DOCS_PAGE, openapi_document
 from monolith.serve.server.peers import PEER_HEADER, ServePeers
-from monolith.serve.server.protocol import EXTENSIONS, HTTP_STATUS, INTERNAL, PLATFORM, SERVER_NAME
+from monolith.serve.server.protocol import (
+    EXTENSIONS,
+    HTTP_STATUS,
+    INTERNAL,
+    NO_CONTROL,
+    NO_CONTROL_TOKEN,
+    PLATFORM,
+    SERVER_NAME,
+)
+from monolith.serve.server.quotas import Held
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
-OPEN = ("/v2/health/live", "/v2/health/ready")
-"""Answered to everybody: a probe has no token, and they say nothing else."""
+PROBES = ("/v2/health/live", "/v2/health/ready")
+"""Answered to every client, whatever quota is used up: a probe has no token, and they say nothing else."""
 _RETRY = {"retry-after": "1"}
 
 
@@ -37,6 +47,8 @@ class HttpRequest:
     """As it was sent, without what follows a question mark."""
     headers: Mapping[str, str]
     """By their names in lower case."""
+    held: Held
+    """Counts what the request holds."""
     body: bytes = b""
 
 
@@ -55,21 +67,33 @@ class HttpApi:
 
     Args:
         inference: Answers those that ask a model.
-        admits: Whether a caller with this "authorization" header, "" for none, is answered.
+        guard: Which tokens callers must have.
         peers: Other processes that serve the same models.
+        hosts: The names by which clients reach this server.
     """
 
-    def __init__(self, inference: Inference, admits: Callable[[str], bool], peers: ServePeers) -> None:
+    def __init__(self, inference: Inference, guard: Guard, peers: ServePeers, hosts: KnownHosts) -> None:
         self._inference = inference
-        self._admits = admits
+        self._guard = guard.for_role("predict")
+        self._control = guard.for_role("control")
         self._peers = peers
-        self._most = inference.config.limits.request_bytes
+        self._hosts = hosts
+        limits = inference.config.limits
+        self._json = JsonReader(limits)
+        self._most = limits.request_bytes
+        self._most_json = min(limits.json_bytes, limits.request_bytes)
 
-    def refused(self, request: HttpRequest) -> HttpReply | None:
-        """Return the answer to a caller who may not come in, before its body is read; None for others."""
-        if request.path in OPEN or self._admits(request.headers.get("authorization", "")):
+    def refused(self, method: str, headers: Mapping[str, str]) -> HttpReply | None:
+        """Return the answer to a caller that is not admitted, before its body is read; None for others."""
+        if (why := self._hosts.refusal(method, headers)) is not None:
+            return _error(403, why)
+        if self._guard.admits(headers.get("authorization", "")):
             return None
         return _error(401, REFUSAL, {"www-authenticate": "Bearer"})
+
+    def most_bytes(self, headers: Mapping[str, str]) -> int:
+        """Return how long the body of a request may be: all of it is JSON, unless a header says otherwise."""
+        return self._most if JSON_LENGTH in headers else self._most_json
 
     def error_reply(self, error: Exception) -> HttpReply:
         """Return the answer to a request that failed."""
@@ -183,6 +207,10 @@ class HttpApi:
         )
 
     def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
+        if not self._inference.config.allow_control:
+            raise ForbiddenError(NO_CONTROL)
+        if not self._control.admits(request.headers.get("authorization", "")):
+            raise ForbiddenError(NO_CONTROL_TOKEN)
         self._json_body(request)
         repository = self._inference.repository
         (repository.load if verb == "load" else repository.unload)(name)
@@ -192,9 +220,13 @@ class HttpApi:
 
     def _infer(self, name: str, version: str, request: HttpRequest) -> HttpReply:
         try:
-            body = unpacked(request.body, request.headers.get("content-encoding", "").lower(), self._most)
-            asked, binary = read_infer(name, version, body, request.headers)
-        except RequestError as error:
+            asked, binary = read_infer(
+                (name, version),
+                self._unpacked(request),
+                request.headers,
+                lambda text: self._json.read(text, request.held),
+            )
+        except MonolithError as error:
             self._inference.refuse("http", error, name)
             raise
         reply, head = write_infer(self._inference.infer(asked), binary)
@@ -204,11 +236,15 @@ class HttpApi:
 
     def _json_body(self, request: HttpRequest) -> Mapping[str, Any]:
         """Return the JSON object of a body; an empty one where there is none."""
-        body = unpacked(request.body, request.headers.get("content-encoding", "").lower(), self._most)
-        asked = read_json(body) if body.strip() else {}
+        body = self._unpacked(request)
+        asked = self._json.read(body, request.held) if body.strip() else {}
         if not isinstance(asked, dict):
             raise RequestError("the body must be a JSON object")
         return asked
+
+    def _unpacked(self, request: HttpRequest) -> bytes:
+        encoding = request.headers.get("content-encoding", "").lower()
+        return unpacked(request.body, encoding, self.most_bytes(request.headers), request.held)
 
 
 def _readiness(ready: bool, name: str | None = None) -> HttpReply:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from monolith.errors import RequestError, RequestTooLargeError
+from monolith.serve.server.config import ServeLimits
 from monolith.serve.server.protocol import TIMEOUT
+from monolith.serve.server.quotas import JSON_COST, Held
 from monolith.serve.server.requests import InferReply, InferRequest
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 
@@ -24,39 +27,87 @@ BINARY = "binary_data"
 BINARY_OUTPUT = "binary_data_output"
 _DEEPEST = 10
 _WINDOWS = {"gzip": 31, "deflate": 15}
+_UNPACKED_AT_ONCE = 1 << 20
+_LARGE_JSON = 1 << 20
 
 
-def unpacked(body: bytes, encoding: str, most: int) -> bytes:
+def unpacked(body: bytes, encoding: str, most: int, held: Held) -> bytes:
     """Return a body as it was before it was packed.
+
+    Args:
+        held: Counts the bytes, as they are unpacked.
 
     Raises:
         RequestError: It is not packed that way.
         RequestTooLargeError: It has more bytes than `most`; no more than those were unpacked.
+        UnavailableError: Requests in flight hold too many bytes.
     """
     if encoding in ("", "identity"):
         return body
     if encoding not in _WINDOWS:
         raise RequestError(f"cannot unpack {encoding[:40]!r}; send gzip, deflate, or nothing packed")
     unpack = zlib.decompressobj(_WINDOWS[encoding])
+    whole = bytearray()
+    left = body
+    while not unpack.eof:
+        try:
+            part = unpack.decompress(left, _UNPACKED_AT_ONCE)
+        except zlib.error as cause:
+            raise RequestError(f"the body is not {encoding}: {cause}") from cause
+        left = unpack.unconsumed_tail
+        held.add(len(part))
+        whole += part
+        if len(whole) > most:
+            raise RequestTooLargeError(
+                f"the body has more than {most} bytes when unpacked, which are the most "
+                "(--max-json-bytes; with tensors in binary, --max-request-bytes)"
+            )
+        if not part and not left and not unpack.eof:
+            raise RequestError(f"the body is not {encoding}: it ends too early")
+    return bytes(whole)
+
+
+class JsonReader:
+    """Reads JSON within bounds. Thread-safe."""
+
+    def __init__(self, limits: ServeLimits) -> None:
+        self._most_bytes = min(limits.json_bytes, limits.request_bytes)
+        # Rows may be lists, of a few inputs. Texts with brackets count as well, which does no harm.
+        self._most_brackets = 4 * limits.rows + 1024
+        self._one_large = threading.Lock()  # Python can do nothing else while it parses; see `read`
+
+    def read(self, body: bytes | memoryview, held: Held) -> Any:
+        """Return what a body says.
+
+        Args:
+            held: Counts the memory that it takes.
+
+        Raises:
+            RequestError: It is no JSON.
+            RequestTooLargeError: It is too long, or has too many lists and objects in it.
+            UnavailableError: Requests in flight hold too many bytes.
+        """
+        if len(body) > self._most_bytes:
+            raise RequestTooLargeError(
+                f"the request has {len(body)} bytes of JSON; the most are {self._most_bytes} "
+                "(--max-json-bytes). Send tensors in binary, or several requests."
+            )
+        text = bytes(body)
+        if text.count(b"[") + text.count(b"{") > self._most_brackets:
+            raise RequestTooLargeError(
+                f"the JSON has more than {self._most_brackets} lists and objects in it, which are the most. "
+                "Send flat lists, with their shape."
+            )
+        held.add(JSON_COST * len(text))
+        if len(text) < _LARGE_JSON:
+            return _parsed(text)
+        with self._one_large:  # a second one would keep health probes waiting for twice as long
+            return _parsed(text)
+
+
+def _parsed(text: bytes) -> Any:
     try:
-        whole = unpack.decompress(body, most + 1)
-    except zlib.error as cause:
-        raise RequestError(f"the body is not {encoding}: {cause}") from cause
-    if len(whole) > most:
-        raise RequestTooLargeError(f"the body has more than {most} bytes when unpacked, which are the most")
-    if not unpack.eof:
-        raise RequestError(f"the body is not {encoding}: it ends too early")
-    return whole
-
-
-def read_json(body: bytes | memoryview) -> Any:
-    """Return what a body says.
-
-    Raises:
-        RequestError: It is no JSON.
-    """
-    try:
-        return json.loads(bytes(body), parse_constant=_no_constant)
+        return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as cause:
         why = "it is nested too deeply" if isinstance(cause, RecursionError) else str(cause)
         raise RequestError(f"the body is no JSON: {why}") from cause
@@ -67,9 +118,12 @@ def _no_constant(name: str) -> Any:
 
 
 def read_infer(
-    model: str, version: str, body: bytes, headers: Mapping[str, str]
+    target: tuple[str, str], body: bytes, headers: Mapping[str, str], read_json: Callable[[memoryview], Any]
 ) -> tuple[InferRequest, BinaryOutputs]:
     """Return the request that a body is, and which outputs are to be sent in binary.
+
+    Args:
+        target: The model, and its version.
 
     Raises:
         RequestError: It is none; says where.
@@ -88,6 +142,7 @@ def read_infer(
         raise RequestError("the body must be a JSON object with `inputs`")
     parameters = _object(message, "parameters")
     wanted = _outputs(message)
+    model, version = target
     request = InferRequest(
         model=model,
         version=version,

@@ -1,8 +1,8 @@
 """The loop that reads HTTP: uvicorn's parser and protocol, with the bounds that they lack.
 
 One event loop reads and writes for all connections (docs/decisions/0040 says why), and hands each request to
-an application. It bears with hostile callers: a head that is too long or never ends, more connections than
-are allowed. Bodies are the application's.
+an application. It bounds what hostile clients can do: a head that is too long or never ends, more connections
+than are allowed, all together or of one peer. Bodies are the application's.
 
 A connection that begins as HTTP/2 does is gRPC's, where both share a port: its bytes go to and from the
 gRPC server of this process, over a unix socket.
@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
+import re
 import socket
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from monolith.cluster.security import is_loopback
 from monolith.errors import MissingExtraError
 from monolith.serve.server.config import ServeLimits
 
@@ -31,12 +34,80 @@ KEEP_ALIVE_SECONDS = 75
 HTTP2 = b"PRI"
 """How HTTP/2 begins, and no method of HTTP/1 does."""
 BACKLOG = 2048
+SPARE = 64
+"""Connections beyond the most that only ask whether the server lives; of one peer, an eighth of it."""
+PROBE_SECONDS = 2.0
+"""How long such a connection may take for its request."""
+_HOST = re.compile(r"(\[[0-9a-f:.%]+\]|[a-z0-9]([a-z0-9._-]*[a-z0-9])?)(:[0-9]{1,5})?", re.IGNORECASE)
+_REMEMBERED_HOSTS = 64
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 """As ASGI has it."""
+
+
+class KnownHosts:
+    """The names by which clients reach a listener; requests for other names are refused.
+
+    A page of any site can make its own name mean this machine, and its user's browser then takes us for that
+    site (DNS rebinding). A page cannot choose what the browser sends as `Host`.
+
+    Args:
+        host: The address listened on.
+        allowed: Other names that are fine.
+        any_name: Whether all names are: a token or a certificate is asked for, which such a page lacks.
+    """
+
+    def __init__(self, host: str, allowed: Iterable[str] = (), *, any_name: bool = False) -> None:
+        names = ("localhost", host, *allowed)
+        self._names = frozenset(name.strip("[]").lower() for name in names)
+        self._any_name = any_name
+        self._only_here = is_loopback(host)
+        self._seen: set[str] = set()
+        """Headers that were found to be right; clients send the same ones again and again."""
+
+    def knows(self, header: str) -> bool:
+        """Whether a Host header names this server. Called on the loop only."""
+        if header in self._seen:
+            return True
+        match = _HOST.fullmatch(header)
+        if match is None:
+            return False
+        name = match[1].strip("[]").lower()
+        known = self._any_name or name in self._names or self._is_ours(name)
+        if known and len(self._seen) < _REMEMBERED_HOSTS:
+            self._seen.add(header)
+        return known
+
+    def refusal(self, method: str, headers: Mapping[str, str]) -> str | None:
+        """Return why a request is refused; None if it is not. Programs need not send these headers."""
+        host = headers.get("host")
+        if host is not None and not self.knows(host):
+            return (
+                f"the Host header {host[:80]!r} does not name this server; use the address that it listens "
+                "on, or start it with --allowed-hosts"
+            )
+        follows_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+        if is_cross_site(headers) and not follows_link:
+            return "a page of another site has sent this"
+        return None
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a name is an address, which no site can make mean another one."""
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not self._only_here
+
+
+def is_cross_site(headers: Mapping[str, str]) -> bool:
+    """Whether a browser says that a page of another site has sent a request."""
+    origin = headers.get("origin")
+    same = origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
+    return not same or headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
 
 
 class HttpLoop:
@@ -49,6 +120,7 @@ class HttpLoop:
         limits: Of connections, and how long a caller may take for a head.
         relay: The unix socket of a gRPC server, for connections that begin as HTTP/2.
         peer_socket: Another place to listen, for processes of this user, without TLS.
+        probes: Paths that are answered on connections beyond the most, too.
     """
 
     def __init__(
@@ -60,6 +132,7 @@ class HttpLoop:
         limits: ServeLimits,
         relay: Path | None = None,
         peer_socket: Path | None = None,
+        probes: Iterable[str] = (),
     ) -> None:
         uvicorn, self._protocol = _import_uvicorn()
         config = uvicorn.Config(
@@ -78,7 +151,7 @@ class HttpLoop:
         )
         config.load()
         config.ssl = context
-        self._bounds = _Bounds(limits, relay)
+        self._bounds = _Bounds(limits, relay, probes)
         config.monolith = self._bounds
         self._server = uvicorn.Server(config)
         self._config = config
@@ -133,22 +206,54 @@ class HttpLoop:
 
 
 class _Bounds:
-    """What the protocol of a connection looks at."""
+    """What the protocol of a connection looks at. Used on the loop only."""
 
-    def __init__(self, limits: ServeLimits, relay: Path | None) -> None:
+    def __init__(self, limits: ServeLimits, relay: Path | None, probes: Iterable[str]) -> None:
         self.read_timeout = limits.read_timeout.total_seconds()
-        self.connections = limits.connections
         self.relay = relay
+        self.probes = frozenset(path.encode() for path in probes)
         self.closing = False
         """Whether connections that are made from now on are closed: uvicorn tells only those that it had."""
+        self._most = limits.connections
+        self._most_of_peer = limits.peer_connections
+        self._count = 0
+        self._of_peer: dict[str, int] = {}
+
+    def enter(self, peer: str) -> tuple[bool, bool]:
+        """Count a connection; return whether it is one too many, and whether it cannot even be a probe."""
+        own = self._of_peer.get(peer, 0)
+        self._count += 1
+        self._of_peer[peer] = own + 1
+        spare = SPARE if self.probes else 0
+        over = self._count > self._most or (peer != "" and own >= self._most_of_peer)
+        far_over = self._count > self._most + spare or (peer != "" and own >= self._most_of_peer + spare // 8)
+        return over, far_over
+
+    def leave(self, peer: str) -> None:
+        self._count -= 1
+        left = self._of_peer[peer] - 1
+        if left:
+            self._of_peer[peer] = left
+        else:
+            del self._of_peer[peer]
 
 
 class _Relay(asyncio.Protocol):
-    """One end of a connection that is passed on: what comes here is written there."""
+    """One end of a connection that is passed on: what comes here is written there.
 
-    def __init__(self, other: asyncio.Transport | None = None, first: bytes = b"") -> None:
+    Args:
+        closed: Called when this end is closed.
+    """
+
+    def __init__(
+        self,
+        other: asyncio.Transport | None = None,
+        first: bytes = b"",
+        closed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._other = other
         self._held = [first]
+        self._closed = closed
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -168,6 +273,7 @@ class _Relay(asyncio.Protocol):
             self._other.write(data)
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        self._closed()
         if self._other is not None:
             self._other.close()
 
@@ -206,7 +312,8 @@ def _import_uvicorn() -> tuple[Any, Any]:
     class BoundedProtocol(HttpToolsProtocol):
         """One connection: a head within bytes and time, and not too many connections.
 
-        The timer runs while a head is awaited that has begun, or that never has.
+        The timer runs while a head is awaited that has begun, or that never has. A connection beyond the most
+        is answered probes only.
         """
 
         def connection_made(self, transport: Any) -> None:
@@ -215,19 +322,26 @@ def _import_uvicorn() -> tuple[Any, Any]:
             self._head_bytes = 0
             self._in_head = True
             self._known = self._bounds.relay is None
+            self._refused = False
+            self._timer = None
             super().connection_made(transport)
+            self._peer = self.client[0] if self.client else ""
+            self._probes_only, far_over = self._bounds.enter(self._peer)
             if self._bounds.closing:
-                self._timer = None
                 transport.close()
                 return
-            if len(self.connections) > self._bounds.connections:
-                self._timer = None
+            if far_over:
                 self._refuse(503, "too many connections")
                 return
-            self._timer = self.loop.call_later(self._bounds.read_timeout, self._too_slow)
+            wait = self._bounds.read_timeout
+            if self._probes_only:
+                self.timeout_keep_alive = 1
+                wait = min(wait, PROBE_SECONDS)
+            self._timer = self.loop.call_later(wait, self._too_slow)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._bounds.leave(self._peer)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -238,7 +352,10 @@ def _import_uvicorn() -> tuple[Any, Any]:
                 self._known = True
                 data, self._head = self._head, b""
                 if data.startswith(HTTP2):
-                    self._hand_over(data)
+                    if self._probes_only:
+                        self.transport.close()
+                    else:
+                        self._hand_over(data)
                     return
             if self.transport.is_closing():
                 return
@@ -253,12 +370,20 @@ def _import_uvicorn() -> tuple[Any, Any]:
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._stop_timer()
+            if self._probes_only and self.url.partition(b"?")[0] not in self._bounds.probes:
+                self._refuse(503, "too many connections, of all clients or of this one; retry later")
+                return
             super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if not self._refused:
+                super().on_body(body)
 
         def on_message_complete(self) -> None:
             self._in_head = True
             self._head_bytes = 0
-            super().on_message_complete()
+            if not self._refused:
+                super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(400, msg)
@@ -277,6 +402,7 @@ def _import_uvicorn() -> tuple[Any, Any]:
                     self.transport.close()
 
         def _refuse(self, status: int, text: str) -> None:
+            self._refused = True
             body = json.dumps({"error": text}).encode()
             self.transport.write(
                 b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -288,7 +414,8 @@ def _import_uvicorn() -> tuple[Any, Any]:
             """Pass this connection on to the gRPC server."""
             self._stop_timer()
             self.connections.discard(self)
-            near = _Relay(first=b"")
+            bounds, peer = self._bounds, self._peer
+            near = _Relay(first=b"", closed=lambda: bounds.leave(peer))
             transport = self.transport
             transport.set_protocol(near)
             near.connection_made(transport)

@@ -16,6 +16,7 @@ import numpy as np
 
 from monolith.errors import (
     DeadlineExceededError,
+    ForbiddenError,
     MonolithError,
     OverloadedError,
     RequestError,
@@ -43,6 +44,7 @@ PLAN_BYTES = 64 << 10
 CODES: Mapping[type[BaseException], str] = {
     UnknownModelError: "not_found",
     RequestTooLargeError: "too_large",
+    ForbiddenError: "forbidden",
     RequestError: "invalid",
     OverloadedError: "overloaded",
     DeadlineExceededError: "deadline",

@@ -10,12 +10,13 @@ from monolith.serve.server.tensors import DATATYPES
 _ERRORS = {
     "400": "The request is malformed, or not what the model takes.",
     "401": "The token is missing or wrong.",
+    "403": "The Host or Origin is not of this server, or the caller may not do this.",
     "404": "There is no such model or version.",
     "408": "The request took too long to arrive.",
     "413": "The request is larger than the server allows.",
     "429": "The server is busy; ask again after Retry-After seconds.",
     "500": "The server failed on this request.",
-    "503": "The server is stopping, or the model is not loaded.",
+    "503": "The server is stopping or holds too much at the moment, or the model is not loaded.",
     "504": "The caller's time was up.",
 }
 
@@ -39,7 +40,11 @@ def openapi_document() -> dict[str, Any]:
             **_model_paths("/v2/models/{name}/versions/{version}", ("name", "version")),
             "/v2/repository/index": {
                 "post": {
-                    **_operation("All models and versions, and their state", "Index", ("400", "401", "413")),
+                    **_operation(
+                        "All models and versions, and their state",
+                        "Index",
+                        ("400", "401", "403", "413", "429", "503"),
+                    ),
                     "requestBody": _body("IndexRequest", False),
                 }
             },
@@ -47,7 +52,7 @@ def openapi_document() -> dict[str, Any]:
                 f"/v2/repository/models/{{name}}/{verb}": {
                     "parameters": [_path_parameter("name")],
                     "post": {
-                        **_operation(text, "Empty", ("400", "401", "404", "413", "503")),
+                        **_operation(text, "Empty", ("400", "401", "403", "404", "413", "429", "503")),
                         "requestBody": _body("LoadRequest", False),
                     },
                 }
@@ -61,7 +66,7 @@ def openapi_document() -> dict[str, Any]:
                             "description": "Metrics.",
                             "content": {"text/plain": {"schema": {"type": "string"}}},
                         },
-                        **_errors(("401",)),
+                        **_errors(("401", "403", "429")),
                     },
                 }
             },
@@ -85,11 +90,16 @@ def _model_paths(root: str, names: tuple[str, ...]) -> dict[str, Any]:
     return {
         root: {
             "parameters": parameters,
-            "get": _get("What a model takes and gives", "ModelMetadata", ("401", "404", "503")),
+            "get": _get("What a model takes and gives", "ModelMetadata", ("401", "403", "404", "429", "503")),
         },
         f"{root}/ready": {
             "parameters": parameters,
-            "get": _get("Whether a model can answer", "ModelReady", ("401", "404"), {"503": "ModelReady"}),
+            "get": _get(
+                "Whether a model can answer",
+                "ModelReady",
+                ("401", "403", "404", "429"),
+                {"503": "ModelReady"},
+            ),
         },
         f"{root}/infer": {
             "parameters": parameters,
@@ -97,7 +107,7 @@ def _model_paths(root: str, names: tuple[str, ...]) -> dict[str, Any]:
                 **_operation(
                     "Ask a model",
                     "InferResponse",
-                    ("400", "401", "404", "408", "413", "429", "500", "503", "504"),
+                    ("400", "401", "403", "404", "408", "413", "429", "500", "503", "504"),
                 ),
                 "parameters": [timeout],
                 "requestBody": _body("InferRequest", True),
@@ -118,7 +128,10 @@ def _body(schema: str, required: bool) -> dict[str, Any]:
 
 
 def _get(
-    summary: str, schema: str, errors: tuple[str, ...] = ("401",), others: dict[str, str] | None = None
+    summary: str,
+    schema: str,
+    errors: tuple[str, ...] = ("401", "403", "429"),
+    others: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     return _operation(summary, schema, errors, others)
 

@@ -9,6 +9,8 @@ PLATFORM = "pytorch_monolith"
 EXTENSIONS = ("binary_tensor_data", "model_repository")
 TIMEOUT = "timeout"
 """A parameter of a request, as Triton has it: microseconds."""
+NO_CONTROL = "this server does not load or unload models on request; start it with --allow-control"
+NO_CONTROL_TOKEN = "to load or unload a model takes the control token, not the one for predictions"
 INTERNAL = "the server failed on this request; its log says why"
 
 GRPC_STATUS: Mapping[str, str] = {
@@ -18,6 +20,7 @@ GRPC_STATUS: Mapping[str, str] = {
     "overloaded": "RESOURCE_EXHAUSTED",
     "deadline": "DEADLINE_EXCEEDED",
     "unavailable": "UNAVAILABLE",
+    "forbidden": "PERMISSION_DENIED",
     "internal": "INTERNAL",
 }
 HTTP_STATUS: Mapping[str, int] = {
@@ -27,6 +30,7 @@ HTTP_STATUS: Mapping[str, int] = {
     "overloaded": 429,
     "deadline": 504,
     "unavailable": 503,
+    "forbidden": 403,
     "internal": 500,
 }
 """By what `code_of` calls an error."""

@@ -18,21 +18,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from monolith.cluster.security import Guard
+from monolith.errors import ConfigError
 from monolith.observe.metrics import Metrics
 from monolith.serve.following.catalog import FollowingCatalog, check_policy
 from monolith.serve.following.follower import ModelFollower
 from monolith.serve.server.config import ServeConfig, ServedFolder
 from monolith.serve.server.grpc_port import GrpcPort
 from monolith.serve.server.http_api import HttpApi
+from monolith.serve.server.http_loop import KnownHosts
 from monolith.serve.server.http_port import HttpPort
 from monolith.serve.server.inference import Inference
 from monolith.serve.server.observing import ServeMetrics
 from monolith.serve.server.peers import ServePeers
+from monolith.serve.server.quotas import Quotas
 from monolith.serve.server.served import Catalog
 from monolith.sync.channel import OpenReader
 from monolith.wire.ports import bound_socket, join_address
@@ -46,7 +50,8 @@ class InferenceServer:
     Args:
         folders: What is served.
         catalog: Finds and loads versions.
-        guard: What callers must show.
+        guard: What callers must show: the predict or the control token of it, and the control token to load
+            and unload models.
         context: For TLS over HTTP; it asks callers for a certificate.
         peers: Other processes on the same port.
         follow: Opens an end of the channel by which a trainer brings the models up to date; None serves them
@@ -56,6 +61,7 @@ class InferenceServer:
     Raises:
         ListenError: A port is taken.
         MissingExtraError: A package of the extra `serve` is missing.
+        ConfigError: Clients may load and unload models, and there is no token that they must have.
     """
 
     def __init__(
@@ -73,7 +79,13 @@ class InferenceServer:
         generator: random.Random | None = None,
     ) -> None:
         self.config = config
-        self._guard = guard or Guard()
+        self._guard = (guard or Guard()).for_role("predict")
+        if config.allow_control and self._guard.for_role("control").token is None:
+            raise ConfigError(
+                "serve: --allow-control lets clients with the control token load and unload models, and "
+                "there is none. Start with --token-file."
+            )
+        self._quotas = Quotas(config.limits)
         self._peers = peers or ServePeers()
         self._context = context
         self._metrics = metrics or Metrics()
@@ -174,12 +186,11 @@ class InferenceServer:
             # Behind the shared port, where HTTP's listener has ended TLS; it is reached by this user alone.
             self._folder = Path(tempfile.mkdtemp(prefix="monolith-serve-"))
             relay = self._folder / "grpc.sock"
-            self._grpc = GrpcPort(
-                self.inference, f"unix:{relay}", Guard(token=self._guard.token), self._peers
-            )
+            inner = replace(self._guard, cert=None, key=None, ca=None)
+            self._grpc = GrpcPort(self.inference, f"unix:{relay}", inner, self._peers, self._quotas)
         elif config.grpc_port is not None:
             address = join_address(config.host, config.grpc_port)
-            self._grpc = GrpcPort(self.inference, address, self._guard, self._peers)
+            self._grpc = GrpcPort(self.inference, address, self._guard, self._peers, self._quotas)
             self.grpc_address = join_address(config.host, self._grpc.port)
         if http_port is None and self._peers.socket is None:
             return
@@ -190,11 +201,14 @@ class InferenceServer:
             with suppress(FileNotFoundError):
                 peer_socket.unlink()
         ports = [one.getsockname()[1] for one in sockets]
+        guarded = self._guard.token is not None or self._context is not None
+        hosts = KnownHosts(config.host, config.allowed_hosts, any_name=guarded)
         self._http = HttpPort(
-            HttpApi(self.inference, self._guard.admits, self._peers),
+            HttpApi(self.inference, self._guard, self._peers, hosts),
             sockets,
             context=self._context,
             limits=config.limits,
+            quotas=self._quotas,
             threads=config.threads,
             relay=relay,
             peer_socket=peer_socket,

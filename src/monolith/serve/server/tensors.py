@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from monolith.errors import RequestError
+from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.server.served import ServedSignature, ServedTensor
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -37,6 +37,8 @@ SPLITS = ".row_splits"
 """After the name of an input: where each row's items begin among all items, for lists of any length."""
 _LENGTH_BYTES = 4
 _MOST_DIMENSIONS = 8
+_MOST_TEXTS = 1 << 20
+"""Of one input; each takes some 50 bytes of memory, and as few as 4 in a message."""
 
 Values = NDArray[Any] | list[bytes]
 
@@ -254,6 +256,11 @@ def _count(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _read_texts(name: str, count: int, data: bytes | memoryview) -> list[bytes]:
+    if count > _MOST_TEXTS:
+        raise RequestTooLargeError(
+            f"input {name!r} has {count} texts; the most of one input are {_MOST_TEXTS}. Send several "
+            "requests."
+        )
     whole = bytes(data)
     size = len(whole)
     if count * _LENGTH_BYTES > size:

@@ -125,7 +125,7 @@ class ServingServer:
                 share=(shard, self._newest.about.shards),
             )
             self._attach(self._newest)
-        self._limits = limits or Limits()
+        self._limits = (limits or Limits()).for_readers()
         self._on_lookup = on_lookup
         self._discovery = discovery
         self._look_every = look_every.total_seconds()

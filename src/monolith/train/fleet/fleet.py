@@ -69,6 +69,7 @@ from monolith.train.fleet.news import FleetNews, Mending
 from monolith.train.fleet.pushes import PushCounts
 from monolith.train.fleet.recovery import ServerRecovery, restore_dense
 from monolith.train.fleet.returning import WorkerReturn
+from monolith.train.fleet.standbys import ShardStandbys
 from monolith.train.fleet.table_work import TableWork, on_each
 from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
 from monolith.train.lost import Lost, LostServer
@@ -389,6 +390,12 @@ class Fleet:
         self._replaced = {}
         if self._how is not None and self._how.standbys is not None:
             self._how.standbys.keep(self._run)
+
+    @property
+    def standbys(self) -> tuple[ShardStandbys, ...]:
+        """How many standbys each shard has, as the chief knows; empty in other workers. From any thread."""
+        standbys = None if self._how is None else self._how.standbys
+        return () if standbys is None else standbys.standing()
 
     @property
     def run(self) -> str:

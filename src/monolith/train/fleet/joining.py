@@ -65,7 +65,7 @@ def join_fleet(
         run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
         num_redundant_ps: Servers beyond `num_ps`: those that register first are used.
         num_extra_ps: Servers beyond `num_ps`: the chief measures all and uses the fastest.
-        standbys: How many servers keep a second copy of each share, 0 or 1: `num_ps` servers more for each.
+        standbys: How many servers keep a copy of each shard, 0 to 2: `num_ps` servers more for each.
             Only for those who keep going.
         measure_ps: How long it measures them.
         use_ps: Addresses to use where there are extra servers, instead of measuring.
@@ -151,6 +151,7 @@ def join_fleet(
             manager.registered_ps,
             lambda: [UsedServer(*one) for one in zip(group.addresses, group.incarnations, strict=True)],
             calls,
+            wanted=standbys,
             metrics=metrics,
             say=say,
         )
@@ -186,8 +187,8 @@ def check_standbys(standbys: int, *, keep_going: bool) -> None:
     Raises:
         ConfigError: Says why.
     """
-    if standbys not in (0, 1):
-        raise ConfigError(f"a share has no standby or one, got standbys={standbys}")
+    if standbys not in (0, 1, 2):
+        raise ConfigError(f"standbys must be from 0 to 2, got {standbys}")
     if standbys and not keep_going:
         raise ConfigError(
             "standbys are for runs that keep going: a copy may miss the last updates, and an exact run goes "

@@ -622,6 +622,9 @@ class ServedShare:
                 )
             if self._standby is not None and self._standby.follows == body:
                 return
+            if self._standby is not None and self._standby.follows.share == body.share:
+                self._standby.follow(body)  # another server has it now; the copy stays usable meanwhile
+                return
             self._drop_standby()
             held = self._make((body.index, body.num_ps))
             self._standby = StandbyCopy(held, held.model, body, guard=self._listens[1])
@@ -643,7 +646,8 @@ class ServedShare:
             if self._taken is not None and self._server.incarnation == body.incarnation:
                 return self._taken  # asked again, because an answer was lost
             copy = self._standby
-            if copy is None or (copy.follows.run, copy.follows.incarnation) != (body.run, body.lost):
+            copies = (body.lost, *body.before)
+            if copy is None or copy.follows.run != body.run or copy.follows.incarnation not in copies:
                 return ShareTaken(refused="it keeps no copy of what was lost")
             if not copy.whole:
                 return ShareTaken(refused="its copy is not whole yet")

@@ -26,6 +26,7 @@ from monolith.train.fleet.buffers import FleetBuffers
 from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.keep_going import LOOK_EVERY
 from monolith.train.fleet.parts import ServedDense, ServedTables
+from monolith.train.fleet.standbys import describe_standbys
 from monolith.train.hook import DATA_ENDED, Run
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import Others
@@ -312,6 +313,9 @@ class FleetPeers:
 
     def traffic(self) -> Traffic | None:
         return self._fleet.group.traffic
+
+    def standbys(self) -> str:
+        return describe_standbys(self._fleet.standbys)
 
     @property
     def _cache(self) -> DenseCache | None:

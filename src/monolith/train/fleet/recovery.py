@@ -127,6 +127,8 @@ class ServerRecovery:
         self._lost_servers: list[LostServer] = []
         self._lost_workers: tuple[LostWorker, ...] = ()
         self._counting: list[threading.Thread] = []
+        self._no_standby: dict[int, str] = {}
+        """By server: why no standby took over. Each key belongs to the thread that attends to its server."""
         self._closed = False
 
     # What others ask
@@ -288,6 +290,17 @@ class ServerRecovery:
     def _replace(self, server: int, place: ServerGroup, address: str, lost_at: float) -> None:
         rows_before = self._rows_before(server)
         last = self._last()
+        if self._how.standbys is not None:
+            # A run with standbys was told that a loss costs a moment; this one costs all since a checkpoint.
+            _log.warning(
+                "shard %d returns to %s, because no standby took over: %s",
+                server,
+                "its first rows, since no checkpoint was saved"
+                if last is None
+                else f"step {read_chain(last.prefix)[-1].manifest.step}, of checkpoint {last.prefix}",
+                self._no_standby.pop(server, "it is not known of any"),
+            )
+            self._how.standbys.restored(server)
         incarnation = secrets.token_hex(8)
         rows, halt = self.restore_share(place, incarnation, last)
         updates = self._serve(server, place, Served(address, incarnation, halt))
@@ -301,42 +314,50 @@ class ServerRecovery:
         self.count(found, incarnation)
 
     def _take_standby(self, server: int, lost_at: float) -> bool:
-        """Have the standby of a place serve it, if there is one; return whether it does."""
+        """Have a standby of a place serve it, if one can; return whether it does."""
         standbys, lost = self._how.standbys, self._group.incarnations[server]
-        address = None if standbys is None else standbys.of(server)
-        if address is None or lost is None:
+        if standbys is None or lost is None:
+            return False
+        addresses = standbys.of(server)
+        if not addresses:
+            self._no_standby[server] = "it had no standby: no idle server was there to be one"
             return False
         rows_before = self._rows_before(server)
         missed_for = self._how.clock() - lost_at
-        incarnation = secrets.token_hex(8)
-        with contextlib.closing(self._how.connect(address)) as place:
-            try:
-                asked = TakeOverShare(self._run, lost, incarnation)
-                taken = ask(place, 0, "standby.take_over", asked, ShareTaken)
-                refused = taken.refused
-            except MonolithError as error:
-                refused = str(error)
-            if refused:
-                _log.warning(
-                    "the standby of parameter server %d at %s cannot take over; its share is restored from "
-                    "the last checkpoint: %s",
-                    server,
-                    address,
-                    refused,
-                )
-                return False
-            updates = self._serve(server, place, Served(address, incarnation, copied=taken.copied))
-        found = LostServer(
-            server=server,
-            rows=max(rows_before - taken.rows, 0),
-            updates=updates,
-            seconds=self._how.clock() - lost_at,
-            restored_from=None,
-            standby=address,
-            behind=max(0.0, taken.behind - missed_for),
-        )
-        self.count(found, incarnation)
-        return True
+        refusals = []
+        for address in addresses:
+            incarnation = secrets.token_hex(8)
+            with contextlib.closing(self._how.connect(address)) as place:
+                try:
+                    asked = TakeOverShare(self._run, lost, incarnation, standbys.before(server))
+                    taken = ask(place, 0, "standby.take_over", asked, ShareTaken)
+                    refused = taken.refused
+                except MonolithError as error:
+                    refused = str(error)
+                if refused:
+                    _log.warning(
+                        "the standby of parameter server %d at %s cannot take over: %s",
+                        server,
+                        address,
+                        refused,
+                    )
+                    refusals.append(f"its standby at {address} could not take over: {refused}")
+                    continue
+                standbys.taken_over(server, lost)
+                updates = self._serve(server, place, Served(address, incarnation, copied=taken.copied))
+            found = LostServer(
+                server=server,
+                rows=max(rows_before - taken.rows, 0),
+                updates=updates,
+                seconds=self._how.clock() - lost_at,
+                restored_from=None,
+                standby=address,
+                behind=max(0.0, taken.behind - missed_for),
+            )
+            self.count(found, incarnation)
+            return True
+        self._no_standby[server] = "; ".join(refusals)
+        return False
 
     def _rows_before(self, server: int) -> int:
         """Return how many rows a lost server had, when no checkpoint is about to count any more."""
@@ -399,9 +420,9 @@ class ServerRecovery:
         self._counting.append(thread)
         thread.start()
 
-    def _count_others(self, incarnation: str) -> AllLostUpdates | None:
-        """Return what the others had pushed in vain; None where nobody can say. A meeting that was lost as
-        well is asked when it is back."""
+    def _count_others(self, incarnation: str) -> AllLostUpdates | str:
+        """Return what the others had pushed in vain; why it is not known if the meeting cannot be asked. One
+        that was lost as well is asked when it is back."""
         limit = self._how.clock() + COUNT_WITHIN
         while True:
             left = max(0.0, limit - self._how.clock())
@@ -411,16 +432,22 @@ class ServerRecovery:
             except ClusterError as error:
                 if left <= 0 or self._closed:
                     _log.warning("cannot count the updates of others that were lost: %s", error)
-                    return None
+                    return f"the meeting on server 0 did not answer within {COUNT_WITHIN:g} s: {error}"
                 self._how.sleep(LOOK_EVERY)
 
-    def _report(self, found: LostServer, others: AllLostUpdates | None) -> None:
+    def _report(self, found: LostServer, others: AllLostUpdates | str) -> None:
         """Say what was lost: to the log, to metrics, and to who asks for all of it."""
-        if others is None:
-            whole = replace(found, uncounted=None)
+        if isinstance(others, str):
+            whole = replace(found, uncounted=None, uncounted_why=others)
         else:
-            uncounted = tuple(sorted({*others.missing, *others.lost}))
-            whole = replace(found, updates=found.updates + others.updates, uncounted=uncounted)
+            why = dict.fromkeys(others.missing, f"did not answer within {COUNT_WITHIN:g} s")
+            why |= dict.fromkeys(others.lost, "was lost as well")
+            whole = replace(
+                found,
+                updates=found.updates + others.updates,
+                uncounted=tuple(sorted(why)),
+                uncounted_why=", ".join(f"worker {one} {why[one]}" for one in sorted(why)),
+            )
         _log.warning("%s", whole.describe())
         self._count_servers.inc()
         self._count_rows.inc(whole.rows or 0)

@@ -31,6 +31,11 @@ class FollowShare:
     """As `CopyOpened` says."""
     incarnation: Name
 
+    @property
+    def share(self) -> tuple[str, int, int]:
+        """Which share of which run this is, whoever holds it."""
+        return self.run, self.index, self.num_ps
+
 
 @dataclass(frozen=True, slots=True)
 class StandbyStanding:
@@ -54,6 +59,9 @@ class TakeOverShare:
     """The incarnation that was lost with it."""
     incarnation: Name
     """Names what the standby holds from now on."""
+    before: tuple[Name, ...] = ()
+    """Incarnations of the shard that other standbys replaced before: a copy of one serves as well, and lacks
+    what was learned since."""
 
 
 @dataclass(frozen=True, slots=True)

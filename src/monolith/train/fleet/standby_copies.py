@@ -5,7 +5,8 @@
                                   ▼
     spare ──standby.follow──► standby ──standby.take_over──► in the run, in the place of the lost server
                                ▲  │
-                               └──┘ follow: another share, or another incarnation of it, from the beginning
+                               └──┘ follow: another share, from the beginning; or another incarnation of the
+                                    same, whose rows replace those that are there
 
 A copy has the rows with their optimizer state, the weights with theirs, and which pushes are in it. So a
 worker that sends a push again, because the lost server never answered it, has it applied once. What the lost
@@ -155,12 +156,31 @@ class StandbyCopy(Generic[H]):
             # So that the next increment of a checkpoint has all of the rows: those before it had others.
             table.clear()
         self._target = _CopyTarget(self._tables)
+        self._guard = guard
+        self._was_whole, self._was_received_at = False, 0.0
+        self._subscriber = self._subscribe()
+
+    def _subscribe(self) -> Subscriber:
+        follows, guard = self.follows, self._guard
 
         def open_reader() -> FlightDeltaReader:
             return FlightDeltaReader([follows.address], model=follows.incarnation, guard=guard)
 
-        self._subscriber = Subscriber(open_reader, self._target, wait=1.0, clock=clock)
-        self._subscriber.start()
+        subscriber = Subscriber(open_reader, self._target, wait=1.0, clock=self._clock)
+        subscriber.start()
+        return subscriber
+
+    def follow(self, follows: FollowShare) -> None:
+        """Follow another incarnation of the same share, whose server was replaced.
+
+        What is there stays until it is replaced by what comes, so a copy that was whole can take over at any
+        moment: the rows are then of both, and the pushes are those of the older at least.
+        """
+        if (followed := self.followed) is not None:
+            self._was_whole, self._was_received_at = self.whole, followed.received_at
+        self._close_soon()
+        self.follows = follows
+        self._subscriber = self._subscribe()
 
     @property
     def followed(self) -> Followed | None:
@@ -171,13 +191,15 @@ class StandbyCopy(Generic[H]):
     def whole(self) -> bool:
         """Whether all of the share has come at least once."""
         followed = self.followed
-        return followed is not None and followed.place is not None and self._target.dense is not None
+        came = self._was_whole or (followed is not None and followed.place is not None)
+        return came and self._target.dense is not None
 
     @property
     def behind(self) -> float:
         """Seconds since the newest change that it has came."""
         followed = self.followed
-        return 0.0 if followed is None else max(0.0, self._clock() - followed.received_at)
+        received_at = self._was_received_at if followed is None else followed.received_at
+        return 0.0 if not received_at else max(0.0, self._clock() - received_at)
 
     def standing(self) -> StandbyStanding:
         followed = self.followed

@@ -119,8 +119,9 @@ class HooksConfig:
     online_file_every_steps: int = 100
     """How often online_file looks for the file, in steps."""
     nas_every_steps: int | None = None
-    """How often the weights of an architecture search (IRazor layers) are written to the summaries, in steps,
-    for `monolith insight`; None never."""
+    """How often, in steps, the weights of an architecture search (IRazor layers, as `selecting`) and of gates
+    over features (SeNet layers, as `gating`) are written to the summaries, for `monolith insight`; None
+    never."""
     deep_insight: DeepInsightConfig = field(default_factory=DeepInsightConfig)
 
     def __post_init__(self) -> None:

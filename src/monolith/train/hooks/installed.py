@@ -23,7 +23,7 @@ from monolith.train.hooks.reports.file_metrics import FileMetricHook
 from monolith.train.hooks.reports.heartbeat import HeartBeatHook
 from monolith.train.hooks.reports.kafka_metrics import KafkaMetricHook, KafkaProducer
 from monolith.train.hooks.reports.metric_sinks import MetricClient
-from monolith.train.hooks.reports.nas import NasDataHook, searches_of
+from monolith.train.hooks.reports.nas import NasDataHook, gates_of, searches_of
 from monolith.train.hooks.reports.throughput import ThroughputHook
 from monolith.train.hooks.saving.save import SaveHook
 
@@ -169,8 +169,9 @@ def _metric_hooks(
 def _nas_hooks(asked: HooksConfig, module: nn.Module) -> list[Hook]:
     if asked.nas_every_steps is None:
         return []
-    features = list(module.segments) if isinstance(module, WatchedModel) else []
-    return [NasDataHook(searches_of(module), features=features, every_steps=asked.nas_every_steps)]
+    features = module.segments if isinstance(module, WatchedModel) else {}
+    every = asked.nas_every_steps
+    return [NasDataHook(searches_of(module), gates_of(module), features=features, every_steps=every)]
 
 
 def _insight_hooks(asked: DeepInsightConfig, name: str, worker: int) -> list[Hook]:

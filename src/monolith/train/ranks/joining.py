@@ -10,36 +10,39 @@ attempt to train has keys of its own:
 A process that restarts may find the keys of an attempt that has failed and does not know it yet. Its place is
 taken there; so it says that it was lost, and waits for the next.
 
-Under torchrun the launcher keeps the keys and restarts all ranks, so there is one attempt for each start. So
-there is under mpirun, where rank 0 keeps the keys: at the address that variables name, or that it registers.
+Under torchrun the launcher keeps the keys and restarts all ranks, so there is one attempt for each start. The
+same holds under mpirun, but rank 0 keeps the keys: at the address that variables name, or that it registers.
+Either way values are signed with the token of the run; see `monolith.store.rank_keys`.
 """
 
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
-
-from torch import distributed as dist
 
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import Address
-from monolith.errors import AddressError, ClusterError, ConfigError, DeadlineExceededError, UnavailableError
+from monolith.cluster.security import is_loopback
+from monolith.config import Secret
+from monolith.errors import (
+    AddressError,
+    ClusterError,
+    ConfigError,
+    DeadlineExceededError,
+    ListenError,
+    UnavailableError,
+)
 from monolith.store import RankGroups
-from monolith.store.collective import KeyValues, prefixed
-from monolith.store.rank_calls import reached
-from monolith.store.rank_groups import FAILED
+from monolith.store.rank_calls import RankPort
+from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep_keys, prefixed, reach_keys
 
 ROLE = "rank"
 ASK_EVERY = 0.2
 """Seconds between two looks for the others."""
-REACH_WITHIN = timedelta(seconds=10)
-"""How long the keys may take to answer before they count as gone."""
 
 OnWaiting = Callable[[Waiting], object]
 
@@ -52,7 +55,7 @@ class RankMeeting:
         size: How many there are.
         discovery: Where rank 0 says how to reach it; None where variables say it, as those of torchrun do.
         environ: Of this process.
-        host: The address of this process, by which others reach it.
+        port: Where this process listens, and what it demands of callers: at least a token.
         start: How long to wait for the others.
         options: Of `RankGroups`.
         on_waiting: Told of the wait; it may raise to end it.
@@ -65,16 +68,19 @@ class RankMeeting:
         *,
         discovery: Discovery | None,
         environ: Mapping[str, str],
-        host: str | None,
+        port: RankPort,
         start: timedelta,
         options: Mapping[str, Any],
         on_waiting: OnWaiting = lambda _: None,
     ) -> None:
+        if port.guard.token is None:
+            raise ConfigError("ranks sign the keys that they share with a token, and the guard has none")
+        self._token: Secret = port.guard.token
         self._rank = rank
         self._size = size
         self._discovery = discovery
         self._environ = environ
-        self._host = host
+        self._port = port
         self._start = start.total_seconds()
         self._options = options
         self._on_waiting = on_waiting
@@ -82,6 +88,8 @@ class RankMeeting:
         self._left: set[str] = set()
         """Attempts that are over."""
         self._registered: str | None = None
+        self._trouble = ""
+        """Why this rank could not join an attempt, the last time."""
         self.processes: tuple[str, ...] = ()
         """The processes of all ranks, in the last attempt."""
 
@@ -95,20 +103,20 @@ class RankMeeting:
         began = time.monotonic()
         while True:
             keys = self._find(began)
-            attempt = _read(keys, "attempt")
-            if attempt in self._left:
+            if keys.attempt in self._left:
                 self._wait(began, 0)
                 continue
-            self._left.add(attempt)
-            with reached():
-                if keys.add(f"signed/{self._rank}", 1) > 1:
-                    self._say_lost(keys)
-                    continue
-                keys.set(f"process/{self._rank}", self._process)
-            self._await_all(keys, began)
-            self.processes = tuple(_read(keys, f"process/{rank}") for rank in range(self._size))
-            connect = partial(_another, keys)
-            return RankGroups(connect, self._rank, self._size, host=self._host, **self._options)
+            self._left.add(keys.attempt)
+            if keys.compare_set(f"process/{self._rank}", "", self._process).decode() != self._process:
+                keys.fail(self._rank, "its process was lost, and has restarted")
+                continue
+            try:
+                self.processes = self._await_all(keys, began)
+                return RankGroups(keys, self._rank, self._size, port=self._port, **self._options)
+            except BaseException as error:
+                # The others may have seen this rank sign in, and wait for its connections.
+                keys.fail(self._rank, f"it left before all were connected: {type(error).__name__}: {error}")
+                raise
 
     def close(self) -> None:
         """Be found no more."""
@@ -116,32 +124,30 @@ class RankMeeting:
             with suppress(ClusterError):
                 self._discovery.deregister(ROLE, 0, self._registered)
 
-    def _find(self, began: float) -> KeyValues:
+    def _find(self, began: float) -> RankKeys:
         """Return the keys of the newest attempt; as rank 0, those of a new one."""
-        if self._discovery is None:
-            while True:
-                with suppress(UnavailableError):  # who keeps them may not be there yet
-                    return self._keys_of_launcher()
-                self._wait(began, 0)
-        if self._rank == 0:
+        if self._rank == 0 and self._discovery is not None:
             return self._keep_keys(self._discovery)
         while True:
-            with suppress(UnavailableError, AddressError):
+            try:
+                if self._discovery is None:
+                    return self._keys_of_launcher()
                 found = self._discovery.query(ROLE).get(0)
                 if found is not None:
-                    return _reach(Address.parse(found))
+                    address = Address.parse(found)
+                    return join_attempt(reach_keys(address.host, address.port), self._token)
+            except (UnavailableError, AddressError) as error:  # its keeper may not be there yet
+                self._trouble = str(error)
             self._wait(began, 0)
 
-    def _keep_keys(self, discovery: Discovery) -> KeyValues:
-        host = self._host or "127.0.0.1"
-        keys = keep_keys(host)
-        keys.set("attempt", secrets.token_hex(8))
+    def _keep_keys(self, discovery: Discovery) -> RankKeys:
+        keys = keep_keys(self._port.host, self._token)
         self.close()
-        self._registered = str(Address(host, keys.port))
+        self._registered = str(Address(self._port.host, keys.port))
         discovery.register(ROLE, 0, self._registered)
         return keys
 
-    def _keys_of_launcher(self) -> KeyValues:
+    def _keys_of_launcher(self) -> RankKeys:
         """Return the keys that torchrun keeps, or has rank 0 keep."""
         try:
             address = Address(self._environ["MASTER_ADDR"], int(self._environ["MASTER_PORT"]))
@@ -149,74 +155,43 @@ class RankMeeting:
             raise ConfigError(
                 "ranks without a registry are started by torchrun, which sets MASTER_ADDR and MASTER_PORT"
             ) from cause
-        kept = self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        keeps = self._rank == 0 and not kept
-        keys = _reach(address, keeps=keeps)
-        attempt = self._environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        mine = prefixed(keys, f"monolith/{attempt}")
-        mine.set("attempt", f"{attempt}/{len(self._left)}")
-        return mine
+        of_torchrun = self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._rank == 0 and not of_torchrun:
+            return self._keep_named(address)
+        keys = reach_keys(address.host, address.port)
+        if of_torchrun:  # whose keys outlive a restart of all ranks
+            keys = prefixed(keys, f"monolith/{self._environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        return begin_attempt(keys, self._token) if self._rank == 0 else join_attempt(keys, self._token)
 
-    def _await_all(self, keys: KeyValues, began: float) -> None:
-        names = [f"process/{rank}" for rank in range(self._size)]
-        with reached():
-            while not keys.check(names):
-                if keys.check([FAILED]):
-                    raise UnavailableError("a rank was lost before all were there")
-                self._wait(began, sum(keys.check([name]) for name in names))
+    def _keep_named(self, address: Address) -> RankKeys:
+        """Keep the keys at the address that variables name, as far as that is one of this machine.
+
+        Some launchers name "localhost" to rank 0 and its host to the others; some name what is routed here.
+        """
+        if not is_loopback(address.host) or is_loopback(self._port.host):
+            with suppress(ListenError):
+                return keep_keys(address.host, self._token, address.port)
+        return keep_keys(self._port.host, self._token, address.port)
+
+    def _await_all(self, keys: RankKeys, began: float) -> tuple[str, ...]:
+        """Return the processes of all ranks, as soon as all have signed in."""
+        while True:
+            found = [keys.peek(f"process/{rank}") for rank in range(self._size)]
+            there = [process.decode() for process in found if process is not None]
+            if len(there) == self._size:
+                return tuple(there)
+            if (failure := keys.failure()) is not None:
+                raise UnavailableError(f"a rank was lost before all were there: {failure}")
+            self._wait(began, len(there))
 
     def _wait(self, began: float, found: int) -> None:
         elapsed = time.monotonic() - began
         if elapsed >= self._start:
+            trouble = f". The last attempt to join: {self._trouble}" if self._trouble else ""
             raise DeadlineExceededError(
                 f"{found} of {self._size} ranks were there after {elapsed:.0f} s; see the logs of the others "
-                "or set timeouts.start"
+                f"or set timeouts.start{trouble}"
             )
         what = "rank 0" if found == 0 and self._rank else "ranks"
         self._on_waiting(Waiting(what, found, self._size, timedelta(seconds=elapsed)))
         time.sleep(ASK_EVERY)
-
-    def _say_lost(self, keys: KeyValues) -> None:
-        with suppress(RuntimeError):
-            keys.compare_set(FAILED, "", f'[{self._rank}, "its process was lost, and has restarted"]')
-
-
-def _reach(address: Address, *, keeps: bool = False) -> KeyValues:
-    if not keeps:
-        try:  # torch would go on trying, and log every time
-            socket.create_connection((address.host, address.port), REACH_WITHIN.total_seconds()).close()
-        except OSError as cause:
-            raise UnavailableError(f"rank 0 does not answer at {address}: {cause}") from cause
-    with reached():
-        return _tcp_store(address.host, address.port, keeps=keeps)
-
-
-def keep_keys(host: str) -> KeyValues:
-    """Return new keys, kept by this process at a port of its own, for others to reach."""
-    return _tcp_store(host, 0, keeps=True)
-
-
-def reach_keys(host: str, port: int) -> KeyValues:
-    """Return the keys that another process keeps.
-
-    Raises:
-        UnavailableError: Nobody does.
-    """
-    return _reach(Address(host, port))
-
-
-def _tcp_store(host: str, port: int, *, keeps: bool) -> KeyValues:
-    make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch's stubs do not have it
-    return make(host, port, is_master=keeps, wait_for_workers=False, timeout=REACH_WITHIN)
-
-
-def _read(keys: KeyValues, key: str) -> str:
-    with reached():
-        found: str = keys.get(key).decode()
-        return found
-
-
-def _another(keys: KeyValues) -> KeyValues:
-    """Return another connection to the same keys."""
-    with reached():
-        return keys.clone()

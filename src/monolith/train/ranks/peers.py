@@ -322,6 +322,9 @@ class RankPeers:
         ranks, servers = self._groups.traffic, self._rows.traffic
         return Traffic(ranks.received + servers.received, ranks.sent + servers.sent)
 
+    def standbys(self) -> str:
+        return ""
+
     @contextmanager
     def halted(self, me: Stepper) -> Iterator[Gathered]:
         if self._halted is not None:  # this rank holds the others already

@@ -8,8 +8,11 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data.service.loopback import until
@@ -37,7 +40,7 @@ from monolith.train.hooks.control.control_server import ControlServer
 from monolith.train.hooks.reports.tracing import Tracer
 from monolith.wire.limits import Limits
 
-pytest.importorskip("grpc")
+grpc = pytest.importorskip("grpc")
 SECONDS = 10.0
 
 
@@ -404,3 +407,40 @@ def test_a_job_is_halted_saved_and_resumed(tmp_path):
     assert not thread.is_alive()
     assert (tmp_path / f"model.ckpt-{run.step}").exists()
     assert not (tmp_path / "controller_server_addr.txt").exists()
+
+
+def half_open(address: str, stack: ExitStack, count: int, **headers: str) -> list[Any]:
+    """Begin calls whose message never comes."""
+    stop = threading.Event()
+    stack.callback(stop.set)
+
+    def silence() -> Iterator[bytes]:
+        stop.wait()
+        return
+        yield
+
+    channel = stack.enter_context(grpc.insecure_channel(address))
+    method = channel.stream_unary("/Controller/GetTrainingStatus")
+    return [method.future(silence(), metadata=tuple(headers.items())) for _ in range(count)]
+
+
+def test_calls_without_the_token_are_refused_before_their_message_comes(serve, tmp_path):
+    hook = serve()
+    with ExitStack() as stack:
+        for call in half_open(hook.address, stack, 30):  # it has 9 threads
+            assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+        with ControlClient(str(tmp_path)) as job:
+            assert job.global_step() == 7
+
+
+def test_calls_whose_message_does_not_come_are_cancelled(tmp_path):
+    token = Secret("only-for-tests")
+    calls = {"GetTrainingStatus": lambda *_: None}
+    server = ControlServer(calls, security=SecurityConfig(token=token), grace=0.1, message_within=0.2)
+    server.start(str(tmp_path))
+    try:
+        with ExitStack() as stack:
+            for call in half_open(server.address, stack, 30, authorization=f"Bearer {token.reveal()}"):
+                assert call.code() is grpc.StatusCode.CANCELLED
+    finally:
+        server.close()

@@ -26,6 +26,7 @@ from google.protobuf.message import Message  # type: ignore[import-untyped]
 from monolith import filesystem
 from monolith.cluster.run_token import is_guarded, read_token
 from monolith.cluster.security import (
+    MESSAGE_WITHIN,
     SecurityConfig,
     add_grpc_port,
     grpc_channel,
@@ -94,6 +95,7 @@ class ControlServer:
             machine is listened on, and a token is made: callers find it in the model_dir, in a file that only
             this user can read, the same for all processes of the run.
         waiting: How many callers may wait for something at a time.
+        message_within: Seconds that a call may take for its message.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class ControlServer:
         security: SecurityConfig | None = None,
         grace: float = GRACE_SECONDS,
         waiting: int = 1,
+        message_within: float = MESSAGE_WITHIN,
     ) -> None:
         self._calls = dict(calls)
         if tracer is not None:
@@ -113,6 +116,7 @@ class ControlServer:
         self._security = SecurityConfig() if security is None else security
         self._grace = grace
         self._waiting = waiting
+        self._message_within = message_within
         self._server: Any = None
         self.closing = threading.Event()
         """Set when calls that wait should give up."""
@@ -137,7 +141,7 @@ class ControlServer:
         server = grpc.server(
             # Whoever waits for a save or a trace has a thread: some are left for others.
             ThreadPoolExecutor(self._waiting + _THREADS, thread_name_prefix="control-server"),
-            interceptors=grpc_interceptors(guard),
+            interceptors=grpc_interceptors(guard, self._message_within),
             options=(
                 ("grpc.so_reuseport", 0),  # a taken port is an error, not a port for two
                 ("grpc.max_receive_message_length", _LONGEST_REQUEST),

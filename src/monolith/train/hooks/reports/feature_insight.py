@@ -60,6 +60,20 @@ def feature_insight_data(
     )
 
 
+def label_of(result: StepResult, label: str | None, most: int) -> Tensor | None:
+    """Return the label of the first `most` examples of a step; None where none is asked for.
+
+    Raises:
+        ConfigError: The batches have no such label.
+    """
+    if label is None:
+        return None
+    if label not in result.batch.labels:
+        there = ", ".join(result.batch.labels) or "none"
+        raise ConfigError(f"train: insight_label: the batches have no label {label!r}; they have {there}")
+    return result.batch.labels[label][:most]
+
+
 class FeatureInsightHook(Hook):
     """Writes what each feature brings to a layer, every `every_steps` steps.
 
@@ -116,7 +130,7 @@ class FeatureInsightHook(Hook):
         if self._writer is None or parts is None or len(parts) != result.examples:
             return
         count = len(self._segments)
-        label = None if self._label is None else result.batch.labels[self._label][: self._most]
+        label = label_of(result, self._label, self._most)
         summary = insight_data(
             parts[: self._most],
             list(self._segments),

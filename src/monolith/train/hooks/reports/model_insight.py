@@ -24,7 +24,7 @@ from monolith.observe.summaries import insight_data
 from monolith.observe.summary_files import SummaryWriter
 from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
-from monolith.train.hooks.reports.feature_insight import FOLDER
+from monolith.train.hooks.reports.feature_insight import FOLDER, label_of
 
 
 class ModelInsightHook(Hook):
@@ -33,14 +33,24 @@ class ModelInsightHook(Hook):
     Features that a layout has added up have one number together, under their names with `+` between.
 
     Args:
+        label: Name of the label that is written next to them, with the direction in which the loss would
+            move; None writes only how far.
         max_rows: Examples of a batch that are written.
     """
 
-    def __init__(self, *, every_steps: int = 1000, max_rows: int = 512, name: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        label: str | None = None,
+        every_steps: int = 1000,
+        max_rows: int = 512,
+        name: str | None = None,
+    ) -> None:
         if max_rows < 1:
             raise ConfigError(f"feature insight: max_rows must be at least 1, got {max_rows}")
         self._every = Every(every_steps, "feature insight: every_steps")
         self._most = max_rows
+        self._label = label
         self._name = name
         self._writer: SummaryWriter | None = None
         self._collections: list[EmbeddingCollection] = []
@@ -70,10 +80,16 @@ class ModelInsightHook(Hook):
             if len(values) == result.examples
         }
         if self._writer is not None and parts:
-            together = torch.stack(list(parts.values()), dim=1).abs()
-            self._writer.tensor(
-                insight_data(together, list(parts), [1] * len(parts), name=self._name), result.step
+            together = torch.stack(list(parts.values()), dim=1)
+            label = label_of(result, self._label, self._most)
+            summary = insight_data(
+                together.abs() if label is None else together,
+                list(parts),
+                [1] * len(parts),
+                label=label,
+                name=self._name,
             )
+            self._writer.tensor(summary, result.step)
 
     def close(self) -> None:
         self._unwatch()

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from monolith.errors import ConfigError, MonolithError, RetryableError, TrainingError
+from monolith.filesystem import FileReserve
 from monolith.observe import Metrics, yield_to_others
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.control.tide import TideWindow
@@ -187,6 +188,7 @@ class SaveHook(Hook):
         self.timer = self.config.timer(clock)
         """Others may reset or disable it, on the training thread; requests and the end do not ask it."""
         self._checkpointer = checkpointer
+        self._files = FileReserve()
         self._listeners = tuple(listeners)
         self._guards = tuple(guards)
         self._memory = memory or SaveMemory()
@@ -310,6 +312,7 @@ class SaveHook(Hook):
                     writing.save.step,
                     self.config.close_secs,
                 )
+        self._files.close()
 
     # On demand
 
@@ -451,7 +454,9 @@ class SaveHook(Hook):
                     "saving a checkpoint: %s failed, retrying: %s", doing, error, exc_info=unexpected
                 )
         try:
-            return act()
+            # Connections may have taken all files that this process may open; the reserve is for this.
+            with self._files.given_up():
+                return act()
         except Exception:
             self._count_failed.inc(mode=self._mode)
             raise

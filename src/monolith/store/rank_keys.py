@@ -1,0 +1,266 @@
+"""Rank keys: what the ranks of a run share to find each other, signed with the token of the run.
+
+Ranks meet at a `torch.distributed.TCPStore`, which rank 0 or torchrun keeps. It knows neither token nor TLS:
+every program that reaches its port may read, write and delete keys. So ranks sign each value:
+
+    stored under a key = HMAC-SHA256(token; attempt, key, value) + value
+
+A value without the right signature is never parsed. gloo and NCCL find their own connections by these keys,
+so their addresses are signed, too. A program that reaches the port can still delete keys, and so keep ranks
+from starting, or write again what a rank wrote under the same key in the same attempt: nothing new.
+
+Every attempt to train has keys of its own, with a random name that is part of each signature:
+
+    attempt      the name of the attempt, signed for no attempt in particular
+    process/2    the process that is rank 2
+    calls/2      where rank 2 answers calls; see `RankCalls`
+    failed       why the first rank that failed did
+    said/KEY     a note that a rank left for the others
+    lookups/...  of a group, by gloo or NCCL
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+
+from monolith.config import Secret
+from monolith.errors import FailedPeerError, ListenError, UnavailableError
+
+_log = logging.getLogger(__name__)
+
+Keys = Any
+"""A `torch.distributed.Store`, with or without signatures."""
+
+ATTEMPT = "attempt"
+FAILED = "failed"
+REACH_WITHIN = timedelta(seconds=10)
+"""How long the process that keeps the keys may take to answer, and a rank to write a key."""
+LOOK_EVERY = 0.02
+"""Seconds between two looks for a key."""
+_DOMAIN = b"monolith rank keys 1"
+_SIGNATURE_BYTES = 32
+
+
+class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
+    """Signed keys of one attempt: a `torch.distributed.Store`, also for gloo and NCCL. Thread-safe.
+
+    torch calls it through C++ and holds no reference to the Python object, so whoever makes a group with it
+    keeps it for as long as the group.
+
+        keys = keep_keys("127.0.0.1", token)                        # rank 0
+        keys = join_attempt(reach_keys("127.0.0.1", port), token)   # the others
+        keys.set("said/hello", "1")
+
+    Args:
+        inner: The keys without signatures.
+        token: Shared by all ranks.
+        attempt: Part of every signature, so that no value of an earlier attempt is taken for one of this.
+    """
+
+    def __init__(self, inner: Keys, token: Secret, attempt: str) -> None:
+        super().__init__()
+        self._inner = inner
+        self._secret = token.reveal().encode()
+        self.attempt = attempt
+        self._reported: set[str] = set()
+
+    @property
+    def port(self) -> int:
+        """The port of the process that keeps the keys."""
+        return int(self._inner.port)
+
+    # What torch calls; names and arguments are those of its Store.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with _reached():
+            self._inner.set(key, self._signed(key, _bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, as soon as there is one.
+
+        Raises:
+            UnavailableError: There is none in time, its signature is wrong, or another rank has failed.
+        """
+        self.wait([key])
+        with _reached():
+            found = self._opened(key, self._inner.get(key))
+        if found is None:
+            raise UnavailableError(self._forged(key))
+        return found
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with _reached():
+            return bool(self._inner.check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = REACH_WITHIN) -> None:
+        # Not the wait of the store itself, which hears of no failure: a rank that leaves before all are
+        # connected would keep the others for as long as `timeouts.silence`.
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if (failure := self.failure()) is not None:
+                raise failure
+            if time.monotonic() >= deadline:
+                missing = [key for key in keys if not self.check([key])]
+                raise UnavailableError(
+                    f"no rank has written the key {', '.join(missing)!r} within {timeout.total_seconds():g} s"
+                )
+            time.sleep(LOOK_EVERY)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write a value if the key has the expected one, or "" for none; return the value it then has.
+
+        A value with a wrong signature counts as none.
+        """
+        signed = self._signed(key, _bytes(desired))
+        known = self._signed(key, _bytes(expected)) if expected else b""
+        with _reached():
+            found = self._inner.compare_set(key, known, signed)
+            if self._opened(key, found) is None:
+                self._report(key)
+                found = self._inner.compare_set(key, found, signed)
+        value = self._opened(key, found)
+        if value is None:
+            raise UnavailableError(self._forged(key))
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        with _reached():
+            return bool(self._inner.delete_key(key))
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    # What ranks tell each other
+
+    def peek(self, key: str) -> bytes | None:
+        """Return the value that a key has now; None if it has none, or one with a wrong signature."""
+        with _reached():
+            if not self._inner.check([key]):
+                return None
+            found = self._opened(key, self._inner.get(key))
+        if found is None:
+            self._report(key)
+        return found
+
+    def fail(self, rank: int, text: str) -> None:
+        """Tell all ranks why this one cannot continue. Only the first to do so is heard. It never raises."""
+        with contextlib.suppress(UnavailableError):
+            self.compare_set(FAILED, "", json.dumps([rank, text]))
+
+    def failure(self) -> FailedPeerError | None:
+        """Return why the first rank that failed did; None if none has."""
+        said = self.peek(FAILED)
+        if said is None:
+            return None
+        rank, text = json.loads(said)
+        return FailedPeerError(f"rank {rank} cannot go on: {text}")
+
+    # Signatures
+
+    def _signed(self, key: str, value: bytes) -> bytes:
+        return self._signature(key, value) + value
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        parts = (_DOMAIN, self.attempt.encode(), key.encode(), value)
+        # Each with its length before it: no two lists of parts are the same bytes.
+        return hmac.digest(self._secret, b"".join(len(one).to_bytes(8) + one for one in parts), "sha256")
+
+    def _opened(self, key: str, stored: bytes) -> bytes | None:
+        """Return the value of what is stored under a key; None if its signature is wrong."""
+        signature, value = stored[:_SIGNATURE_BYTES], stored[_SIGNATURE_BYTES:]
+        return value if hmac.compare_digest(signature, self._signature(key, value)) else None
+
+    def _forged(self, key: str) -> str:
+        return (
+            f"refused the key {key!r} that ranks share: its value was not signed with the token of this run. "
+            "Another program wrote it, or the rank that wrote it has another token: give all ranks the same "
+            "security.token_file, and see who else can reach the address of rank 0"
+        )
+
+    def _report(self, key: str) -> None:
+        if key not in self._reported:  # a stranger must not fill the log
+            self._reported.add(key)
+            _log.warning("%s", self._forged(key))
+
+
+def keep_keys(host: str, token: Secret, port: int = 0) -> RankKeys:
+    """Return the keys of a new attempt, kept by this process and reached at `host` alone.
+
+    Args:
+        port: 0 lets the system choose.
+
+    Raises:
+        ListenError: The port is taken, or the address is not of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as cause:
+        raise ListenError(f"cannot keep the keys of ranks at {host}:{port}: {cause}") from cause
+    port = listener.getsockname()[1]
+    # A TCPStore that binds its own socket listens on all interfaces, whatever its host. It owns this one now.
+    return begin_attempt(_tcp_store(host, port, is_master=True, master_listen_fd=listener.detach()), token)
+
+
+def reach_keys(host: str, port: int) -> Keys:
+    """Return the keys, without signatures, that another process keeps.
+
+    Raises:
+        UnavailableError: No process does.
+    """
+    try:  # torch would retry, and log every time
+        socket.create_connection((host, port), REACH_WITHIN.total_seconds()).close()
+    except OSError as cause:
+        raise UnavailableError(f"rank 0 does not answer at {host}:{port}: {cause}") from cause
+    return _tcp_store(host, port, is_master=False)
+
+
+def begin_attempt(inner: Keys, token: Secret) -> RankKeys:
+    """Name a new attempt; return its keys. Rank 0 does this."""
+    attempt = secrets.token_hex(8)
+    RankKeys(inner, token, "").set(ATTEMPT, attempt)
+    return RankKeys(inner, token, attempt)
+
+
+def join_attempt(inner: Keys, token: Secret) -> RankKeys:
+    """Return the keys of the attempt that rank 0 has named.
+
+    Raises:
+        UnavailableError: It has named none yet, or has another token.
+    """
+    return RankKeys(inner, token, RankKeys(inner, token, "").get(ATTEMPT).decode())
+
+
+def prefixed(keys: Keys, prefix: str) -> Keys:
+    """Return the same keys, each with something before it."""
+    return getattr(dist, "PrefixStore")(prefix, keys)  # noqa: B009 - torch's stubs do not have it
+
+
+def _tcp_store(host: str, port: int, **options: Any) -> Keys:
+    make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch's stubs do not have it
+    with _reached():
+        return make(host, port, wait_for_workers=False, timeout=REACH_WITHIN, **options)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    """Make an error of ours of what goes wrong on the way to the keys."""
+    try:
+        yield
+    except RuntimeError as cause:
+        raise UnavailableError(f"the process that keeps the keys of all ranks is gone: {cause}") from cause
