@@ -33,17 +33,18 @@ def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None =
     Raises:
         ConfigError: `publish.to` is no URL of a channel.
     """
-    if run.publish.to is None:
+    url = run.publish.to
+    if url is None:
         return None
     try:
-        found = parse_channel_url(run.publish.to)
+        found = parse_channel_url(url)
     except ConfigError as error:
         raise ConfigError(f"publish.to: {error}") from error
     model_dir = run.train.model_dir
     if found.kind in ("flight", "discovery"):
         # A run of one process has a token, too: rows of a model are not for every user of a machine.
         run = replace(run, security=shared_security(run.security, model_dir))
-    opening = _Opening(run, run.publish.to, found, discovery)
+    opening = _Opening(run, url, found, discovery)
     return PublishPlan(
         config=run.publish,
         run=_name_of(run),

@@ -13,7 +13,7 @@ numbers:
 
     both: key = HMAC(token, session, service, role, c, s)
 
-    each call: its number n,           ──►     checks that
+    each call: its number n,           ──►     checks that, and that n is above those before
          MAC(key, call, n)             ◄──     with the answer: MAC(key, answer, n), which the caller checks
 
 gRPC connects again by itself, so the process that answers the next call may be another one than the process
