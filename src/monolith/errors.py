@@ -12,7 +12,8 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   └── NotRepeatableError  data cannot be read several times
     ├── MissingExtraError       an optional package is needed; names the extra       (also ImportError)
     ├── FilesystemError         a path could not be read, written, copied or renamed (also OSError)
-    │   └── FileMissingError    there is nothing at that path                        (also FileNotFoundError)
+    │   ├── FileMissingError    there is nothing at that path                        (also FileNotFoundError)
+    │   └── TransientFilesystemError  for a reason that may pass: no space, quota or free descriptor
     ├── CorruptFileError        a file is torn, truncated or altered; says where     (also ValueError)
     ├── CorruptMessageError     bytes of a channel are no message, or a damaged one  (also ValueError)
     ├── TableError              a table refused a call
@@ -66,6 +67,8 @@ was being done, what was found against what was expected, and what to do next.
 
 from __future__ import annotations
 
+import errno
+
 
 class MonolithError(Exception):
     """The root of everything Monolith raises on purpose."""
@@ -115,6 +118,20 @@ class FilesystemError(MonolithError, OSError):
 
 class FileMissingError(FilesystemError, FileNotFoundError):
     """There is nothing at that path."""
+
+
+class TransientFilesystemError(FilesystemError):
+    """A path could not be used for a reason that may pass; the same call may succeed later.
+
+    A class of its own, so that it keeps its meaning on its way from another process, which sends only
+    the name of an error and its message.
+    """
+
+    ERRNOS = frozenset(
+        {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+    )
+    """A full disk, a used-up quota, no free descriptor; a device or network mount that fails for a while.
+    A read-only mount, a missing permission and a file that is too large need a person first."""
 
 
 class CorruptFileError(MonolithError, ValueError):

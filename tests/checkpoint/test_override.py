@@ -184,7 +184,7 @@ def new(tmp_path):
 def waits(folder: str, minutes: float = 5) -> float:
     """Wait for the chief; return how long it took."""
     clock = FakeClock(1000.0)
-    wait_for_start(folder, timedelta(minutes=minutes), clock=clock, sleep=clock.sleep)
+    wait_for_start(folder, timedelta(minutes=minutes), clock=clock, timer=clock, sleep=clock.sleep)
     return clock.now - 1000.0
 
 
@@ -328,14 +328,14 @@ def test_a_worker_looks_every_30_seconds(other, new):
         if len(pauses) == 3:
             start_from(other, new, clock=clock)
 
-    wait_for_start(new, timedelta(hours=1), clock=clock, sleep=sleep)
+    wait_for_start(new, timedelta(hours=1), clock=clock, timer=clock, sleep=sleep)
     assert pauses == [30.0, 30.0, 30.0]
 
 
 def test_a_worker_waits_no_longer_than_it_may(new):
     clock = FakeClock(1000.0)
     with pytest.raises(RestoreError, match="waited 0:01:40 for the chief"):
-        wait_for_start(new, timedelta(seconds=100), clock=clock, sleep=clock.sleep)
+        wait_for_start(new, timedelta(seconds=100), clock=clock, timer=clock, sleep=clock.sleep)
     assert clock.now == 1100.0
 
 
@@ -348,7 +348,7 @@ def test_a_failure_of_an_earlier_run_is_not_taken_for_this_one(other, new, tmp_p
         clock.sleep(seconds)
         start_from(other, new, clock=clock)
 
-    wait_for_start(new, timedelta(hours=1), clock=clock, sleep=sleep)
+    wait_for_start(new, timedelta(hours=1), clock=clock, timer=clock, sleep=sleep)
     assert clock.now == 1030.0
 
 

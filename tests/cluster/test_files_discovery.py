@@ -41,7 +41,10 @@ def test_an_entry_is_a_file_whose_first_line_is_the_address(tmp_path):
 
 def test_an_entry_that_nobody_touched_for_long_is_gone_and_is_back_when_it_is_touched(tmp_path):
     now = Now()
-    with FilesDiscovery(config(tmp_path), now) as one, FilesDiscovery(config(tmp_path), now) as other:
+    with (
+        FilesDiscovery(config(tmp_path), now, timer=now) as one,
+        FilesDiscovery(config(tmp_path), now, timer=now) as other,
+    ):
         one.register("ps", 0, A)
         now.seconds += 2 * 3600
         assert other.query("ps") == {0: A}
@@ -50,6 +53,24 @@ def test_an_entry_that_nobody_touched_for_long_is_gone_and_is_back_when_it_is_to
         one.touch()
         assert other.query("ps") == {0: A}
         assert other.entries("ps")[0].registered_at == 1_000_000.0
+
+
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0])
+def test_a_wall_clock_that_jumps_ends_no_entry_and_keeps_none_alive(tmp_path, jump):
+    wall, timer = Now(), Now()
+    one = FilesDiscovery(config(tmp_path), wall, timer=timer)
+    with one, FilesDiscovery(config(tmp_path), wall, timer=timer) as other:
+        one.register("ps", 0, A)
+        assert other.query("ps") == {0: A}
+        wall.seconds += jump
+        assert other.query("ps") == {0: A}
+        for _ in range(3):
+            timer.seconds += 3600
+            one.touch()
+            wall.seconds += 3600
+            assert other.query("ps") == {0: A}
+        timer.seconds += 2 * 3600 + 1  # by which it is gone, whatever the wall clock says
+        assert other.query("ps") == {}
 
 
 def test_the_heartbeat_keeps_an_entry_alive(tmp_path):
@@ -82,7 +103,10 @@ def test_an_entry_that_was_removed_comes_back_while_its_process_lives(tmp_path):
 
 def test_who_was_replaced_does_not_take_its_place_back(tmp_path):
     now = Now()
-    with FilesDiscovery(config(tmp_path), now) as before, FilesDiscovery(config(tmp_path), now) as after:
+    with (
+        FilesDiscovery(config(tmp_path), now, timer=now) as before,
+        FilesDiscovery(config(tmp_path), now, timer=now) as after,
+    ):
         before.register("ps", 0, A)
         after.register("ps", 0, B)
         before.touch()

@@ -171,11 +171,16 @@ def test_however_many_ask_a_page_is_gathered_once_in_a_while(board: StatusBoard)
         looks.append(clock[0])
         return process()
 
-    page = StatusPage(board, look, clock=lambda: clock[0])
-    for moment in (0.0, 0.5, 0.9, 1.0, 1.5, 0.7):  # and back, as clocks are set
+    page = StatusPage(board, look, clock=lambda: -86_400 * clock[0], timer=lambda: clock[0])
+    for moment in (0.0, 0.5, 0.9, 1.0, 1.5, 2.0):
         clock[0] = moment
         page()
-    assert looks == [0.0, 1.0, 0.7]
+    assert looks == [0.0, 1.0, 2.0]
+
+
+def test_a_clock_that_is_ahead_is_told_apart_from_a_process_that_was_just_heard_of() -> None:
+    assert process(time=100.0).clock_ahead(now=95.0) == 0
+    assert process(time=86_500.0).clock_ahead(now=100.0) == 86_400
 
 
 @pytest.mark.parametrize("text", [b"# HELP x", b"[]", b'{"time": -1}', b'{"time": 1, "processes": [{}]}'])

@@ -246,7 +246,7 @@ def test_progress_tells_records_speed_and_lag() -> None:
         def close(self) -> None: ...
 
     pipeline = Pipeline(Slow()).with_progress(
-        "Day 3", every=timedelta(seconds=15), clock=lambda: now[0], stream=stream
+        "Day 3", every=timedelta(seconds=15), clock=lambda: now[0], timer=lambda: now[0], stream=stream
     )
     assert len(list(pipeline)) == 4
     assert stream.getvalue().splitlines() == [
@@ -258,7 +258,7 @@ def test_progress_tells_records_speed_and_lag() -> None:
 
 def test_progress_keeps_quiet_about_what_is_over_soon_and_needs_no_event_time() -> None:
     stream = io.StringIO()
-    line = ProgressLine("x", every=timedelta(seconds=30), clock=lambda: 5.0, stream=stream)
+    line = ProgressLine("x", every=timedelta(seconds=30), clock=lambda: 5.0, timer=lambda: 5.0, stream=stream)
     line.advance(10)
     line.finish()
     assert stream.getvalue() == ""

@@ -160,12 +160,54 @@ def test_a_file_that_may_not_grow_ends_the_run_and_leaves_the_last_checkpoint(
     go_on(trainers, job, uninterrupted)
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("room", [0, 60_000])
+def test_training_continues_on_a_full_disk_and_the_first_save_with_room_holds_everything(
+    *,
+    asynchronous: bool,
+    room: int,
+    disk: Disk,
+    trainers: Trainers,
+    make: MakeJob,
+    uninterrupted: Uninterrupted,
+) -> None:
+    how = {**HOW, "batches": 12, "model_dir": str(disk.mounted / "model")}
+    job = make(**how, asynchronous=asynchronous, summary_every=1, stops=(3, 9))
+    seen = disk.path / "model"
+    pid = trainers.start(job)
+    assert trainers.wait(pid) == "stopped"
+    before = checkpoint_files(seen)
+    disk.fill(room)
+    os.kill(pid, signal.SIGCONT)
+    assert trainers.wait(pid) == "stopped"  # six steps later, of which three were to be saved
+    if not asynchronous:  # where one may be written right now
+        assert checkpoint_files(seen) == before, "half of a checkpoint is in the way"
+    check_listed(str(seen))
+    disk.empty()
+    os.kill(pid, signal.SIGCONT)
+    assert trainers.wait(pid) == 0
+    # Rows expire with each save, which came at other steps than in a run without trouble.
+    done = replace(job, model_dir=str(seen), asynchronous=True, stops=())
+    check_done(done, trainers, uninterrupted(done))
+
+
+def checkpoint_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.glob("*ckpt*/**/*")} | {
+        path.name for path in folder.glob("*ckpt*")
+    }
+
+
+def test_a_disk_that_stays_full_ends_the_run_and_leaves_the_last_checkpoint(
     disk: Disk, trainers: Trainers, make: MakeJob, uninterrupted: Uninterrupted
 ) -> None:
     job = make(**HOW, model_dir=str(disk.mounted / "model"))
     disk.fill(room=350_000)
-    refuse(trainers, job, "FilesystemError", job.model_dir, "The disk is full")
+    refuse(
+        trainers,
+        job,
+        "TransientFilesystemError",
+        *(job.model_dir, "The disk is full", "for 0.5 s at its end", "start the run again"),
+    )
     check_listed(str(disk.path / "model"))
     state = read_checkpoint_state(str(disk.path / "model"))
     assert state is not None

@@ -101,6 +101,10 @@ class Job:
     """The name under which files are taken from a queue."""
     strike: tuple[int, str, int] | None = None
     """A signal, and when the trainer sends it to itself: before the n-th event of a kind; see `Events`."""
+    stops: tuple[int, ...] = ()
+    """The steps after which the trainer stops itself, until it is continued."""
+    last_secs: float = 0.5
+    """Seconds for which the last save is retried."""
     file_limit: int | None = None
     """Bytes beyond which no file grows, as on a disk that is full."""
 
@@ -310,11 +314,13 @@ class Events:
         self.counts: Counter[str] = Counter()
         self.restored = False
         self._folder = job.model_dir.rstrip("/") + "/"
-        self._strike = job.strike
+        self._strike, self._stops = job.strike, job.stops
         sys.addaudithook(self._hear)
 
     def happened(self, kind: str) -> None:
         self.counts[kind] += 1
+        if kind == "step" and self.counts[kind] in self._stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self._strike is not None and self._strike[1:] == (kind, self.counts[kind]):
             os.kill(os.getpid(), self._strike[0])
 
@@ -350,7 +356,13 @@ def train(job: Job) -> None:
         model_dir=job.model_dir,
         deterministic=not job.asynchronous,
         prefetch=job.prefetch,
-        save=SaveConfig(steps=job.save_every, asynchronous=job.asynchronous, retry_secs=0.001),
+        save=SaveConfig(
+            steps=job.save_every,
+            asynchronous=job.asynchronous,
+            retry_secs=0.001,
+            max_failures=100,
+            last_secs=job.last_secs,
+        ),
         keep=KeepConfig(max_to_keep=job.max_to_keep, full_every=job.full_every, evict=True),
         expiry=ExpiryConfig(max_share=1),
         restore=RestoreConfig(checkpoint=job.checkpoint),

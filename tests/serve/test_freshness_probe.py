@@ -53,7 +53,15 @@ class Trainer:
 
 def probe_of(trainer: Trainer, column: str, **how: Any) -> FreshnessProbe:
     return FreshnessProbe(
-        trainer, "ads", ROW, column, pause=0.5, clock=trainer.clock, sleep=trainer.sleep, **how
+        trainer,
+        "ads",
+        ROW,
+        column,
+        pause=0.5,
+        clock=trainer.clock,
+        timer=trainer.clock,
+        sleep=trainer.sleep,
+        **how,
     )
 
 

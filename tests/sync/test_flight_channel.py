@@ -252,6 +252,16 @@ def test_what_is_kept_is_bounded_in_bytes_whoever_reads(stack: ExitStack) -> Non
     assert copy.snapshots == 2
 
 
+@pytest.mark.parametrize("ahead", [86_400.0, -86_400.0])
+def test_a_reader_measures_how_far_the_clock_of_a_publisher_is_from_its_own(
+    stack: ExitStack, ahead: float
+) -> None:
+    port = open_port(stack, wall=lambda: 5000.0 + ahead)
+    SmallPublisher(port.writer())
+    (log,) = open_reader(stack, port.address, wall=lambda: 5000.0).shares()
+    assert log.clock_offset == pytest.approx(ahead, abs=1.0)
+
+
 def test_what_comes_is_there_at_once_for_a_reader_that_waits(stack: ExitStack) -> None:
     port = open_port(stack)
     publisher = SmallPublisher(port.writer())

@@ -90,7 +90,7 @@ def test_what_is_evicted_expires_or_is_cleared_is_removed(channel: MemoryChannel
 
 def test_nothing_is_sent_while_nothing_changes_but_a_sign_of_life(channel: MemoryChannel) -> None:
     clock = Clock()
-    publisher = publish(channel, make_table(), clock=clock, dense_interval=1.0)
+    publisher = publish(channel, make_table(), clock=clock, timer=clock, dense_interval=1.0)
     assert publisher.publish_now() is not None, "the first says that somebody is there"
     assert publisher.publish_now() is None
     clock.now += 1.0
@@ -110,10 +110,26 @@ def test_rows_come_without_state_unless_it_is_asked_for() -> None:
         assert delta.rows["item"].state.shape == (1, width)
 
 
+def test_a_wall_clock_that_jumps_a_day_ahead_and_back_stops_no_publishing(channel: MemoryChannel) -> None:
+    wall, timer = Clock(), Clock()
+    publisher = publish(channel, make_table(), clock=wall, timer=timer, dense_interval=1.0)
+    publisher.publish_now()
+    for jump in (86_400.0, -86_400.0, -86_400.0):
+        wall.now += jump
+        timer.now += 0.5
+        assert publisher.publish_now() is None
+        timer.now += 0.5
+        sign_of_life = publisher.publish_now()
+        assert sign_of_life is not None
+        assert sign_of_life.learned.published_at == wall.now
+
+
 def test_dense_weights_come_at_their_own_interval(channel: MemoryChannel) -> None:
     clock = Clock()
     weights = {"w": torch.ones(3)}
-    publisher = publish(channel, make_table(), clock=clock, dense=lambda: weights, dense_interval=1.0)
+    publisher = publish(
+        channel, make_table(), clock=clock, timer=clock, dense=lambda: weights, dense_interval=1.0
+    )
     first = publisher.publish_now()
     assert first is not None
     assert first.dense is weights
@@ -180,7 +196,7 @@ def test_a_share_must_be_one(channel: MemoryChannel) -> None:
 
 def test_digests_go_round_all_buckets(channel: MemoryChannel, table: Any) -> None:
     clock = Clock()
-    publisher = publish(channel, table, clock=clock, digest_buckets=1024)
+    publisher = publish(channel, table, clock=clock, timer=clock, digest_buckets=1024)
     write(table, {key: float(key) for key in range(100)})
     seen = []
     for _ in range(5):

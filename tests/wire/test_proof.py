@@ -116,6 +116,16 @@ def test_an_answer_of_another_call_proves_nothing() -> None:
         caller.check()
 
 
+def test_a_call_that_was_recorded_cannot_be_made_again() -> None:
+    port, caller = PortProof("s", {"control": TOKEN}), CallerProof("s", {"control": TOKEN})
+    shaken(port, caller)
+    recorded = caller.call_header()
+    port.answer_call(recorded)
+    with pytest.raises(UnprovedError, match="was made before"):
+        port.answer_call(recorded)
+    answered(port, caller)
+
+
 def test_sessions_are_bounded_and_end_when_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "MOST_SESSIONS", 2)
     now = 0.0

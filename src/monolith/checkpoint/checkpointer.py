@@ -213,9 +213,14 @@ class Moment:
         return prefix
 
     def close(self, *, saved: bool) -> None:
-        """Let go of the moment; what changed up to it counts as saved, or as changed still."""
+        """Let go of the moment; what changed up to it counts as saved, or as changed still.
+
+        Half of a checkpoint that was not saved is deleted.
+        """
         for cut in self._cuts.values():
             cut.close(saved=saved)
+        if not saved:
+            self._checkpointer.saver.discard(self.step)
         self._checkpointer._closed(self)
 
     def _write_files(self, prefix: str) -> Link:

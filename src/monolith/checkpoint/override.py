@@ -276,6 +276,7 @@ def wait_for_start(
     timeout: timedelta = timedelta(minutes=30),
     *,
     clock: Callable[[], float] = time.time,
+    timer: Callable[[], float] = time.monotonic,
     sleep: Sleep = time.sleep,
 ) -> None:
     """Wait until the chief has done `start_from`. For the other workers.
@@ -284,7 +285,7 @@ def wait_for_start(
         RestoreError: The chief failed, or said nothing in time.
     """
     began = clock()
-    deadline = began + timeout.total_seconds()
+    deadline = timer() + timeout.total_seconds()
     while True:
         word, at, reason = _published(model_dir)
         if word == "done" and filesystem.exists(filesystem.join(model_dir, CHECKPOINT_FILE)):
@@ -292,7 +293,7 @@ def wait_for_start(
         failed = f" The chief's last word was: {reason}" if word == "failed" else ""
         if failed and at >= began - _EARLIER_RUN_SECONDS:
             raise RestoreError(f"the chief could not prepare {model_dir}.{failed}")
-        left = deadline - clock()
+        left = deadline - timer()
         if left <= 0:
             raise RestoreError(
                 f"waited {timeout} for the chief to prepare {model_dir} from its restore_dir.{failed} "

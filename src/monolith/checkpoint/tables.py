@@ -464,15 +464,16 @@ class _Source:
 
     def keep(self, share: IdShare) -> Keep | None:
         """Return which ids are those of a share and of the slot; None for all."""
-        if self.slot is None:
+        slot = self.slot
+        if slot is None:
             return None if share == WHOLE else share
         in_share = kept_ids(None if share == WHOLE else share)
 
         def chosen(ids: Tensor) -> Tensor:
-            mine = slot_of(ids).eq(self.slot)
+            mine = slot_of(ids).eq(slot)
             if self.name == self.of and not bool(mine.all()):
                 raise RestoreError(
-                    f"cannot merge table {self.name!r} with others: it is of slot {self.slot}, and has ids "
+                    f"cannot merge table {self.name!r} with others: it is of slot {slot}, and has ids "
                     f"of other slots, such as {int(ids[~mine][0])}. Only ids that are fids tell their slots "
                     "apart; set train.tables.merge_equal_slots to false"
                 )

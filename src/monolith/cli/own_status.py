@@ -69,7 +69,7 @@ class OwnStatus:
         """Where this process shows its metrics; empty where it does not."""
         self._writer: StatusWriter | None = None
         self._failovers = 0
-        self.page = StatusPage(self._board, self._now, clock=clock)
+        self.page = StatusPage(self._board, self._now, clock=clock, timer=timer)
         """The whole job as JSON, as far as its model_dir tells; else this process."""
 
     @contextmanager
@@ -141,6 +141,7 @@ class OwnStatus:
                 data_read=None if ahead is None else ahead.data_read,
                 seconds_left=None if ahead is None else ahead.seconds_left,
                 saved_at=None if local.save is None else local.save.saved_at,
+                save_trouble="" if local.save is None else local.save.trouble,
                 publishing="" if local.publish is None else describe_publishing(local.publish.standing),
                 standbys=local.session.standbys,
             )

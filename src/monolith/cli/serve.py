@@ -27,6 +27,7 @@ from monolith.cli.serve_shards import follow_config, remote_rows, serve_rows, tr
 from monolith.cluster.launch.processes import Member, launch
 from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
+from monolith.observe import ClockWatch
 from monolith.serve.server import (
     BatchingConfig,
     InferenceServer,
@@ -73,7 +74,7 @@ def run(options: ServeOptions) -> int:
             threads=options.predict_threads,
             allow_module=options.allow_module,
             compiled=options.compiled,
-            rows=remote_rows(options, control, stop) if options.role == "entry" else None,
+            rows=remote_rows(options, guard, stop) if options.role == "entry" else None,
         )
         peers = ServePeers(folder, index, count, guard if control.token is None else control)
         with InferenceServer(
@@ -90,7 +91,8 @@ def run(options: ServeOptions) -> int:
                     say(line)
             else:
                 say(READY)
-            stop.wait()
+            with ClockWatch(server.inference.metrics.all):
+                stop.wait()
             sys.stderr.write("stopping: not ready any more; answering what is in flight\n")
     return 0
 

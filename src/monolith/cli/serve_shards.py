@@ -23,7 +23,7 @@ from monolith.cluster import Discovery, open_discovery_url
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import Guard, SecurityConfig, derive_token, guard_caller, ssl_context
 from monolith.errors import ConfigError, MonolithError
-from monolith.observe import Metrics, MetricsServer, progress
+from monolith.observe import ClockWatch, Metrics, MetricsServer, progress
 from monolith.serve.following.config import ServeFollowConfig
 from monolith.serve.rows import RowSource
 from monolith.serve.servable.manifest import read_servable
@@ -79,7 +79,8 @@ def serve_rows(options: ServeOptions) -> int:
             say(
                 f"rows     {server.address}  shard {server.shard}, replica {server.replica} of {server.model}"
             )
-            stop.wait()
+            with ClockWatch(metrics):
+                stop.wait()
     return 0
 
 

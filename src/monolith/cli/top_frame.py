@@ -33,7 +33,7 @@ def severity(status: ProcessStatus, now: float) -> int:
         return 3
     if status.state == MISSING or status.state.startswith("no step"):
         return 2
-    return int(status.state in ("rejoining", "without a chief"))
+    return int(bool(status.save_trouble) or status.state in ("rejoining", "without a chief"))
 
 
 def is_well(job: JobStatus) -> bool:
@@ -135,12 +135,14 @@ def frame(
     limit = options.rows
     if limit is None:
         chrome = _CHROME + len(published(job)) + len(without_standby(job))
+        chrome += any(one.save_trouble for one in members(job))
         limit = SHOWN_WITHOUT_TERMINAL if height is None else max(height - chrome, 3)
     shown = processes[: limit or None]
     parts: list[RenderableType] = [Text(f"{name}  {_job_name(job)}".rstrip(), style="bold")]
     if problem is not None:
         parts.append(Text(problem, style="bold red"))
     parts.append(Text(totals(job)))
+    parts += [Text(one.save_trouble, style="bold red") for one in members(job) if one.save_trouble][:1]
     parts += [Text(line, style="" if line == GOES_ON else "bold red") for line in published(job)]
     parts += [Text(line, style="bold red") for line in without_standby(job)]
     if shown:
@@ -250,6 +252,8 @@ def _fitting(columns: Mapping[str, list[str]], width: int) -> dict[str, list[str
 def _state(one: ProcessStatus, now: float) -> str:
     if one.state == FAILED:
         return f"failed {_time(one.age(now))} ago"
+    if ahead := one.clock_ahead(now):
+        return f"{one.state}, its clock is {_time(ahead)} ahead"
     return f"silent for {_time(one.age(now))}" if one.is_silent(now) else one.state
 
 

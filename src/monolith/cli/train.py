@@ -36,7 +36,7 @@ from monolith.cluster.security import guard_caller, guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
 from monolith.errors import ConfigError, MonolithError, RetryableError
-from monolith.observe import Metrics
+from monolith.observe import ClockWatch, Metrics
 from monolith.observe.logs import logs_json, name_process
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
@@ -104,6 +104,7 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             open_things.enter_context(served)
             status.metrics_url = served.url
             say(f"metrics on {served.url}")
+        open_things.enter_context(ClockWatch(metrics))
         if run.job.dump_features:
             return dump_features(training)
         chief = run.cluster.role == "worker" and run.cluster.index == 0

@@ -5,7 +5,8 @@ line; below it the time of the registration and a mark of who made it. The file'
 while its process lives: an entry that nobody touched for `expire_after` is as good as gone.
 
 Changes are made under a lock, by renaming: a reader sees an entry whole or not at all. The clocks
-of the machines may differ by less than `expire_after`.
+of the machines may differ, and be set: what counts is when a reader saw the time of a file change. Only a
+process that has just started must believe them, so they should then differ by less than `expire_after`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from monolith.cluster.discovery import (
 from monolith.cluster.waiting import Clock
 from monolith.errors import AddressError, ConfigError, FilesystemError
 from monolith.filesystem import atomic_write
+from monolith.observe import Sightings
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +70,13 @@ class _Entry:
 class FilesDiscovery(Closing):
     """Entries in a folder. The process that made one touches it from a thread until it is closed."""
 
-    def __init__(self, config: FilesConfig, clock: Clock = time.time) -> None:
+    def __init__(
+        self, config: FilesConfig, clock: Clock = time.time, *, timer: Clock = time.monotonic
+    ) -> None:
         self._config = config
         self._clock = clock
+        self._sightings = Sightings(clock, timer)
+        self._looking = threading.Lock()  # guards the sightings
         self._folder = Path(config.folder)
         self._owner = secrets.token_hex(8)
         self._lock = threading.Lock()  # guards _mine and _closed
@@ -116,13 +122,21 @@ class FilesDiscovery(Closing):
         if self._closed:
             return []
         check_role(role)
-        oldest = self._clock() - self._config.expire_after.total_seconds()
         try:
             names = [path.name for path in (self._folder / role).iterdir()]
         except FileNotFoundError:
             return []
         found = [self._read(role, int(name)) for name in names if name.isascii() and name.isdecimal()]
-        return sorted(entry.registration for entry in found if entry is not None and entry.touched >= oldest)
+        with self._looking:
+            return sorted(
+                entry.registration for entry in found if entry is not None and not self._is_old(role, entry)
+            )
+
+    def _is_old(self, role: str, entry: _Entry) -> bool:
+        most = self._config.expire_after.total_seconds()
+        # A little more than `most`: an entry of exactly that age still counts.
+        who, longest = (role, entry.registration.index), most + 1e-3
+        return self._sightings.age(who, entry.touched, renewed_at=entry.touched, most=longest) > most
 
     def roles(self) -> list[str]:
         try:

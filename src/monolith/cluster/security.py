@@ -261,7 +261,11 @@ def add_grpc_port(server: Any, address: str, guard: Guard) -> int:
     return port
 
 
-def grpc_interceptors(guard: Guard, message_within: float = MESSAGE_WITHIN) -> tuple[Any, ...]:
+def grpc_interceptors(
+    guard: Guard,
+    message_within: float = MESSAGE_WITHIN,
+    admit: Callable[[str], object] = lambda _: None,
+) -> tuple[Any, ...]:
     """Return what `grpc.server(interceptors=...)` needs to refuse callers without the token.
 
     gRPC gives a thread to each call when its headers have come, and the thread waits for the message. So a
@@ -270,6 +274,7 @@ def grpc_interceptors(guard: Guard, message_within: float = MESSAGE_WITHIN) -> t
 
     Args:
         message_within: Seconds that an admitted call may take for its next message.
+        admit: Told the peer of each call that has sent its first message; see `wire.doorkeeper`.
     """
     grpc = _import_grpc()
     waits = _MessageWaits(message_within)
@@ -282,12 +287,17 @@ def grpc_interceptors(guard: Guard, message_within: float = MESSAGE_WITHIN) -> t
             message = next(waits.bounded(messages, context), None)
             if message is None:
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message that can be read")
+            admit(context.peer())
             return answer(message, context)
 
         return read
 
     def all_messages(answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        return lambda messages, context: answer(waits.bounded(messages, context), context)
+        def read(messages: Any, context: Any) -> Any:
+            admit(context.peer())  # a stream may be open for long before its first message
+            return answer(waits.bounded(messages, context), context)
+
+        return read
 
     class AdmittedCalls(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
         def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:

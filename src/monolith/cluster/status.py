@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 from monolith import filesystem
-from monolith.errors import MonolithError, RequestError
+from monolith.errors import MonolithError, RequestError, TransientFilesystemError
 from monolith.filesystem.backends import errors_as
 from monolith.observe import Doublings
 from monolith.wire.bodies import Count, Name, Seconds, Text, read_body, write_body
@@ -106,6 +106,8 @@ class ProcessStatus:
     """How long the run will still take at the speed so far, as this worker sees it."""
     saved_at: Seconds | None = None
     """When the last checkpoint was on disk, in Unix seconds; only the chief knows."""
+    save_trouble: Text = ""
+    """Why the newest state is not saved or exported; empty while saves succeed, or another process knows."""
     publishing: Text = ""
     """How publishing stands, in words; empty where nothing is published, or another process knows."""
     standbys: Text = ""
@@ -116,8 +118,13 @@ class ProcessStatus:
         return f"{self.role} {self.index}"
 
     def age(self, now: float) -> float:
-        """Return the seconds since it was heard of."""
+        """Return the seconds since it was heard of, by the clock of this machine and of its own."""
         return max(now - self.time, 0.0)
+
+    def clock_ahead(self, now: float) -> float:
+        """Return how far its clock is ahead of `now`; 0 if they agree. Its age is then not known."""
+        ahead = self.time - now
+        return ahead if ahead > SPAN_SECONDS else 0.0
 
     def is_silent(self, now: float) -> bool:
         """Whether it should have been heard of since."""
@@ -177,9 +184,16 @@ class StatusBoard:
             return
         # As an atomic write, but for waiting for the disk: after a crash of the machine nobody misses it.
         unfinished = Path(f"{path}.new")
-        with errors_as("write", path):
-            unfinished.write_bytes(text)
-            unfinished.replace(path)
+        try:
+            with errors_as("write", path):
+                unfinished.write_bytes(text)
+                unfinished.replace(path)
+        except TransientFilesystemError:
+            # On a full disk this is the place where `monolith top` says so. A file of less than a block has
+            # room for as much text again, so the old one is written over; a reader may see a torn one.
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            _write_over(path, text)
 
     def read_one(self, role: Role, index: int) -> ProcessStatus | None:
         """Return what a process said last; None where it has said nothing, or nothing one can read."""
@@ -224,6 +238,13 @@ class StatusBoard:
             return read_body(ProcessStatus, json.loads(text))
         except ValueError as cause:
             raise RequestError(f"it is not JSON: {cause}") from cause
+
+
+def _write_over(path: str, text: bytes) -> None:
+    """Replace the content of a file without taking more of the disk."""
+    with errors_as("write", path), Path(path).open("r+b") as file:
+        file.write(text)
+        file.truncate()
 
 
 class StatusWriter:
@@ -310,19 +331,20 @@ class StatusPage:
         *,
         at_most_every: float = 1.0,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._board = board
         self._own = own
         self._keep = at_most_every
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._lock = threading.Lock()  # guards what follows, and lets one caller gather at a time
         self._page = b""
         self._gathered = -math.inf
 
     def __call__(self) -> bytes:
         with self._lock:
-            now = self._clock()
-            if not self._page or not 0 <= now - self._gathered < self._keep:
+            now = self._timer()
+            if not self._page or now - self._gathered >= self._keep:
                 self._page, self._gathered = self._gather().to_json(), now
             return self._page
 

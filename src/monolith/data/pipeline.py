@@ -103,17 +103,20 @@ class Pipeline(Passing[Source]):
         *,
         every: timedelta = timedelta(seconds=30),
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
         event_time: str = LINE_ID + "req_time",
         stream: TextIO | None = None,
     ) -> Pipeline:
         """Print a line now and then: how many records, how fast, and how far behind the clock they are.
 
         Args:
-            clock: Unix seconds.
+            clock: Unix seconds, for the lag.
+            timer: Seconds that only grow.
             event_time: A column of Unix seconds; without it, the lag is left out.
             stream: Standard error by default.
         """
-        line = ProgressLine(label, every=every, clock=clock, stream=sys.stderr if stream is None else stream)
+        out = sys.stderr if stream is None else stream
+        line = ProgressLine(label, every=every, clock=clock, timer=timer, stream=out)
         return Pipeline(_Watched(self._source, line, event_time))
 
     def prefetch(self, batches: int) -> Pipeline:
@@ -269,12 +272,20 @@ class ProgressLine:
     The rate is that of the time since the last line, so that a stall shows.
     """
 
-    def __init__(self, label: str, *, every: timedelta, clock: Callable[[], float], stream: TextIO) -> None:
+    def __init__(
+        self,
+        label: str,
+        *,
+        every: timedelta,
+        clock: Callable[[], float],
+        timer: Callable[[], float],
+        stream: TextIO,
+    ) -> None:
         self._label = label
         self._every = every.total_seconds()
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._stream = stream
-        self._began = self._printed = clock()
+        self._began = self._printed = timer()
         self._total = self._since = 0
         self._newest: int | None = None
 
@@ -284,21 +295,20 @@ class ProgressLine:
         self._since += records
         if event_time is not None:
             self._newest = event_time
-        now = self._clock()
+        now = self._timer()
         if now - self._printed >= self._every:
-            self._print(self._since / max(now - self._printed, 1e-9), now)
+            self._print(self._since / max(now - self._printed, 1e-9))
             self._printed, self._since = now, 0
 
     def finish(self) -> None:
         """Print the sum, if there was a line before."""
-        now = self._clock()
         if self._printed > self._began:
-            self._print(self._total / max(now - self._began, 1e-9), now, "done")
+            self._print(self._total / max(self._timer() - self._began, 1e-9), "done")
 
-    def _print(self, rate: float, now: float, ending: str = "") -> None:
+    def _print(self, rate: float, ending: str = "") -> None:
         parts = [describe_amount(self._total, None, "records"), describe_rate(rate, "records")]
         if self._newest is not None:
-            parts.append(f"{describe_seconds(max(now - self._newest, 0))} behind")
+            parts.append(f"{describe_seconds(max(self._clock() - self._newest, 0))} behind")
         if ending:
             parts.append(ending)
         print(f"{self._label}: {', '.join(parts)}", file=self._stream, flush=True)

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
-from monolith.errors import FileMissingError, FilesystemError
+from monolith.errors import FileMissingError, FilesystemError, TransientFilesystemError
 from monolith.filesystem.paths import AnyPath, base_name, is_url, normal_url
 
 
@@ -104,7 +104,11 @@ def errors_as(doing: str, path: AnyPath) -> Iterator[None]:
 
 def filesystem_error(doing: str, path: AnyPath, cause: OSError) -> FilesystemError:
     """The error to raise for `cause`, with advice where there is some."""
-    kind = FileMissingError if isinstance(cause, FileNotFoundError) else FilesystemError
+    kind: type[FilesystemError] = FilesystemError
+    if isinstance(cause, FileNotFoundError):
+        kind = FileMissingError
+    elif cause.errno in TransientFilesystemError.ERRNOS:
+        kind = TransientFilesystemError
     what = cause.strerror or str(cause) or type(cause).__name__
     error = kind(f"cannot {doing} {os.fspath(path)}: {what}. {_advice(cause)}".rstrip())
     error.errno = cause.errno
@@ -126,6 +130,7 @@ _ADVICE = {
     errno.EROFS: "The disk is mounted read-only: choose another folder.",
     errno.EIO: "The device failed; see the system log before you trust it again.",
     errno.EMFILE: "This process has too many files open: raise `ulimit -n`.",
+    errno.ENFILE: "This machine has too many files open: raise `fs.file-max`.",
     errno.EXDEV: "Both names must be on one disk: copy, then remove.",
     errno.EISDIR: "That is a folder, a file was expected.",
     errno.ENOTDIR: "Part of the path is a file, a folder was expected.",

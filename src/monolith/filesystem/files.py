@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from typing import BinaryIO, TypeGuard
 
-from monolith.errors import FileMissingError, FilesystemError
-from monolith.filesystem.backends import Backend, errors_as, filesystem_error, locate
+from monolith.errors import FileMissingError, FilesystemError, TransientFilesystemError
+from monolith.filesystem.backends import Backend, LocalBackend, errors_as, filesystem_error, locate
 from monolith.filesystem.paths import AnyPath, join, temporary
 
 
@@ -102,6 +102,18 @@ def file_size(path: AnyPath) -> int:
     """
     with errors_as("look at", path), open_read(path) as file:
         return file.seek(0, os.SEEK_END)
+
+
+def free_bytes(path: AnyPath) -> int | None:
+    """The bytes that this process may still write to the disk of a folder; None if that cannot be told."""
+    backend, inner = locate(path)
+    if not isinstance(backend, LocalBackend):
+        return None
+    try:
+        found = os.statvfs(inner)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
 
 
 @contextlib.contextmanager
@@ -260,7 +272,7 @@ def _is_failed_write(cause: BaseException) -> TypeGuard[OSError]:
         isinstance(cause, OSError)
         and not isinstance(cause, FilesystemError)
         and cause.filename is None
-        and cause.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+        and cause.errno in {errno.EFBIG, errno.EROFS, *TransientFilesystemError.ERRNOS}
     )
 
 

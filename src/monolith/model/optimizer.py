@@ -104,7 +104,7 @@ class EmbeddingOptimizer(EagerOptimizer):
         if not collections and isinstance(model, nn.Module):
             raise FeatureError("there is no EmbeddingCollection to train; pass the model that holds it")
         # torch refuses an optimizer without groups; an empty one for a model without rows is never filled.
-        super().__init__([{"params": []} for _ in collections or [None]], {})
+        super().__init__([{"params": []} for _ in range(max(1, len(collections)))], {})
         self.global_step = global_step
         self.multiply_rows_by = multiply_rows_by
         """None for the size of the batch."""

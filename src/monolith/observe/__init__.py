@@ -1,5 +1,6 @@
 """What a running system says about itself: logs, progress, metrics and stack dumps."""
 
+from monolith.observe.clock_watch import ClockWatch, Sightings
 from monolith.observe.logs import Doublings, configure_logging
 from monolith.observe.memory import MemoryUse, MemoryWatch, memory_use
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
@@ -8,6 +9,7 @@ from monolith.observe.progress import Progress, progress
 from monolith.observe.stacks import install_stack_dump, print_stack_trace
 
 __all__ = [
+    "ClockWatch",
     "Counter",
     "Doublings",
     "Gauge",
@@ -18,6 +20,7 @@ __all__ = [
     "MetricsServer",
     "Progress",
     "Resting",
+    "Sightings",
     "configure_logging",
     "install_stack_dump",
     "memory_use",

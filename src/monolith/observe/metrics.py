@@ -79,6 +79,12 @@ class Gauge(_Metric):
         family = cast("prometheus_client.Gauge", self._family)
         (family.labels(**labels) if labels else family).set(value)
 
+    def read_from(self, value: Callable[[], float], **labels: str) -> None:
+        """Ask for the current value whenever metrics are read, from the thread that reads them."""
+        self._check(labels)
+        family = cast("prometheus_client.Gauge", self._family)
+        (family.labels(**labels) if labels else family).set_function(value)
+
 
 class Histogram(_Metric):
     """How often a value fell into each of a few buckets."""

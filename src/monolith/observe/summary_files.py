@@ -6,8 +6,12 @@ a run that goes on after a restart begins another one beside it.
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from monolith.errors import FilesystemError, MissingExtraError
+from monolith.errors import FilesystemError, MissingExtraError, TransientFilesystemError
 from monolith.observe.summaries import PLUGIN_NAME, TensorSummary
 
 if TYPE_CHECKING:
@@ -23,6 +27,12 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import SummaryMetadata  # type: ignore[import-untyped]
 
 _PURPOSE = "TensorBoard summaries"
+_REOPEN_SECONDS = 30.0
+"""Another file is tried so long after one that could not be written."""
+_REOPEN_BYTES = 1 << 20
+"""And only if so many bytes are free."""
+
+_log = logging.getLogger(__name__)
 EVENT_FILE_MARK = ".tfevents."
 """What the names of all event files have in common."""
 
@@ -64,22 +74,35 @@ class SummaryWriter:
     Args:
         folder: Is made if it is not there. TensorBoard shows it as one run.
         clock: Unix seconds, stamped on what is written.
+        timer: Seconds that only grow.
+
+    A disk that is full for a while costs the summaries of that while, with a warning; then another file is
+    begun. TensorBoard shows both as one run.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
-        FilesystemError: The file cannot be made or, from any later call, written.
+        FilesystemError: The file cannot be made or, from any later call, written, for a reason that stays.
     """
 
-    def __init__(self, folder: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
         try:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
         except ImportError as cause:
             raise MissingExtraError("tensorboard", "tensorboard", _PURPOSE) from cause
         self.folder = folder
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._closed = False
+        self._open: Callable[[], Any] = lambda: EventFileWriter(folder)
+        self._again_at: float | None = None
+        """When another file may be begun, after one that could not be written."""
         try:
-            self._file = EventFileWriter(folder)
+            self._file = self._open()
         except OSError as cause:
             raise self._failed(cause) from cause
 
@@ -107,20 +130,16 @@ class SummaryWriter:
 
     def flush(self) -> None:
         """Wait until all is on disk."""
-        try:
-            self._file.flush()
-        except OSError as cause:
-            raise self._failed(cause) from cause
+        if self._again_at is None:
+            self._try(self._file.flush)
 
     def close(self) -> None:
         """Finish the file; closing again does nothing."""
         if self._closed:
             return
         self._closed = True
-        try:
-            self._file.close()
-        except OSError as cause:
-            raise self._failed(cause) from cause
+        if self._again_at is None:
+            self._try(self._file.close)
 
     def __enter__(self) -> Self:
         return self
@@ -143,13 +162,43 @@ class SummaryWriter:
 
     def _add(self, event: Event) -> None:
         event.wall_time = self._clock()
+        if self._again_at is not None:
+            if self._timer() < self._again_at:
+                return
+
+            if not self._try(self._reopen):
+                return
+            self._again_at = None
+        self._try(lambda: self._file.add_event(event))
+
+    def _reopen(self) -> None:
+        with suppress(Exception):  # it could not be written before
+            self._file.close()
+        with suppress(FileNotFoundError):  # a remote folder
+            found = os.statvfs(self.folder)
+            # Each attempt leaves a thread behind if it fails, so first see whether it can succeed.
+            if found.f_bavail * found.f_frsize < _REOPEN_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._file = self._open()
+
+    def _try(self, act: Callable[[], object]) -> bool:
+        """Write; return whether that went well. A full disk is warned about once, and tried again later."""
         try:
-            self._file.add_event(event)
+            act()
         except OSError as cause:
-            raise self._failed(cause) from cause
+            if cause.errno not in TransientFilesystemError.ERRNOS:
+                raise self._failed(cause) from cause
+            if self._again_at is None:
+                _log.warning("summaries in %s are not written for now: %s", self.folder, cause)
+            self._again_at = self._timer() + _REOPEN_SECONDS
+            return False
+        return True
 
     def _failed(self, cause: OSError) -> FilesystemError:
-        error = FilesystemError(f"cannot write summaries to {self.folder}: {cause}")
+        passing = cause.errno in TransientFilesystemError.ERRNOS
+        error = (TransientFilesystemError if passing else FilesystemError)(
+            f"cannot write summaries to {self.folder}: {cause}"
+        )
         error.errno = cause.errno
         return error
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from monolith.run.export_config import EXPORTED, ExportConfig
 from monolith.serve.exporting import ExportedServable, Exporter, ExportHow, ExportModel, TableCodings
 from monolith.serve.raw import RequestReader
 from monolith.serve.servable.manifest import read_servable
-from monolith.serve.servable.versions import ENTRY, list_versions, remove_versions
+from monolith.serve.servable.versions import ENTRY, list_versions, remove_leftovers, remove_versions
 from monolith.serve.warm_up import draw_requests
 from monolith.train import Mode, Task, TrainConfig, Trainer
 from monolith.train.hooks.saving.listeners import SaveListener
@@ -145,7 +145,7 @@ def _features_of(module: nn.Module) -> list[str]:
 
 
 class ExportListener(SaveListener):
-    """Exports each checkpoint that is saved. What goes wrong is logged and counted; training goes on.
+    """Exports each checkpoint that is saved. A failure is logged and counted; the next save exports again.
 
     Args:
         root: The folder of versions.
@@ -180,12 +180,17 @@ class ExportListener(SaveListener):
     def after_save(self, step: int) -> bool | None:
         try:
             self._export(step)
+            self.trouble = ""
         except Exception as error:
             self._failed.inc()
+            for root in self._roots:  # half of a version would fill the disk that the next save needs
+                with suppress(OSError, MonolithError):
+                    remove_leftovers(root)
+            self.trouble = f"step {step} is saved, and not exported to {self._root}: {error}"
             unexpected = None if isinstance(error, MonolithError) else error
             _log.error(
-                "the checkpoint of step %d is saved, and could not be exported to %s: %s. Training goes on; "
-                "export it by hand with `monolith export`.",
+                "the checkpoint of step %d is saved, and could not be exported to %s: %s Training continues, "
+                "and the next save is exported again; `monolith export` exports this one.",
                 step,
                 self._root,
                 error,

@@ -116,7 +116,8 @@ class FreshnessProbe:
         event_time: The column that is set to the time of writing, in Unix seconds; none where events have
             no times.
         pause: Seconds between two requests.
-        clock: Unix seconds.
+        clock: Unix seconds, for the event's time.
+        timer: Seconds that only grow.
     """
 
     def __init__(
@@ -129,13 +130,14 @@ class FreshnessProbe:
         event_time: str | None = None,
         pause: float = 0.01,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if column not in row:
             raise ConfigError(f"freshness: the row has no column {column!r}; it has {', '.join(row)}")
         self._asker, self._model = asker, model
         self._row, self._column, self._event_time = row, column, event_time
-        self._pause, self._clock, self._sleep = pause, clock, sleep
+        self._pause, self._clock, self._timer, self._sleep = pause, clock, timer, sleep
 
     def probe(self, events: WritesEvents, timeout: float) -> Probed:
         """Write an event, and ask until an answer knows of it.
@@ -150,17 +152,17 @@ class FreshnessProbe:
                 f"freshness: the model tells two ids that it has never seen apart by {self._column!r}; "
                 "name a column whose ids have rows of their own"
             )
-        begun = self._clock()
+        begun = self._timer()
         event = dict(marked)
         if self._event_time is not None:
-            event[self._event_time] = int(begun)
+            event[self._event_time] = int(self._clock())
         events.write(event)
         asked = 0
-        while self._clock() - begun < timeout:
+        while self._timer() - begun < timeout:
             answered = self._ask(marked, control)
             asked += 1
             if self._differ(answered):
-                return Probed(self._clock() - begun, asked, stages_of(answered.parameters))
+                return Probed(self._timer() - begun, asked, stages_of(answered.parameters))
             self._sleep(self._pause)
         raise DeadlineExceededError(
             f"the answer for a new {self._column} did not change within {timeout:g} s ({asked} requests). "

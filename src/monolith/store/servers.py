@@ -63,6 +63,7 @@ SERVICE = Service(
         errors.TableClosedError,
         errors.TableError,
         errors.TrainingError,
+        errors.TransientFilesystemError,
         errors.UnavailableError,
         errors.UnknownTableError,
     ),

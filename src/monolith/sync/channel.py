@@ -8,7 +8,7 @@ up: what is kept is bounded in bytes. Every implementation passes `tests/contrac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -28,6 +28,8 @@ class ShareLog:
     """The first sequence that is still kept: a reader at `oldest - 1` or later needs no snapshot."""
     tables: Mapping[str, int]
     """Table to floats per row."""
+    clock_offset: float | None = field(default=None, compare=False)
+    """Seconds that the publisher's clock is ahead of the reader's; None if the channel cannot measure it."""
 
 
 class TakeSnapshot(Protocol):

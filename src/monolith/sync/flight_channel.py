@@ -80,6 +80,7 @@ class DeltaPort:
         snapshots: int = 4,
         answer_bytes: int = ANSWER_BYTES,
         clock: Clock = time.monotonic,
+        wall: Clock = time.time,
     ) -> None:
         if min(readers, snapshots, answer_bytes) < 1:
             raise ConfigError("delta port: readers, snapshots and answer_bytes must be at least 1")
@@ -88,7 +89,7 @@ class DeltaPort:
         self._longest = limits.wait.total_seconds()
         self._answer_bytes = answer_bytes
         self._most_readers, self._most_snapshots = readers, snapshots
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self._lock = threading.Lock()  # guards all below; never held while frames are made or waited for
         self._writers: list[FlightDeltaWriter] = []
         self._readers: dict[str, float] = {}
@@ -162,7 +163,8 @@ class DeltaPort:
         with self._lock:
             writers = [writer for writer in self._writers if writer.model == body.model]
         logs = [log for log in (writer.log.log for writer in writers) if log is not None]
-        return {"shares": [log_to_plain(log) for log in logs]}
+        # The time lets readers tell how far their clock is from ours, which stamps what is published.
+        return {"shares": [log_to_plain(log) for log in logs], "now": self._wall()}
 
     def _leave(self, body: LeaveBody) -> None:
         with self._lock:

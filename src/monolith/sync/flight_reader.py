@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,8 @@ from monolith.wire.flight import Caller, Clock, PortGuard
 _LONGEST_WAIT = 20.0
 """Seconds that one call waits; more is several."""
 _ANSWER_WITHIN = timedelta(seconds=45)
+_OFFSET_WITHIN_S = 1.0
+"""A call that took longer does not measure the publisher's clock: half of it is the error."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +61,14 @@ class FlightDeltaReader:
         in_a_row: bool = False,
         limit: int = FRAME_LIMIT,
         clock: Clock = time.monotonic,
+        wall: Clock = time.time,
     ) -> None:
         self._addresses = addresses if callable(addresses) else lambda: addresses
         self._model = model
         self._guard = guard
         self._in_a_row = in_a_row
         self._limit = limit
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self._name = secrets.token_hex(16)
         self._callers: dict[str, Caller] = {}
         self._where: dict[int, str] = {}
@@ -84,6 +87,7 @@ class FlightDeltaReader:
         failures: list[str] = []
         addresses = list(dict.fromkeys(self._addresses()))
         for address in addresses:
+            asked, asked_at = self._clock(), self._wall()
             try:
                 with self._asking():
                     answer = self._caller(address).call("shares", reader=self._name, model=self._model)
@@ -93,7 +97,8 @@ class FlightDeltaReader:
             logs = answer.get("shares")
             if not isinstance(logs, list):
                 raise CorruptMessageError(f"{address} does not say which shares it publishes")
-            found += [(address, log_from_plain(one)) for one in logs]
+            offset = self._offset(answer.get("now"), asked_at, self._clock() - asked)
+            found += [(address, replace(log_from_plain(one), clock_offset=offset)) for one in logs]
             if self._in_a_row and len(addresses) == 1 and len(found) == 1:
                 addresses += _those_after(address, found[0][1])
         if failures and len(failures) == len(addresses):
@@ -107,6 +112,15 @@ class FlightDeltaReader:
         }
         self._where = {share: where for share, (where, _) in kept.items()}
         return [log for _, (_, log) in sorted(kept.items())]
+
+    def _offset(self, now: object, asked_at: float, took: float) -> float | None:
+        """Return how far a publisher's clock is ahead of ours, from the time it gave in the middle of a call.
+
+        None if it gave none, as older ones do; or if the call took so long that the middle says little.
+        """
+        if isinstance(now, bool) or not isinstance(now, int | float) or took > _OFFSET_WITHIN_S:
+            return None
+        return now - (asked_at + took / 2)
 
     def read(self, share: int, after: LogPlace | None, *, wait: float) -> Iterator[Message]:
         """Yield what comes after a place; see `DeltaReader`."""

@@ -104,7 +104,8 @@ class Publisher:
         with_state: Whether rows come with their optimizer state, for standbys.
         guard: Asked about every delta before it is let out.
         state: Where it is held from the first moment on: why, since when, and at which version servers are.
-        clock: Returns Unix seconds.
+        clock: Returns Unix seconds, which messages are stamped with.
+        timer: Returns seconds that only grow, for intervals.
         digest_buckets: Buckets that a delta brings digests of, at most; 0: no digests.
         touched_capacity: Changed ids of a table that are remembered until the next delta; past it a new epoch
             begins.
@@ -125,6 +126,7 @@ class Publisher:
         guard: PublishGuard | None = None,
         state: PublishState | None = None,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
         digest_buckets: int = DIGEST_BUCKETS,
         touched_capacity: int | None = None,
     ) -> None:
@@ -136,7 +138,7 @@ class Publisher:
         self._ask_dense, self._ask_learned = dense, learned
         self._with_state = with_state
         self._guard = guard
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._digest_buckets = digest_buckets
         sets = {} if touched_capacity is None else {"capacity": touched_capacity}
         self._touched = {name: TouchedKeySet(**sets, name_suffix=f"_{name}") for name in self._tables}
@@ -157,7 +159,7 @@ class Publisher:
         self._lock = threading.RLock()
         self._opened = False
         self._said = False
-        self._failing = False
+        self._failing = ""
         self._unsent: Delta | None = None
         self._pending: dict[str, Tensor] = {}
         self._cut = False  # whether the newest delta left changed ids for another
@@ -178,6 +180,11 @@ class Publisher:
     def place(self) -> LogPlace:
         """Of the newest delta that was let out: what changes from now on is in deltas after it."""
         return self._place
+
+    @property
+    def trouble(self) -> str:
+        """Why what has changed cannot be handed over now, and is retried; empty while it can."""
+        return self._failing
 
     @property
     def stats(self) -> PublishStats:
@@ -333,7 +340,7 @@ class Publisher:
             self._fail(f"the delta channel is unavailable: {cause}")
             return False
         if self._failing:
-            self._failing = False
+            self._failing = ""
             _log.info("publishing share %d of %d works again", *self._share)
         return self._unsent is None or self._state.held
 
@@ -345,7 +352,7 @@ class Publisher:
         self._writer.append(delta)
         self._unsent = None
         self._place = delta.place
-        self._sent_at = self._clock()
+        self._sent_at = self._timer()
         self._count(
             deltas=1,
             rows=sum(map(len, delta.rows.values())),
@@ -357,13 +364,13 @@ class Publisher:
     def _fail(self, what: str, *, trace: bool = False) -> None:
         self._count(failures=1)
         if not self._failing:
-            self._failing = True
             _log.warning(
-                "publishing share %d of %d: %s; training goes on, and it is tried again",
+                "publishing share %d of %d: %s; training continues, changed rows are kept and retried",
                 *self._share,
                 what,
                 exc_info=trace,
             )
+        self._failing = what
 
     def _count(self, **more: float) -> None:
         with self._counting:
@@ -411,7 +418,7 @@ class Publisher:
             raise
 
     def _gather(self, taken: dict[str, Tensor]) -> Delta | None:
-        now = self._clock()
+        now = self._timer()
         self._cut = False
         self._making = place = replace(self._place, sequence=self._place.sequence + 1)
         learned = self._learned()

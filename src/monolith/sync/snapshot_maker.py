@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from monolith.errors import MonolithError
+from monolith.observe import Doublings
 from monolith.sync.channel import TakeSnapshot
 from monolith.sync.messages import Message
 
@@ -63,6 +64,7 @@ class SnapshotMaker:
             thread.join()
 
     def _run(self) -> None:
+        failures, worth_saying = 0, Doublings()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted or self._closed, self._look_every)
@@ -74,11 +76,15 @@ class SnapshotMaker:
             try:
                 if wanted or self._asked():
                     self._write(self._while_current(take, epoch))
+                    failures, worth_saying = 0, Doublings()
             except _GivenUpError:
                 continue
             except Exception as error:  # whatever it is, publishing goes on, and the next one may do
+                failures += 1
                 level = logging.WARNING if isinstance(error, MonolithError) else logging.ERROR
-                _log.log(level, "delta channel: a snapshot could not be written, retrying: %s", error)
+                if worth_saying.due(failures):  # a disk may be full for long, and it is tried every second
+                    text = "delta channel: a snapshot could not be written (%d times), retrying: %s"
+                    _log.log(level, text, failures, error)
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, self._look_every)
                     self._wanted = True

@@ -75,6 +75,8 @@ class Followed:
     """Applied, ever."""
     snapshots: int = 0
     """Taken to their end, ever."""
+    clock_offset: float | None = None
+    """Seconds that the publisher's clock is ahead of ours; None if the channel cannot measure it."""
     repaired: int = 0
     """Buckets that were read anew because they differed, ever."""
 
@@ -124,7 +126,10 @@ class Subscriber:
     @property
     def standing(self) -> Mapping[int, Followed]:
         """How far each share is, by its number."""
-        return {number: one.followed for number, one in sorted(self._followers.items())}
+        return {
+            number: replace(one.followed, clock_offset=one.clock_offset)
+            for number, one in sorted(self._followers.items())
+        }
 
     def start(self) -> None:
         """Follow from now on, in threads of its own: one, and one for each share."""
@@ -213,6 +218,8 @@ class Subscriber:
                     log, place, self._open_reader, self._target, self._stop, refuse=self._refuse
                 )
                 self._followers = {**self._followers, number: follower}
+            if of == total:
+                self._followers[number].clock_offset = log.clock_offset
         self._look_for_missing(total)
 
     def _look_for_missing(self, total: int) -> None:
@@ -360,6 +367,8 @@ class _Follower:
     ) -> None:
         self.share = share = log.share
         self.followed = Followed(share, place, run=log.run)
+        self.clock_offset = log.clock_offset
+        """As it was measured last; set by the thread that looks for shares."""
         self.stale = False
         """Whether the share is not, or not any more, one of as many as it was."""
         self._open_reader = open_reader
@@ -507,7 +516,7 @@ class _Follower:
                 deltas=self.followed.deltas + 1,
             )
             if self._target.on_applied is not None:
-                self._target.on_applied(self.followed)
+                self._target.on_applied(replace(self.followed, clock_offset=self.clock_offset))
             if following.sequence > self._compare_after:
                 self._compare(target, delta)
         return not self._differing

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from monolith import filesystem
-from monolith.errors import CorruptFileError, FileMissingError
+from monolith.errors import CorruptFileError, FileMissingError, TransientFilesystemError
 from monolith.observe.summary_files import SummaryWriter
 
 FOLDER = "eval"
@@ -68,6 +68,8 @@ class EvaluationLog:
         self._path = filesystem.join(self._folder, LINES)
         self._clock = clock
         self._writer: SummaryWriter | None = None
+        self._unwritten: list[dict[str, Any]] = []
+        """Lines for which there was no room."""
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines that are there, oldest first.
@@ -93,17 +95,24 @@ class EvaluationLog:
 
         Evaluations of checkpoints replace only such, and those of a run as it trains only such.
         """
-        filesystem.make_dirs(self._folder)
         saved = evaluation.checkpoint is not None
         kept = [
             line
             for line in self.lines()
             if line["step"] < evaluation.step or (line.get("checkpoint") is not None) != saved
         ]
+        kept += [line for line in self._unwritten if line["step"] < evaluation.step]
         lines = [*kept, {**evaluation.to_json(), "time": self._clock()}]
-        with filesystem.atomic_write(self._path) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        self._draw(evaluation)
+        try:
+            filesystem.make_dirs(self._folder)
+            with filesystem.atomic_write(self._path) as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            self._unwritten = []
+            self._draw(evaluation)
+        except TransientFilesystemError as error:
+            _log.warning("the evaluation of step %d is written with the next one: %s", evaluation.step, error)
+            self._unwritten = [line for line in self._unwritten if line["step"] < evaluation.step]
+            self._unwritten.append(lines[-1])
 
     def taken(self) -> list[tuple[str, float]]:
         """Return the checkpoints of which there are lines: their names, and when each was saved."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -73,7 +74,9 @@ class Keeper:
     """Saves a session and restores it. Used by the training thread, but for what is written beside it.
 
     Args:
+        clock: Unix seconds, for stamps.
         more: What else a checkpoint keeps.
+        timer: Seconds that only grow, for intervals.
     """
 
     def __init__(
@@ -82,10 +85,12 @@ class Keeper:
         config: TrainConfig,
         clock: Callable[[], float],
         more: Sequence[Part] = (),
+        *,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
         self._config = config
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         saver = Saver(
             config.model_dir,
             max_to_keep=config.keep.max_to_keep or None,
@@ -152,8 +157,10 @@ class Keeper:
             on_saved=self._note,
             metrics=metrics,
             clock=self._clock,
+            timer=self._timer,
         )
         self.save = save
+        self._session.save_due = lambda: save.timer.retry_due and not save.is_writing
         hooks: list[Hook] = [save, _CommitHook(self)]
         if config.operator_files:
             hooks = [
@@ -174,6 +181,7 @@ class Keeper:
                 dense_only=True,
                 metrics=metrics,
                 clock=self._clock,
+                timer=self._timer,
             )
             if config.hooks.online_file:
                 every = config.hooks.online_file_every_steps

@@ -156,6 +156,8 @@ class Session:
         """Told what rows have learned from, when their update is done; on the thread that updates them."""
         self.log_places: Callable[[], Mapping[str, Any]] | None = None
         """Says for a checkpoint how far the log of each share is published, where somebody publishes."""
+        self.save_due: Callable[[], bool] = lambda: False
+        """Says whether a save that failed is to be tried again, though there is no data to take a step."""
         self.idle: Callable[[], None] = lambda: None
         """Called now and then while there is no data, by the training thread."""
         every = config.evict_every_steps
@@ -674,7 +676,7 @@ class Session:
             self._interrupted = True
             if self._lane is not None:
                 self._lane.interrupt()
-        self._paused = self._peers.save_wanted
+        self._paused = self._peers.save_wanted or (not self.in_step and self.save_due())
         return self._paused or self._moves
 
     def _refuse_other_ids(self) -> None:

@@ -38,7 +38,7 @@ from monolith.checkpoint import (
     start_from,
 )
 from monolith.data import Epochs, bad_records
-from monolith.errors import ConfigError, DivergedError, RestoreError
+from monolith.errors import ConfigError, DivergedError, RestoreError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
@@ -146,7 +146,8 @@ class Trainer:
         peers: Whom to train with; None trains in this process alone. They serve one run.
         listeners: Told of each checkpoint that this process saves.
         publish: How what is learned is published for servers that follow; None publishes nothing.
-        clock: Unix seconds.
+        clock: Unix seconds, for stamps: it may be set, ahead or back.
+        timer: Seconds that only grow, for intervals.
         accelerator: Stands for the one of the config.
 
     Raises:
@@ -165,6 +166,7 @@ class Trainer:
         listeners: Sequence[SaveListener] = (),
         publish: PublishPlan | None = None,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
         accelerator: Accelerator | None = None,
     ) -> None:
         self.task = task
@@ -177,7 +179,7 @@ class Trainer:
             holding(self._peers, LocalStore.from_configs)
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._run: LocalRun | None = None
         self._stop_asked: str | None = None
 
@@ -231,7 +233,7 @@ class Trainer:
             publishing = self._publishing(run)
             best = BestSoFar(config.evaluate)
             more = [StatePart("evaluation", best.state, best.restore)] if config.evaluate.enabled else []
-            keeper = Keeper(session, config, self._clock, more) if model_dir else None
+            keeper = Keeper(session, config, self._clock, more, timer=self._timer) if model_dir else None
             if config.evaluate.enabled and peers.leads:
                 run.evaluate = self._evaluate_hook(run, best, keeper)
             own = self._own_hooks(run, keeper, began)
@@ -299,7 +301,10 @@ class Trainer:
             if model_dir:
                 reason = run.stop_reason or ""
                 now = self._clock()
-                write_run_end(model_dir, step=session.step, reason=reason, finished=finished, now=now)
+                try:
+                    write_run_end(model_dir, step=session.step, reason=reason, finished=finished, now=now)
+                except TransientFilesystemError as error:  # the model is saved; this is for those who look on
+                    _log.error("how the run ended is not noted: %s", error)
             return TrainReport(
                 step=session.step,
                 steps=session.step - first_step,
@@ -585,6 +590,7 @@ class Trainer:
             others=self._peers.others,
             rest=rest,
             clock=self._clock,
+            timer=self._timer,
         )
 
     def _summary_hooks(self, run: LocalRun) -> list[Hook]:

@@ -79,6 +79,7 @@ class RunSource:
         note = reading.note
         if not job.processes:
             note = "no process says that it runs: it has ended, or not begun"
+        note = next((one.save_trouble for one in job.processes if one.save_trouble), note)
         return replace(
             reading,
             kind="run",

@@ -319,7 +319,7 @@ def _process(one: ProcessStatus, now: float) -> ProcessFigures:
         name=one.name,
         state=f"silent for {one.age(now):.0f} s" if silent and one.state != FAILED else one.state,
         place=one.address or (f"{one.host} pid {one.pid}" if one.pid else ""),
-        trouble=silent or one.state == FAILED or one.state.startswith("no step"),
+        trouble=silent or bool(one.save_trouble) or one.state == FAILED or one.state.startswith("no step"),
         step=one.step,
         examples_per_s=one.examples_per_s,
         lag_seconds=one.lag_seconds,

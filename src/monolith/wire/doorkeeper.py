@@ -64,7 +64,9 @@ class Doorkeeper:
     """Watches the connections to one port of this process until it is closed. Thread-safe.
 
     Args:
-        bounds_bytes: Whether strangers may send no more than `limits.stranger_bytes`; for ports with a token.
+        bounds_bytes: Whether strangers may send no more than `limits.stranger_bytes`; for ports with a token
+            that read messages of any size.
+        every: Seconds between two looks. A look costs about a microsecond for each open file.
         clock: Seconds that never run backwards.
     """
 
@@ -74,6 +76,7 @@ class Doorkeeper:
         limits: Limits,
         *,
         bounds_bytes: bool = True,
+        every: float = LOOK_EVERY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port = port
@@ -81,6 +84,7 @@ class Doorkeeper:
         # A quarter of the files at most: a process has several ports, and saving and tables need files.
         self._most = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._most_bytes = limits.stranger_bytes if bounds_bytes else None
+        self._every = every
         self._clock = clock
         self._lock = threading.Lock()  # guards _admitted
         self._admitted: dict[str, tuple[_Peer, float]] = {}
@@ -131,7 +135,7 @@ class Doorkeeper:
         self._null = self._handle = -1
 
     def _watch(self) -> None:
-        while not self._closing.wait(LOOK_EVERY):
+        while not self._closing.wait(self._every):
             with suppress(OSError):  # a file that was closed while we looked
                 self.look()
 

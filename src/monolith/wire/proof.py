@@ -13,7 +13,7 @@ numbers:
 
     both: key = HMAC(token, session, service, role, c, s)
 
-    each call: its number n,           ──►     checks that
+    each call: its number n,           ──►     checks that, and that n is above those before
          MAC(key, call, n)             ◄──     with the answer: MAC(key, answer, n), which the caller checks
 
 gRPC connects again by itself, so the process that answers the next call may be another one than the process
@@ -70,6 +70,8 @@ class _Session:
     key: bytes
     role: str
     used_at: float
+    last: int = 0
+    """The number of the newest call. A caller counts up, so an older one was recorded and sent again."""
 
 
 class PortProof:
@@ -129,13 +131,17 @@ class PortProof:
         number, _, proof = rest.partition(" ")
         with self._lock:
             session = self._sessions.get(name)
-            if session is not None:
-                session.used_at = self._clock()
-                self._sessions.move_to_end(name)
         if session is None or not hmac.compare_digest(
             proof.encode(), _call_mac(session.key, "call", number).encode()
         ):
             raise UnprovedError("the session is not known here")
+        with self._lock:
+            if int(number) <= session.last:  # it is a number: the proof covers it
+                raise UnprovedError("the call was made before")
+            session.last = int(number)
+            if name in self._sessions:
+                session.used_at = self._clock()
+                self._sessions.move_to_end(name)
         return _call_mac(session.key, "answer", number)
 
     def server_options(self, flight: Any) -> dict[str, Any]:

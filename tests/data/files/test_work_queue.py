@@ -115,7 +115,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> MakeQu
         if request.param == "local":
             return LocalFileQueue(files, lease=lease, clock=clock, pause=lambda _: None)
         queue = SharedFileQueue(
-            str(tmp_path / f"queue{next(count)}"), lease=lease, clock=clock, pause=lambda _: None
+            str(tmp_path / f"queue{next(count)}"), lease=lease, clock=clock, timer=clock, pause=lambda _: None
         )
         queue.add(files)
         return queue
@@ -185,6 +185,29 @@ def test_a_renewed_lease_lasts(make: MakeQueue, clock: Clock) -> None:
     assert lease is not None
     assert queue.take("v") is None
     assert queue.renew(lease) is lease  # most of its time is left
+
+
+@pytest.mark.parametrize("jump", [86_400.0, -86_400.0])
+def test_a_wall_clock_that_jumps_takes_no_lease_away_and_keeps_none_for_good(
+    tmp_path: Path, clock: Clock, jump: float
+) -> None:
+    timer = Clock()
+    how: dict[str, Any] = {"lease": timedelta(seconds=60), "clock": clock, "timer": timer}
+    mine, other = (SharedFileQueue(str(tmp_path), **how) for _ in range(2))
+    mine.add(["a", "b"])
+    lease = mine.take("w")
+    assert other.take("dead") is not None
+    clock.now += jump
+    assert other.take("v") is None, "both are held"
+    for _ in range(4):
+        timer.now += 20
+        clock.now += 20
+        assert lease is not None
+        lease = mine.renew(lease)
+    assert lease is not None
+    again = other.take("v")  # what nobody renewed for a minute
+    assert again is not None
+    assert again.path == "b"
 
 
 def test_what_is_given_back_comes_before_what_is_new(make: MakeQueue) -> None:

@@ -375,6 +375,7 @@ def test_a_trainer_that_is_silent_is_warned_about_once_and_answers_go_on(root: P
         follower = server.followers["served"]
         ahead = 3600.0
         follower._clock = lambda: time.time() + ahead
+        follower._timer = lambda: time.monotonic() + ahead
         follower.look()
         assert "nothing newer comes" not in caplog.text
         ahead = 7300.0
@@ -383,6 +384,26 @@ def test_a_trainer_that_is_silent_is_warned_about_once_and_answers_go_on(root: P
         assert caplog.text.count("nothing newer comes") == 1
         assert ask(server)["parameters"]["staleness"] >= 7200
         assert server.inference.is_ready
+    trainer.publisher.close()
+
+
+def test_a_publisher_whose_clock_is_ahead_is_named_in_answers_metrics_and_once_in_the_log(
+    root: Path, caplog: Any
+) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    trainer.publisher._clock = lambda: time.time() + 86_400
+    with following(root, channel) as server, caplog.at_level("WARNING"):
+        for _ in range(2):
+            trainer.change()
+            trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        said = ask(server)["parameters"]
+        for _ in range(2):
+            server.followers["served"].look()
+    assert said["clock_differs_by"] == pytest.approx(86_400, abs=60)
+    assert said["staleness"] < PATIENCE
+    assert caplog.text.count("clock differs") == 1
     trainer.publisher.close()
 
 
@@ -408,11 +429,12 @@ def test_an_old_export_is_nothing_to_warn_about_before_the_trainer_was_heard(roo
     write_servable(str(root / "3"), replace(made, created=made.created - 3600.0))
     with following(root, MemoryChannel()) as server:
         follower, now = server.followers["served"], time.time()
-        follower._listens_since, follower._clock = now, lambda: now + 9.0
+        follower._listens_since = now
+        follower._clock = follower._timer = lambda: now + 9.0
         follower.look()
         assert follower.staleness() > 3600
         assert "nothing newer comes" not in caplog.text
-        follower._clock = lambda: now + 11.0
+        follower._clock = follower._timer = lambda: now + 11.0
         follower.look()
         assert "nothing newer comes (nothing is published)" in caplog.text
 
@@ -426,14 +448,14 @@ def test_what_was_held_has_time_to_come_when_publishing_goes_on(root: Path, capl
         until(lambda: caught_up(server, trainer.publisher.place))
         trainer.publisher.hold("by hand")
         until(lambda: follower.target.state.held)
-        follower._clock = lambda: now + 3600.0
+        follower._clock = follower._timer = lambda: now + 3600.0
         follower.look()
         trainer.publisher.resume()
         until(lambda: not follower.target.state.held)
-        follower._clock = lambda: now + 3609.0
+        follower._clock = follower._timer = lambda: now + 3609.0
         follower.look()
         assert "nothing newer comes" not in caplog.text
-        follower._clock = lambda: now + 3611.0
+        follower._clock = follower._timer = lambda: now + 3611.0
         follower.look()
         assert "nothing newer comes" in caplog.text
     trainer.publisher.close()
@@ -451,6 +473,7 @@ def test_while_a_share_of_training_is_nowhere_answers_are_as_old_as_the_export(
         until(lambda: "name all publishers" in caplog.text)
         assert ask(server)["parameters"]["step"] == 3
         follower._clock = lambda: time.time() + 3600.0
+        follower._timer = lambda: time.monotonic() + 3600.0
         follower.look()
         assert "nothing newer comes (of 2 shares nobody" in caplog.text
     trainer.publisher.close()

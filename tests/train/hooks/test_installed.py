@@ -75,7 +75,9 @@ def test_throughput_is_reported_every_so_often_and_the_start_once() -> None:
     metrics, clock = Metrics("m"), FakeClock(1000.0)
     hooks = HooksConfig(throughput_every=timedelta(seconds=2), submitted_at=990.0, model_name="feed")
     config = TrainConfig(hooks=hooks, summary_every_steps=None)
-    Trainer(Clicks(batches=5), config, metrics=metrics, hooks=[Later(clock)], clock=clock).train()
+    Trainer(
+        Clicks(batches=5), config, metrics=metrics, hooks=[Later(clock)], clock=clock, timer=clock
+    ).train()
     tags = '{cluster_type="local",model_name="feed"}'
     assert lines(metrics, f"m_run_steps_all_total{tags}") == [f"m_run_steps_all_total{tags} 4.0"]
     assert lines(metrics, "m_run_start_elapsed_time_all_sum")[0].endswith(" 10.0")

@@ -44,7 +44,14 @@ from monolith.checkpoint.folder.state_files import (
     write_checkpoint_state,
     write_journal,
 )
-from monolith.errors import ConfigError, CorruptFileError, FileMissingError, FilesystemError, RestoreError
+from monolith.errors import (
+    ConfigError,
+    CorruptFileError,
+    FileMissingError,
+    FilesystemError,
+    MonolithError,
+    RestoreError,
+)
 from monolith.filesystem.backends import LocalBackend, locate
 
 MANIFEST = ".manifest"
@@ -275,6 +282,20 @@ class Saver:
         except FilesystemError as cause:
             _log.error("checkpoint %s is saved, but not what is left to delete: %s", prefix, cause)
         return prefix
+
+    def discard(self, step: int) -> None:
+        """Delete the files of a save that failed and is not tried again: on a full disk they are in the way.
+
+        Only what the journal calls worthless and no state file lists is deleted. A server that is still
+        writing its shard leaves files once more; the next save deletes them. Never raises.
+        """
+        prefix = self._names.prefix(step)
+        try:
+            exempt = self._read_exempt()
+            if exempt is not None and prefix in self._due(exempt) and self._delete_files(prefix):
+                _log.info("deleted the unfinished files of checkpoint %s", prefix)
+        except MonolithError as cause:
+            _log.warning("the unfinished files of checkpoint %s are not deleted yet: %s", prefix, cause)
 
     # What others wrote
 

@@ -49,7 +49,7 @@ class SecurityOptions:
     config: Path | None = None
     """A config file of the run, whose group security has the same settings; flags win over it."""
     insecure: bool = False
-    """Listen without certificates or a token, also on an address that other machines can reach."""
+    """Listen without certificates or a token on an address that others can reach."""
 
 
 def guard_of(
@@ -62,7 +62,8 @@ def guard_of(
     """
     from monolith.cluster.security import guard_listener
 
-    return guard_listener(bind, _run_config(options, environ).security, role=role, insecure=options.insecure)
+    security = _run_config(options, environ).security
+    return guard_listener(bind, security, role=role, insecure=options.insecure)
 
 
 def security_of(options: SecurityOptions, environ: Mapping[str, str]) -> SecurityConfig:

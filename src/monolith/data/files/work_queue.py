@@ -28,9 +28,10 @@ from typing import Any, Protocol, TypeGuard
 
 from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
 from monolith.filesystem import atomic_write
+from monolith.observe import Sightings
 
 Clock = Callable[[], float]
-"""Unix seconds: leases are compared between processes."""
+"""Seconds. Of a queue that processes share Unix seconds, which are the same in all of them."""
 
 Progress = dict[str, int]
 """A place in a file: plain numbers that mean something to the readers only. Empty at its beginning."""
@@ -199,11 +200,9 @@ class _Ledger:
         self,
         worker: str,
         number: int | None,
-        now: float,
-        seconds: float,
+        expires: float,
         name_of: Callable[[int], str | None],
     ) -> Lease | None:
-        self.expire(now)
         if number is not None:
             own = self.leases.get(number)
             if own is not None and own.worker == worker:
@@ -220,7 +219,7 @@ class _Ledger:
             self.handed += 1
             self.waiting[number] = (name, {})
         path, progress = self.waiting.pop(number)
-        lease = Lease(number, path, worker, secrets.token_hex(8), now + seconds, progress)
+        lease = Lease(number, path, worker, secrets.token_hex(8), expires, progress)
         self.leases[number] = lease
         return lease
 
@@ -229,8 +228,8 @@ class _Ledger:
         known = self.leases.get(lease.number)
         return known if known is not None and known.token == lease.token else None
 
-    def expire(self, now: float) -> None:
-        for lease in [lease for lease in self.leases.values() if lease.expires <= now]:
+    def expire(self, is_over: Callable[[Lease], bool]) -> None:
+        for lease in [lease for lease in self.leases.values() if is_over(lease)]:
             self.put_back(lease)
 
     def release(self, worker: str) -> None:
@@ -284,6 +283,14 @@ class _Queue(ABC):
         self._clock = clock
         self._pause = pause
 
+    def _is_over(self, lease: Lease) -> bool:
+        """Whether a lease ran out. Called with the ledger held."""
+        return lease.expires <= self._clock()
+
+    def _is_fresh(self, lease: Lease) -> bool:
+        """Whether a lease of this process needs no renewal yet."""
+        return lease.expires - self._clock() > self._seconds * 2 / 3
+
     @abstractmethod
     def _ledger(self) -> AbstractContextManager[_Ledger]:
         """Give the ledger to one caller at a time, and keep what it makes of it."""
@@ -294,28 +301,29 @@ class _Queue(ABC):
 
     def take(self, worker: str, number: int | None = None) -> Lease | None:
         with self._ledger() as ledger:
-            return ledger.take(worker, number, self._clock(), self._seconds, self._next_name)
+            ledger.expire(self._is_over)
+            return ledger.take(worker, number, self._clock() + self._seconds, self._next_name)
 
     def renew(self, lease: Lease) -> Lease | None:
-        now = self._clock()
-        if lease.expires - now > self._seconds * 2 / 3:
+        if self._is_fresh(lease):
             return lease
         with self._ledger() as ledger:
-            ledger.expire(now)
+            ledger.expire(self._is_over)
             known = ledger.held(lease)
             if known is None:
                 return None
-            renewed = ledger.leases[lease.number] = replace(known, expires=now + self._seconds)
+            expires = self._clock() + self._seconds
+            renewed = ledger.leases[lease.number] = replace(known, expires=expires)
             return renewed
 
     def report(self, lease: Lease, progress: Progress) -> bool:
         with self._ledger() as ledger:
-            now = self._clock()
-            ledger.expire(now)
+            ledger.expire(self._is_over)
             known = ledger.held(lease)
             if known is None:
                 return False
-            ledger.leases[lease.number] = replace(known, expires=now + self._seconds, progress=progress)
+            expires = self._clock() + self._seconds
+            ledger.leases[lease.number] = replace(known, expires=expires, progress=progress)
             return True
 
     def mark_read(self, lease: Lease) -> None:
@@ -326,7 +334,7 @@ class _Queue(ABC):
 
     def finish(self, lease: Lease) -> bool:
         with self._ledger() as ledger:
-            ledger.expire(self._clock())
+            ledger.expire(self._is_over)
             if ledger.held(lease) is None:
                 return False
             del ledger.leases[lease.number]
@@ -371,7 +379,7 @@ class LocalFileQueue(_Queue):
         names: Sequence[str] | StrQueue,
         *,
         lease: timedelta = LEASE,
-        clock: Clock = time.time,
+        clock: Clock = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(lease, clock, pause)
@@ -405,8 +413,13 @@ class SharedFileQueue(_Queue):
     The folder holds the list of files, which only grows, and a small ledger that is
     replaced in one step; a lock on a third file lets one process at a time change them, and
     is let go by the system when a process dies. Needs a filesystem with POSIX locks: a
-    local disk, NFS 4, CephFS, Lustre with flock. The clocks of the machines should agree to
-    within a small part of a lease.
+    local disk, NFS 4, CephFS, Lustre with flock. The clocks of the machines may be set while a run
+    trains: a lease runs out if this process has not seen it renewed for its whole time. A process that
+    has just started believes the clocks, which should then agree to within a small part of a lease.
+
+    Args:
+        clock: Unix seconds, which leases are stamped with.
+        timer: Seconds that only grow.
     """
 
     def __init__(
@@ -415,14 +428,27 @@ class SharedFileQueue(_Queue):
         *,
         lease: timedelta = LEASE,
         clock: Clock = time.time,
+        timer: Clock = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(lease, clock, pause)
+        self._sightings = Sightings(clock, timer)  # guarded by the ledger
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Lock()  # a process-wide lock does not keep our own threads apart
         self._names: list[str] = []
         self._names_bytes = 0
+
+    def _is_over(self, lease: Lease) -> bool:
+        return self._age(lease) >= self._seconds
+
+    def _is_fresh(self, lease: Lease) -> bool:
+        with self._thread:
+            return self._age(lease) < self._seconds / 3
+
+    def _age(self, lease: Lease) -> float:
+        began = lease.expires - self._seconds
+        return self._sightings.age(lease.token, lease.expires, renewed_at=began, most=self._seconds)
 
     def add(self, files: Sequence[str]) -> int:
         """Add the files that were never added before; return how many those were.
@@ -470,6 +496,7 @@ class SharedFileQueue(_Queue):
         with self._locked():
             before = self._read()
             ledger = _Ledger(before.handed, dict(before.waiting), dict(before.leases))
+            self._sightings.keep({lease.token for lease in ledger.leases.values()})
             yield ledger
             if ledger != before:
                 self._write(ledger)

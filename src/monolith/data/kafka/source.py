@@ -354,7 +354,7 @@ class KafkaSource:
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             self._flush(consumer)
-            consumer.close()
+            self._close_client(consumer)
 
     def __enter__(self) -> Self:
         return self
@@ -476,8 +476,8 @@ class KafkaSource:
         stuck, self._consumer = self._consumer, None
         self._joined = self._ahead = False
         self._lost_at = self._clock()
-        if stuck is not None:  # it may take its time to close, or never end
-            threading.Thread(target=stuck.close, name="kafka-close", daemon=True).start()
+        if stuck is not None:
+            self._close_client(stuck, wait_s=0.0)
         self._start()
 
     def _own(self) -> list[Partition]:
@@ -813,7 +813,7 @@ class KafkaSource:
         self._next, self._joined, self._assigned, self._ahead = {}, False, False, False
         self._lost_at = None
         if consumer is not None:
-            consumer.close()
+            self._close_client(consumer)
         return failure
 
     # Talking to the client
@@ -884,14 +884,25 @@ class KafkaSource:
                 patience_s,
             )
 
+    def _close_client(self, consumer: Consumer, wait_s: float = _ANSWER_S) -> None:
+        """Close a client, and do not wait for long if its broker is away.
+
+        It waits for commits that are on their way, and has been seen to wait for ever without a broker.
+        """
+        with self._commits:
+            troubled = self._sent is not None or self._refused_since is not None
+        closing = threading.Thread(target=consumer.close, name="kafka-close", daemon=True)
+        closing.start()
+        closing.join(wait_s if troubled or not wait_s else None)
+
     def _flush(self, consumer: Consumer) -> None:
         """Give the broker a moment to take what a checkpoint holds. Messages that come meanwhile are dropped:
         they were not yielded."""
-        give_up = time.monotonic() + _ANSWER_S
+        give_up = time.monotonic() + _COMMIT_ANSWER_S
         self._commit_saved(consumer)
-        while self._saved and self._refused_since is None and time.monotonic() < give_up:
+        while self._saved and time.monotonic() < give_up:
             consumer.poll(_PAUSE_S / 4)
-            self._commit_saved(consumer)  # those that were saved while the ones before were on their way
+            self._commit_saved(consumer)  # those saved while others were on their way, and those that failed
         if self._saved:
             logger.warning(
                 "kafka: %s ends while offsets that a checkpoint holds are not committed: %s. A restart goes "

@@ -17,7 +17,7 @@ from monolith.checkpoint.shares import WHOLE, IdShare
 from monolith.observe.metrics import Metrics
 from monolith.serve.following.config import ServeFollowConfig
 from monolith.serve.following.followed_tables import FollowedTables
-from monolith.serve.following.freshness import FollowMetrics, ServedUpTo
+from monolith.serve.following.freshness import CLOCKS_AGREE_WITHIN, FollowMetrics, ServedUpTo
 from monolith.serve.following.target import GoTo, ServedTarget
 from monolith.serve.predictor import Predictor
 from monolith.serve.rows import MappedRows
@@ -44,7 +44,8 @@ class ModelFollower:
         metrics: Where to count.
         share: The ids that this server has.
         go_to: Serves the version that the trainer names; see `ServedTarget`.
-        clock: Unix seconds.
+        clock: Unix seconds, which the stamps of publishers are compared with.
+        timer: Seconds that only grow.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class ModelFollower:
         go_to: GoTo,
         share: IdShare = WHOLE,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._open_reader = open_reader
         self._config = config
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._metrics = FollowMetrics(metrics, model)
         self.target = ServedTarget(model, FollowedTables(share), self._metrics, go_to)
         self._lock = threading.Lock()  # guards all below
@@ -74,6 +76,8 @@ class ModelFollower:
         self.notice = ""
         """What whoever runs this server should know of what it follows; empty where that is as it should."""
         self._warned = False
+        self._clock_differs_by = 0.0
+        """What was said last of the publisher's clock."""
         self._again = False
         self._reached: dict[int, ServedUpTo] = {}
         """Generation of the rows -> what they had learned from last; replaced as a whole, the latest few."""
@@ -121,7 +125,7 @@ class ModelFollower:
     def _rest_on(self, servable: Servable) -> None:
         with self._lock:
             if self._base is not None and self._base.version != servable.version:
-                self._settle_at = self._clock() + self._config.settle_after.total_seconds()
+                self._settle_at = self._timer() + self._config.settle_after.total_seconds()
             self._base = servable
 
     def begin(self) -> None:
@@ -142,7 +146,7 @@ class ModelFollower:
                 refuse=None if self._config.any_run else self._refuse,
             )
             self._subscriber.start()
-            self._listens_since = self._clock()
+            self._listens_since = self._timer()
             if self._watcher is None:
                 self._watcher = threading.Thread(
                     target=self._watch, name=f"follow-{self._model}", daemon=True
@@ -190,7 +194,7 @@ class ModelFollower:
         if not known or missing or len(known) < len(standing):
             return None
         oldest = min(known, key=lambda one: one.learned.published_at)
-        return ServedUpTo(oldest.learned, oldest.received_at, oldest.applied_at)
+        return ServedUpTo(oldest.learned, oldest.received_at, oldest.applied_at, oldest.clock_offset)
 
     def freshness(self, generation: int) -> dict[str, bool | int | float | str] | None:
         """Return what an answer says of how new it is; None where that is as the export says.
@@ -209,16 +213,29 @@ class ModelFollower:
         up_to = self.up_to()
         base = self._base
         if up_to is not None and not self.is_back:
-            since = up_to.learned.published_at or up_to.applied_at
-        else:
-            since = self._clock() if base is None else base.created
+            return up_to.age(self._clock())
+        since = self._clock() if base is None else base.created
         return max(0.0, self._clock() - since)
+
+    def _compare_clocks(self) -> float:
+        """Say once when the publisher's clock and ours begin to differ; return by how much they do."""
+        up_to = self.up_to()
+        differs = 0.0 if up_to is None else up_to.clock_differs_by
+        if abs(differs - self._clock_differs_by) > CLOCKS_AGREE_WITHIN:
+            self._clock_differs_by = differs
+            if differs:
+                _log.warning(
+                    "model %r: the publisher's clock differs from this server's: it is about %.0f s %s. "
+                    "Answers say so in `clock_differs_by`; check NTP on both machines.",
+                    *(self._model, abs(differs), "ahead" if differs > 0 else "behind"),
+                )
+        return differs
 
     def look(self) -> None:
         """Set gauges, warn where nothing was heard for too long, and tidy up. The watch does this."""
         staleness = self.staleness()
         rows = self.target.rows
-        self._metrics.stands(staleness, rows.rows, rows.bytes)
+        self._metrics.stands(staleness, rows.rows, rows.bytes, self._compare_clocks())
         self._compare_runs()
         if self.target.state.version != self.target.back:
             self.target.settle_state()
@@ -229,7 +246,7 @@ class ModelFollower:
             self.begin()
         self._warn(staleness)
         with self._lock:
-            due = self._settle_at is not None and self._clock() >= self._settle_at
+            due = self._settle_at is not None and self._timer() >= self._settle_at
             if due:
                 self._settle_at = None
         if due:
@@ -276,8 +293,8 @@ class ModelFollower:
                 _log.info("model %r: what is served is %.1f s old again", self._model, staleness)
             self._warned = False
         elif self.is_back or self.target.state.held:
-            self._listens_since = self._clock()
-        elif not self._warned and self._clock() - self._listens_since >= bound:
+            self._listens_since = self._timer()
+        elif not self._warned and self._timer() - self._listens_since >= bound:
             self._warned = True
             _log.warning(
                 "model %r: what is served is %.0f s old, and %s; answers go on",
@@ -293,14 +310,14 @@ class ModelFollower:
             return f"nothing newer comes ({errors[0]})"
         if self.target.rows.in_snapshot:
             return "it is catching up: all rows of a share are on their way"
-        if self._came_at > self._clock() - self._config.stale_after.total_seconds():
+        if self._came_at > self._timer() - self._config.stale_after.total_seconds():
             return "it is catching up: changes come in, and are of a while ago"
         return "nothing newer comes (nothing is published)"
 
     def _applied(self, followed: Followed) -> None:
         assert followed.place is not None
-        self._came_at = self._clock()
-        up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at)
+        self._came_at = self._timer()
+        up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at, followed.clock_offset)
         reached, generation = self.up_to(), followed.generation
         if reached is not None and self.target.generation == generation:
             before = {number: one for number, one in self._reached.items() if number >= generation - 1}

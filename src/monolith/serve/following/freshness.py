@@ -2,8 +2,9 @@
 
 From an event to an answer that knows of it there are five stages: the event is *read*, *trained* on,
 *published*, goes over the *wire* and is *applied*. Publishers stamp their messages with the ends of the
-first three, by their clock; the rest is ours. Where two machines disagree on the time, a stage may come out
-shorter than nothing: it counts as 0.
+first three, by their clock; the rest is ours. If the two machines disagree on the time, the difference is
+taken into account if the channel can measure it, and named in the answer: a time between two clocks that
+differ is never given as if it were right.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from monolith.observe.metrics import Metrics
 from monolith.sync.messages import LearnedUpTo, PublishState
 
 STAGES = ("read", "train", "publish", "wire", "apply")
+CLOCKS_AGREE_WITHIN = 1.0
+"""Seconds by which the clocks of two machines may differ before answers say so."""
 STAGE_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0),
     *(30.0, 60.0, 300.0, 3600.0, 86400.0),
@@ -27,17 +30,39 @@ class ServedUpTo:
     learned: LearnedUpTo
     received_at: float
     applied_at: float
+    clock_offset: float | None = None
+    """Seconds that the publisher's clock is ahead of ours, as the channel measured it; None if it cannot."""
+
+    @property
+    def clock_differs_by(self) -> float:
+        """Seconds by which the publisher's clock is ahead of ours; 0 if they agree, as far as is known.
+
+        Without a measurement only a message from the future tells: it is ahead by that much at least.
+        """
+        found = self.clock_offset
+        if found is None:
+            found = max(0.0, self.learned.published_at - self.received_at)
+        return found if abs(found) > CLOCKS_AGREE_WITHIN else 0.0
+
+    def age(self, now: float) -> float:
+        """Return the seconds since it was published, or since it came if that cannot be told."""
+        differs = self.clock_differs_by
+        if not self.learned.published_at:
+            return max(0.0, now - self.applied_at)
+        if differs and self.clock_offset is None:
+            return max(0.0, now - self.received_at)
+        return max(0.0, now + differs - self.learned.published_at)
 
     def stages(self) -> dict[str, float]:
         """Return the seconds that each stage took, of those whose ends are both known."""
-        learned = self.learned
+        learned, differs = self.learned, self.clock_differs_by
         ends = (
             learned.event_at,
             learned.read_at,
             learned.trained_at,
             learned.published_at,
-            self.received_at,
-            self.applied_at,
+            self.received_at + differs,  # by the publisher's clock, as those before
+            self.applied_at + differs,
         )
         return {
             name: max(0.0, ends[number + 1] - ends[number])
@@ -51,7 +76,9 @@ class ServedUpTo:
         said: dict[str, bool | int | float | str] = {"step": learned.step}
         if learned.watermark:
             said["watermark"] = learned.watermark
-        said["staleness"] = round(max(0.0, now - (learned.published_at or self.applied_at)), 3)
+        said["staleness"] = round(self.age(now), 3)
+        if differs := self.clock_differs_by:
+            said["clock_differs_by"] = round(differs, 1)
         times = {
             "event_at": learned.event_at,
             "read_at": learned.read_at,
@@ -98,6 +125,11 @@ class FollowMetrics:
         self._staleness = metrics.gauge(
             "serve_staleness_seconds", "The age of what is served, of its oldest share", ("model",)
         )
+        self._clock_offset = metrics.gauge(
+            "serve_follow_clock_offset_seconds",
+            "Seconds that the publisher's clock is ahead of this server's; 0 while they agree",
+            ("model",),
+        )
         self._overlay_rows = metrics.gauge(
             "serve_overlay_rows", "Rows that are newer than the export they lie over", ("model",)
         )
@@ -142,11 +174,12 @@ class FollowMetrics:
         for stage, seconds in stages.items():
             self._stages.observe(seconds, model=self._model, stage=stage)
         if up_to.learned.event_at > 0:
-            total = max(0.0, up_to.applied_at - up_to.learned.event_at)
+            total = max(0.0, up_to.applied_at + up_to.clock_differs_by - up_to.learned.event_at)
             self._stages.observe(total, model=self._model, stage="total")
 
-    def stands(self, staleness: float, rows: int, size: int) -> None:
+    def stands(self, staleness: float, rows: int, size: int, clock_offset: float = 0.0) -> None:
         self._staleness.set(staleness, model=self._model)
+        self._clock_offset.set(clock_offset, model=self._model)
         self._overlay_rows.set(rows, model=self._model)
         self._overlay_bytes.set(size, model=self._model)
 

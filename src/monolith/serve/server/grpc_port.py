@@ -38,6 +38,8 @@ from monolith.serve.server.protocol import (
 from monolith.serve.server.quotas import JSON_COST, Quotas
 from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
+from monolith.wire.doorkeeper import Doorkeeper
+from monolith.wire.limits import Limits
 from monolith.wire.open_inference import (
     SERVICE,
     message_pool,
@@ -61,6 +63,8 @@ _CONTENTS = {
     "BYTES": "bytes_contents",
 }
 _FIELDS = sorted(set(_CONTENTS.values()))
+_LOOK_EVERY = 0.5
+"""Seconds between two looks at the connections of the port."""
 _MOST_FIELDS = 4096
 """Inputs, contents and outputs of a request that is longer than the next."""
 _MOST_DESCRIBED = 64 << 10
@@ -92,6 +96,7 @@ class GrpcPort:
         self._most_typed = min(config.limits.json_bytes, config.limits.request_bytes)
         self._working = threading.BoundedSemaphore(config.threads)
         self._grpc = grpc
+        self._doorkeeper: Doorkeeper | None = None
         self._types = message_types()
         self._packed = packed_infer_type()
         # gRPC waits for the message of a call on a thread, so there is one for each call that may be open:
@@ -99,7 +104,7 @@ class GrpcPort:
         self._threads = ThreadPoolExecutor(config.limits.concurrency, thread_name_prefix="grpc")
         self._server = grpc.server(
             self._threads,
-            interceptors=grpc_interceptors(guard, config.limits.read_timeout.total_seconds()),
+            interceptors=grpc_interceptors(guard, config.limits.read_timeout.total_seconds(), self._admit),
             maximum_concurrent_rpcs=config.limits.concurrency,
             options=[
                 ("grpc.max_receive_message_length", config.limits.request_bytes),
@@ -114,11 +119,24 @@ class GrpcPort:
         self._reflect()
         self.port = add_grpc_port(self._server, address, guard)
         self._server.start()
+        if not address.startswith("unix:"):  # the shared port bounds its connections itself
+            limits = Limits(
+                connections=config.limits.connections,
+                peer_connections=config.limits.peer_connections,
+                admit_within=config.limits.read_timeout,
+            )
+            self._doorkeeper = Doorkeeper(self.port, limits, bounds_bytes=False, every=_LOOK_EVERY)
 
     def close(self, grace: float) -> None:
         """Refuse new requests and wait so many seconds for those in flight."""
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         self._server.stop(grace).wait()
         self._threads.shutdown(wait=False)
+
+    def _admit(self, peer: str) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.admit(peer)
 
     def _infer_packed(self, data: bytes, context: Any) -> bytes:
         """Answer a request; one with raw contents and nothing unusual without reading what is as ever."""

@@ -136,7 +136,7 @@ class StandbyCopy(Generic[H]):
         held: What the copy is made in, for whoever takes it.
         model: That of `held`; nobody else writes to its tables.
         guard: What to present to the server that is followed.
-        clock: Returns Unix seconds.
+        clock: Returns seconds that only grow; nothing it stamps is compared with another process's time.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class StandbyCopy(Generic[H]):
         follows: FollowShare,
         *,
         guard: PortGuard | None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.held = held
         self.follows = follows

@@ -65,6 +65,7 @@ def installed_hooks(
     others: Others | None = None,
     rest: Sequence[Hook] = (),
     clock: Callable[[], float] = time.time,
+    timer: Callable[[], float] = time.monotonic,
 ) -> list[Hook]:
     """Return the hooks that `config.hooks` asks for; they go before the rest.
 
@@ -75,6 +76,7 @@ def installed_hooks(
         rest: Hooks that are told of each step while this process waits or is halted: those that keep it
             together with the others.
         clock: Unix seconds.
+        timer: Seconds that only grow.
 
     Raises:
         ConfigError: A setting asks for what this run does not have.
@@ -87,7 +89,8 @@ def installed_hooks(
     if worker == 0:
         if asked.memory_limit_bytes is not None:
             hooks += _memory_hooks(asked, run, metrics, others, idle)
-        hooks += _metric_hooks(asked, name, MetricClient(metrics), "local" if others is None else "ps", clock)
+        kind = "local" if others is None else "ps"
+        hooks += _metric_hooks(asked, name, MetricClient(metrics), kind, clock=clock, timer=timer)
         hooks += _nas_hooks(asked, module)
     elif others is not None and asked.slow_start_steps:
         hooks.append(
@@ -98,6 +101,7 @@ def installed_hooks(
                 tide=config.tide,
                 max_wait=asked.slow_start_max_wait,
                 clock=clock,
+                timer=timer,
             )
         )
     return [*hooks, *_insight_hooks(asked.deep_insight, name, worker)]
@@ -147,7 +151,13 @@ def _memory_hooks(
 
 
 def _metric_hooks(
-    asked: HooksConfig, name: str, client: MetricClient, cluster_type: str, clock: Callable[[], float]
+    asked: HooksConfig,
+    name: str,
+    client: MetricClient,
+    cluster_type: str,
+    *,
+    clock: Callable[[], float],
+    timer: Callable[[], float],
 ) -> list[Hook]:
     hooks: list[Hook] = []
     if asked.heartbeat_every is not None:
@@ -161,6 +171,7 @@ def _metric_hooks(
                 started_at=clock() if asked.submitted_at is None else asked.submitted_at,
                 every=asked.throughput_every,
                 clock=clock,
+                timer=timer,
             )
         )
     return hooks

@@ -94,6 +94,8 @@ class ShareStanding:
     """Whether a guard holds it, and not a person."""
     recovered: bool = False
     """Whether what the guard held back is within bounds again."""
+    trouble: Reason = ""
+    """Why deltas cannot be handed over now; they are kept and retried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,9 @@ def describe_publishing(shares: Sequence[ShareStanding]) -> str:
     if not shares:
         return ""
     held = next((one for one in shares if one.held), None)
+    failing = next((one.trouble for one in shares if one.trouble), "")
+    if failing:
+        return f"publishing fails, and is retried: {failing}"
     if held is None:
         return "publishing"
     kept = KeptHold(held.reason[:200], held.since, held.version)

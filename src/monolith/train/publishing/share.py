@@ -190,6 +190,7 @@ class SharePublisher:
             errors=publisher.stats.failures + self._failures,
             resyncs=writer.resyncs,
             by_guard=by_guard,
+            trouble=publisher.trouble[:4096],
             recovered=by_guard and self._guard.recovered(self._look_up),
         )
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from monolith.train.hooks import (
     LocalBarrier,
     SaveHook,
 )
+from monolith.train.hooks.control import control_server
 from monolith.train.hooks.control.control_server import ControlServer
 from monolith.train.hooks.reports.tracing import Tracer
 from monolith.wire.limits import Limits
@@ -444,3 +446,21 @@ def test_calls_whose_message_does_not_come_are_cancelled(tmp_path):
                 assert call.code() is grpc.StatusCode.CANCELLED
     finally:
         server.close()
+
+
+def test_silent_connections_are_closed_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "_LOOK_EVERY", 0.02)
+    monkeypatch.setattr(
+        control_server, "Limits", lambda: Limits(peer_connections=5, admit_within=timedelta(seconds=0.5))
+    )
+    server = ControlServer({}, security=SecurityConfig(token=Secret("secret")), grace=0.1)
+    server.start()
+    assert server.address is not None
+    host, _, port = server.address.rpartition(":")
+    with ExitStack() as held:
+        held.callback(server.close)
+        silent = [held.enter_context(socket.create_connection((host, int(port)))) for _ in range(20)]
+        for one in silent:
+            one.settimeout(30)
+            while one.recv(4096):  # gRPC greets first; the end is that the server hung up
+                pass

@@ -23,7 +23,9 @@ class Fixed(random.Random):
 
 def hook(target: int, clock: FakeClock, global_step, **options) -> SlowStartHook:
     options = {"rng": Fixed(), **options}
-    return SlowStartHook(target, global_step=global_step, clock=clock, sleep=clock.sleep, **options)
+    return SlowStartHook(
+        target, global_step=global_step, clock=clock, timer=clock, sleep=clock.sleep, **options
+    )
 
 
 @pytest.mark.parametrize("worker", [0, 1, 2, 9])
@@ -111,5 +113,5 @@ def test_a_stop_that_another_thread_asked_for_ends_the_wait():
         clock.sleep(seconds)
         run.request_stop("somebody")
 
-    SlowStartHook(1000, global_step=lambda: 0, clock=clock, sleep=sleep).before_step(run)
+    SlowStartHook(1000, global_step=lambda: 0, clock=clock, timer=clock, sleep=sleep).before_step(run)
     assert clock.sleeps == [0.5]

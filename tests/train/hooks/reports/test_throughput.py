@@ -21,7 +21,12 @@ class Stub:
 def test_the_start_then_steps_time_and_loss() -> None:
     metrics, now = Metrics("monolith.training"), [100.0]
     hook = ThroughputHook(
-        MetricClient(metrics), model_name="feed", cluster_type="yarn", started_at=88.0, clock=lambda: now[0]
+        MetricClient(metrics),
+        model_name="feed",
+        cluster_type="yarn",
+        started_at=88.0,
+        clock=lambda: now[0],
+        timer=lambda: now[0],
     )
 
     def lines() -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from train.runs import At, FakeClock, FakeRun, result, train
 
-from monolith.errors import ConfigError, TrainingError
+from monolith.errors import ConfigError, TrainingError, TransientFilesystemError
 from monolith.observe import Metrics
 from monolith.train.hook import Hook
 from monolith.train.hooks import (
@@ -153,7 +153,11 @@ def test_a_run_without_steps_saves_nothing(checkpoints):
 
 def test_every_so_many_seconds(checkpoints):
     clock = FakeClock()
-    train([SaveHook(checkpoints, SaveConfig(secs=10), clock=clock)], 30, on_step=lambda _: clock.sleep(1))
+    train(
+        [SaveHook(checkpoints, SaveConfig(secs=10), clock=clock, timer=clock)],
+        30,
+        on_step=lambda _: clock.sleep(1),
+    )
     assert checkpoints.steps == [10, 20, 30]
 
 
@@ -184,7 +188,7 @@ def test_without_an_interval_a_save_is_due_every_hundred_million_steps():
 def test_the_tide_has_its_own_interval(checkpoints):
     clock = FakeClock(0.0)  # midnight
     config = SaveConfig(secs=1000, tide=TideWindow(1, 0, 3, 0), tide_secs=5)
-    train([SaveHook(checkpoints, config, clock=clock)], 12, on_step=lambda _: clock.sleep(1))
+    train([SaveHook(checkpoints, config, clock=clock, timer=clock)], 12, on_step=lambda _: clock.sleep(1))
     assert checkpoints.steps == [5, 10, 12]
 
 
@@ -275,8 +279,8 @@ def test_a_state_file_that_cannot_be_written_does_not_undo_the_checkpoint(checkp
 def test_saves_and_failures_are_counted_by_mode(checkpoints):
     metrics, clock = Metrics(prefix=""), FakeClock()
     checkpoints.fail_writes = 1
-    train([SaveHook(checkpoints, by_steps(1), metrics=metrics, clock=clock)], 2)
-    train([SaveHook(checkpoints, by_steps(1), metrics=metrics, clock=clock, dense_only=True)], 2)
+    train([SaveHook(checkpoints, by_steps(1), metrics=metrics, clock=clock, timer=clock)], 2)
+    train([SaveHook(checkpoints, by_steps(1), metrics=metrics, clock=clock, timer=clock, dense_only=True)], 2)
     text = metrics.render().decode()
     assert 'save_checkpoint_total{mode="full"} 2.0' in text
     assert 'save_checkpoint_failed_total{mode="full"} 1.0' in text
@@ -351,7 +355,7 @@ def test_after_an_ignored_failure_the_next_attempt_is_soon(checkpoints):
     clock = FakeClock()
     checkpoints.fail_writes = 2
     config = SaveConfig(secs=600, retry_secs=30, ignore_errors=True)
-    train([SaveHook(checkpoints, config, clock=clock)], 640, on_step=lambda _: clock.sleep(1))
+    train([SaveHook(checkpoints, config, clock=clock, timer=clock)], 640, on_step=lambda _: clock.sleep(1))
     assert checkpoints.steps == [630, 640]
 
 
@@ -655,7 +659,7 @@ def test_guards_are_released_after_the_cut_and_listeners_told_after_the_write():
 def test_a_save_due_while_another_is_written_is_postponed(checkpoints, caplog):
     metrics, clock = Metrics(prefix=""), FakeClock()
     checkpoints.may_write.clear()
-    hook = SaveHook(checkpoints, behind(10, retry_secs=3), metrics=metrics, clock=clock)
+    hook = SaveHook(checkpoints, behind(10, retry_secs=3), metrics=metrics, clock=clock, timer=clock)
 
     def write() -> None:
         checkpoints.may_write.set()
@@ -697,7 +701,7 @@ def test_an_error_beside_the_training_is_ignored_and_counted(checkpoints):
 def test_an_ignored_error_beside_the_training_is_mended_soon(checkpoints):
     clock = FakeClock()
     checkpoints.fail_writes = 2
-    hook = SaveHook(checkpoints, behind(100, ignore_errors=True, retry_secs=5), clock=clock)
+    hook = SaveHook(checkpoints, behind(100, ignore_errors=True, retry_secs=5), clock=clock, timer=clock)
     hooks = [hook, At(100, lambda: settle(checkpoints)), At(106, lambda: settle(checkpoints))]
     train(hooks, 110, on_step=lambda _: clock.sleep(1))
     assert checkpoints.steps == [106, 110]
@@ -826,3 +830,115 @@ def test_several_threads_may_step(checkpoints):
     for thread in threads:
         thread.join(SECONDS)
     assert checkpoints.steps == [1]
+
+
+# A disk that is full for a while
+
+
+FULL = TransientFilesystemError("cannot write model.ckpt: No space left on device. The disk is full.")
+
+
+def failing(checkpoints: Checkpoints, writes: int) -> FakeClock:
+    checkpoints.error, checkpoints.fail_writes = FULL, writes
+    return FakeClock()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_continues_while_saves_fail_for_a_reason_that_may_pass(
+    checkpoints, asynchronous, caplog, tmp_path
+):
+    clock, metrics, seen = failing(checkpoints, 3), Metrics(prefix=""), {}
+    config = SaveConfig(steps=10, retry_secs=10, asynchronous=asynchronous)
+    hook = SaveHook(checkpoints, config, metrics=metrics, clock=clock, timer=clock)
+
+    def step(run: FakeRun) -> None:
+        clock.sleep(1)
+        hook.wait()
+        seen[run.step] = hook.trouble, metrics.render().decode()
+
+    with caplog.at_level(logging.WARNING):
+        train([hook], 100, run=FakeRun(tmp_path), on_step=step)
+    # Due at step 10, then after pauses of 10, 20 and 40 s, whatever the interval says.
+    assert checkpoints.steps[0] == pytest.approx(81, abs=3)
+    assert checkpoints.steps[-1] == 100
+    trouble, shown = seen[76]
+    assert "attempt 3 of 10" in trouble
+    assert "The disk is full" in trouble
+    assert " free" in trouble
+    assert 'save_checkpoint_failures_in_a_row{mode="full"} 3.0' in shown
+    assert 'save_checkpoint_failed_total{mode="full"} 3.0' in shown
+    assert float(shown.split('save_checkpoint_age_seconds{mode="full"} ')[1].split()[0]) > 70
+    trouble, shown = seen[90]
+    assert trouble == ""
+    assert 'save_checkpoint_failures_in_a_row{mode="full"} 0.0' in shown
+    assert caplog.text.count("Training continues") == 3
+    assert caplog.text.count("saving works again") == 1
+    assert str(tmp_path) in caplog.text
+
+
+def test_so_many_failures_in_a_row_end_the_run_and_say_what_to_do(checkpoints, tmp_path):
+    clock = failing(checkpoints, 100)
+    hook = SaveHook(checkpoints, SaveConfig(steps=10, retry_secs=1, max_failures=3), timer=clock)
+    with pytest.raises(TransientFilesystemError, match=r"3 times in a row .*save.max_failures.*resumes"):
+        train([hook], 100, run=FakeRun(tmp_path), on_step=lambda _: clock.sleep(1))
+    assert checkpoints.writes == 3
+
+
+def test_without_failures_allowed_the_first_ends_the_run(checkpoints):
+    clock = failing(checkpoints, 100)
+    hook = SaveHook(checkpoints, SaveConfig(steps=10, max_failures=0), timer=clock)
+    with pytest.raises(TransientFilesystemError, match="No space left"):
+        train([hook], 100)
+    assert checkpoints.writes == 1
+
+
+def test_a_save_between_them_that_succeeds_starts_the_count_of_failures_anew(checkpoints):
+    clock = failing(checkpoints, 0)
+
+    def step(run: FakeRun) -> None:
+        clock.sleep(1)
+        checkpoints.fail_writes = 1 if run.step % 20 < 10 else 0
+
+    hook = SaveHook(checkpoints, SaveConfig(steps=5, retry_secs=1, max_failures=5), timer=clock)
+    train([hook], 211, on_step=step)
+    assert checkpoints.steps[-1] == 211
+
+
+def test_who_waits_for_a_save_does_not_shorten_the_pause(checkpoints):
+    clock = failing(checkpoints, 1)
+    hook = SaveHook(checkpoints, SaveConfig(steps=10, retry_secs=20), timer=clock)
+
+    class Wants(Hook):
+        def before_step(self, run: FakeRun) -> None:
+            hook.look(run, wanted=run.step >= 10)
+
+    train([hook, Wants()], 40, on_step=lambda _: clock.sleep(1))
+    assert checkpoints.writes - len(checkpoints.steps) == 1
+    assert checkpoints.steps[0] >= 29
+
+
+def test_the_last_save_of_a_run_is_retried_within_a_bound(checkpoints):
+    clock = failing(checkpoints, 3)
+    hook = SaveHook(checkpoints, SaveConfig(last_secs=20), timer=clock, sleep=clock.sleep)
+    train([hook], 5)
+    assert checkpoints.steps == [5]
+    assert clock.sleeps == [0.5, 1, 2]
+
+
+def test_a_last_save_that_keeps_failing_is_an_error_that_says_what_is_lost(checkpoints, tmp_path):
+    clock = failing(checkpoints, 1000)
+    hook = SaveHook(checkpoints, SaveConfig(steps=10, last_secs=20), timer=clock, sleep=clock.sleep)
+    with pytest.raises(TransientFilesystemError, match=r"step 5 without a checkpoint of it.* for 20 s"):
+        train([hook], 5, run=FakeRun(tmp_path))
+    assert sum(clock.sleeps) == 20
+
+
+def test_a_wall_clock_that_jumps_a_day_ahead_and_back_stops_no_save_by_seconds(checkpoints):
+    wall, timer = FakeClock(), FakeClock(0.0)
+
+    def step(run: FakeRun) -> None:
+        timer.sleep(1)
+        wall.now += {10: 86_400, 30: -86_400}.get(run.step, 1)
+
+    train([SaveHook(checkpoints, SaveConfig(secs=10), clock=wall, timer=timer)], 60, on_step=step)
+    assert checkpoints.steps == [10, 20, 30, 40, 50, 60]

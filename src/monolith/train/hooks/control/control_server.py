@@ -53,6 +53,7 @@ from monolith.train.hooks.reports.tracing import MOST_SECONDS, Trace, Tracer
 from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding, person_order
 from monolith.wire import controller_pb2 as wire
 from monolith.wire.bodies import read_body, write_body
+from monolith.wire.doorkeeper import Doorkeeper
 from monolith.wire.limits import Limits
 
 _log = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ TOKEN_FILE = "controller_server_token"
 GRACE_SECONDS = 20.0
 _SERVICE = "Controller"
 _THREADS = 4
+_LOOK_EVERY = 0.5
+"""Seconds between two looks at the connections of the port."""
 _LONGEST_REQUEST = 64 << 10
 """Bytes; none of the requests has much in it."""
 _LOOK_SECONDS = 0.2
@@ -118,6 +121,7 @@ class ControlServer:
         self._waiting = waiting
         self._message_within = message_within
         self._server: Any = None
+        self._doorkeeper: Doorkeeper | None = None
         self.closing = threading.Event()
         """Set when calls that wait should give up."""
         self.address: str | None = None
@@ -141,7 +145,7 @@ class ControlServer:
         server = grpc.server(
             # Whoever waits for a save or a trace has a thread: some are left for others.
             ThreadPoolExecutor(self._waiting + _THREADS, thread_name_prefix="control-server"),
-            interceptors=grpc_interceptors(guard, self._message_within),
+            interceptors=grpc_interceptors(guard, self._message_within, self._admit),
             options=(
                 ("grpc.so_reuseport", 0),  # a taken port is an error, not a port for two
                 ("grpc.max_receive_message_length", _LONGEST_REQUEST),
@@ -157,6 +161,7 @@ class ControlServer:
             ) from cause
         server.start()
         self._server = server
+        self._doorkeeper = Doorkeeper(port, Limits(), bounds_bytes=False, every=_LOOK_EVERY)
         self.address = f"{self._listen_on.rpartition(':')[0]}:{port}"
         _log.info("control server listens on %s", self.address)
 
@@ -164,9 +169,16 @@ class ControlServer:
         """Let calls finish that are under way. Closing again does nothing."""
         self.closing.set()
         self.address = None
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+            self._doorkeeper = None
         if self._server is not None:
             self._server.stop(self._grace).wait()
             self._server = None
+
+    def _admit(self, peer: str) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.admit(peer)
 
     def _profile(self, tracer: Tracer, request: Any, context: Any) -> Message:
         try:

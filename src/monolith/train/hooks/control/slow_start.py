@@ -41,7 +41,8 @@ class SlowStartHook(Hook):
         max_wait: How long to wait at most once the model moves, with up to 10 random minutes on top,
             so that those who give up do not all begin at once.
         grace: How long the model may take to begin to move before `max_wait` counts anyway.
-        clock: Unix seconds.
+        clock: Unix seconds, for the tide window.
+        timer: Seconds that only grow.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SlowStartHook(Hook):
         max_wait: timedelta = timedelta(minutes=10),
         grace: timedelta = timedelta(minutes=30),
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         rng: random.Random | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class SlowStartHook(Hook):
         self._tide = tide
         self._max_wait = max_wait.total_seconds()
         self._grace = grace.total_seconds()
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._sleep = sleep
         self._rng = rng or random.Random()
         self._started = False
@@ -71,14 +73,14 @@ class SlowStartHook(Hook):
     def before_step(self, run: Run) -> None:
         if self._started:
             return
-        now = self._clock()
+        now = self._timer()
         # The model may never move: its chief may be gone. Then the count begins by itself.
         counts_from = now + self._grace
         patience = self._max_wait + self._rng.uniform(0, _JITTER_SECONDS)
         next_log = now
         while run.stop_reason is None:
-            now = self._clock()
-            if stop_outside(run, self._tide, now):
+            now = self._timer()
+            if stop_outside(run, self._tide, self._clock()):
                 return
             if self._target_step <= 0:
                 break

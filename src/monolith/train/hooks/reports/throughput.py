@@ -14,8 +14,9 @@ class ThroughputHook(Hook):
     """Emits the time until the first step, then steps, their time and the loss every `every`.
 
     Args:
-        started_at: When the process was asked for, on the clock given.
+        started_at: When the process was asked for, in Unix seconds.
         clock: Unix seconds.
+        timer: Seconds that only grow.
     """
 
     def __init__(
@@ -27,24 +28,24 @@ class ThroughputHook(Hook):
         started_at: float,
         every: timedelta = timedelta(seconds=30),
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._tags = {"model_name": model_name, "cluster_type": cluster_type}
         self._started_at = started_at
         self._every = every.total_seconds()
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._last: tuple[float, int] | None = None
 
     def after_create(self, run: Run) -> None:
-        now = self._clock()
         if self._last is None:
-            waited = max(now - self._started_at, 0.0)
+            waited = max(self._clock() - self._started_at, 0.0)
             self._client.emit_timer(MetricName.RUN_START_ELAPSED_TIME, waited, self._tags)
-        self._last = (now, run.step)
+        self._last = (self._timer(), run.step)
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
         assert self._last is not None
-        now, (then, step) = self._clock(), self._last
+        now, (then, step) = self._timer(), self._last
         if now - then < self._every:
             return
         self._last = (now, result.step)

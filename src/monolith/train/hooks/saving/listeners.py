@@ -13,6 +13,9 @@ from __future__ import annotations
 class SaveListener:
     """A listener that does nothing; override what it should hear of."""
 
+    trouble = ""
+    """What failed in its last attempt and is retried with the next save, for a person; empty if nothing."""
+
     def begin(self) -> None:
         """Once, before any state exists."""
 

@@ -3,7 +3,14 @@
 How a checkpoint is written is the business of a `Snapshots`. It cuts a `Snapshot`, quickly,
 which holds the state of this step fast while training may go on; the moment then writes, as
 slowly as it must. Saving asynchronously, the training thread waits for the cut only, and one
-thread beside it does the rest. Whatever fails is tried once more.
+thread beside it does the rest.
+
+What a failed save means follows from its error:
+
+    TransientFilesystemError      training continues, the save is retried with growing pauses; the run
+                                  ends after `max_failures` in a row (a full disk, no free descriptor)
+    the run outlives it           the checkpoint is dropped, the next one is made as usual (a lost server)
+    anything else                 is tried once more, then ends the run
 
 Two kinds of listeners hear of a save. Listeners belong to it: an error of theirs is an error of
 the save. Guards do not: they hold workers back while a state is cut, and are undone, in reverse,
@@ -12,6 +19,7 @@ whatever happens.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -22,9 +30,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from monolith.errors import ConfigError, MonolithError, RetryableError, TrainingError
+from monolith import filesystem
+from monolith.errors import (
+    ConfigError,
+    MonolithError,
+    RetryableError,
+    TrainingError,
+    TransientFilesystemError,
+)
 from monolith.filesystem import FileReserve, is_out_of_files
 from monolith.observe import Metrics, yield_to_others
+from monolith.observe.progress import describe_bytes
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.control.tide import TideWindow
 from monolith.train.hooks.saving.listeners import SaveListener
@@ -43,6 +59,11 @@ FILES_PAUSE = 0.1
 """Of the last checkpoint of a run, where others are lost while it is written."""
 NEVER_STEPS = 100_000_000
 """How many steps lie between saves where nobody said."""
+LONGEST_RETRY_SECS = 300.0
+"""Pauses between saves that fail double up to this: space that returns is used within five minutes, and the
+ten failures of the default take about 35 minutes, in which somebody can be called."""
+FIRST_LAST_RETRY_SECS = 0.5
+"""Pauses before the last save of a run is retried double from here."""
 _BUCKETS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
 
 
@@ -83,8 +104,14 @@ class SaveConfig:
     """Whether training goes on when a save failed; a request for a save has a setting of its own."""
     asynchronous: bool = False
     """Whether a checkpoint is written while training goes on."""
+    max_failures: int = 10
+    """The run ends after so many saves in a row that failed for a reason that may pass: a full disk, a
+    used-up quota, no free file descriptor. Until then it trains on and retries; 0 ends it with the first."""
     retry_secs: float = 30.0
-    """Seconds until the next try after a save that failed, or that had to wait for the one before."""
+    """Seconds until the next attempt after a save that failed, or that had to wait for the one before. The
+    pause doubles with each failure in a row, up to five minutes."""
+    last_secs: float = 20.0
+    """Seconds for which the last save of a run is retried while it fails for a reason that may pass."""
     close_secs: float = 600.0
     """Seconds that a run which ends by an error waits for the save being written."""
 
@@ -95,16 +122,20 @@ class SaveConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"save: {name} must be above 0, got {value}")
-        if self.close_secs < 0:
-            raise ConfigError(f"save: close_secs must not be negative, got {self.close_secs}")
+        for name in ("max_failures", "last_secs", "close_secs"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"save: {name} must not be negative, got {getattr(self, name)}")
 
-    def timer(self, clock: Callable[[], float] = time.time) -> SaveTimer:
+    def timer(
+        self, clock: Callable[[], float] = time.time, timer: Callable[[], float] = time.monotonic
+    ) -> SaveTimer:
         return SaveTimer(
             every_secs=self.secs,
             every_steps=NEVER_STEPS if self.secs is None and self.steps is None else self.steps,
             tide=self.tide,
             tide_every_secs=self.tide_secs,
             clock=clock,
+            timer=timer,
         )
 
 
@@ -130,6 +161,7 @@ class _Save:
 
     step: int
     started: float
+    """On the monotonic clock."""
     requests: Sequence[_Request]
     timed: bool
     """The timer wanted it, so that an error is the run's own. Otherwise it is the requests'."""
@@ -165,8 +197,11 @@ class SaveHook(Hook):
         on_saved: Called with the step and prefix of what is on disk, to note it in a state file. An error
             of this is logged: the checkpoint is good.
         metrics: Counts `save_checkpoint`, `save_checkpoint_failed` (each attempt) and
-            `save_checkpoint_postponed`, and times `save_checkpoint_time`, by mode: full or dense_only.
-        clock: Unix seconds.
+            `save_checkpoint_postponed`, and times `save_checkpoint_time`, by mode: full or dense_only. Shows
+            `save_checkpoint_age_seconds` and `save_checkpoint_failures_in_a_row`.
+        clock: Unix seconds, for stamps and the hours of a tide window.
+        timer: Seconds that only grow, for every interval: a wall clock that is set must not stop saving.
+        sleep: Waits between attempts of the last save of a run.
     """
 
     def __init__(
@@ -186,9 +221,11 @@ class SaveHook(Hook):
         on_saved: Callable[[int, str | None], None] | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.config = config or SaveConfig()
-        self.timer = self.config.timer(clock)
+        self.timer = self.config.timer(clock, timer)
         """Others may reset or disable it, on the training thread; requests and the end do not ask it."""
         self._checkpointer = checkpointer
         self._files = FileReserve()
@@ -202,7 +239,7 @@ class SaveHook(Hook):
         self._together = together
         self._outlives = outlives
         self._on_saved = on_saved
-        self._clock = clock
+        self._clock, self._seconds, self._sleep = clock, timer, sleep
         self._mode = "dense_only" if dense_only else "full"
         metrics = metrics if metrics is not None else Metrics()
         self._count_saved = metrics.counter("save_checkpoint", "Checkpoints saved", ["mode"])
@@ -213,11 +250,15 @@ class SaveHook(Hook):
         self._time_saved = metrics.histogram(
             "save_checkpoint_time", "Seconds from the start of a save to its end", ["mode"], buckets=_BUCKETS
         )
+        self._failures_in_a_row = metrics.gauge(
+            "save_checkpoint_failures_in_a_row", "Saves that failed since the last one that did not", ["mode"]
+        )
         self._turn = threading.RLock()  # guards what is below: several threads may step
         self._run: Run | None = None
         self._trainer: int | None = None
         self._first_step: int | None = None
         self._inside = False
+        self._is_last = False
         self._writing: _Writing | None = None
         self._late_error: Exception | None = None
         self._dropped: Exception | None = None
@@ -225,14 +266,30 @@ class SaveHook(Hook):
         self._lock = threading.Lock()  # guards what is below, which the writing thread uses too
         self._saved: tuple[int, str | None] | None = None
         self._saved_at: float | None = None
+        self._saved_when = timer()  # the same moment on the monotonic clock; the start before the first
+        self._failures = 0
+        self._trouble = ""
         self._requests: list[_Request] = []
         self._closed = False
+        metrics.gauge(
+            "save_checkpoint_age_seconds",
+            "Seconds since this run last saved a checkpoint, or since it started",
+            ["mode"],
+        ).read_from(lambda: timer() - self._saved_when, mode=self._mode)
 
     @property
     def saved_at(self) -> float | None:
         """When this run's last save was on disk, in Unix seconds; None before the first. From any thread."""
         with self._lock:
             return self._saved_at
+
+    @property
+    def trouble(self) -> str:
+        """Why the newest state is not saved, for a person; empty while saves succeed. From any thread."""
+        with self._lock:
+            found = [self._trouble]
+        found += [listener.trouble for listener in self._listeners]
+        return "; ".join(filter(None, found))
 
     @property
     def is_writing(self) -> bool:
@@ -279,7 +336,7 @@ class SaveHook(Hook):
             self._look_back(run.step)
             writing = self._is_writing()
             self._raise_late()
-            if not wanted and not self.timer.should_trigger(run.step):
+            if self.timer.backs_off or not (wanted or self.timer.should_trigger(run.step)):
                 return
             if writing:
                 self._postpone(run.step)
@@ -363,13 +420,35 @@ class SaveHook(Hook):
             self._drop(run.step, error)
 
     def _save_last(self, run: Run) -> None:
-        """Write the last checkpoint of a run; one that others spoiled is tried again."""
-        for _ in range(LAST_ATTEMPTS):
+        """Write the last checkpoint of a run; one that others spoiled, or a full disk, is tried again."""
+        give_up, pause = self._seconds() + self.config.last_secs, FIRST_LAST_RETRY_SECS
+        attempts = LAST_ATTEMPTS
+        while True:
             self._late_error = self._dropped = None
-            self._save(run, timed=True, wait_for_it=True)
-            if self._dropped is None:
+            self._is_last = True
+            try:
+                self._save(run, timed=True, wait_for_it=True)
+            finally:
+                self._is_last = False
+            error = self._late_error or self._dropped
+            if error is None:
                 return
-        self._late_error = self._dropped
+            if error is self._dropped:
+                attempts -= 1
+                if attempts == 0:
+                    self._late_error = error
+                    return
+            elif isinstance(error, TransientFilesystemError) and self.config.max_failures > 0:
+                left = give_up - self._seconds()
+                if left <= 0:
+                    how_long = f"for {self.config.last_secs:g} s at its end (save.last_secs)"
+                    final = None if self.config.ignore_errors else self._final(run, error, how_long)
+                    self._late_error = final
+                    return
+                self._sleep(min(pause, left))
+                pause *= 2
+            else:
+                return
 
     def _drop(self, step: int, error: Exception) -> None:
         self._dropped = error
@@ -390,7 +469,7 @@ class SaveHook(Hook):
         if self._dense_only and self._memory.has_full(step):
             _answer(requests, None)
             return
-        save = _Save(step, self._clock(), requests, timed)
+        save = _Save(step, self._seconds(), requests, timed)
         behind = self.config.asynchronous and not wait_for_it
         if not self._dense_only:
             self._memory.note_writing(step)
@@ -427,11 +506,15 @@ class SaveHook(Hook):
                 run.request_stop(f"{type(listener).__name__} asked to stop after saving step {save.step}")
         with self._lock:
             self._saved = save.step, prefix
-            self._saved_at = self._clock()
+            self._saved_at, self._saved_when = self._clock(), self._seconds()
+            failures, self._failures, self._trouble = self._failures, 0, ""
+        self._failures_in_a_row.set(0, mode=self._mode)
+        if failures:
+            _log.warning("saving works again, after %d failures: step %d is on disk", failures, save.step)
         if not self._dense_only:
             self._memory.note_full(save.step)
             self._memory.note_writing(None)
-        seconds = self._clock() - save.started
+        seconds = self._seconds() - save.started
         self._count_saved.inc(mode=self._mode)
         self._time_saved.observe(seconds, mode=self._mode)
         kind = self._mode if self._dense_only else moment.kind
@@ -450,6 +533,11 @@ class SaveHook(Hook):
             except RetryableError:  # a process is gone, and this run with it
                 self._count_failed.inc(mode=self._mode)
                 raise
+            except TransientFilesystemError as error:
+                self._count_failed.inc(mode=self._mode)
+                # A full disk needs time, not haste. Files are another matter: the reserve has some.
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
             except Exception as error:
                 self._count_failed.inc(mode=self._mode)
                 unexpected = not isinstance(error, MonolithError)
@@ -494,11 +582,62 @@ class SaveHook(Hook):
         if self._outlives(error):
             self._drop(save.step, error)
             return
+        with self._lock:
+            self._failures += 1
+            failures = self._failures
+        self._failures_in_a_row.set(failures, mode=self._mode)
+        if isinstance(error, TransientFilesystemError) and self.config.max_failures > 0:
+            self._retry_later(save, error, failures)
+            return
         unexpected = None if isinstance(error, MonolithError) else error
         _log.error("saving step %d (%s) failed: %s", save.step, self._mode, error, exc_info=unexpected)
         self.timer.rearm(self.config.retry_secs)
         if save.timed and not self.config.ignore_errors:
             self._late_error = error
+
+    def _retry_later(self, save: _Save, error: TransientFilesystemError, failures: int) -> None:
+        """Let training continue after a save that may succeed later; end the run if there were too many.
+
+        Nothing is lost meanwhile: the changed rows still count as changed, and the source is not told of
+        positions that no checkpoint holds.
+        """
+        config, run = self.config, self._run
+        pause = min(
+            config.retry_secs * 2 ** min(failures - 1, 30), max(LONGEST_RETRY_SECS, config.retry_secs)
+        )
+        folder = "" if run is None else run.model_dir
+        free = filesystem.free_bytes(folder) if folder else None
+        room = "" if free is None else f", {describe_bytes(free)} free"
+        attempt = f"attempt {failures} of {config.max_failures}"
+        with self._lock:
+            self._trouble = f"saving fails, {attempt}{room}: {error} {self._newest()}"
+        if self._is_last:
+            _log.warning("saving the last step, %d, to %s failed%s: %s", save.step, folder, room, error)
+            self._late_error = error
+            return
+        self.timer.rearm(pause, not_sooner=True)
+        if failures >= config.max_failures and save.timed and not config.ignore_errors:
+            assert run is not None
+            self._late_error = self._final(run, error, f"{failures} times in a row (save.max_failures)")
+            return
+        _log.warning(
+            "saving step %d to %s failed (%s%s): %s Training continues; retrying in %.0f s. %s",
+            *(save.step, folder, attempt, room, error, pause, self._newest()),
+        )
+
+    def _final(self, run: Run, error: TransientFilesystemError, how_often: str) -> Exception:
+        """Return the error that ends a run whose saves keep failing."""
+        failure = TransientFilesystemError(
+            f"the run ends at step {run.step} without a checkpoint of it: saving failed {how_often}: {error} "
+            f"{self._newest()} Make room in {run.model_dir} and start the run again: it resumes from there."
+        )
+        failure.__cause__ = error
+        return failure
+
+    def _newest(self) -> str:
+        """Say which checkpoint is the newest, as far as this process knows; the lock may be held."""
+        step = self._first_step if self._saved is None else self._saved[0]
+        return f"The newest checkpoint is of step {step}." if step else "No checkpoint was saved yet."
 
     # Beside the training
 

@@ -15,7 +15,8 @@ class SaveTimer:
     Outside the tide window, if there is one, only `tide_every_secs` counts.
 
     Args:
-        clock: Unix seconds.
+        clock: Unix seconds, for the hours of the tide window alone: it may be set, ahead or back.
+        timer: Seconds that only grow, for every interval.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class SaveTimer:
         tide: TideWindow | None = None,
         tide_every_secs: float | None = None,
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         if (every_secs is None) == (every_steps is None):
             found = "neither" if every_secs is None else "both"
@@ -43,9 +45,10 @@ class SaveTimer:
         self._every_steps = every_steps
         self._tide = tide
         self._tide_every_secs = tide_every_secs
-        self._clock = clock
+        self._clock, self._timer = clock, timer
         self._last: tuple[float, int] | None = None
         self._retry_at: float | None = None
+        self._retry_only = False
 
     @property
     def last_step(self) -> int | None:
@@ -53,36 +56,54 @@ class SaveTimer:
         return None if self._last is None else self._last[1]
 
     def should_trigger(self, step: int) -> bool:
-        """Whether a save is due at this step. Due at once when there was none, and twice at no step."""
+        """Whether a save is due at this step. Due at once when there was none, and at no step twice unless
+        the first one failed."""
         if not self.enabled:
             return False
         if self._last is None:
             return True
         then, last_step = self._last
-        if step == last_step:
+        if step == last_step and self._retry_at is None:
             return False
-        now = self._clock()
+        now = self._timer()
         if self._retry_at is not None and now >= self._retry_at:
             return True
-        if self._tide is not None and self._tide_every_secs is not None and not self._tide.contains(now):
-            return now >= then + self._tide_every_secs
+        if self._retry_only or step == last_step:
+            return False
+        pace = self._tide_every_secs
+        if self._tide is not None and pace is not None and not self._tide.contains(self._clock()):
+            return now >= then + pace
         if self._every_secs is not None:
             return now >= then + self._every_secs
         assert self._every_steps is not None  # the constructor saw to one of them
         return step >= last_step + self._every_steps
 
+    @property
+    def backs_off(self) -> bool:
+        """Whether a save failed, and no other is to be tried yet."""
+        return self._retry_only and self._retry_at is not None and self._timer() < self._retry_at
+
+    @property
+    def retry_due(self) -> bool:
+        """Whether it is time to try a save again that failed."""
+        return self._retry_only and not self.backs_off
+
     def stamp(self, step: int) -> tuple[float, int] | None:
         """Count from here on. Return the seconds and steps since the last stamp; None for the first."""
-        now, last = self._clock(), self._last
+        now, last = self._timer(), self._last
         self._last = now, step
-        self._retry_at = None
+        self._retry_at, self._retry_only = None, False
         return None if last is None else (now - last[0], step - last[1])
 
-    def rearm(self, backoff: float) -> None:
-        """Be due again in `backoff` seconds, if not sooner: the save that was stamped came to nothing."""
-        self._retry_at = self._clock() + backoff
+    def rearm(self, backoff: float, *, not_sooner: bool = False) -> None:
+        """Be due again in `backoff` seconds: the save that was stamped came to nothing.
+
+        Args:
+            not_sooner: Whether the usual interval does not count until then.
+        """
+        self._retry_at, self._retry_only = self._timer() + backoff, not_sooner
 
     def reset(self) -> None:
         """Forget the past, so that a save is due at once."""
         self._last = None
-        self._retry_at = None
+        self._retry_at, self._retry_only = None, False
