@@ -250,6 +250,16 @@ class FileReserve:
             os.close(self._held.pop())
 
 
+def is_out_of_files(error: BaseException) -> bool:
+    """Whether an error, or one that caused it, is that this process or the machine can open no more files."""
+    found: BaseException | None = error
+    while found is not None:
+        if getattr(found, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
 def _entries(path: AnyPath) -> tuple[list[str], list[str]]:
     with errors_as("list", path):
         backend, inner = locate(path)

@@ -38,7 +38,7 @@ from monolith.errors import (
     TrainingError,
     TransientFilesystemError,
 )
-from monolith.filesystem import FileReserve
+from monolith.filesystem import FileReserve, is_out_of_files
 from monolith.observe import Metrics, yield_to_others
 from monolith.observe.progress import describe_bytes
 from monolith.train.hook import Hook, Run, StepResult
@@ -53,6 +53,9 @@ T = TypeVar("T")
 
 ATTEMPTS = 2
 LAST_ATTEMPTS = 5
+FILES_ATTEMPTS = 50
+FILES_PAUSE = 0.1
+"""Seconds between attempts while the process has no file left."""
 """Of the last checkpoint of a run, where others are lost while it is written."""
 NEVER_STEPS = 100_000_000
 """How many steps lie between saves where nobody said."""
@@ -542,8 +545,16 @@ class SaveHook(Hook):
                     "saving a checkpoint: %s failed, retrying: %s", doing, error, exc_info=unexpected
                 )
         try:
-            # Connections may have taken all files that this process may open; the reserve is for this.
+            # Connections may have taken all files that this process may open; the reserve is for this. Those
+            # that wait to be accepted may take it as well, until the port closes them: a moment later.
             with self._files.given_up():
+                for _ in range(FILES_ATTEMPTS):
+                    try:
+                        return act()
+                    except Exception as error:
+                        if not is_out_of_files(error):
+                            raise
+                        time.sleep(FILES_PAUSE)
                 return act()
         except Exception:
             self._count_failed.inc(mode=self._mode)
