@@ -12,7 +12,11 @@ from typing import Literal
 from monolith.errors import ConfigError
 
 MORE_IS_BETTER = ("auc", "gauc", "recall", "ndcg", "hit_rate", "mrr")
-LESS_IS_BETTER = ("loss", "log_loss", "ne", "squared_loss", "absolute_loss")
+LESS_IS_BETTER = ("loss", "log_loss", "ne", "squared_loss", "absolute_loss", "rmse", "mae")
+LOSS = "loss"
+"""The metric of every evaluation: the mean loss of its examples."""
+HEADLINES = ("auc", "rmse")
+"""How the names of metrics end that a line of text has room for: the first of a class, and of a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +35,8 @@ class EvaluateConfig:
     steps: int | None = None
     """How many batches each evaluation reads; None reads all there are."""
     metric: str | None = None
-    """The metric by which evaluations are compared, such as click/auc or auc; None takes the first AUC, or
-    the loss where there is none."""
+    """The metric by which evaluations are compared, such as click/auc or auc; None takes the first AUC or
+    RMSE, or the loss if there is none."""
     mode: Literal["max", "min"] | None = None
     """Whether more or less of the metric is better; None knows it of the metrics there are, but for
     calibration."""

@@ -27,7 +27,7 @@ from monolith.checkpoint import BestCheckpoint
 from monolith.data import Stream, need_no_labels
 from monolith.errors import ConfigError
 from monolith.feature import Batch
-from monolith.train.evaluate_config import EvaluateConfig
+from monolith.train.evaluate_config import HEADLINES, LOSS, EvaluateConfig
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
@@ -39,7 +39,6 @@ from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
 
-LOSS = "loss"
 
 OnOpen = Callable[[Stream[Batch]], object]
 """Told of data that was opened and not read yet."""
@@ -198,8 +197,8 @@ class BestSoFar:
     def _choose(self, metrics: Mapping[str, float]) -> str:
         wanted = self._config.metric
         if wanted is None:
-            aucs = [name for name in metrics if name.endswith("auc")]
-            return aucs[0] if aucs else LOSS
+            found = [name for name in metrics if name.endswith(HEADLINES)]
+            return found[0] if found else LOSS
         found = [name for name in metrics if wanted == name or name.endswith(f"/{wanted}")]
         if not found:
             raise ConfigError(_no_metric(wanted, list(metrics)))
