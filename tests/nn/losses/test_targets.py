@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from monolith.errors import ConfigError, FeatureError
 from monolith.nn import Target
 

@@ -243,8 +243,8 @@ def describe_standing(standing: Standing) -> dict[str, str]:
 
 
 def _shown(evaluated: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the metrics of an evaluation that fit into a line: AUC or RMSE, and the measures of the task; the
-    loss if there are none."""
+    """Return the metrics of an evaluation that fit into a line: AUC or RMSE, and the measures of the task;
+    the loss if there are none."""
     found = [(name, value) for name, value in evaluated.items() if name.endswith(HEADLINES) or _is_own(name)]
     return found or [(name, value) for name, value in evaluated.items() if name == LOSS]
 
