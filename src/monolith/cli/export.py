@@ -42,7 +42,7 @@ def run(options: ExportOptions) -> int:
         keep=options.keep,
         compiled=options.compile,
     )
-    checkpoint, _ = settled(config)
+    checkpoint, _, why = settled(config)
     with ExitStack() as opened:
         exporter = opened.enter_context(
             task_exporter(
@@ -61,8 +61,9 @@ def run(options: ExportOptions) -> int:
             shown = opened.enter_context(progress("Exporting", total, "rows"))
         made = exporter.export(checkpoint, root, version=options.version, progress=shown)
     if options.json:
-        sys.stdout.write(json.dumps(to_json(made, task, checkpoint)) + "\n")
+        sys.stdout.write(json.dumps({**to_json(made, task, checkpoint), "chosen": why}) + "\n")
     else:
+        say(f"checkpoint {checkpoint} ({why})")
         for line in described(made, root):
             say(line)
     return 0

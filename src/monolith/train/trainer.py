@@ -561,7 +561,15 @@ class Trainer:
     def _evaluate_hook(self, run: LocalRun, best: BestSoFar, keeper: Keeper | None) -> EvaluateHook:
         config = self.config
         log = None if keeper is None else EvaluationLog(config.model_dir, clock=self._clock)
-        return EvaluateHook(run.session, config.evaluate, best, seed=config.seed, keeper=keeper, log=log)
+        return EvaluateHook(
+            run.session,
+            config.evaluate,
+            best,
+            seed=config.seed,
+            keeper=keeper,
+            log=log,
+            epochs=config.epochs,
+        )
 
     def _asked_hooks(self, run: LocalRun, rest: Sequence[Hook]) -> list[Hook]:
         return installed_hooks(
