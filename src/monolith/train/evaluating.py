@@ -163,7 +163,7 @@ class BestSoFar:
         Raises:
             ConfigError: It has no such metric.
         """
-        metric = self._choose(metrics)
+        metric = choose_metric(self._config, metrics)
         if metric != self.metric:
             if self.metric is not None:
                 _log.warning("evaluations are compared by %s from now on, not by %s", metric, self.metric)
@@ -209,15 +209,21 @@ class BestSoFar:
         gain = value - self.value if self._config.direction(self.metric) == "max" else self.value - value
         return gain > self._config.min_delta
 
-    def _choose(self, metrics: Mapping[str, float]) -> str:
-        wanted = self._config.metric
-        if wanted is None:
-            found = [name for name in metrics if name.endswith(HEADLINES)]
-            return found[0] if found else LOSS
-        found = [name for name in metrics if wanted == name or name.endswith(f"/{wanted}")]
-        if not found:
-            raise ConfigError(_no_metric(wanted, list(metrics)))
-        return found[0]
+
+def choose_metric(config: EvaluateConfig, metrics: Mapping[str, float]) -> str:
+    """Return the metric by which evaluations are compared; by default the first AUC or RMSE, or the loss.
+
+    Raises:
+        ConfigError: There is no such metric.
+    """
+    wanted = config.metric
+    if wanted is None:
+        found = [name for name in metrics if name.endswith(HEADLINES)]
+        return found[0] if found else LOSS
+    found = [name for name in metrics if wanted == name or name.endswith(f"/{wanted}")]
+    if not found:
+        raise ConfigError(_no_metric(wanted, list(metrics)))
+    return found[0]
 
 
 def _no_metric(wanted: str, there: Sequence[str]) -> str:
