@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def options(run_dir: Path, **others: Any) -> InsightOptions:
-    return InsightOptions(run_dir=str(run_dir), **others)
+    return InsightOptions(run_dir=str(run_dir), summaries=True, **others)
 
 
 def test_a_table_for_each_kind_of_summary(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

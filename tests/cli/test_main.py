@@ -224,3 +224,13 @@ def test_an_exception_that_nobody_catches_ends_all_ranks_of_mpi(ranks: int, tmp_
     assert done.returncode == 1
     assert "Boom" in done.stderr
     assert ("rank 0 of 2 failed; aborting all ranks" in done.stderr) == (ranks == 2)
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "monolith", "train", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # before anything was written
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141

@@ -101,6 +101,13 @@ def check_first_hour(names: dict[str, Any]) -> None:
     assert (names["folder"] / "run" / "features.json").exists()
 
 
+def check_targets(names: dict[str, Any]) -> None:
+    metrics, measured = names["metrics"], names["measured"]
+    assert {"seconds/rmse", "seconds/mae", "liked/auc"} <= metrics.keys()
+    assert metrics["seconds/mae"] < 40  # a mean of 60 s, from 20 to 100 by user
+    assert 0 < measured["within_20_percent"] <= 1
+
+
 def check_retrieval(names: dict[str, Any]) -> None:
     assert names["scores"]["recall@5"] > 0.3  # by chance 0.1
     assert names["candidates"].vectors.shape == (50, 16)
@@ -155,6 +162,7 @@ CLAIMS = {
     "retrieval.md": check_retrieval,
     "serving.md": check_serving,
     "table.md": check_table,
+    "targets.md": check_targets,
     "models.md": check_models,
     "training.md": check_training,
     "tuning.md": check_tuning,

@@ -207,6 +207,25 @@ def test_what_is_better_by_less_than_min_delta_is_not_better() -> None:
     assert (best.step, best.since) == (3, 1)
 
 
+def test_a_fall_within_an_epoch_does_not_stop_a_run_of_several() -> None:
+    best = BestSoFar(replace(BY_LOSS, patience=2))
+    for step, loss in enumerate((0.5, 0.6, 0.7, 0.65), 1):
+        best.take(step, {"loss": loss}, passes=0.25)
+        assert not best.gives_up
+    best.take(5, {"loss": 0.6}, passes=0.25)
+    assert best.gives_up  # a whole pass since the best, and none better
+
+
+def test_how_far_the_best_is_back_survives_a_restart() -> None:
+    best, again = BestSoFar(replace(BY_LOSS, patience=1)), BestSoFar(replace(BY_LOSS, patience=1))
+    best.take(1, {"loss": 0.5}, passes=0.5)
+    best.take(2, {"loss": 0.6}, passes=0.5)
+    again.restore(best.state())
+    assert not again.gives_up
+    again.take(3, {"loss": 0.6}, passes=0.5)
+    assert again.gives_up
+
+
 def test_nan_is_never_the_best() -> None:
     best = compared(BY_LOSS, math.nan, 0.5, math.nan)
     assert (best.step, best.since) == (2, 1)
@@ -226,7 +245,8 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_anything_is_trained(t
         ({"every_steps": 0}, "every_steps must be at least 1"),
         ({"every": timedelta(0)}, "above 0"),
         ({"every_steps": 1, "every": timedelta(1)}, "give one of them"),
-        ({"patience": 2}, "set every_steps or every"),
+        ({"every_steps": 1, "every_epochs": 1}, "every_steps and every_epochs"),
+        ({"patience": 2}, "set every_steps, every_epochs or every"),
         ({"every_steps": 1, "min_delta": -1.0}, "negative"),
         ({"every_steps": 1, "metric": "calibration"}, "set mode"),
     ],

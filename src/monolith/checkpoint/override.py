@@ -23,10 +23,10 @@ from datetime import timedelta
 from typing import Literal
 
 from monolith import filesystem
-from monolith.checkpoint.folder.best import BEST
+from monolith.checkpoint.folder.best import BEST, LATEST, read_best
 from monolith.checkpoint.folder.manifest import needs_of, read_manifest
 from monolith.checkpoint.folder.retention import exempt_paths
-from monolith.checkpoint.folder.saver import is_in_folder, require_checkpoint
+from monolith.checkpoint.folder.saver import checkpoint_exists, is_in_folder, require_checkpoint
 from monolith.checkpoint.folder.state_files import (
     CHECKPOINT_FILE,
     CheckpointState,
@@ -240,7 +240,8 @@ def start_from(
     state file is written last, so a chief that was killed half-way begins again.
 
     Args:
-        restore_ckpt: Which checkpoint; the latest by default, or if that one is not listed.
+        restore_ckpt: Which checkpoint. By default the best, if the other run was evaluated, or the latest;
+            the latest, too, if that one is not listed.
         required: A person named it: listed or not, it is that one or an error.
 
     Returns:
@@ -308,7 +309,15 @@ def _pick(restore_dir: str, restore_ckpt: str | None, sleep: Sleep, *, required:
     state = read_checkpoint_state(restore_dir, sleep=sleep)
     if state is None:
         raise RestoreError(f"no checkpoint in {restore_dir}: it has no file {CHECKPOINT_FILE!r}")
-    picked = state.model_checkpoint_path
+    picked, best = state.model_checkpoint_path, read_best(restore_dir)
+    if restore_ckpt == LATEST:
+        return absolute_path(require_checkpoint(picked))
+    if best is not None and not restore_ckpt and checkpoint_exists(best.prefix(restore_dir)):
+        picked = best.prefix(restore_dir)
+        _log.info(
+            "starting from %s, the best of %s by %s, %.4f; restore.checkpoint = %r takes the newest",
+            *(best.name, restore_dir, best.metric, best.value, LATEST),
+        )
     if restore_ckpt:
         wanted = filesystem.join(filesystem.parent(picked), filesystem.base_name(restore_ckpt))
         if wanted in state.all_model_checkpoint_paths:

@@ -28,7 +28,7 @@ def run(options: EmbeddingsOptions) -> int:
         raise ConfigError("embeddings: --k and --queries must be at least 1, and --min-recall from 0 to 1")
     library = chosen_library(options.library) if options.index else None
     task, config = load_reading(options)
-    checkpoint, step = settled(config)
+    checkpoint, step, why = settled(config)
     column = text_column(task)
     with ReadingBar(options, "Embedding") as shown:
 
@@ -43,7 +43,13 @@ def run(options: EmbeddingsOptions) -> int:
             on_open=on_open,
             advance=shown.advance,
         )
-    said: dict[str, object] = {"task": task.name, "checkpoint": checkpoint, "step": step, "items": len(found)}
+    said: dict[str, object] = {
+        "task": task.name,
+        "checkpoint": checkpoint,
+        "step": step,
+        "chosen": why,
+        "items": len(found),
+    }
     if options.to:
         with ParquetFormat(single=("id", "hash", "step")).writer(options.to) as file:
             file.write(to_records(found, step, column))

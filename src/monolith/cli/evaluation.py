@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich import box
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from monolith.checkpoint import named_checkpoint, read_manifest
+from monolith.checkpoint import checkpoint_exists, named_checkpoint, read_best, read_manifest
 from monolith.cli.following import follow
 from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
@@ -52,7 +52,7 @@ def evaluate(options: EvaluateOptions) -> int:
     task, config = load_reading(options)
     if options.follow:
         return follow(options, task, config, lambda: ReadingBar(options, "Evaluating"))
-    checkpoint, step = settled(config)
+    checkpoint, step, why = settled(config)
     with ReadingBar(options, "Evaluating") as shown:
         found = Trainer(task, config).evaluate(
             steps=options.steps,
@@ -65,10 +65,10 @@ def evaluate(options: EvaluateOptions) -> int:
     bad = shown.bad_records
     if options.json:
         numbers = {name: None if math.isnan(value) else value for name, value in found.items()}
-        write_json(task, checkpoint, step, examples=examples, metrics=numbers, bad_records=bad)
+        write_json(task, checkpoint, step, chosen=why, examples=examples, metrics=numbers, bad_records=bad)
         return 0
     table = Table(
-        box=box.SIMPLE_HEAD, title=f"{task.name}: {checkpoint}, step {step:,}", title_justify="left"
+        box=box.SIMPLE_HEAD, title=f"{task.name}: {checkpoint}, step {step:,} ({why})", title_justify="left"
     )
     table.add_column("metric", style="cyan", no_wrap=True)
     table.add_column("value", justify="right")
@@ -87,7 +87,7 @@ def predict(options: PredictOptions) -> int:
         raise ConfigError("predict: needs --to: the file to write, such as predictions.parquet")
     kind = format_of(options.to, options.to_format)
     task, config = load_reading(options)
-    checkpoint, step = settled(config)
+    checkpoint, step, why = settled(config)
     examples = 0
     with ExitStack() as open_things:
         shown = open_things.enter_context(ReadingBar(options, "Predicting"))
@@ -114,32 +114,48 @@ def predict(options: PredictOptions) -> int:
                 "written"
             )
     if options.json:
-        write_json(task, checkpoint, step, examples=examples, file=options.to)
+        write_json(task, checkpoint, step, chosen=why, examples=examples, file=options.to)
     else:
-        say(f"{examples:,} predictions of {checkpoint} (step {step:,}) in {options.to}")
+        say(f"{examples:,} predictions of {checkpoint}, step {step:,} ({why}), in {options.to}")
     return 0
 
 
 # Which checkpoint
 
 
-def settled(config: TrainConfig) -> tuple[str, int]:
-    """Settle on one checkpoint, whatever training saves meanwhile; return its prefix and step.
+class Chosen(NamedTuple):
+    """The checkpoint that a command reads, and why that one."""
+
+    prefix: str
+    step: int
+    why: str
+
+
+def settled(config: TrainConfig) -> Chosen:
+    """Settle on one checkpoint, whatever training saves meanwhile.
+
+    That is the one that a person names; else the best, if the run was evaluated; else the latest. After early
+    stopping the latest is the one that had become worse.
 
     Raises:
         RestoreError: There is none, or none of that name that is sound.
     """
-    wanted = config.restore.checkpoint
+    wanted, model_dir = config.restore.checkpoint, config.model_dir
+    best = read_best(model_dir)
     if wanted is not None:
-        prefix: str | None = named_checkpoint(config.model_dir, wanted)
+        prefix: str | None = named_checkpoint(model_dir, wanted)
+        why = f"--checkpoint {wanted}"
+    elif best is not None and checkpoint_exists(best.prefix(model_dir)):
+        prefix = best.prefix(model_dir)
+        why = f"the best by {best.metric}, {best.value:.4f}; --checkpoint latest takes the newest"
     else:
-        prefix = newest_checkpoint(config, "eval")
+        prefix, why = newest_checkpoint(config, "eval"), "the latest"
     if prefix is None:
         raise RestoreError(
             f"there is no checkpoint in {config.model_dir}; train first with monolith train ... --model-dir "
             f"{config.model_dir}, or check the path"
         )
-    return prefix, read_manifest(prefix).manifest.step
+    return Chosen(prefix, read_manifest(prefix).manifest.step, why)
 
 
 # What is written

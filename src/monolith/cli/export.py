@@ -42,7 +42,7 @@ def run(options: ExportOptions) -> int:
         keep=options.keep,
         compiled=options.compile,
     )
-    checkpoint, _ = settled(config)
+    checkpoint, _, why = settled(config)
     with ExitStack() as opened:
         exporter = opened.enter_context(
             task_exporter(
@@ -61,8 +61,9 @@ def run(options: ExportOptions) -> int:
             shown = opened.enter_context(progress("Exporting", total, "rows"))
         made = exporter.export(checkpoint, root, version=options.version, progress=shown)
     if options.json:
-        sys.stdout.write(json.dumps(to_json(made, task, checkpoint)) + "\n")
+        sys.stdout.write(json.dumps({**to_json(made, task, checkpoint), "chosen": why}) + "\n")
     else:
+        say(f"checkpoint {checkpoint} ({why})")
         for line in described(made, root):
             say(line)
     return 0
@@ -112,7 +113,7 @@ def with_run(options: ExportOptions) -> ExportOptions:
     return replace(options, run=options.model_dir)
 
 
-def as_trained(options: ExportOptions) -> ExportOptions:
+def as_trained(options: ExportOptions, command: str = "export") -> ExportOptions:
     """Return the options with the task that the run was trained with, where nobody names another.
 
     Raises:
@@ -128,7 +129,7 @@ def as_trained(options: ExportOptions) -> ExportOptions:
     trained = train_options(starts[0].get("command", ())) if starts else None
     if trained is None or (trained.task is None and trained.config is None):
         raise ConfigError(
-            f"export: nothing in {options.run} says which task was trained there; name it with --task "
+            f"{command}: nothing in {options.run} says which task was trained there; name it with --task "
             "path/to/file.py:Name, or the run's config file with --config"
         )
     say(f"the task is as {options.run} was trained: {trained.task or trained.config}")

@@ -1,26 +1,38 @@
-"""`monolith insight RUN_DIR`: which features a model lives on.
+"""`monolith insight RUN_DIR`: which features a model depends on.
 
-Reads what `FeatureInsightHook` and others have written to a run's event files;
-`importance` says what the numbers mean.
+By default the features of a checkpoint are shuffled in turn on evaluation data; see
+`monolith.train.importance`. With --summaries, it reads what `FeatureInsightHook` and others have written to a
+run's event files; `monolith.cli.importance` says what those numbers mean.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from monolith import filesystem
+from monolith.cli.evaluation import settled, write_json
+from monolith.cli.export import as_trained, reading_options
 from monolith.cli.importance import Importance, Insight, insights
+from monolith.cli.options.export import ExportOptions
 from monolith.cli.options.insight import InsightOptions
+from monolith.cli.task_config import load_reading_run
 from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
+from monolith.observe import Progress, progress
 from monolith.observe.summaries import PLUGIN_NAME, SummaryType
 from monolith.observe.summary_files import EVENT_FILE_MARK, read_summaries
+from monolith.train import Trainer
+from monolith.train.importance import FeatureImportance
 
 MEANING = {
     SummaryType.FI_DIRECT: "mean squared contribution to the layer",
@@ -36,6 +48,8 @@ def run(options: InsightOptions) -> int:
         least = 0 if name == "top" else 1
         if getattr(options, name) < least:
             raise ConfigError(f"insight: --{name} must be at least {least}, got {getattr(options, name)}")
+    if not options.summaries:
+        return by_permutation(options)
     found = read(options.run_dir, options.last)
     if options.png is not None:
         draw(found, options.png, options.top)
@@ -50,6 +64,75 @@ def run(options: InsightOptions) -> int:
     if options.png is not None:
         Console(stderr=True).print(f"drawn to {options.png}")
     return 0
+
+
+def by_permutation(options: InsightOptions) -> int:
+    """Print how much worse a checkpoint is without each feature."""
+    asked = ExportOptions(
+        run=options.run_dir,
+        config=options.config,
+        task=options.task,
+        checkpoint=options.checkpoint,
+        quiet=options.quiet,
+    )
+    task, settings = load_reading_run(reading_options(as_trained(asked, "insight")))
+    checkpoint, step, why = settled(settings.train)
+    with ExitStack() as shown_while:
+        bar: Progress | None = None
+        if not options.quiet:
+            bar = shown_while.enter_context(progress("Shuffling", None, unit="examples"))
+        found = Trainer(task, settings.train).importance(
+            examples=options.examples,
+            repeats=options.repeats,
+            checkpoint=checkpoint,
+            advance=None if bar is None else bar.advance,
+        )
+    features = found.features[: options.top] if options.top else found.features
+    if options.png is not None:
+        draw_bars(features, f"{found.metric} lost without the feature", options.png)
+    if options.json:
+        plain = {**asdict(found), "features": [_plain(one) for one in features]}
+        write_json(task, checkpoint, step, chosen=why, **plain)
+        return 0
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{task.name}: {checkpoint}, step {step:,} ({why})",
+        title_justify="left",
+        caption=f"{found.metric} is {found.value:.4f} over {found.examples:,} examples; each feature was "
+        f"shuffled {found.repeats} times",
+        caption_justify="left",
+    )
+    table.add_column("feature", style="cyan", no_wrap=True)
+    table.add_column(f"{found.metric} lost without it", justify="right")
+    table.add_column("standard error", justify="right")
+    for one in features:
+        table.add_row(one.feature, f"{one.loss:+.4f}", "" if math.isnan(one.error) else f"{one.error:.4f}")
+    Console().print(table, soft_wrap=True)
+    return 0
+
+
+def _plain(one: FeatureImportance) -> dict[str, object]:
+    return {**asdict(one), "error": None if math.isnan(one.error) else one.error}  # JSON has no NaN
+
+
+def draw_bars(features: Sequence[FeatureImportance], what: str, path: str) -> None:
+    """Draw one horizontal bar per feature, with its error, to a picture."""
+    figure = _figure(7, len(features))
+    axis = figure.subplots()
+    upwards, places = list(reversed(features)), range(len(features))
+    axis.barh(places, [one.loss for one in upwards], xerr=[one.error for one in upwards], color="#2a7f9e")
+    axis.set_yticks(places, [one.feature for one in upwards])
+    axis.set_xlabel(what)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(Path(path), dpi=120)
+
+
+def _figure(width: float, bars: int) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as cause:
+        raise MissingExtraError("matplotlib", "plot", "drawing feature importance") from cause
+    return Figure(figsize=(width, 1.6 + 0.28 * bars), layout="constrained")
 
 
 def read(run_dir: str, last: int) -> list[Insight]:
@@ -127,12 +210,7 @@ def table_of(insight: Insight, top: int) -> Table:
 
 def draw(found: Sequence[Insight], path: str, top: int) -> None:
     """Draw a bar for each feature, a panel for each kind of summary, to a picture."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as cause:
-        raise MissingExtraError("matplotlib", "plot", "drawing feature importance") from cause
-    longest = max(len(shown(one, top)) for one in found)
-    figure = Figure(figsize=(7 * len(found), 1.6 + 0.28 * longest), layout="constrained")
+    figure = _figure(7 * len(found), max(len(shown(one, top)) for one in found))
     panels = figure.subplots(1, len(found), squeeze=False)[0]
     for axis, one in zip(panels, found, strict=True):
         segments = list(reversed(shown(one, top)))

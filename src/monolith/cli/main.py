@@ -53,7 +53,14 @@ def is_rank_of_mpi() -> bool:
 def answer(words: Sequence[str]) -> int:
     """Run one command, and say in one line what kept it from being done."""
     try:
-        return run(words)
+        status = run(words)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output has ended, as in `monolith --help | head`
+        # What is left in the buffer would be an error again when the interpreter ends.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell says of a process that SIGPIPE ended
     except SystemExit as stop:  # argparse and tyro have printed their help or complaint
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.train import TrainOptions
 from monolith.observe.progress import describe_rate, describe_seconds
+from monolith.train.evaluate_config import HEADLINES
 from monolith.train.hook import DATA_ENDED
 from monolith.train.lost import describe_uncounted
 
@@ -88,14 +89,14 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
         **{
             name.replace("/", " "): f"{value:.4f}"
             for name, value in report["metrics"].items()
-            if name.endswith("auc") and value is not None
+            if name.endswith(HEADLINES) and value is not None
         },
     }
     if report.get("evaluation") is not None:
         facts |= {
             f"eval {name.replace('/', ' ')}": f"{value:.4f}"
             for name, value in report["evaluation"]["metrics"].items()
-            if value is not None and (name == "loss" or name.endswith("auc"))
+            if value is not None and ("/" not in name or name.endswith(HEADLINES))
         }
     if best := report.get("best"):
         facts["best"] = f"{best['metric'].replace('/', ' ')} {best['value']:.4f} at step {best['step']:,}"

@@ -58,11 +58,12 @@ def flags_tree(
     """
     import tyro
 
+    inside, args = _flags_in_tables(cls, args)
     explained = not {"-h", "--help"}.isdisjoint(args)
     named = None if explained else {_as_flag(word) for word in args if word.startswith("-")}
     shadow = _shadow(cls, tyro, (), dataclasses.MISSING, named)
     given, unknown = tyro.cli(shadow, args=args, prog=prog, return_unknown_args=True)
-    tree: Node = Branch({}, "flags")
+    tree: Node = inside
     known = set(leaf_paths(cls))
     for path, words in _given(given, ()):
         source = flag_name(".".join(path))
@@ -72,6 +73,29 @@ def flags_tree(
             positive = (*path[:-1], path[-1].removeprefix("no_"))
             tree = overlay(tree, plant(positive, Leaf(("false", *words), source, is_text=True)))
     return tree, _unknown_flags([*leaf_paths(cls), *old], unknown)
+
+
+def _flags_in_tables(cls: type, args: Sequence[str]) -> tuple[Node, list[str]]:
+    """What `args` say about keys of tables, and the other arguments.
+
+    A table is a field whose keys are not known here: `--model.dim 8` is a key of `model`,
+    `--features.price.scale log` one of the table of a feature. A list is JSON: `--model.hidden '[64, 32]'`.
+    """
+    tables = [name for name, hint in field_hints(cls).items() if mapping_member(hint)]
+    tree: Node = Branch({}, "flags")
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        path = flag.removeprefix("--").split(".")
+        if not flag.startswith("--") or len(path) < 2 or path[0].replace("-", "_") not in tables:
+            rest.append(word)
+            continue
+        # The name of a feature is the user's own and stays as it is; keys of a table have underscores.
+        path = [path[0].replace("-", "_"), *path[1:-1], path[-1].replace("-", "_")]
+        value = text if equals else next(words, "")
+        tree = overlay(tree, plant(tuple(path), Leaf((value,), flag, is_text=True)))
+    return tree, rest
 
 
 def environment_tree(

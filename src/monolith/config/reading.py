@@ -7,6 +7,7 @@ import difflib
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from pathlib import PurePath
@@ -424,9 +425,12 @@ def _unwrapped(node: Node) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Text for which nobody says what it should be: a number or truth where it looks like one."""
+    """Text of a field without a type: a number, truth or JSON list or table if it looks like one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    if text.lstrip().startswith(("[", "{")):
+        with suppress(ValueError):
+            return json.loads(text)
     for kind in (int, float):
         try:
             return kind(text)

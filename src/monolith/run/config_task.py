@@ -27,6 +27,7 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec
 from monolith.model import TwoTower
 from monolith.model.by_name import ModelConfig
+from monolith.nn.losses import Target
 from monolith.nn.optimizers import EagerAdam
 from monolith.run.config import TWO_TOWER
 from monolith.train.candidates_config import CandidatesConfig
@@ -53,7 +54,8 @@ class ConfigTask(Task):
     dense_rate: float = 1e-3
     """The learning rate of dense weights, by Adam. Rows have their own, of their optimizers."""
     scores: tuple[str, ...] = ()
-    """The metrics of each label; by default auc, log_loss and calibration, and gauc with groups."""
+    """The metrics of each label. By default auc, log_loss and calibration of classes, and gauc with groups;
+    rmse, mae and calibration of numbers."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -70,10 +72,29 @@ class ConfigTask(Task):
         return self.data.pipeline(PARTS[mode], self.batch_size, types=self.features.columns)
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
-        spec = self.features
+        spec = self._read_by
         if mode is Mode.PREDICT:  # what is to be predicted may have labels, and need not
             spec = replace(spec, optional=tuple(dict.fromkeys([*spec.optional, *spec.targets])))
         return self.records(mode).to_batches(spec)
+
+    @property
+    def _read_by(self) -> FeatureSpec:
+        """The features, with labels that are checked against their losses as they are read."""
+        labels = {
+            name: replace(label, loss=label.loss or "binary") for name, label in self.features.labels.items()
+        }
+        return replace(self.features, labels=labels)
+
+    def targets(self) -> Mapping[str, Target]:
+        return {
+            name: Target(
+                loss=label.loss or "binary",
+                weight=label.weight,
+                delta=label.delta,
+                optional=(label.column or name) in self.features.optional,
+            )
+            for name, label in self.features.labels.items()
+        }
 
     def model(self) -> nn.Module:
         return self.network.make(self.features, seed=torch.initial_seed() % (1 << 31))
@@ -82,9 +103,14 @@ class ConfigTask(Task):
         weights = list(model.parameters())
         return EagerAdam(weights, lr=self.dense_rate) if weights else None
 
-    def metrics(self, mode: Mode) -> Mapping[str, Sequence[str]] | Sequence[str]:
+    def metrics(self, mode: Mode) -> Mapping[str, Sequence[str]] | Sequence[str]:  # noqa: ARG002
+        if self.scores:
+            return self.scores
         grouped = () if self.features.group is None else ("gauc",)
-        return self.scores or (*super().metrics(mode), *grouped)
+        return {
+            name: (*target.metrics, *grouped) if target.is_probability else target.metrics
+            for name, target in self.targets().items()
+        }
 
     def describe(self) -> Mapping[str, Any]:
         return {"model": self.network.to_dict(), "features": self.features.to_dict()}
@@ -105,6 +131,10 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
             raise ConfigError("scores: a two-tower model is measured by candidates.ks; leave scores out")
         if self.barred is not None:
             self.features.id_feature(self.barred, "candidates.barred")
+
+    @property
+    def _read_by(self) -> FeatureSpec:
+        return self.features  # a label says which items were wanted, by any number above 0
 
     @property
     def ks(self) -> Sequence[int]:  # type: ignore[override]

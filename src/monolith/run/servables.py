@@ -95,6 +95,7 @@ def task_exporter(
             spec=spec,
             floats=sample.floats,
             heads=sample.labels if spec is None else tuple(spec.labels),
+            meaning=task.meaning,
             factory=factory,
             arguments=arguments or {},
             requests=sample.requests if warm_up else (),

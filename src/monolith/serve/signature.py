@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Datatype = Literal["BYTES", "INT64", "FP32"]
+Meaning = Literal["", "probability", "value", "score"]
+"""What an output is: a probability, a value on the scale of its label, or a score that only ranks. Empty if
+unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +22,8 @@ class TensorSpec:
     """-1 where any size goes; the first is the number of rows."""
     optional: bool = False
     """Whether a request may leave it out: its cells are then empty."""
+    meaning: Meaning = ""
+    """What the numbers of an output are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,27 +12,34 @@ from typing import Literal
 from monolith.errors import ConfigError
 
 MORE_IS_BETTER = ("auc", "gauc", "recall", "ndcg", "hit_rate", "mrr")
-LESS_IS_BETTER = ("loss", "log_loss", "ne", "squared_loss", "absolute_loss")
+LESS_IS_BETTER = ("loss", "log_loss", "ne", "squared_loss", "absolute_loss", "rmse", "mae")
+LOSS = "loss"
+"""The metric of every evaluation: the mean loss of its examples."""
+HEADLINES = ("auc", "rmse")
+"""How the names of metrics end that a line of text has room for: the first of a class, and of a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
     """How often a run is evaluated while it trains, on dataset(Mode.EVALUATE), and what follows from it.
 
-    Off unless every_steps or every is given. Training stands still meanwhile; `monolith evaluate --follow`
-    is another process that evaluates checkpoints beside the run instead.
+    Off unless every_steps, every_epochs or every is given. Training pauses meanwhile; `monolith evaluate
+    --follow` is another process that evaluates checkpoints while the run trains.
     """
 
     every_steps: int | None = None
     """How many steps there are between evaluations of the model, on the task's evaluation data; None counts
     none."""
+    every_epochs: int | None = None
+    """How many passes over the data (train.epochs) there are between evaluations. They compare the model at
+    the same place of each pass."""
     every: timedelta | None = None
-    """How much time there is between evaluations of the model, such as 10m; not beside every_steps."""
+    """How much time there is between evaluations of the model, such as 10m."""
     steps: int | None = None
     """How many batches each evaluation reads; None reads all there are."""
     metric: str | None = None
-    """The metric by which evaluations are compared, such as click/auc or auc; None takes the first AUC, or
-    the loss where there is none."""
+    """The metric by which evaluations are compared, such as click/auc or auc; None takes the first AUC or
+    RMSE, or the loss if there is none."""
     mode: Literal["max", "min"] | None = None
     """Whether more or less of the metric is better; None knows it of the metrics there are, but for
     calibration."""
@@ -40,7 +47,8 @@ class EvaluateConfig:
     """By how much the metric must be better than the best one before, to count as better."""
     patience: int | None = None
     """How many evaluations in a row may be no better than the best before the run stops early; None never
-    stops for that."""
+    stops for that. With several epochs a run does not stop within one epoch of the best: metrics rise and
+    fall within an epoch, with the order of the data."""
     keep_best: bool = True
     """Whether the best evaluation is saved as a checkpoint that is kept, and called best in `--checkpoint
     best`; needs a model_dir."""
@@ -48,9 +56,12 @@ class EvaluateConfig:
     """Whether the model is evaluated once more at the end of a run that is not interrupted."""
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None and self.every is not None:
-            raise ConfigError("evaluate: every_steps and every are both given; give one of them")
-        for name in ("every_steps", "steps", "patience"):
+        given_by = [
+            name for name in ("every_steps", "every_epochs", "every") if getattr(self, name) is not None
+        ]
+        if len(given_by) > 1:
+            raise ConfigError(f"evaluate: {' and '.join(given_by)} are both given; give one of them")
+        for name in ("every_steps", "every_epochs", "steps", "patience"):
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise ConfigError(f"evaluate: {name} must be at least 1, or None, got {given}")
@@ -60,14 +71,15 @@ class EvaluateConfig:
             raise ConfigError(f"evaluate: min_delta must not be negative, got {self.min_delta}")
         if self.patience is not None and not self.enabled:
             raise ConfigError(
-                "evaluate: patience counts evaluations, and there are none; set every_steps or every"
+                "evaluate: patience counts evaluations, and there are none; set every_steps, every_epochs "
+                "or every"
             )
         if self.metric is not None:
             self.direction(self.metric)  # or an error, before anything is trained
 
     @property
     def enabled(self) -> bool:
-        return self.every_steps is not None or self.every is not None
+        return any(one is not None for one in (self.every_steps, self.every_epochs, self.every))
 
     def direction(self, metric: str) -> Literal["max", "min"]:
         """Return whether more or less of a metric is better.

@@ -27,7 +27,7 @@ from monolith.checkpoint import BestCheckpoint
 from monolith.data import Stream, need_no_labels
 from monolith.errors import ConfigError
 from monolith.feature import Batch
-from monolith.train.evaluate_config import EvaluateConfig
+from monolith.train.evaluate_config import HEADLINES, LOSS, EvaluateConfig
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
@@ -39,7 +39,9 @@ from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
 
-LOSS = "loss"
+
+_ROUNDING = 1e-6
+"""Of passes over the data, which are counted in fractions."""
 
 OnOpen = Callable[[Stream[Batch]], object]
 """Told of data that was opened and not read yet."""
@@ -139,27 +141,37 @@ class BestSoFar:
         """Evaluations since then that were no better."""
         self.last_step: int | None = None
         """Of the last evaluation."""
+        self.passes = 0.0
+        """Passes over the data between the best evaluation and the last."""
 
     @property
     def gives_up(self) -> bool:
-        """Whether the run is to stop, because too many in a row were no better."""
-        patience = self._config.patience
-        return patience is not None and self.since >= patience
+        """Whether the run is to stop, because too many evaluations in a row were no better.
 
-    def take(self, step: int, metrics: Mapping[str, float]) -> bool:
+        With several epochs, not before a whole pass over the data since the best one: within an epoch a
+        metric rises and falls with the order of the data.
+        """
+        patience = self._config.patience
+        return patience is not None and self.since >= patience and self.passes >= 1 - _ROUNDING
+
+    def take(self, step: int, metrics: Mapping[str, float], passes: float = 1.0) -> bool:
         """Take in an evaluation; return whether it is the best.
+
+        Args:
+            passes: Over the data, since the evaluation before; 1 if the data is read once.
 
         Raises:
             ConfigError: It has no such metric.
         """
-        metric = self._choose(metrics)
+        metric = choose_metric(self._config, metrics)
         if metric != self.metric:
             if self.metric is not None:
                 _log.warning("evaluations are compared by %s from now on, not by %s", metric, self.metric)
             self.metric, self.step, self.value, self.since = metric, None, math.nan, 0
         self.last_step = step
+        self.passes += passes
         if self._is_better(metrics[metric]):
-            self.step, self.value, self.since = step, metrics[metric], 0
+            self.step, self.value, self.since, self.passes = step, metrics[metric], 0, 0.0
             return True
         self.since += 1
         return False
@@ -170,7 +182,7 @@ class BestSoFar:
         if named is None or named.metric != self.metric or named.step > step:
             return
         if self._is_better(named.value):
-            self.step, self.value, self.since = named.step, named.value, 0
+            self.step, self.value, self.since, self.passes = named.step, named.value, 0, 0.0
 
     def state(self) -> dict[str, Any]:
         return {
@@ -179,12 +191,14 @@ class BestSoFar:
             "value": None if math.isnan(self.value) else self.value,
             "since": self.since,
             "last_step": self.last_step,
+            "passes": self.passes,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.metric, self.step, self.since = state["metric"], state["step"], int(state["since"])
         self.value = math.nan if state["value"] is None else float(state["value"])
         self.last_step = state["last_step"]
+        self.passes = float(state.get("passes", 1.0))  # checkpoints of before had none
 
     def _is_better(self, value: float) -> bool:
         assert self.metric is not None
@@ -195,15 +209,21 @@ class BestSoFar:
         gain = value - self.value if self._config.direction(self.metric) == "max" else self.value - value
         return gain > self._config.min_delta
 
-    def _choose(self, metrics: Mapping[str, float]) -> str:
-        wanted = self._config.metric
-        if wanted is None:
-            aucs = [name for name in metrics if name.endswith("auc")]
-            return aucs[0] if aucs else LOSS
-        found = [name for name in metrics if wanted == name or name.endswith(f"/{wanted}")]
-        if not found:
-            raise ConfigError(_no_metric(wanted, list(metrics)))
-        return found[0]
+
+def choose_metric(config: EvaluateConfig, metrics: Mapping[str, float]) -> str:
+    """Return the metric by which evaluations are compared; by default the first AUC or RMSE, or the loss.
+
+    Raises:
+        ConfigError: There is no such metric.
+    """
+    wanted = config.metric
+    if wanted is None:
+        found = [name for name in metrics if name.endswith(HEADLINES)]
+        return found[0] if found else LOSS
+    found = [name for name in metrics if wanted == name or name.endswith(f"/{wanted}")]
+    if not found:
+        raise ConfigError(_no_metric(wanted, list(metrics)))
+    return found[0]
 
 
 def _no_metric(wanted: str, there: Sequence[str]) -> str:
@@ -233,6 +253,7 @@ class EvaluateHook(Hook):
         config: Is enabled.
         keeper: Saves the best; None where nothing is kept.
         log: Where evaluations are written; None where nothing is kept.
+        epochs: How often the data is read; None if the task says it.
         clock: Seconds that never run backwards.
     """
 
@@ -245,9 +266,12 @@ class EvaluateHook(Hook):
         seed: int = 0,
         keeper: KeepsBest | None = None,
         log: EvaluationLog | None = None,
+        epochs: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
+        self._epochs = epochs or 1
+        self._passes_at_last = 0.0
         self._config = config
         self._seed = seed
         self._keeper = keeper
@@ -264,9 +288,15 @@ class EvaluateHook(Hook):
         """How long they took together."""
         _check_metric(session.task, config)
 
+        if config.every_epochs is not None and epochs is None:
+            raise ConfigError(
+                "evaluate: every_epochs counts passes over the data; set train.epochs, or every_steps instead"
+            )
+
     def after_create(self, run: Run) -> None:
         if self._every is not None:
             self._every.begin(run.step)
+        self._passes_at_last = self._passes()
         self._wait()
         if self._keeper is not None and self._config.keep_best and self.best.metric is not None:
             self.best.reconcile(self._keeper.named_best(), run.step)
@@ -277,8 +307,16 @@ class EvaluateHook(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
         crossed = self._every is not None and self._every.crossed(run.step)
+        if self._config.every_epochs is not None:
+            each = self._config.every_epochs
+            crossed = self._passes() // each > self._passes_at_last // each
         if crossed or self._clock() >= self._due_at:
             self._evaluate(run)
+
+    def _passes(self) -> float:
+        """Return how often the data was read up to here, such as 1.5."""
+        read = self._session.fraction_read()
+        return 0.0 if read is None else read * self._epochs + _ROUNDING
 
     def end(self, run: Run) -> None:
         if self._config.at_end and not run.interrupted and self.best.last_step != run.step:
@@ -295,7 +333,11 @@ class EvaluateHook(Hook):
                 return
             self.latest, self.evaluations = found, self.evaluations + 1
             self.seconds += found.seconds
-            is_best = self.best.take(found.step, found.metrics)
+            passes = self._passes()
+            # Data that is read once has no epochs to compare within: each evaluation counts.
+            since = passes - self._passes_at_last if self._epochs > 1 else 1.0
+            is_best = self.best.take(found.step, found.metrics, since)
+            self._passes_at_last = passes
             assert self.best.metric is not None
             _log.info(
                 "evaluated step %d in %.1f s: %s",

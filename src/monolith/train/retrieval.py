@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,10 @@ class RetrievalTask(Task):
         """Score each user with the item of its own example, and with no other."""
         scores: Tensor = _two_tower(model)(batch)
         return {next(iter(batch.labels), "prediction"): scores}
+
+    def meaning(self, head: str) -> Literal["score"]:  # noqa: ARG002
+        """Return that predictions only rank: softmax over a batch gives no probability of a click."""
+        return "score"
 
     def metrics(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
         """Return nothing: what is measured is `measures`."""

@@ -8,7 +8,8 @@
             return DeepFM(["user", "item", "context"], dim=16)
 
 A model is a plain `nn.Module` with an `EmbeddingCollection` in it. By default its output is
-taken as the logits of the batch's labels; a task with another loss overrides `outputs`.
+taken as the logits of the batch's labels. A label that is a number, or several labels with weights, are
+`targets`; a task with another loss overrides `outputs`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.config import to_snake_case
@@ -30,8 +30,11 @@ from monolith.data import Stream
 from monolith.errors import FeatureError
 from monolith.feature import Batch
 from monolith.model import UpdateConfig
+from monolith.nn.losses import Target
 from monolith.nn.optimizers import EagerAdam
 from monolith.train.hook import Hook
+
+_CLASS = Target()
 
 
 class Mode(Enum):
@@ -77,23 +80,46 @@ class Task(ABC):
     def model(self) -> nn.Module:
         """Return the model with its first weights. Torch's random numbers are seeded before the call."""
 
+    def targets(self) -> Mapping[str, Target]:
+        """Return how each label is trained and predicted; a label that is not named is a class, 0 or 1.
+
+        def targets(self):
+            return {"click": Target(), "seconds": Target(loss="log", weight=0.2)}
+        """
+        return {}
+
+    def target(self, head: str) -> Target:
+        """Return how one label is trained and predicted."""
+        return self.targets().get(head, _CLASS)
+
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
-        """Run the model on a batch: by default, its output is logits, one column per label.
+        """Run the model on a batch: by default, its output has one column per label; see `targets`.
 
         Args:
             model: The model, perhaps wrapped.
+
+        Raises:
+            FeatureError: The model returned something else, or a label has values that its loss cannot take.
         """
         by_head = self._by_head(model, model(batch), batch)
-        losses = [
-            binary_cross_entropy_with_logits(by_head[head], label.to(by_head[head].device))
-            for head, label in batch.labels.items()
-        ]
+        losses = []
+        for head, label in batch.labels.items():
+            target = self.target(head)
+            if label.device.type == "cpu" and not torch.compiler.is_exporting():
+                target.check(head, label)  # on a GPU it would wait for the device
+            losses.append(target.loss_of(by_head[head], label.to(by_head[head].device)))
         loss = torch.stack(losses).sum() if losses else torch.tensor(float("nan"))
-        return Outputs(loss, {head: torch.sigmoid(logit) for head, logit in by_head.items()})
+        return Outputs(loss, {head: self.target(head).prediction(one) for head, one in by_head.items()})
 
     def predictions(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return what a model says of a batch, without its loss: what is served."""
         return self.outputs(model, batch).predictions
+
+    def meaning(self, head: str) -> Literal["", "probability", "value", "score"]:
+        """Return what the predictions of a label are, for the clients of a server; empty if unknown."""
+        if type(self).outputs is not Task.outputs:
+            return ""  # the task computes them itself
+        return "probability" if self.target(head).is_probability else "value"
 
     def _by_head(self, model: nn.Module, given: Any, batch: Batch) -> dict[str, Tensor]:
         """Return what a model gave by label, each of shape (examples,).
@@ -150,8 +176,15 @@ class Task(ABC):
         return UpdateConfig()
 
     def metrics(self, mode: Mode) -> Mapping[str, Sequence[str]] | Sequence[str]:  # noqa: ARG002
-        """Return names of metrics, for every label or by label; see `METRICS`."""
-        return ("auc", "log_loss", "calibration")
+        """Return names of metrics, for every label or by label; see `METRICS`.
+
+        By default those of each label's target: auc, log_loss and calibration of classes; rmse, mae and
+        calibration of numbers.
+        """
+        targets = self.targets()
+        if all(target.is_probability for target in targets.values()):
+            return _CLASS.metrics
+        return {head: target.metrics for head, target in targets.items()}
 
     def measures(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
         """Return the names of the `measures` of its outputs."""
@@ -171,9 +204,14 @@ class Task(ABC):
         """
         return batch.groups
 
-    def weights(self, batch: Batch) -> Mapping[str, Tensor] | None:  # noqa: ARG002
-        """Return the weight of each example by label, for metrics."""
-        return None
+    def weights(self, batch: Batch) -> Mapping[str, Tensor] | None:
+        """Return the weight of each example by label, for metrics.
+
+        By default 1, and 0 for an example without a label whose target is `optional`.
+        """
+        optional = [head for head, target in self.targets().items() if target.optional]
+        found = {head: (~batch.labels[head].isnan()).float() for head in optional if head in batch.labels}
+        return found or None
 
     def hooks(self, mode: Mode) -> Sequence[Hook]:  # noqa: ARG002
         """Return hooks of one's own; they run after the others."""

@@ -63,6 +63,7 @@ from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
 from monolith.train.hooks.reports.trackers import sink_openers
 from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.importance import Importances, permutation_importance
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_end, write_run_manifest
 from monolith.train.metrics.metric_set import WindowRow
@@ -357,6 +358,43 @@ class Trainer:
         """
         return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint, on_open, data), advance)
 
+    def importance(
+        self,
+        *,
+        examples: int = 20_000,
+        repeats: int = 5,
+        checkpoint: str | None = None,
+        advance: Callable[[int], object] | None = None,
+        on_open: OnOpen | None = None,
+    ) -> Importances:
+        """Return how much worse the model is on evaluation data without each feature; see `evaluate`.
+
+        Args:
+            examples: How many to read, at least one batch; they are kept in memory.
+            repeats: How often each feature is shuffled; more make smaller errors.
+        """
+        with self._restored(Mode.EVALUATE, checkpoint) as (model, own, _):
+            batches: list[Batch] = []
+            with own.drawn():
+                stream = self.task.dataset(Mode.EVALUATE)
+            with contextlib.closing(stream):
+                if on_open is not None:
+                    on_open(stream)
+                for batch in stream:
+                    batches.append(batch)
+                    if sum(map(len, batches)) >= examples:
+                        break
+            if not batches:
+                raise ConfigError(f"task {self.task.name!r}: dataset(Mode.EVALUATE) has no examples")
+            return permutation_importance(
+                model,
+                batches,
+                self.config.evaluate,
+                repeats=repeats,
+                seed=self.config.seed,
+                advance=advance,
+            )
+
     def predict(
         self,
         *,
@@ -578,7 +616,15 @@ class Trainer:
     def _evaluate_hook(self, run: LocalRun, best: BestSoFar, keeper: Keeper | None) -> EvaluateHook:
         config = self.config
         log = None if keeper is None else EvaluationLog(config.model_dir, clock=self._clock)
-        return EvaluateHook(run.session, config.evaluate, best, seed=config.seed, keeper=keeper, log=log)
+        return EvaluateHook(
+            run.session,
+            config.evaluate,
+            best,
+            seed=config.seed,
+            keeper=keeper,
+            log=log,
+            epochs=config.epochs,
+        )
 
     def _asked_hooks(self, run: LocalRun, rest: Sequence[Hook]) -> list[Hook]:
         return installed_hooks(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from monolith.cli.main import main, parse_options
 from monolith.cli.options.run_flags import split_run_flags
+from monolith.errors import ConfigError
 from monolith.run import load_run_config
 
 OWN = {"model_dir", "steps", "num_ps"}
@@ -54,3 +58,42 @@ def test_a_flag_of_nobody_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
     assert main(["train", "train.tasks:Clicks", "--cluster.num-workerz", "3"]) == 2
     said = capsys.readouterr().err
     assert "unknown flag --cluster.num-workerz; the nearest known one is --cluster.num-workers" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "group", "read"),
+    [
+        (["--model.dim", "16"], "model", {"dim": 16}),
+        (["--model.kernel-norm=true"], "model", {"kernel_norm": True}),
+        (["--model.hidden", "[64, 32]"], "model", {"hidden": [64, 32]}),
+        (["--labels.seconds.loss", "log"], "labels", {"click": {}, "seconds": {"loss": "log"}}),
+        (["--task.batch-size", "100"], "task", {"batch_size": 100}),
+    ],
+)
+def test_keys_of_a_model_a_label_and_a_task_are_flags_too(
+    tmp_path: Path, flags: list[str], group: str, read: dict[str, Any]
+) -> None:
+    own, run = split_run_flags([*flags, "--quiet"], {"quiet"})
+    assert (own, run) == (["--quiet"], flags)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[features.user]\nkind = "string"\n[labels.click]\n[model]\ntype = "deepfm"\n[data]\npath = "a.csv"\n'
+    )
+    found = getattr(load_run_config(file=file, args=run), group)
+    assert {name: found[name] for name in read} == read
+    if group == "model":
+        assert found["type"] == "deepfm"  # what the file says stays
+
+
+def test_the_name_of_a_feature_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[features.price-eur]\nquantiles = 4\n[model]\ntype = "deepfm"\n[data]\npath = "a.csv"\n')
+    run = load_run_config(file=file, args=["--features.price-eur.quantiles", "8"])
+    assert run.features["price-eur"]["quantiles"] == 8
+
+
+def test_a_mistyped_key_is_named_with_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[features.user]\nkind = "string"\n[model]\ntype = "deepfm"\n[data]\npath = "a.csv"\n')
+    with pytest.raises(ConfigError, match=r"model\.dimm .*nearest known key is model\.dim"):
+        load_run_config(file=file, args=["--model.dimm", "4"])

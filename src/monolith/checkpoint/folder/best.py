@@ -17,6 +17,8 @@ from monolith.errors import CorruptFileError, FileMissingError
 BEST_FILE = "best_checkpoint"
 BEST = "best"
 """What a person calls it."""
+LATEST = "latest"
+"""What a person calls the newest one, which may be worse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

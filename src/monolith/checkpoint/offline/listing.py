@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from monolith import filesystem
-from monolith.checkpoint.folder.best import BEST, BEST_FILE, read_best
+from monolith.checkpoint.folder.best import BEST, BEST_FILE, LATEST, read_best
 from monolith.checkpoint.folder.manifest import Link, read_manifest
 from monolith.checkpoint.folder.retention import exempt_paths
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists, is_in_folder
@@ -98,13 +98,15 @@ def named_checkpoint(model_dir: str, name: str) -> str:
     there and sound.
 
     Args:
-        name: Its name, such as model.ckpt-30; its step; the whole prefix of its files; or `best`.
+        name: Its name, such as model.ckpt-30; its step; the whole prefix of its files; `best` or `latest`.
 
     Raises:
         RestoreError: There is none of that name, or it is damaged; says which there are.
     """
     if name == BEST:
         name = _best_name(model_dir)
+    if name == LATEST and (state := read_checkpoint_state(model_dir)) is not None:
+        name = state.model_checkpoint_path
     try:
         there = list_checkpoints(model_dir).checkpoints
     except FileMissingError:

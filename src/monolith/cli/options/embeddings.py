@@ -37,7 +37,7 @@ class EmbeddingsOptions:
     """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
     """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
-    files, or best; by default the newest."""
+    files, best or latest. By default the best one, if the run was evaluated, and otherwise the latest."""
     k: int = 10
     """How many neighbours the recall check looks for."""
     queries: int = 256

@@ -35,7 +35,7 @@ class ExportOptions:
     """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
     """The checkpoint to export, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
-    files, or best; by default the newest."""
+    files, best or latest. By default the best one, if the run was evaluated, and otherwise the latest."""
     version: str | None = None
     """The name of the version; by default the step of the checkpoint."""
     coding: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

@@ -62,6 +62,14 @@ def _known() -> Mapping[str, str]:
     return {**dict.fromkeys(former, "one"), **takes}
 
 
+def _tables() -> Collection[str]:
+    """The groups of a run's config whose keys depend on the model, the features or the task."""
+    from monolith.config.hints import field_hints, mapping_member
+    from monolith.run import RunConfig
+
+    return [name for name, hint in field_hints(RunConfig).items() if mapping_member(hint)]
+
+
 def _takes(hint: Any) -> str:
     from monolith.config.hints import is_collection, is_mapping, members
 
@@ -77,6 +85,8 @@ def _found(name: str, takes: Mapping[str, str]) -> str | None:
     positive = f"{group}{dot}{leaf.removeprefix('no_')}"
     if name in takes:
         return takes[name]
+    if dot and name.partition(".")[0] in _tables():
+        return "one"  # a key of a table, such as model.dim
     if takes.get(positive) == "truth" or takes.get(name.removeprefix("no").lstrip("_")) == "truth":
         return "nothing"
     # A mistyped field of a known group is for the reader of the config, who knows the nearest.

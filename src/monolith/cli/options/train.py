@@ -141,7 +141,7 @@ class EvaluateOptions:
     """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
     """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
-    files, or best; by default the newest."""
+    files, best or latest. By default the best one, if the run was evaluated, and otherwise the latest."""
     part: Literal["evaluate", "predict"] = "evaluate"
     """The data to measure on: what the task evaluates on, or what it predicts, such as a test that nothing
     was chosen by. It must have labels."""
@@ -191,7 +191,7 @@ class PredictOptions:
     """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
     """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
-    files, or best; by default the newest."""
+    files, best or latest. By default the best one, if the run was evaluated, and otherwise the latest."""
     columns: tuple[str, ...] = ()
     """Columns of the data to write too, as they are, such as user_id,price; or features of the batch."""
     steps: int | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite
 from typing import Literal
 
 from monolith.errors import ConfigError
@@ -274,10 +274,26 @@ class Label:
     """Which number of the column."""
     at_least: float | None = None
     """Makes a label of 1 from this number on, and of 0 below it; none takes the number itself."""
+    loss: Literal["binary", "mse", "huber", "log"] | None = None
+    """What the label is and how the model is trained on it. "binary": a class, 0 or 1 (cross entropy).
+    "mse", "huber": a number. "log": a number of 0 or more with a long tail, such as seconds (squared error of
+    log(1 + number)). By default "binary"; a two-tower model takes any positive number as a wanted item."""
+    weight: float = 1.0
+    """What its loss is multiplied by, where a model has several labels."""
+    delta: float = 1.0
+    """For "huber": errors above it count linearly."""
 
     def __post_init__(self) -> None:
         if self.position < 0:
             raise ConfigError(f"position must be 0 or more, got {self.position}")
+        if not 0 <= self.weight < inf:
+            raise ConfigError(f"weight must be 0 or more, got {self.weight}")
+        if not 0 < self.delta < inf:
+            raise ConfigError(f"delta must be more than 0, got {self.delta}")
+        if self.at_least is not None and self.loss not in (None, "binary"):
+            raise ConfigError(
+                f'at_least makes a class of a number, and loss = "{self.loss}" is for numbers; leave one out'
+            )
 
 
 AnyFeature = IdFeature | FloatFeature | BucketFeature | CrossFeature | SequenceFeature

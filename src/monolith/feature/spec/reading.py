@@ -415,6 +415,25 @@ class RawReader:
             found.blame(values.isnan().nonzero().squeeze(1), found.size, lambda _: reason)
         if label.at_least is not None:
             values = torch.where(values.isnan(), values, (values >= label.at_least).to(torch.float32))
+        elif label.loss == "binary":
+            odd = ((values != 0) & (values != 1) & values.isfinite()).nonzero().squeeze(1)
+            found.blame(
+                odd,
+                found.size,
+                lambda row: (
+                    f"label {column!r} is {float(values[row]):g}, and a class is 0 or 1. For a number set "
+                    f'labels.{task}.loss to "mse", "huber" or "log"; at_least makes a class of a number'
+                ),
+            )
+        elif label.loss == "log":
+            found.blame(
+                (values < 0).nonzero().squeeze(1),
+                found.size,
+                lambda row: (
+                    f'label {column!r} is {float(values[row]):g}, and labels.{task}.loss = "log" takes '
+                    'numbers of 0 or more; choose "mse" or "huber"'
+                ),
+            )
         found.labels[task] = values
 
     def _event_times(self, records: RawColumns, found: Reading) -> RaggedTensor | None:

@@ -30,6 +30,7 @@ from monolith.nn.losses.ranking import (
     softmax_loss,
 )
 from monolith.nn.losses.sampled_softmax import accidental_hits, sampled_softmax_loss
+from monolith.nn.losses.targets import Target
 
 __all__ = [
     "RANKING_LOSSES",
@@ -41,6 +42,7 @@ __all__ = [
     "PositionListMLEWeight",
     "PrecisionLambdaWeight",
     "ReciprocalRankLambdaWeight",
+    "Target",
     "accidental_hits",
     "approx_ndcg_loss",
     "approx_ranks",

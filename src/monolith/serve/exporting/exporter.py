@@ -44,7 +44,7 @@ from monolith.serve.servable.manifest import (
     write_servable,
 )
 from monolith.serve.servable.versions import ENTRY, NewVersion, existing_version, keep_newest
-from monolith.serve.signature import Signature, TensorSpec
+from monolith.serve.signature import Meaning, Signature, TensorSpec
 from monolith.serve.warm_up import WARM_UP, write_requests
 from monolith.sync.run_identity import run_identity
 from monolith.table import EventClock, TableConfig
@@ -70,6 +70,8 @@ class ExportModel:
     """Float features of its batches -> their width, where there is no spec to say it."""
     heads: Sequence[str] = ()
     """The labels that it is trained on, where a checkpoint does not say."""
+    meaning: Callable[[str], Meaning] = lambda _: ""
+    """What the output of a head is."""
     factory: str | None = None
     """package.module:function that makes the module where it is served, for one that no graph can hold."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -364,7 +366,10 @@ class Exporter:
     def _signature(self, dense: ServableDense) -> Signature:
         ids = dict.fromkeys(name for one in self._collections for name in one.features)
         reader = RequestReader(self._model.spec, ids, self._model.floats)
-        outputs = tuple(TensorSpec(name=head, datatype="FP32", shape=(-1,)) for head in dense.outputs)
+        outputs = tuple(
+            TensorSpec(name=head, datatype="FP32", shape=(-1,), meaning=self._model.meaning(head))
+            for head in dense.outputs
+        )
         return Signature(inputs=reader.inputs, outputs=outputs)
 
     def _about(self, job: _Job) -> Servable:

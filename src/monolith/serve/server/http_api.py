@@ -253,7 +253,8 @@ def _readiness(ready: bool, name: str | None = None) -> HttpReply:
 
 
 def _tensor(one: Any) -> dict[str, Any]:
-    return {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
+    plain = {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
+    return {**plain, "parameters": {"meaning": one.meaning}} if one.meaning else plain
 
 
 def _json(value: Any, status: int = 200) -> HttpReply:

@@ -37,6 +37,7 @@ __all__ = [
     "Metric",
     "MetricSet",
     "NormalizedEntropy",
+    "RootMeanSquare",
     "StreamingAuc",
     "WindowRow",
     "Windowed",
@@ -185,6 +186,17 @@ class MeanLoss(_Sums):
         return self._ratio("loss", "weight")
 
 
+class RootMeanSquare(MeanLoss):
+    """The root of the mean squared error, in the unit of the label."""
+
+    def __init__(self) -> None:
+        super().__init__("squared")
+        self.name = "rmse"
+
+    def value(self) -> float:
+        return math.sqrt(super().value())
+
+
 def _log_loss(scored: Scored) -> Floats:
     """In nats. A sure prediction that was wrong costs 27.6 (1e-12 for a 0), and not infinity."""
     sure = np.clip(scored.predictions, 1e-12, 1 - 1e-12)
@@ -214,6 +226,8 @@ METRICS: dict[str, Callable[[], Metric]] = {
     "log_loss": partial(MeanLoss, "log"),
     "squared_loss": partial(MeanLoss, "squared"),
     "absolute_loss": partial(MeanLoss, "absolute"),
+    "mae": partial(MeanLoss, "absolute"),
+    "rmse": RootMeanSquare,
 }
 
 

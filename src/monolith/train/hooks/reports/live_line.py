@@ -26,6 +26,7 @@ from monolith.observe.progress import (
     describe_seconds,
 )
 from monolith.table import TableStats
+from monolith.train.evaluate_config import HEADLINES, LOSS
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.reports.outlook import Outlook
 
@@ -212,7 +213,7 @@ def describe_standing(standing: Standing) -> dict[str, str]:
         **{
             name.replace("/", " "): f"{value:.4f}"
             for name, value in standing.metrics.items()
-            if name.endswith("auc")
+            if name.endswith(HEADLINES)
         },
         **{f"eval {name.replace('/', ' ')}": f"{value:.4f}" for name, value in _shown(standing.evaluated)},
         "rows": f"{standing.rows:,}",
@@ -242,9 +243,15 @@ def describe_standing(standing: Standing) -> dict[str, str]:
 
 
 def _shown(evaluated: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return what fits into a line of an evaluation: its AUCs, or the loss where it has none."""
-    aucs = [(name, value) for name, value in evaluated.items() if name.endswith("auc")]
-    return aucs or [(name, value) for name, value in evaluated.items() if name == "loss"]
+    """Return the metrics of an evaluation that fit into a line: AUC or RMSE, and the measures of the task;
+    the loss if there are none."""
+    found = [(name, value) for name, value in evaluated.items() if name.endswith(HEADLINES) or _is_own(name)]
+    return found or [(name, value) for name, value in evaluated.items() if name == LOSS]
+
+
+def _is_own(name: str) -> bool:
+    """Whether a metric is one of the task's own `measures`, which belong to no label."""
+    return "/" not in name and name != LOSS
 
 
 def log_standing(standing: Standing) -> None:
