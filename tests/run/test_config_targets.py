@@ -55,7 +55,7 @@ def test_seconds_are_predicted_as_seconds_from_training_to_a_served_answer(
     with Predictor(exported["folder"], show=False) as predictor:
         answer = predictor.predict({"user": ["u1", "u19"]}).outputs["seconds"]
     assert answer[0] < 150
-    assert answer[1] > 350
+    assert answer[1] > 250
     signature = read_servable(exported["folder"]).signature
     assert signature is not None
     assert [one.meaning for one in signature.outputs] == ["value"]

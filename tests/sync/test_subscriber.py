@@ -123,7 +123,7 @@ def test_what_was_learned_and_when_it_came_is_known(channel: MemoryChannel) -> N
 def test_dense_weights_come_with_snapshots_and_deltas(channel: MemoryChannel) -> None:
     weights = {"w": torch.zeros(1)}
     clock = Clock()
-    publisher = publish(channel, make_table(), dense=lambda: dict(weights), clock=clock)
+    publisher = publish(channel, make_table(), dense=lambda: dict(weights), clock=clock, timer=clock)
     publisher.publish_now()
     subscriber, target = subscribe(channel, make_table())
     subscriber.catch_up()

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from monolith.errors import ConfigError
-from monolith.serve.server.config import Route, ServeConfig, Target, VersionPolicy
+from monolith.serve.server.config import Route, RouteTarget, ServeConfig, VersionPolicy
 from monolith.serve.server.traffic import TrafficRoutes
 
 
@@ -21,7 +21,7 @@ def routes(splits=(), shadows=()):
 
 def test_a_route_is_a_name_and_targets_with_weights():
     assert Route.parse("ads=ads/120:90,feed") == Route(
-        "ads", (Target("ads", "120", 90), Target("feed", "", 1))
+        "ads", (RouteTarget("ads", "120", 90), RouteTarget("feed", "", 1))
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ _LARGEST_LOG = 80.0
 """An output of "log" above this would overflow float32 as a prediction; the loss still sees the output."""
 
 
-class _Kind(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Kind:
     loss: Callable[[Tensor, Tensor, float], Tensor]
     """(output, label, delta) -> one loss per example."""
     prediction: Callable[[Tensor], Tensor]

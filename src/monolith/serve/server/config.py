@@ -114,7 +114,7 @@ class VersionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RouteTarget:
     """A model, or one version of it, and how much of the traffic it gets."""
 
     model: str
@@ -127,7 +127,7 @@ class Route:
     """A name that callers ask for, and who answers."""
 
     name: str
-    targets: tuple[Target, ...]
+    targets: tuple[RouteTarget, ...]
 
     @classmethod
     def parse(cls, text: str) -> Route:
@@ -143,7 +143,7 @@ class Route:
             )
         try:
             targets = tuple(
-                Target(part[1], part[2] or "", float(1 if part[3] is None else part[3]))
+                RouteTarget(part[1], part[2] or "", float(1 if part[3] is None else part[3]))
                 for part in parts
                 if part
             )

@@ -25,7 +25,7 @@ from monolith.errors import (
     UnknownModelError,
 )
 from monolith.serve.server.batching import FoundOutputs, RequestBatcher
-from monolith.serve.server.config import ServeConfig, ServedFolder, Target
+from monolith.serve.server.config import RouteTarget, ServeConfig, ServedFolder
 from monolith.serve.server.observing import AccessLog, ServeMetrics
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
@@ -244,7 +244,7 @@ class Inference:
     def _note_refusal(self, request: InferRequest, error: Exception) -> None:
         self.refuse(request.transport, error, request.model, request.id)
 
-    def _ask_shadow(self, shadow: Target, request: InferRequest, found: FoundOutputs) -> None:
+    def _ask_shadow(self, shadow: RouteTarget, request: InferRequest, found: FoundOutputs) -> None:
         assert self._shadow_thread is not None
         label = f"{shadow.model}/{shadow.version}" if shadow.version else shadow.model
         with self._lock:
@@ -259,7 +259,7 @@ class Inference:
             with self._lock:
                 self._shadows_waiting -= 1
 
-    def _compare(self, shadow: Target, label: str, request: InferRequest, found: FoundOutputs) -> None:
+    def _compare(self, shadow: RouteTarget, label: str, request: InferRequest, found: FoundOutputs) -> None:
         try:
             with self.repository.held(shadow.model, shadow.version) as held:
                 other = held.batcher.run(self._columns(request, held), self._clock() + self._timeout)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from monolith.errors import ConfigError
-from monolith.serve.server.config import Route, Target
+from monolith.serve.server.config import Route, RouteTarget
 
 
 class TrafficRoutes:
@@ -64,7 +64,7 @@ class TrafficRoutes:
         targets = self._splits.get(name)
         if targets is None or version:
             return name, version
-        chosen: Target = self._random.choices(targets, cum_weights=self._weights[name])[0]
+        chosen: RouteTarget = self._random.choices(targets, cum_weights=self._weights[name])[0]
         return chosen.model, chosen.version
 
     def main(self, name: str) -> tuple[str, str]:
@@ -75,7 +75,7 @@ class TrafficRoutes:
         heaviest = max(targets, key=lambda target: target.weight)
         return heaviest.model, heaviest.version
 
-    def shadows(self, name: str) -> Sequence[Target]:
+    def shadows(self, name: str) -> Sequence[RouteTarget]:
         """Return who is asked beside, this time."""
         targets = self._shadows.get(name)
         if not targets:
