@@ -55,7 +55,7 @@ def trained(
             fraction_read=lambda: None if read is None else next(read),
         ),
         barrier=LocalBarrier(1),
-        save=SimpleNamespace(saved_at=999_990.0),
+        save=SimpleNamespace(saved_at=999_990.0, trouble="the disk is full"),
         publish=None,
     )
 
@@ -124,6 +124,7 @@ def test_a_worker_s_speed_lag_rows_and_checkpoint_are_known() -> None:
     assert (found.steps_per_s, found.examples_per_s) == (4.0, 40.0)
     assert (found.lag_seconds, found.rows, found.bytes) == (30.0, 7, 70)
     assert found.saved_at == 999_990.0
+    assert found.save_trouble == "the disk is full"
     assert found.staleness is None  # there are no others
 
 
