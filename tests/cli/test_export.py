@@ -24,10 +24,11 @@ from monolith.feature import Batch, FeatureSpec, IdFeature, Label
 from monolith.model import DeepFM
 from monolith.observe import Metrics
 from monolith.run.export_config import ExportConfig
-from monolith.run.servables import STATE_FILE, ExportListener, exports_when_saving
+from monolith.run.servables import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
-from monolith.serve.servable.versions import HeldVersion, list_versions
+from monolith.serve.servable.versions import HeldVersion, list_versions, withheld_versions
 from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig, Trainer
+from monolith.train.publishing.hold_file import NAME, KeptHold
 
 TASK = "serve.served_tasks:Served"
 
@@ -251,3 +252,62 @@ def test_warm_up_requests_are_drawn_from_a_csv(tmp_path):
     exported(trained(tmp_path / "run", task), tmp_path / "out", task=task)
     drawn = json.loads((tmp_path / "out" / "6" / "warmup.json").read_text())["requests"]
     assert drawn[0]["inputs"][0]["data"] == ["u0"]
+
+
+# While publishing is paused
+
+
+def pause(run: Path, **how: object) -> None:
+    run.mkdir(exist_ok=True)
+    (run / NAME).write_text(json.dumps({"reason": "labels went wrong", "since": 1e12, **how}))
+
+
+def withheld(root: Path) -> list[str]:
+    return list(withheld_versions(str(root), list_versions(str(root))))
+
+
+def test_a_checkpoint_of_the_first_bad_step_or_later_is_exported_withheld(tmp_path, caplog):
+    pause(tmp_path / "run", first_bad_step=3)
+    with caplog.at_level(logging.INFO):
+        listening(saving(tmp_path / "run"), tmp_path / "to", shards=1)
+    for part in ("entry", "ps_0"):
+        assert withheld(tmp_path / "to" / part) == ["4", "6"]
+        assert (tmp_path / "to" / part / STATE_FILE).read_text().count("entries {") == 1
+    assert "6, withheld from servers while publishing is paused" in caplog.text
+
+
+def test_a_checkpoint_that_was_saved_since_the_pause_is_withheld_whatever_its_step(tmp_path):
+    pause(tmp_path / "run", since=1.0, first_bad_step=1000)
+    listening(saving(tmp_path / "run", steps=2), tmp_path / "to")
+    assert withheld(tmp_path / "to") == ["2"]
+
+
+def test_the_last_good_version_stays_although_its_checkpoint_is_gone(tmp_path):
+    config = saving(tmp_path / "run", keep=KeepConfig(max_to_keep=1, every=None), steps=2)
+    listening(config, tmp_path / "to")
+    pause(tmp_path / "run", first_bad_step=3)
+    listening(config, tmp_path / "to")
+    listening(config, tmp_path / "to")
+    assert list_versions(str(tmp_path / "to")) == ["2", "6"]
+    with Predictor(str(tmp_path / "to"), show=False) as predictor:
+        assert predictor.version == "2"
+
+
+def test_a_pause_marks_the_versions_of_its_run_and_a_rollback_those_after_its_version(
+    tmp_path,
+):
+    config = saving(tmp_path / "run")
+    listening(config, tmp_path / "to")
+    other = trained(tmp_path / "other")
+    exported(other, tmp_path / "to", step=3)
+    marks = VersionMarks.of(ExportConfig(dir=str(tmp_path / "to")), config)
+    marks.withhold(KeptHold("labels went wrong", 0.0, first_bad_step=4))
+    assert withheld(tmp_path / "to") == ["4", "6"]
+    marks.withhold(KeptHold("rolled back", 0.0, version="4", first_bad_step=3))
+    assert withheld(tmp_path / "to") == ["6"], "an operator who names a version has judged it"
+    marks.withhold(KeptHold("rolled back", 0.0, version="2"))
+    assert withheld(tmp_path / "to") == ["4", "6"]
+    marks.release()
+    assert withheld(tmp_path / "to") == []
+    marks.withhold(KeptHold("of an older release", 0.0))
+    assert withheld(tmp_path / "to") == ["2", "4", "6"], "all that was exported since"

@@ -155,7 +155,7 @@ def test_a_delta_says_what_it_has_learned_from(channel: MemoryChannel, table: An
     delta = publisher.publish_now()
     assert rows_of(delta) == {1: [7.0, 7.0]}
     assert delta is not None
-    assert delta.learned == LearnedUpTo(step=7, watermark=50, published_at=1000.0)
+    assert delta.learned == LearnedUpTo(step=7, watermark=50, published_at=1000.0, newest_step=8)
 
 
 def test_more_than_a_delta_holds_comes_in_several(

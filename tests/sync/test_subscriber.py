@@ -120,6 +120,44 @@ def test_what_was_learned_and_when_it_came_is_known(channel: MemoryChannel) -> N
     assert (standing.received_at, standing.applied_at) == (10.0, 10.0)
 
 
+def test_what_was_learned_counts_when_the_last_of_several_deltas_has_come(
+    channel: MemoryChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monolith.sync.publisher.DELTA_IDS", 10)
+    steps = [LearnedUpTo(step=5)]
+    source, publisher, _, subscriber = pair(channel, learned=lambda: steps[-1])
+    subscriber.catch_up()
+    assert subscriber.standing[0].learned.step == 5
+    write(source, dict.fromkeys(range(15), 1.0))
+    steps.append(LearnedUpTo(step=9))
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert subscriber.standing[0].learned.step == 5, "rows of step 9 are still to come"
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert subscriber.standing[0].learned.step == 9
+    assert subscriber.standing[0].newest_step == 10, "the update of a step more may have been under way"
+
+
+def test_whoever_asks_is_told_before_rows_change_and_after(channel: MemoryChannel) -> None:
+    learned = LearnedUpTo(step=5)
+    source, publisher, copy, _ = pair(channel, learned=lambda: learned)
+    write(source, {1: 1.0})
+    told: list[Any] = []
+    subscriber = Subscriber(
+        channel.reader,
+        TableTarget({"item": copy}),
+        on_applying=lambda _, came: told.append(("applying", came and came.newest_step, len(copy))),
+        on_applied=lambda followed: told.append(("applied", followed.newest_step, len(copy))),
+    )
+    subscriber.catch_up()
+    write(source, {2: 1.0})
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert told[:2] == [("applying", None, 0), ("applied", None, 1)], "a snapshot"
+    assert told[-2:] == [("applying", 6, 1), ("applied", 6, 2)], "a delta"
+
+
 def test_dense_weights_come_with_snapshots_and_deltas(channel: MemoryChannel) -> None:
     weights = {"w": torch.zeros(1)}
     clock = Clock()

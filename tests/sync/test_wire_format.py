@@ -247,4 +247,5 @@ def test_a_large_delta_becomes_several_that_say_the_same(many: int, gone: int, l
     ]
     assert all(size <= max(limit, 24) for size in sizes)
     assert [part.dense is not None for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert [part.complete for part in parts] == [False] * (len(parts) - 1) + [True]
     assert [bool(part.digests) for part in parts] == [False] * (len(parts) - 1) + [True]

@@ -217,7 +217,14 @@ def described(made: ExportedServable, root: str) -> list[str]:
         lines.append(f"  removed the versions {', '.join(made.removed)}")
     if made.held:
         lines.append(f"  kept the versions {', '.join(made.held)}: a server holds them")
-    lines.append(f"next: monolith serve {root}")
+    if made.withheld:
+        lines.append(
+            "  withheld from servers: publishing of the run is paused, and this checkpoint is of the first "
+            f"bad step or later. To serve it all the same: monolith serve {root} --serve-withheld "
+            f"{servable.version}"
+        )
+    else:
+        lines.append(f"next: monolith serve {root}")
     return lines
 
 
@@ -246,4 +253,5 @@ def to_json(made: ExportedServable, task: Task, checkpoint: str) -> Mapping[str,
         },
         "removed": list(made.removed),
         "held": list(made.held),
+        "withheld": made.withheld,
     }

@@ -34,7 +34,7 @@ def hold(options: PublishHoldOptions) -> int:
 
 def resume(options: PublishResumeOptions) -> int:
     """Let it go on."""
-    return _order(options, "resume")
+    return _order(options, "resume", *(("release",) if options.include_withheld else ()))
 
 
 def rollback(options: PublishRollbackOptions) -> int:
@@ -42,7 +42,7 @@ def rollback(options: PublishRollbackOptions) -> int:
     return _order(options, "rollback", version=options.version)
 
 
-def _order(options: PublishStatusOptions, action: str, *, reason: str = "", version: str = "") -> int:
+def _order(options: PublishStatusOptions, *actions: str, reason: str = "", version: str = "") -> int:
     from monolith.train.hooks import ControlClient
 
     security = SecurityConfig(
@@ -51,7 +51,8 @@ def _order(options: PublishStatusOptions, action: str, *, reason: str = "", vers
     by_address = _ADDRESS.fullmatch(options.run) is not None
     model_dir, address = ("", options.run) if by_address else (options.run, None)
     with ControlClient(model_dir, address=address, security=security) as job:
-        shares = job.publish(action, reason=reason, version=version)
+        for action in actions:
+            shares = job.publish(action, reason=reason, version=version)
     if options.json:
         sys.stdout.write(json.dumps({"shares": [write_body(one) for one in shares]}) + "\n")
     else:
@@ -72,6 +73,8 @@ def _line(one: ShareStanding) -> str:
         state = f"HELD since {when_utc(one.since)}: {one.reason}" if one.since else f"HELD: {one.reason}"
     if one.version is not None:
         state += f"; servers that have version {one.version} serve it"
+    if one.held and one.version is None and one.first_bad_step is not None:
+        state += f"; exported versions from step {one.first_bad_step:,} on are withheld"
     return (
         f"share {one.share} of {one.shares}: {state}. Step {one.step:,}, delta {one.sequence:,} of epoch "
         f"{one.epoch[:8] or 'none'}; {one.rows:,} rows, {describe_bytes(one.bytes)}, {one.errors:,} errors, "

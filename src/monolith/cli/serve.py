@@ -60,7 +60,7 @@ def run(options: ServeOptions) -> int:
     if options.processes > 1:
         return serve_together(options)
     policy = VersionPolicy.parse(options.version_policy)
-    folders = [served_folder(text, policy) for text in options.folders]
+    folders = [served_folder(text, policy, serve_withheld=options.serve_withheld) for text in options.folders]
     names = [one.name for one in folders]
     if len(set(names)) < len(names):
         raise ConfigError(f"serve: two folders hold models of one name ({', '.join(names)}); write NAME=DIR")
@@ -74,6 +74,7 @@ def run(options: ServeOptions) -> int:
             threads=options.predict_threads,
             allow_module=options.allow_module,
             compiled=options.compiled,
+            serve_withheld=options.serve_withheld,
             rows=remote_rows(options, guard, stop) if options.role == "entry" else None,
         )
         peers = ServePeers(folder, index, count, guard if control.token is None else control)

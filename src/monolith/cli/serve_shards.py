@@ -67,6 +67,7 @@ def serve_rows(options: ServeOptions) -> int:
             follow=trainer,
             following=follow_config(options),
             metrics=metrics,
+            serve_withheld=options.serve_withheld,
         )
         with server:
             if options.metrics_port is not None:

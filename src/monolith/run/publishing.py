@@ -15,6 +15,7 @@ from monolith.cluster.security import guard_listener
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
 from monolith.run.config import RunConfig
+from monolith.run.servables import VersionMarks
 from monolith.sync.channel import DeltaWriter
 from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url
 from monolith.sync.run_identity import run_identity
@@ -49,9 +50,15 @@ def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None =
         config=run.publish,
         run=_name_of(run),
         open_writer=opening,
-        hold_file=HoldFile(model_dir) if model_dir else None,
+        hold_file=hold_file_of(run) if model_dir else None,
         metrics=metrics,
     )
+
+
+def hold_file_of(run: RunConfig) -> HoldFile:
+    """Return the file that says whether publishing is paused; it marks the versions that a pause covers."""
+    marks = VersionMarks.of(run.export, run.train)
+    return HoldFile(run.train.model_dir, withhold=marks.withhold, release=marks.release)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,21 @@ from monolith.run.export_config import EXPORTED, ExportConfig
 from monolith.serve.exporting import ExportedServable, Exporter, ExportHow, ExportModel, TableCodings
 from monolith.serve.raw import RequestReader
 from monolith.serve.servable.manifest import read_servable
-from monolith.serve.servable.versions import ENTRY, list_versions, remove_leftovers, remove_versions
+from monolith.serve.servable.versions import (
+    ENTRY,
+    Withheld,
+    keep_newest,
+    list_versions,
+    release,
+    remove_leftovers,
+    remove_versions,
+    withheld_versions,
+    withhold,
+)
 from monolith.serve.warm_up import draw_requests
 from monolith.train import Mode, Task, TrainConfig, Trainer
 from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.publishing.hold_file import HoldFile, KeptHold
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +64,79 @@ def how_to_export(export: ExportConfig, train: TrainConfig, *, as_module: bool =
 def export_folder(export: ExportConfig, train: TrainConfig) -> str:
     """Return the folder of versions."""
     return export.dir or filesystem.join(train.model_dir, EXPORTED)
+
+
+def version_roots(root: str, shards: int) -> tuple[str, ...]:
+    """Return the folders that have the parts of each version: the entry's, then that of each shard."""
+    if not shards:
+        return (root,)
+    return tuple(filesystem.join(root, part) for part in (ENTRY, *(f"ps_{n}" for n in range(shards))))
+
+
+# Versions that a pause of publishing covers
+
+
+@dataclass(frozen=True, slots=True)
+class VersionMarks:
+    """Withholds the exported versions of one run while its publishing is paused."""
+
+    run: str
+    """As the manifests of its versions name it; those of other runs are left alone."""
+    roots: tuple[str, ...]
+    """The entry's folder of versions, or the only one, first."""
+
+    @classmethod
+    def of(cls, export: ExportConfig, train: TrainConfig) -> VersionMarks:
+        run = filesystem.parent(Saver(train.model_dir).names.prefix(0))
+        return cls(run, version_roots(export_folder(export, train), export.shards))
+
+    def withhold(self, kept: KeptHold) -> None:
+        """Mark the versions of the first bad step or later; of a rollback, those later than its version."""
+        for root in self.roots:
+            found = {one: read_servable(filesystem.join(root, one)) for one in list_versions(root)}
+            first = kept.first_bad_step
+            if kept.version in found:
+                # The operator has judged this version by naming it, whatever a guard said of its step.
+                first = found[kept.version].step + 1
+                release(filesystem.join(root, kept.version))
+            for version, servable in found.items():
+                bad = servable.created >= kept.since if first is None else servable.step >= first
+                if bad and servable.run == self.run and version != kept.version:
+                    withhold(filesystem.join(root, version), _mark(kept, first))
+            if found:
+                write_states([root])
+
+    def release(self) -> None:
+        """Let servers take all versions again."""
+        for root in self.roots:
+            versions = list_versions(root)
+            for version in withheld_versions(root, versions):
+                release(filesystem.join(root, version))
+                _log.info("version %s in %s is no longer withheld", version, root)
+            if versions:
+                write_states([root])
+
+
+def withheld_export(model_dir: str) -> Callable[[int, float], Withheld | None]:
+    """Return what says whether a version is to be withheld from its first moment, and why.
+
+    It is asked with the step of a checkpoint and when that was saved. A version is withheld if publishing of
+    the run is paused, and the checkpoint is of the first bad step or later, or was saved since the pause: a
+    run that went back to an earlier step has not been judged either.
+    """
+
+    def look(step: int, saved_at: float) -> Withheld | None:
+        kept = HoldFile(model_dir).read() if model_dir else None
+        if kept is None:
+            return None
+        bad = kept.first_bad_step is not None and step >= kept.first_bad_step
+        return _mark(kept, kept.first_bad_step) if bad or saved_at >= kept.since else None
+
+    return look
+
+
+def _mark(kept: KeptHold, first: int | None) -> Withheld:
+    return Withheld(reason=kept.reason or "publishing is paused", first_bad_step=first or 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +184,7 @@ def task_exporter(
             arguments=arguments or {},
             requests=sample.requests if warm_up else (),
         )
-        yield Exporter(model, how, restore)
+        yield Exporter(model, how, restore, withhold=withheld_export(config.model_dir))
 
 
 def _spec_of(module: nn.Module) -> FeatureSpec | None:
@@ -167,11 +251,7 @@ class ExportListener(SaveListener):
         self._model_dir = model_dir
         self._keep = keep
         self._root = root
-        self._roots = (
-            [filesystem.join(root, part) for part in (ENTRY, *(f"ps_{n}" for n in range(shards)))]
-            if shards
-            else [root]
-        )
+        self._roots = version_roots(root, shards)
         metrics = Metrics() if metrics is None else metrics
         self._failed = metrics.counter("export_models_failed", "Checkpoints that could not be exported")
         self._latest = metrics.gauge("export_models_latest_version", "Step of the newest servable")
@@ -207,9 +287,10 @@ class ExportListener(SaveListener):
         write_states(self._roots)
         self._latest.set(step)
         _log.info(
-            "exported step %d to %s: %s rows, %s%s%s",
+            "exported step %d to %s%s: %s rows, %s%s%s",
             step,
             made.folder,
+            ", withheld from servers while publishing is paused" if made.withheld else "",
             f"{made.servable.rows:,}",
             describe_bytes(made.bytes),
             f"; removed {', '.join(removed)}" if removed else "",
@@ -217,12 +298,21 @@ class ExportListener(SaveListener):
         )
 
     def _retain(self) -> tuple[list[str], list[str]]:
-        versions = list_versions(self._roots[0])
         if self._keep is not None:
-            return remove_versions(self._roots, versions[: -self._keep])
+            return keep_newest(self._roots, self._keep)
+        versions = list_versions(self._roots[0])
+        withheld = withheld_versions(self._roots[0], versions)
+        # While publishing is paused the last good version is what servers start with, and may be older than
+        # all checkpoints.
+        last_good = [version for version in versions if version not in withheld][-1:]
         there = set(complete_names(self._model_dir))
         return remove_versions(
-            self._roots, [one for one in versions if self._is_ours_without_checkpoint(one, there)]
+            self._roots,
+            [
+                one
+                for one in versions
+                if one not in last_good and self._is_ours_without_checkpoint(one, there)
+            ],
         )
 
     def _is_ours_without_checkpoint(self, version: str, there: set[str]) -> bool:
@@ -235,10 +325,15 @@ class ExportListener(SaveListener):
 
 
 def write_states(roots: Sequence[str]) -> None:
-    """Write into each folder of versions which of them is of which step; always of what is there."""
+    """Write into each folder of versions which of them is of which step; always of what is there.
+
+    Withheld versions are left out: other programs choose from this file what they serve.
+    """
     for root in roots:
         entries = []
-        for version in list_versions(root):
+        versions = list_versions(root)
+        withheld = withheld_versions(root, versions)
+        for version in (one for one in versions if one not in withheld):
             folder = filesystem.join(root, version)
             step = read_servable(folder).step
             entries.append(f"entries {{\n  export_dir: {json.dumps(folder)}\n  global_step: {step}\n}}\n")

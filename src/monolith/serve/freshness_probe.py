@@ -190,15 +190,12 @@ def _unseen_like(value: Any) -> Any:
 
 def up_to_of(parameters: Mapping[str, Any]) -> ServedUpTo:
     """Return what an answer says it has learned from; 0 where it does not."""
-    times = {
-        name: float(parameters.get(name, 0.0))
+    event, read, trained, published, received, applied = (
+        float(parameters.get(name, 0.0))
         for name in ("event_at", "read_at", "trained_at", "published_at", "received_at", "applied_at")
-    }
-    received, applied = times.pop("received_at"), times.pop("applied_at")
-    learned = LearnedUpTo(
-        step=int(parameters.get("step", 0)), watermark=int(parameters.get("watermark", 0)), **times
     )
-    return ServedUpTo(learned, received, applied)
+    step, watermark = int(parameters.get("step", 0)), int(parameters.get("watermark", 0))
+    return ServedUpTo(LearnedUpTo(step, watermark, event, read, trained, published), received, applied)
 
 
 def stages_of(parameters: Mapping[str, Any]) -> dict[str, float]:

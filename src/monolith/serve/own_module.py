@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from monolith.errors import ConfigError, RestoreError, ServingTableError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection
-from monolith.serve.rows import RowSource
+from monolith.serve.rows import FoundRows, RowSource
 from monolith.store import TableIds
 from monolith.table import SlotThresholds, TableConfig, TableStats
 
@@ -97,14 +97,14 @@ class ModuleRunner:
             for name, tensor in self._tensors.items():
                 tensor.copy_(weights[name])
 
-    def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
-        """Return predictions by head, and the shards whose rows are missing."""
+    def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], Sequence[FoundRows]]:
+        """Return predictions by head, and the rows that they were made of."""
         if self._labels and not batch.labels:
             unknown = torch.full((len(batch),), math.nan)
             batch = replace(batch, labels=dict.fromkeys(self._labels, unknown))
-        with self._between.batch(), self._store.asked(deadline) as missing, torch.no_grad():
+        with self._between.batch(), self._store.asked(deadline) as rows, torch.no_grad():
             found = self._outputs(self._module, batch)
-        return found, tuple(dict.fromkeys(missing))
+        return found, rows
 
 
 class _BetweenBatches:
@@ -140,7 +140,7 @@ class _BetweenBatches:
 
 class _Asked(threading.local):
     deadline: float | None = None
-    missing: list[str] | None = None
+    found: list[FoundRows] | None = None
 
 
 class ServedRows:
@@ -153,7 +153,7 @@ class ServedRows:
         self._asked = _Asked()
 
     def asked(self, deadline: float | None) -> _Asking:
-        """Let lookups of this thread end by a deadline, and tell what was missing."""
+        """Let lookups of this thread end by a deadline, and collect what they find."""
         return _Asking(self._asked, deadline)
 
     @property
@@ -166,8 +166,8 @@ class ServedRows:
 
     def lookup(self, ids: TableIds) -> Tensor:
         found = self._rows.lookup(ids, deadline=self._asked.deadline)
-        if self._asked.missing is not None:
-            self._asked.missing += found.missing
+        if self._asked.found is not None:
+            self._asked.found.append(found)
         return found.rows
 
     def apply_gradients(self, *_: Any, **__: Any) -> NoReturn:
@@ -204,10 +204,10 @@ class _Asking:
         self._asked = asked
         self._deadline = deadline
 
-    def __enter__(self) -> list[str]:
-        missing: list[str] = []
-        self._asked.deadline, self._asked.missing = self._deadline, missing
-        return missing
+    def __enter__(self) -> list[FoundRows]:
+        found: list[FoundRows] = []
+        self._asked.deadline, self._asked.found = self._deadline, found
+        return found
 
     def __exit__(self, *_: object) -> None:
-        self._asked.deadline = self._asked.missing = None
+        self._asked.deadline = self._asked.found = None

@@ -25,11 +25,12 @@ from monolith import filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.feature import Batch, Gatherer
 from monolith.observe import Progress, progress
+from monolith.serve.claims import RowsClaim, Said, together
 from monolith.serve.compiled import CompiledDense
 from monolith.serve.dense import DenseGraph
 from monolith.serve.own_module import ModuleRunner, make_module
 from monolith.serve.raw import RawTensors, RequestReader
-from monolith.serve.rows import MappedRows, RowSource
+from monolith.serve.rows import FoundRows, MappedRows, RowSource
 from monolith.serve.servable.manifest import Servable, ServableDense
 from monolith.serve.servable.versions import HeldVersion, hold_version
 from monolith.serve.signature import Signature
@@ -43,10 +44,6 @@ COMPILED = "dense/compiled.pt2"
 WEIGHTS = "dense/weights.safetensors"
 
 
-Fresher = Callable[[], dict[str, bool | int | float | str] | None]
-"""Says how new what is served is; None where that is as the export says."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
     """What a model says of some rows."""
@@ -55,13 +52,15 @@ class Prediction:
     """By head: float32 of shape (rows,)."""
     missing: tuple[str, ...] = field(default=())
     """Shards that did not answer, and whose rows were read as zeros."""
+    freshness: Said = field(default_factory=dict)
+    """How new the rows are that it was made of; see `monolith.serve.claims`."""
 
 
 class Runner(Protocol):
     """Runs the model on a batch."""
 
-    def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
-        """Return predictions by head, and the shards whose rows are missing."""
+    def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], Sequence[FoundRows]]:
+        """Return predictions by head, and the rows that they were made of."""
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with other weights, from the next batch on."""
@@ -79,13 +78,15 @@ class Predictor:
         compiled: Whether to run what was compiled beside the graph (`monolith export --compile`): faster on
             few rows, equal to the trainer but for rounding, and code of whoever compiled it.
         verify: Whether every byte of the tables is checked; sizes, and all smaller files, always are.
+        serve_withheld: Whether `folder` may be a version that is withheld, since its rows are not trusted. Of
+            a folder of versions the newest one that is not withheld is taken in any case.
         show: Whether to say on standard error how far loading has come.
         clock: Unix seconds.
 
     Raises:
         FileMissingError: There is no servable, or a file of it is gone.
         CorruptFileError: A file is torn or altered.
-        ConfigError: It has no tables of its own and `rows` is None, or needs `allow_module`.
+        ConfigError: It has no tables of its own and `rows` is None, needs `allow_module`, or is withheld.
     """
 
     def __init__(
@@ -97,16 +98,16 @@ class Predictor:
         allow_module: bool = False,
         compiled: bool = False,
         verify: bool = False,
+        serve_withheld: bool = False,
         show: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._fresher: Fresher | None = None
         self._notice: Callable[[], str] = str
         self._compiled = compiled
         self._threads = torch.get_num_threads() if threads is None else threads
         with ExitStack() as opened:
-            held = opened.enter_context(hold_version(folder))
+            held = opened.enter_context(hold_version(folder, serve_withheld=serve_withheld))
             self._held = held
             servable = held.servable
             self._servable = servable
@@ -157,24 +158,20 @@ class Predictor:
         """Who answers its rows."""
         return self._rows
 
-    def freshness(self) -> dict[str, bool | int | float | str]:
-        """Return what is sent with every answer of how new it is.
+    def freshness(self) -> Said:
+        """Return how new the rows are at this moment; see `monolith.serve.claims`.
 
-        The step, the watermark of event time, where events have times, and the seconds since the rows were
-        exported; of a model that follows a trainer, what `ServedUpTo.said` has.
+        Rows may change until they are read: what an answer promises of its own rows is in the answer. Of rows
+        on serving servers, which say it with each answer, this is how new the export is.
         """
-        if self._fresher is not None and (found := self._fresher()) is not None:
-            return found
-        said: dict[str, bool | int | float | str] = {"step": self._servable.step}
-        if self._servable.watermark is not None:
-            said["watermark"] = self._servable.watermark
-        said["staleness"] = round(max(0.0, self._clock() - self._servable.created), 3)
-        return said
+        rows = self._rows
+        claim = rows.claim if isinstance(rows, MappedRows) else claim_of(self._servable)
+        return claim.said(self._clock())
 
-    def follow(self, freshness: Fresher, notice: Callable[[], str] = str) -> None:
-        """Say with every answer what `freshness` returns, unless it is None; and beside what is known of this
-        version what whoever runs it should know of whom it follows."""
-        self._fresher, self._notice = freshness, notice
+    def follow(self, notice: Callable[[], str]) -> None:
+        """Show, next to what is known of this version, what an operator should know of the trainer that it
+        follows."""
+        self._notice = notice
 
     @property
     def servable(self) -> Servable:
@@ -242,9 +239,12 @@ class Predictor:
     def _predict(self, batch: Batch, deadline: float | None) -> Prediction:
         if not len(batch):
             heads = (one.name for one in self._signature.outputs)
-            return Prediction({head: torch.empty(0) for head in heads})
-        outputs, missing = self._runner.run(batch, deadline)
-        return Prediction(dict(outputs), missing)
+            return Prediction({head: torch.empty(0) for head in heads}, freshness=self.freshness())
+        outputs, found = self._runner.run(batch, deadline)
+        missing = tuple(dict.fromkeys(name for one in found for name in one.missing))
+        claims = [one.claim for one in found if one.claim is not None]
+        said = together(claims or [claim_of(self._servable)]).said(self._clock())
+        return Prediction(dict(outputs), missing, said)
 
     @property
     def weight_names(self) -> tuple[str, ...]:
@@ -302,7 +302,7 @@ class Predictor:
                 opened.callback(table.close)
                 table.prefault(shown)
                 tables[name] = table
-        return MappedRows(tables, threads=self._threads)
+        return MappedRows(tables, threads=self._threads, claim=claim_of(servable))
 
     def _open_dense(
         self, held: HeldVersion, dense: ServableDense, rows: RowSource, allow_module: bool
@@ -353,25 +353,30 @@ class GraphRunner:
         self._floats = tuple(floats)
         self._outputs = tuple(outputs)
 
-    def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+    def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], Sequence[FoundRows]]:
         ids = batch.ids
-        missing: tuple[str, ...] = ()
+        all_found: list[FoundRows] = []
         tensors: list[Tensor] = []
         with torch.inference_mode():
             for gatherer in self._gatherers:
                 gathered = gatherer.read(ids)
                 found = self._rows.lookup(TableIds(gathered.ids, gathered.sizes), deadline=deadline)
-                missing += found.missing
+                all_found.append(found)
                 tensors += gathered.gather(found.rows)
             try:
                 floats = [batch.floats[name] for name in self._floats]
             except KeyError as cause:
                 raise RequestError(f"the batch has no float feature {cause.args[0]!r}") from cause
             outputs = self._graph(tensors, floats)
-        return dict(zip(self._outputs, outputs, strict=True)), missing
+        return dict(zip(self._outputs, outputs, strict=True)), all_found
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
         self._graph.swap(weights)
+
+
+def claim_of(servable: Servable) -> RowsClaim:
+    """Return how new the rows of an export are."""
+    return RowsClaim(servable.step, servable.step, servable.created, servable.watermark or 0)
 
 
 def _ids_of(servable: Servable) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from monolith.serve.claims import UNKNOWN, ClaimCell, RowsClaim, spanning
 from monolith.store import TableIds
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
 
@@ -24,6 +25,8 @@ class FoundRows:
     """float32 of one dimension: a row for each id in order, zeros where there is none."""
     missing: tuple[str, ...] = ()
     """Shards that did not answer, and whose rows were read as zeros."""
+    claim: RowsClaim | None = UNKNOWN
+    """How new the rows are; None if no row was read."""
 
 
 class RowSource(Protocol):
@@ -49,9 +52,16 @@ class RowSource(Protocol):
 
 
 class MappedRows:
-    """Rows in files of this machine, which all who map them share."""
+    """Rows in files of this machine, which all who map them share.
 
-    def __init__(self, tables: Mapping[str, FrozenTable], *, threads: int | None = None) -> None:
+    Args:
+        claim: How new the rows of the files are.
+    """
+
+    def __init__(
+        self, tables: Mapping[str, FrozenTable], *, threads: int | None = None, claim: RowsClaim = UNKNOWN
+    ) -> None:
+        self._claims = ClaimCell(claim)
         self.threads = threads
         """That share large calls."""
         self._files = FrozenTables(tables, threads=threads)
@@ -63,16 +73,27 @@ class MappedRows:
         """What is mapped."""
         return self._files
 
-    def lie_under(self, overlaid: OverlaidTables) -> None:
-        """Answer from the files under an overlay, from the next lookup on."""
-        self._all = overlaid
+    @property
+    def claim(self) -> RowsClaim:
+        """How new the rows are at this moment."""
+        return self._claims.now
+
+    def lie_under(self, overlaid: OverlaidTables, claims: ClaimCell) -> None:
+        """Answer from the files under an overlay, from the next lookup on; none may be under way.
+
+        Args:
+            claims: Says how new the rows under the overlay are.
+        """
+        self._all, self._claims = overlaid, claims
 
     @property
     def tables(self) -> Mapping[str, int]:
         return self._widths
 
     def lookup(self, ids: TableIds, *, deadline: float | None = None) -> FoundRows:  # noqa: ARG002
-        return FoundRows(self._all.lookup(ids))
+        before = self._claims.now
+        rows = self._all.lookup(ids)
+        return FoundRows(rows, claim=spanning(before, self._claims.now))
 
     def close(self) -> None:
         self._all.close()

@@ -21,6 +21,8 @@ _MAGIC, _VERSION = b"MRow", 1
 _HEADER = struct.Struct("<4sBBHIIQQqQ8s8sQ")
 HEADER_BYTES = _HEADER.size
 _ANSWER = struct.Struct("<4sBBHQ")
+ANSWER_BYTES = _ANSWER.size
+"""Of the header of an answer; serving servers append a claim to it."""
 _ANYTHING = bytes(8)
 _MOST_PADDING = 8
 """Bytes that may follow a header; fewer than these. See `ByteMessages.padded`."""

@@ -50,6 +50,9 @@ class LearnedUpTo:
     """When the step that trained on it was done."""
     published_at: float = 0.0
     """When the message was made."""
+    newest_step: int = 0
+    """The rows of the message have no update of a later step; 0 where nobody knows. Rows are read while they
+    are trained, so it may be some steps after `step`, up to which all updates are in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,9 @@ class Delta:
     """All dense weights by name, where this delta brings them; one share of a model does."""
     digests: Mapping[str, Digests] = field(default_factory=dict)
     """Table to what some of its buckets hold."""
+    complete: bool = True
+    """Whether all that changed up to `learned.step` is in this delta and those before it. False of all but
+    the last of several deltas that were made at once, since there was too much for one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

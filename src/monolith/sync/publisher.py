@@ -442,8 +442,12 @@ class Publisher:
         dense = None if self._cut and self._with_state else self._due_dense(now)
         if not rows and not removed and dense is None and now - self._sent_at < self._dense_interval:
             return None
+        # After the rows were read: the update of one step more may have been under way.
+        learned = replace(learned, newest_step=self._learned().step + 1)
         digests = {name: found for name in self._tables if (found := self._next_digests(name)) is not None}
-        return Delta(self._run, self._share, place, learned, rows, removed, dense, digests)
+        return Delta(
+            self._run, self._share, place, learned, rows, removed, dense, digests, complete=not self._cut
+        )
 
     def _changed(self, name: str) -> Tensor:
         stolen = self._touched[name].steal()

@@ -69,6 +69,9 @@ class Followed:
     """The run that publishes it, as it says itself."""
     generation: int = -1
     """Of the target when that was applied: what another one holds has not learned from it."""
+    newest_step: int | None = None
+    """No row of the share has an update of a later step; None if nobody knows, as after a snapshot of rows
+    that were being trained."""
     error: str = ""
     """Why it cannot follow now, for a person; empty while it can."""
     deltas: int = 0
@@ -90,7 +93,10 @@ class Subscriber:
         places: Of each share by its number: what the target holds already, from an export or a checkpoint.
         wait: Seconds to wait for something new before looking whether shares have changed.
         clock: Returns Unix seconds.
-        on_applied: Called after each delta, on the thread that applied it.
+        on_applying: Called before rows change, on the thread that changes them: with the share, and what the
+            delta has learned from, or None before rows of a snapshot.
+        on_applied: Called after a delta, or all deltas that were made at once, and after a snapshot, on the
+            thread that applied it.
         refuse: Returns why a run is not to be followed, for a person; empty if it is. By default all are.
     """
 
@@ -102,12 +108,13 @@ class Subscriber:
         places: Mapping[int, LogPlace] | None = None,
         wait: float = 1.0,
         clock: Callable[[], float] = time.time,
-        on_applied: Callable[[Followed], None] | None = None,
+        on_applying: Callable[[IdShare, LearnedUpTo | None], None] = lambda _share, _learned: None,
+        on_applied: Callable[[Followed], None] = lambda _: None,
         refuse: RefuseRun | None = None,
     ) -> None:
         self._open_reader = open_reader
         self._refuse: RefuseRun = (lambda *_: "") if refuse is None else refuse
-        self._target = _SharedTarget(target, clock, on_applied)
+        self._target = _SharedTarget(target, clock, on_applying, on_applied)
         self._places = dict(places or {})
         self._wait = wait
         self._stop = threading.Event()
@@ -291,10 +298,12 @@ class _SharedTarget:
         self,
         target: DeltaTarget,
         clock: Callable[[], float],
-        on_applied: Callable[[Followed], None] | None,
+        on_applying: Callable[[IdShare, LearnedUpTo | None], None],
+        on_applied: Callable[[Followed], None],
     ) -> None:
         self.target = target
         self.clock = clock
+        self.on_applying = on_applying
         self.on_applied = on_applied
         self.turn = threading.Lock()
         """Held from the begin of a snapshot to its end."""
@@ -503,19 +512,23 @@ class _Follower:
         with self._target as target:
             if self._is_let_go(target):
                 return False
+            self._target.on_applying(self.share, delta.learned)
             target.apply(delta.rows, delta.removed)
             if delta.dense is not None:
                 target.swap_dense(delta.dense)
+            # Rows of a snapshot were read while they were trained, up to the delta that was made next.
+            covered = following.sequence >= self._compare_after
             self.followed = replace(
                 self.followed,
                 place=following,
-                learned=delta.learned,
+                learned=delta.learned if delta.complete else self.followed.learned,
                 received_at=received,
                 applied_at=self._target.clock(),
                 generation=self._generation,
+                newest_step=(delta.learned.newest_step or None) if covered else None,
                 deltas=self.followed.deltas + 1,
             )
-            if self._target.on_applied is not None:
+            if delta.complete:
                 self._target.on_applied(replace(self.followed, clock_offset=self.clock_offset))
             if following.sequence > self._compare_after:
                 self._compare(target, delta)
@@ -570,8 +583,10 @@ class _Follower:
             return True
         if message.snapshot and message.number in snapshot.numbers:
             return True
-        snapshot.numbers.add(message.number)
         with self._target as target:
+            if not snapshot.numbers:
+                self._target.on_applying(self.share, None)
+            snapshot.numbers.add(message.number)
             target.snapshot_rows(message.table, message.rows)
         return self._finish(snapshot) if snapshot.whole else True
 
@@ -589,22 +604,29 @@ class _Follower:
         with self._target as target:
             if self._is_let_go(target):
                 return False
+            if not snapshot.numbers:
+                self._target.on_applying(self.share, None)
             target.end_snapshot()
             if begin.dense is not None:
                 target.swap_dense(begin.dense)
             self._snapshot = None
+            learned = begin.learned
+            if begin.buckets is not None and learned.step >= self.followed.learned.step:
+                learned = self.followed.learned  # other buckets are as they were
             self.followed = replace(
                 self.followed,
                 place=place,
-                learned=begin.learned if begin.buckets is None else self.followed.learned,
+                learned=learned,
                 received_at=snapshot.received_at,
                 applied_at=self._target.clock(),
                 generation=self._generation,
+                newest_step=None,
                 snapshots=self.followed.snapshots + 1,
             )
+            self._compare_after = end.whole_at.sequence
+            self._target.on_applied(replace(self.followed, clock_offset=self.clock_offset))
         self._target.turn.release()
         self._differing.clear()
-        self._compare_after = end.whole_at.sequence
         return True
 
     def _drop_snapshot(self) -> None:

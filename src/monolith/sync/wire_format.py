@@ -93,6 +93,7 @@ class _DeltaHead:
     removed: dict[str, Count]
     dense: dict[str, _Weight] | None
     digests: dict[str, Count]
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,9 @@ def _delta_head(delta: Delta, body: _Body) -> _DeltaHead:
     for table, found in delta.digests.items():
         digests[table] = body.add(found.buckets, torch.int64)
         body.add(found.sums, torch.int64)
-    return _DeltaHead(delta.run, delta.share, delta.place, delta.learned, rows, removed, dense, digests)
+    return _DeltaHead(
+        delta.run, delta.share, delta.place, delta.learned, rows, removed, dense, digests, delta.complete
+    )
 
 
 def _rows_head(rows: Rows, body: _Body) -> _Shape:
@@ -348,6 +351,7 @@ def _message(head: Any, tensors: _Tensors) -> Message:
             {table: tensors.ids(count) for table, count in head.removed.items()},
             tensors.dense(head.dense),
             {table: Digests(tensors.buckets(n), tensors.ids(n)) for table, n in head.digests.items()},
+            head.complete,
         )
     elif isinstance(head, _BeginHead):
         buckets = None if head.buckets is None else tensors.buckets(head.buckets)
@@ -406,7 +410,8 @@ def split_delta(delta: Delta, limit_bytes: int = PART_BYTES) -> list[Delta]:
     """Return a delta as several, none with much more than so many bytes of rows and removed ids.
 
     They are numbered on from the delta's own sequence: whoever publishes them goes on after the last. Dense
-    weights, which are swapped all at once, and digests, which are of all rows together, are in the last.
+    weights, which are swapped all at once, and digests, which are of all rows together, are in the last; so
+    is the promise that all changes up to its step have come.
     """
     groups: list[_Group] = [_Group(limit_bytes)]
     for table, rows in delta.rows.items():
@@ -424,10 +429,11 @@ def split_delta(delta: Delta, limit_bytes: int = PART_BYTES) -> list[Delta]:
             removed=group.removed,
             dense=None,
             digests={},
+            complete=False,
         )
         for number, group in enumerate(groups)
     ]
-    parts[-1] = replace(parts[-1], dense=delta.dense, digests=delta.digests)
+    parts[-1] = replace(parts[-1], dense=delta.dense, digests=delta.digests, complete=delta.complete)
     return parts
 
 

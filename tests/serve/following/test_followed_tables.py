@@ -212,3 +212,14 @@ def test_a_model_with_other_tables_begins_anew(tmp_path):
     view = tables.attach(below(tmp_path, {1: 2}, name="user"))
     assert dict(tables.tables) == {"user": 2}
     assert present(view, "user") == {1: 2}
+
+
+def test_a_snapshot_that_is_passed_over_buries_nothing(tmp_path):
+    tables = FollowedTables()
+    view = tables.attach(below(tmp_path, {1: 1, 2: 2}))
+    tables.pass_over(True)
+    assert snapshot(tables, {1: 5}) == 0
+    assert present(view) == {1: 1, 2: 2}
+    tables.pass_over(False)
+    assert snapshot(tables, {1: 5}) == 1
+    assert present(view) == {1: 5}

@@ -20,7 +20,7 @@ def served(*, ahead: float, offset: float | None) -> ServedUpTo:
 
 
 def test_clocks_that_agree_are_not_mentioned() -> None:
-    said = served(ahead=0, offset=0.2).said(now=BEGAN + 10)
+    said = served(ahead=0, offset=0.2).claim(None).said(now=BEGAN + 10)
     assert said["staleness"] == 7
     assert "clock_differs_by" not in said
 
@@ -28,14 +28,14 @@ def test_clocks_that_agree_are_not_mentioned() -> None:
 @pytest.mark.parametrize("ahead", [DAY, -DAY])
 def test_a_measured_difference_of_clocks_is_taken_into_account_and_named(ahead: float) -> None:
     found = served(ahead=ahead, offset=ahead)
-    said = found.said(now=BEGAN + 10)
+    said = found.claim(None).said(now=BEGAN + 10)
     assert said["staleness"] == 7
     assert said["clock_differs_by"] == ahead
     assert found.stages() == {"read": 1, "train": 1, "publish": 1, "wire": 1, "apply": 1}
 
 
 def test_a_message_from_the_future_is_as_old_as_its_arrival_and_says_that_clocks_differ() -> None:
-    said = served(ahead=DAY, offset=None).said(now=BEGAN + 10)
+    said = served(ahead=DAY, offset=None).claim(None).said(now=BEGAN + 10)
     assert said["staleness"] == 6  # since it came: 0 would claim more than is known
     assert said["clock_differs_by"] == DAY - 1
 

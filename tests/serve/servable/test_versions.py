@@ -15,15 +15,21 @@ import pytest
 from monolith.errors import ConfigError, ExportError, FileMissingError
 from monolith.serve.servable.manifest import Servable, write_servable
 from monolith.serve.servable.versions import (
+    WITHHELD,
     HeldVersion,
     NewVersion,
+    Withheld,
     existing_version,
     find_version,
     hold_version,
     keep_newest,
     list_versions,
+    read_withheld,
+    release,
     remove_leftovers,
     remove_versions,
+    withheld_versions,
+    withhold,
 )
 
 SERVABLE = Servable(
@@ -198,3 +204,59 @@ def test_what_a_killed_removal_left_is_removed(tmp_path):
 def test_at_least_one_is_kept(tmp_path):
     with pytest.raises(ConfigError, match="at least 1"):
         keep_newest([str(tmp_path)], 0)
+
+
+# Withheld
+
+BAD = Withheld(reason="labels went wrong", first_bad_step=2)
+
+
+def test_the_newest_version_is_the_newest_that_is_not_withheld(tmp_path):
+    for version in ("1", "2", "3"):
+        put(tmp_path, version)
+    withhold(str(tmp_path / "3"), BAD)
+    assert find_version(str(tmp_path)) == str(tmp_path / "2")
+    assert list_versions(str(tmp_path)) == ["1", "2", "3"], "it is complete, and stays"
+    assert withheld_versions(str(tmp_path), ["1", "2", "3"]) == {"3": BAD}
+    release(str(tmp_path / "3"))
+    release(str(tmp_path / "3"))
+    assert find_version(str(tmp_path)) == str(tmp_path / "3")
+
+
+def test_a_withheld_version_is_opened_if_it_is_named_and_meant(tmp_path):
+    put(tmp_path, "3")
+    withhold(str(tmp_path / "3"), BAD)
+    with pytest.raises(FileMissingError, match=r"3 \(from step 2 on, labels went wrong\)"):
+        find_version(str(tmp_path))
+    with pytest.raises(ConfigError, match="--serve-withheld 3"):
+        hold_version(str(tmp_path / "3"))
+    with hold_version(str(tmp_path / "3"), serve_withheld=True) as held:
+        assert held.servable.version == "3"
+
+
+def test_a_mark_that_cannot_be_read_withholds(tmp_path):
+    put(tmp_path, "3")
+    (tmp_path / "3" / WITHHELD).write_text("{")
+    mark = read_withheld(str(tmp_path / "3"))
+    assert mark is not None
+    assert "cannot be read" in mark.reason
+
+
+def test_retention_keeps_the_last_good_versions_however_many_are_withheld(tmp_path):
+    for version in range(1, 8):
+        put(tmp_path, str(version))
+    for version in range(4, 8):
+        withhold(str(tmp_path / str(version)), BAD)
+    assert keep_newest([str(tmp_path)], 2) == (["1", "4", "5"], [])
+    assert list_versions(str(tmp_path)) == ["2", "3", "6", "7"]
+
+
+def test_a_withheld_version_makes_room_for_another_export_of_its_step(tmp_path):
+    put(tmp_path, "3", digest="bad")
+    with pytest.raises(ExportError):
+        existing_version(str(tmp_path), "3", "good")
+    withhold(str(tmp_path / "3"), BAD)
+    with HeldVersion(str(tmp_path / "3")), pytest.raises(ExportError):
+        existing_version(str(tmp_path), "3", "good")
+    assert existing_version(str(tmp_path), "3", "good") is None
+    assert list_versions(str(tmp_path)) == []

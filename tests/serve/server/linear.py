@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class LinearSignature:
 class LinearAnswer:
     outputs: dict[str, torch.Tensor]
     missing: tuple[str, ...] = ()
+    freshness: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,9 +57,6 @@ class LinearModel:
     def about(self) -> Mapping[str, Any]:
         return {"version": self.version}
 
-    def freshness(self) -> Mapping[str, bool | int | float | str]:
-        return {"step": int(self.version) * 100, "watermark": 1.5e9, "staleness": 0.5}
-
     def predict(self, columns: Mapping[str, Any], *, deadline: float | None = None) -> LinearAnswer:  # noqa: ARG002
         assert not self.closed, "asked after it was closed"
         users = columns["user"]
@@ -77,7 +75,8 @@ class LinearModel:
         self.batches.append(rows)
         assert not self.closed, "closed while it answered"
         values = torch.from_numpy(score.astype(np.float32))
-        return LinearAnswer({"score": values, "double": 2 * values}, self.missing)
+        said = {"step": int(self.version) * 100, "watermark": 1.5e9, "staleness": 0.5}
+        return LinearAnswer({"score": values, "double": 2 * values}, self.missing, said)
 
     def warm_up(self) -> int:
         self.warmed += 1
@@ -101,9 +100,14 @@ class LinearCatalog:
 
     folders: dict[str, dict[str, Callable[[], LinearModel]]]
     loaded: list[LinearModel] = field(default_factory=list)
+    marks: dict[str, str] = field(default_factory=dict)
+    """Version -> why it is withheld."""
 
     def versions(self, folder: str) -> list[str]:
         return sorted(self.folders[folder], key=int)
+
+    def withheld(self, folder: str, versions: Sequence[str]) -> dict[str, str]:  # noqa: ARG002
+        return {version: why for version, why in self.marks.items() if version in versions}
 
     def load(self, folder: str, version: str) -> LinearModel:
         model = self.folders[folder][version]()

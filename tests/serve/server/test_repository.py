@@ -244,3 +244,42 @@ def test_going_back_to_what_is_not_there_or_does_not_load_changes_nothing():
     add(catalog, "3")
     repository.refresh()
     assert repository.versions("ads") == ("3",)
+
+
+def test_a_version_that_is_withheld_while_it_answers_gives_way_to_the_last_good_one(caplog):
+    catalog = catalog_of("1", "2")
+    repository = Repo(catalog)
+    repository.refresh()
+    catalog.marks = {"2": "labels went wrong"}
+    add(catalog, "3")
+    catalog.marks["3"] = "labels went wrong"
+    repository.refresh()
+    repository.refresh()
+    assert repository.versions("ads") == ("1",)
+    lines = {line.version: (line.state, line.reason) for line in repository.index()}
+    assert lines["3"] == ("UNAVAILABLE", "withheld: labels went wrong")
+    assert caplog.text.count("version 2 is withheld and not served: labels went wrong") == 1
+    catalog.marks = {}
+    repository.refresh()
+    assert repository.versions("ads") == ("3",)
+
+
+def test_a_route_does_not_serve_a_withheld_version_and_a_rollback_to_it_does():
+    catalog = catalog_of("1", "2")
+    catalog.marks = {"2": "labels went wrong"}
+    repository = Repo(catalog, pinned=("2",))
+    repository.refresh()
+    assert repository.versions("ads") == ("1",)
+    repository.go_back("ads", "2")
+    assert repository.versions("ads") == ("2",)
+
+
+def test_a_server_whose_only_version_is_withheld_goes_on_answering_and_says_so(caplog):
+    catalog = catalog_of("1")
+    repository = Repo(catalog)
+    repository.refresh()
+    catalog.marks = {"1": "labels went wrong"}
+    repository.refresh()
+    repository.refresh()
+    assert repository.versions("ads") == ("1",)
+    assert caplog.text.count("there is no other to serve in its place") == 1

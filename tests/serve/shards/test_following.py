@@ -90,7 +90,7 @@ def served(servers: list[ServingServer], name: str) -> dict[int, list[float]]:
     for number, server in enumerate(servers):
         over = server._newest.over
         assert over is not None
-        ids, values = over.present(name, *ALL_HASHES)
+        ids, values = over[0].present(name, *ALL_HASHES)
         assert (ids.numpy().view(np.uint64) % len(servers) == number).all()
         found.update(zip(ids.tolist(), values.tolist(), strict=True))
     return found

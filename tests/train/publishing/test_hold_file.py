@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from train.publishing.test_holders import STANDING, TwoHolders
 
+from monolith.errors import FilesystemError, RequestError
 from monolith.sync import MemoryChannel
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.train.publishing.bodies import PublishOrder
@@ -57,7 +58,7 @@ def test_a_file_that_cannot_be_written_keeps_nobody_from_holding(
 ) -> None:
     (tmp_path / "file").write_text("")
     HoldFile(str(tmp_path / "file")).note([HELD])
-    assert "not known to the next start" in caplog.text
+    assert "the next start of this run" in caplog.text
 
 
 def test_what_a_guard_or_a_person_holds_is_kept_by_who_leads(tmp_path: Path) -> None:
@@ -107,3 +108,41 @@ def test_how_publishing_stands_in_a_few_words() -> None:
     assert describe_publishing([STANDING]) == "publishing"
     said = describe_publishing([STANDING, replace(HELD, version="1200")])
     assert said == ("publishing held since 1970-01-01 00:00:05 UTC: a bad upstream; servers at version 1200")
+
+
+def test_a_pause_withholds_versions_from_the_earliest_bad_step_of_all_shares_once(tmp_path: Path) -> None:
+    marked: list[KeptHold] = []
+    file = HoldFile(str(tmp_path), withhold=marked.append)
+    shares = [replace(HELD, first_bad_step=7), replace(HELD, share=1, first_bad_step=5)]
+    file.note(shares)
+    file.note(shares)
+    assert [one.first_bad_step for one in marked] == [5]
+    kept = HoldFile(str(tmp_path)).read()
+    assert kept is not None
+    assert kept.first_bad_step == 5
+
+
+def test_versions_that_could_not_be_marked_are_marked_at_the_next_look(tmp_path: Path) -> None:
+    tries: list[KeptHold] = []
+
+    def withhold(kept: KeptHold) -> None:
+        tries.append(kept)
+        if len(tries) == 1:
+            raise FilesystemError("the disk is full")
+
+    file = HoldFile(str(tmp_path), withhold=withhold)
+    for _ in range(3):
+        file.note([HELD])
+    assert len(tries) == 2
+
+
+def test_versions_are_released_by_an_operator_after_the_pause(tmp_path: Path) -> None:
+    released: list[bool] = []
+    file = HoldFile(str(tmp_path), release=lambda: released.append(True))
+    file.note([HELD])
+    with pytest.raises(RequestError, match="resume it first"):
+        file.release()
+    file.note([replace(HELD, held=False)])
+    assert released == [], "who resumes has judged the rows of now, not those of the versions"
+    file.release()
+    assert released == [True]

@@ -10,6 +10,7 @@ from monolith.sync import LogPlace
 from monolith.sync.publish_config import GuardConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.train.publishing.holders import Steward
+from monolith.train.publishing.metric_guard import BadSince
 
 STANDING = ShareStanding(
     share=0,
@@ -63,7 +64,8 @@ class TwoHolders:
 
 
 def steward(holders: TwoHolders, *, wrong: str | None = None, resume: Any = "by_hand") -> Steward:
-    return Steward(holders, GuardConfig(resume=resume), lambda: wrong, every=60.0)
+    bad = None if wrong is None else BadSince(wrong, 7)
+    return Steward(holders, GuardConfig(resume=resume), lambda: bad, every=60.0)
 
 
 def test_while_nothing_is_held_nobody_is_told_anything() -> None:
@@ -90,7 +92,7 @@ def test_who_missed_that_all_went_back_goes_back_too() -> None:
 def test_a_model_that_got_worse_holds_all() -> None:
     holders = TwoHolders()
     steward(holders, wrong="the AUC fell").look()
-    assert holders.orders == [PublishOrder("hold", "the AUC fell", by_guard=True)]
+    assert holders.orders == [PublishOrder("hold", "the AUC fell", by_guard=True, first_bad_step=7)]
 
 
 def test_what_has_recovered_goes_on_by_itself_only_where_that_is_asked() -> None:

@@ -110,3 +110,42 @@ def test_it_looks_no_oftener_than_its_clock_allows() -> None:
     clock.now += LOOK_EVERY
     found.update({"click": TURNED}, {"click": LABELS})
     assert found.reason is not None
+
+
+def fed(watched: tuple[MetricGuard, FakeClock], said: Tensor, steps: range) -> None:
+    found, clock = watched
+    for step in steps:
+        clock.now += LOOK_EVERY
+        found.update({"click": said}, {"click": LABELS}, step=step)
+
+
+def test_the_first_bad_step_is_that_of_the_last_window_that_was_well() -> None:
+    watched = guard()
+    fed(watched, GOOD, range(1, 21))
+    assert watched[0].bad is None
+    fed(watched, TURNED, range(21, 23))
+    bad = watched[0].bad
+    assert bad is not None
+    assert bad.step == 19, "a window has two batches, and that of step 20 was well"
+    fed(watched, TURNED, range(23, 60))
+    assert watched[0].bad is not None
+    assert watched[0].bad.step == 19
+
+
+def test_what_somebody_accepts_is_not_bad_any_more() -> None:
+    watched = guard()
+    fed(watched, GOOD, range(1, 21))
+    fed(watched, TURNED, range(21, 30))
+    watched[0].accept()
+    fed(watched, GOOD, range(30, 50))
+    fed(watched, TURNED, range(50, 60))
+    assert watched[0].bad is not None
+    assert 30 <= watched[0].bad.step <= 50
+
+
+def test_a_run_that_went_back_has_no_bad_step_after_its_own() -> None:
+    watched = guard()
+    fed(watched, GOOD, range(101, 121))
+    fed(watched, TURNED, range(51, 55))
+    assert watched[0].bad is not None
+    assert watched[0].bad.step <= 51

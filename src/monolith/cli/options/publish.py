@@ -34,7 +34,10 @@ class PublishHoldOptions(PublishStatusOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishResumeOptions(PublishStatusOptions):
-    """Publish again: servers get what is current."""
+    """Publish again: servers that follow get the current rows. Versions that were withheld stay so."""
+
+    include_withheld: bool = False
+    """Let servers also take the versions that were withheld: their rows turned out to be good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

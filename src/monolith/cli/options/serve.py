@@ -63,6 +63,9 @@ class ServeOptions:
     """The number of processes that share the ports; one that is killed is restarted."""
     version_policy: str = "latest"
     """The versions that are served: latest, latest:2 (the two newest), all, or specific:120,140."""
+    serve_withheld: tuple[str, ...] = ()
+    """Versions to serve although they are withheld: while publishing is paused, a run marks the versions
+    whose rows it does not trust, and servers do not take them. Give their names, such as 600."""
     split: tuple[str, ...] = ()
     """How requests for a name are shared out: NAME=MODEL[/VERSION][:WEIGHT],... as in
     ads=ads/120:90,ads/140:10."""

@@ -43,7 +43,15 @@ from monolith.serve.servable.manifest import (
     ServableTable,
     write_servable,
 )
-from monolith.serve.servable.versions import ENTRY, NewVersion, existing_version, keep_newest
+from monolith.serve.servable.versions import (
+    ENTRY,
+    NewVersion,
+    Withheld,
+    existing_version,
+    keep_newest,
+    read_withheld,
+    withhold,
+)
 from monolith.serve.signature import Meaning, Signature, TensorSpec
 from monolith.serve.warm_up import WARM_UP, write_requests
 from monolith.sync.run_identity import run_identity
@@ -127,6 +135,8 @@ class ExportedServable:
     """Versions that retention removed."""
     held: tuple[str, ...] = ()
     """Versions that it would have removed, had nobody held them."""
+    withheld: bool = False
+    """Whether servers must not take it, since publishing of the run is paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +145,8 @@ class _Checkpoint:
 
     prefix: str
     step: int
+    saved_at: float
+    """Unix seconds."""
     watermark: int | None
     crc: int
     tables: SavedTables
@@ -159,6 +171,8 @@ class Exporter:
 
     Args:
         restore: Loads the dense weights of a checkpoint, by its prefix, into the module.
+        withhold: Says, given the step of a checkpoint and the Unix seconds at which it was saved, why servers
+            must not take its version; None lets them.
         clock: Unix seconds.
 
     Raises:
@@ -171,11 +185,13 @@ class Exporter:
         how: ExportHow,
         restore: Callable[[str], object],
         *,
+        withhold: Callable[[int, float], Withheld | None] = lambda _step, _saved_at: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._model = model
         self._how = how
         self._restore = restore
+        self._withhold = withhold
         self._clock = clock
         self._collections = collections_of(model.module)
         if not self._collections:
@@ -242,6 +258,7 @@ class Exporter:
                     total += written.bytes
             found = self._write_whole(job, roots[0], tables)
         total += found.bytes
+        withheld = [self._withhold_committed(job, one) for one in roots]
         removed, held = ([], []) if self._how.keep is None else keep_newest(roots, self._how.keep)
         return ExportedServable(
             folder=filesystem.join(roots[0], version),
@@ -250,9 +267,31 @@ class Exporter:
             was_there=was_there,
             removed=tuple(removed),
             held=tuple(held),
+            withheld=any(withheld),
         )
 
     # One folder
+
+    def _commit(self, job: _Job, new: NewVersion, servable: Servable) -> Servable:
+        filesystem.remove(filesystem.join(new.folder, _DONE))
+        write_servable(new.folder, servable)
+        if (mark := self._withhold(job.saved.step, job.saved.saved_at)) is not None:
+            withhold(new.folder, mark)  # so no server ever sees it without its mark
+        new.commit()
+        return servable
+
+    def _withhold_committed(self, job: _Job, root: str) -> bool:
+        """Mark a version that was committed while publishing was being paused; return whether it is marked.
+
+        A pause marks the versions that it finds, and one that was renamed into place a moment later had asked
+        a moment too early.
+        """
+        folder = filesystem.join(root, job.version)
+        marked = read_withheld(folder) is not None
+        if not marked and (mark := self._withhold(job.saved.step, job.saved.saved_at)) is not None:
+            withhold(folder, mark)
+            marked = True
+        return marked
 
     def _write_parts(self, job: _Job, roots: Mapping[int, str]) -> list[Servable]:
         """Write the rows of serving servers, of which some may be in place already.
@@ -269,7 +308,7 @@ class Exporter:
             }
             for shard, (tables, files) in self._write_tables(job, new).items():
                 servable = replace(self._about(job), part=f"ps_{shard}", tables=tables, files=files)
-                found[shard] = _commit(new[shard], servable)
+                found[shard] = self._commit(job, new[shard], servable)
         return [one for one in found.values() if one is not None]
 
     def _write_whole(self, job: _Job, root: str, elsewhere: Mapping[str, ServableTable]) -> Servable:
@@ -297,7 +336,7 @@ class Exporter:
                 tables=tables,
                 files=files,
             )
-            return _commit(new, servable)
+            return self._commit(job, new, servable)
 
     def _write_tables(
         self, job: _Job, new: Mapping[int, NewVersion]
@@ -431,13 +470,6 @@ class _Done:
             out.write(json.dumps(plain).encode())
 
 
-def _commit(new: NewVersion, servable: Servable) -> Servable:
-    filesystem.remove(filesystem.join(new.folder, _DONE))
-    write_servable(new.folder, servable)
-    new.commit()
-    return servable
-
-
 def _read(prefix: str, heads: Sequence[str]) -> _Checkpoint:
     chain = read_chain(prefix)
     last = chain[-1]
@@ -452,6 +484,7 @@ def _read(prefix: str, heads: Sequence[str]) -> _Checkpoint:
     return _Checkpoint(
         prefix,
         last.manifest.step,
+        last.manifest.saved_at,
         watermark,
         last.crc,
         SavedTables(chain),

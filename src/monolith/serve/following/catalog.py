@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from monolith.errors import ConfigError
 from monolith.serve.following.follower import ModelFollower
@@ -34,6 +34,9 @@ class FollowingCatalog:
 
     def versions(self, folder: str) -> Sequence[str]:
         return self._versions.versions(folder)
+
+    def withheld(self, folder: str, versions: Sequence[str]) -> Mapping[str, str]:
+        return self._versions.withheld(folder, versions)
 
     def load(self, folder: str, version: str) -> ServedModel:
         model = self._versions.load(folder, version)

@@ -55,6 +55,11 @@ class FollowedTables:
         return self._generation
 
     @property
+    def is_passing(self) -> bool:
+        """Whether what comes is not applied."""
+        return self._passing or self._overlay is None
+
+    @property
     def in_snapshot(self) -> bool:
         """Whether rows of a share are on their way, all of them or some buckets."""
         return self._snapshot is not None
@@ -126,7 +131,8 @@ class FollowedTables:
     def begin_snapshot(self, share: IdShare, buckets: Tensor | None) -> None:
         """Expect the rows of a share, in some buckets, or in all."""
         with self.turn:
-            self._snapshot = (share, buckets, {name: [] for name in self.tables})
+            # One whose rows are not applied must not end either: it would bury every row as not seen.
+            self._snapshot = None if self._passing else (share, buckets, {name: [] for name in self.tables})
 
     def snapshot_rows(self, table: str, rows: Rows) -> int:
         """Take some of them; return how many were not known."""

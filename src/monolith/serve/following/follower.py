@@ -11,19 +11,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 from monolith.checkpoint.shares import WHOLE, IdShare
 from monolith.observe.metrics import Metrics
+from monolith.serve.claims import ClaimCell
 from monolith.serve.following.config import ServeFollowConfig
 from monolith.serve.following.followed_tables import FollowedTables
 from monolith.serve.following.freshness import CLOCKS_AGREE_WITHIN, FollowMetrics, ServedUpTo
 from monolith.serve.following.target import GoTo, ServedTarget
-from monolith.serve.predictor import Predictor
+from monolith.serve.predictor import Predictor, claim_of
 from monolith.serve.rows import MappedRows
 from monolith.serve.servable.manifest import Servable
 from monolith.sync.channel import OpenReader
-from monolith.sync.messages import LogPlace
+from monolith.sync.messages import LearnedUpTo, LogPlace
 from monolith.sync.run_identity import is_same_run
 from monolith.sync.subscriber import Followed, Subscriber
 from monolith.table import FrozenTables, OverlaidTables
@@ -79,8 +79,11 @@ class ModelFollower:
         self._clock_differs_by = 0.0
         """What was said last of the publisher's clock."""
         self._again = False
-        self._reached: dict[int, ServedUpTo] = {}
-        """Generation of the rows -> what they had learned from last; replaced as a whole, the latest few."""
+        self._claims: ClaimCell | None = None
+        """How new the rows of the newest generation are. Those of an earlier one, which versions that were
+        loaded before may still answer with, do not change any more, and their cell stays with them."""
+        self._claims_of = -1
+        """The generation of the rows that these are the claims of."""
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -97,30 +100,56 @@ class ModelFollower:
             return
         rows = predictor.rows
         if isinstance(rows, MappedRows):
-            rows.lie_under(self.attach_tables(predictor.servable, rows.files, threads=rows.threads))
+            rows.lie_under(*self.attach_tables(predictor.servable, rows.files, threads=rows.threads))
         else:
             self._rest_on(predictor.servable)
-        self.target.add(predictor, newer_dense=self._is_ahead_of(predictor.servable))
-        predictor.follow(partial(self.freshness, self.target.generation), lambda: self.notice)
+        newer_dense = not self._again and self._is_ahead_of(predictor.servable)
+        self.target.add(predictor, newer_dense=newer_dense)
+        predictor.follow(lambda: self.notice)
         self.begin()
 
     def attach_tables(
         self, servable: Servable, tables: FrozenTables, *, threads: int | None = None
-    ) -> OverlaidTables:
-        """Return the tables of a version under what deltas brought."""
-        if self._is_behind(servable):
+    ) -> tuple[OverlaidTables, ClaimCell]:
+        """Return the tables of a version under what deltas brought, and how new their rows are."""
+        newer, older = self._is_behind(servable), self._is_older_than_base(servable)
+        if newer or older:
             _log.info(
-                "model %r: version %s is newer than what was followed, which is dropped",
+                "model %r: version %s is %s; dropping the overlay rows, and following from its export on",
                 *(self._model, servable.version),
+                "newer than the rows that were followed" if newer else "older than the version before it",
             )
             self.target.rows.drop()
             # What the subscriber still brings is older than the export. It is replaced by the watch, since it
             # may wait for a version to be loaded, and whoever loads one is here.
             self.target.rows.pass_over(True)
             self._again = True
-        overlaid = self.target.rows.attach(tables, threads=threads)
+        with self.target.rows.turn:  # so that no delta comes between the tables and their claims
+            overlaid = self.target.rows.attach(tables, threads=threads)
+            claims = self._claims_over(servable)
         self._rest_on(servable)
-        return overlaid
+        return overlaid, claims
+
+    def _claims_over(self, servable: Servable) -> ClaimCell:
+        """Return the claims of the tables that were attached, which lie over an export."""
+        generation, base = self.target.generation, claim_of(servable)
+        if self._claims is not None and self._claims_of == generation:
+            self._claims.rest_on(base)
+            return self._claims
+        # A subscriber that is reading may just be applying a delta, of which it told the claims before.
+        reading = self._subscriber is not None and not self._again
+        why = "rows were dropped, and those of a new epoch have not come yet" if reading else ""
+        self._claims, self._claims_of = ClaimCell(base, why), generation
+        return self._claims
+
+    def _is_older_than_base(self, servable: Servable) -> bool:
+        """Whether a version is older than the one under the overlay, which was withheld since.
+
+        Rows that were equal in the overlay and in the version before have been dropped from the overlay, so
+        it is not complete over an older version.
+        """
+        base = self._base
+        return base is not None and bool(self.target.rows.tables) and servable.step < base.step
 
     def _rest_on(self, servable: Servable) -> None:
         with self._lock:
@@ -142,6 +171,7 @@ class ModelFollower:
                 self.target,
                 places=places,
                 clock=self._clock,
+                on_applying=self._applying,
                 on_applied=self._applied,
                 refuse=None if self._config.any_run else self._refuse,
             )
@@ -195,18 +225,6 @@ class ModelFollower:
             return None
         oldest = min(known, key=lambda one: one.learned.published_at)
         return ServedUpTo(oldest.learned, oldest.received_at, oldest.applied_at, oldest.clock_offset)
-
-    def freshness(self, generation: int) -> dict[str, bool | int | float | str] | None:
-        """Return what an answer says of how new it is; None where that is as the export says.
-
-        Args:
-            generation: Of the rows that the answer is made of: those who were loaded before all of them were
-                let go of have them still, for as long as they answer.
-        """
-        up_to = self.up_to()
-        if self.target.generation != generation:
-            up_to = self._reached.get(generation)
-        return None if up_to is None else up_to.said(self._clock())
 
     def staleness(self) -> float:
         """Return the age of what is served, in seconds."""
@@ -314,14 +332,17 @@ class ModelFollower:
             return "it is catching up: changes come in, and are of a while ago"
         return "nothing newer comes (nothing is published)"
 
+    def _applying(self, share: IdShare, learned: LearnedUpTo | None) -> None:
+        if self._claims is not None and not self.target.rows.is_passing:
+            self._claims.applying(share, None if learned is None else max(learned.step, learned.newest_step))
+
     def _applied(self, followed: Followed) -> None:
         assert followed.place is not None
         self._came_at = self._timer()
         up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at, followed.clock_offset)
-        reached, generation = self.up_to(), followed.generation
-        if reached is not None and self.target.generation == generation:
-            before = {number: one for number, one in self._reached.items() if number >= generation - 1}
-            self._reached = {**before, generation: reached}
+        current = followed.generation == self.target.generation == self._claims_of
+        if self._claims is not None and current and not self.target.rows.is_passing:
+            self._claims.applied(followed.share, up_to.claim(followed.newest_step))
         self._metrics.served(followed.share[0], followed.place.sequence, up_to)
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""How new what is served is: what every answer says of it, and what `/metrics` counts.
+"""How new the served rows are: what a delta adds to the claim of every answer, and what `/metrics` counts.
 
 From an event to an answer that knows of it there are five stages: the event is *read*, *trained* on,
 *published*, goes over the *wire* and is *applied*. Publishers stamp their messages with the ends of the
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monolith.observe.metrics import Metrics
+from monolith.serve.claims import RowsClaim
 from monolith.sync.messages import LearnedUpTo, PublishState
 
 STAGES = ("read", "train", "publish", "wire", "apply")
@@ -44,14 +45,19 @@ class ServedUpTo:
             found = max(0.0, self.learned.published_at - self.received_at)
         return found if abs(found) > CLOCKS_AGREE_WITHIN else 0.0
 
-    def age(self, now: float) -> float:
-        """Return the seconds since it was published, or since it came if that cannot be told."""
+    @property
+    def as_of(self) -> float:
+        """When it was published, by our clock, or when it came if that cannot be told."""
         differs = self.clock_differs_by
         if not self.learned.published_at:
-            return max(0.0, now - self.applied_at)
+            return self.applied_at
         if differs and self.clock_offset is None:
-            return max(0.0, now - self.received_at)
-        return max(0.0, now + differs - self.learned.published_at)
+            return self.received_at
+        return self.learned.published_at - differs
+
+    def age(self, now: float) -> float:
+        """Return the seconds since it was published, or since it came if that cannot be told."""
+        return max(0.0, now - self.as_of)
 
     def stages(self) -> dict[str, float]:
         """Return the seconds that each stage took, of those whose ends are both known."""
@@ -70,25 +76,25 @@ class ServedUpTo:
             if ends[number] > 0 and ends[number + 1] > 0
         }
 
-    def said(self, now: float) -> dict[str, bool | int | float | str]:
-        """Return what an answer says of it."""
+    def claim(self, newest_step: int | None) -> RowsClaim:
+        """Return what the rows of the share are from now on; see `monolith.serve.claims`."""
         learned = self.learned
-        said: dict[str, bool | int | float | str] = {"step": learned.step}
-        if learned.watermark:
-            said["watermark"] = learned.watermark
-        said["staleness"] = round(self.age(now), 3)
-        if differs := self.clock_differs_by:
-            said["clock_differs_by"] = round(differs, 1)
-        times = {
-            "event_at": learned.event_at,
-            "read_at": learned.read_at,
-            "trained_at": learned.trained_at,
-            "published_at": learned.published_at,
-            "received_at": self.received_at,
-            "applied_at": self.applied_at,
-        }
-        said.update({name: round(at, 6) for name, at in times.items() if at > 0})
-        return said
+        return RowsClaim(
+            learned.step,
+            newest_step,
+            self.as_of,
+            learned.watermark,
+            {
+                "event_at": learned.event_at,
+                "read_at": learned.read_at,
+                "trained_at": learned.trained_at,
+                "published_at": learned.published_at,
+                "received_at": self.received_at,
+                "applied_at": self.applied_at,
+            },
+            clock_differs_by=self.clock_differs_by,
+            unknown="" if learned.step else "the trainer did not say which step its rows are of",
+        )
 
 
 class FollowMetrics:

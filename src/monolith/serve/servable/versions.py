@@ -7,16 +7,22 @@
 Whoever serves a version holds it: a shared lock on the file `.held` in it, which the operating system lets
 go of when the process ends, in whatever way. Retention removes only what it can lock for itself. A reader
 that was too late finds the folder gone, and chooses another version.
+
+A version whose rows are not trusted is *withheld*: it has a file `withheld.json` that says why. It is
+complete and stays in its folder, but a server takes it only if an operator names it. The file is not part of
+the manifest, since the verdict comes after the export, and may be lifted again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +32,7 @@ from monolith.errors import ConfigError, ExportError, FileMissingError, Filesyst
 from monolith.serve.servable.manifest import MANIFEST_NAME, Servable, read_servable
 
 HELD = ".held"
+WITHHELD = "withheld.json"
 ENTRY = "entry"
 _WRITING, _REMOVED = ".writing.", ".removed."
 
@@ -68,21 +75,100 @@ def _age(root: str, name: str) -> tuple[bool, float, str]:
     return False, created, name
 
 
-def find_version(folder: str) -> str:
+def find_version(folder: str, *, serve_withheld: bool = False) -> str:
     """Return the folder of a version: `folder` itself, or its newest version, or that of its entry.
 
+    Args:
+        serve_withheld: Whether `folder` may be a version that is withheld. The newest version of a folder is
+            always one that is not.
+
     Raises:
-        FileMissingError: There is none.
+        FileMissingError: There is none, or all are withheld.
+        ConfigError: `folder` is a version that is withheld.
     """
     if filesystem.exists(filesystem.join(folder, MANIFEST_NAME)):
+        if not serve_withheld and (mark := read_withheld(folder)) is not None:
+            raise ConfigError(
+                f"{folder} is withheld ({mark.describe()}). To use it all the same, say so: "
+                "serve_withheld=True, or monolith serve --serve-withheld "
+                f"{filesystem.base_name(folder)}"
+            )
         return folder
+    withheld: dict[str, Withheld] = {}
     for root in (folder, filesystem.join(folder, ENTRY)):
-        if versions := list_versions(root):
-            return filesystem.join(root, versions[-1])
+        versions = list_versions(root)
+        withheld = withheld_versions(root, versions)
+        if offered := [version for version in versions if version not in withheld]:
+            return filesystem.join(root, offered[-1])
+        if versions:
+            break
     raise FileMissingError(
         f"there is no servable in {folder}: neither a file {MANIFEST_NAME} nor a folder of a version with "
-        f"one. Write one with: monolith export --to {folder}"
+        f"one{describe_withheld(withheld)}. Write one with: monolith export --to {folder}"
     )
+
+
+# Versions that servers must not take
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Withheld:
+    """Why servers must not take a version."""
+
+    reason: str
+    """Why publishing was paused, in words for a person."""
+    first_bad_step: int = 0
+    """The first step whose rows are not trusted; 0 if that is not known."""
+
+    def describe(self) -> str:
+        since = f"from step {self.first_bad_step} on, " if self.first_bad_step else ""
+        return f"{since}{self.reason or 'no reason was given'}"
+
+
+def withhold(folder: str, mark: Withheld) -> None:
+    """Mark a version, or one that is being written, so that servers do not take it."""
+    with filesystem.atomic_write(filesystem.join(folder, WITHHELD)) as file:
+        file.write(json.dumps(asdict(mark)).encode() + b"\n")
+
+
+def release(folder: str) -> None:
+    """Let servers take a version again. One that is not withheld stays as it is."""
+    filesystem.remove(filesystem.join(folder, WITHHELD))
+
+
+def read_withheld(folder: str) -> Withheld | None:
+    """Return why a version is withheld; None if it is not. A mark that cannot be read withholds as well."""
+    path = filesystem.join(folder, WITHHELD)
+    try:
+        if not filesystem.exists(path):
+            return None
+        plain = json.loads(filesystem.read_bytes(path))
+        return Withheld(reason=str(plain["reason"]), first_bad_step=int(plain["first_bad_step"]))
+    except FileMissingError:
+        return None  # it was released just now
+    except (FilesystemError, ValueError, LookupError, TypeError) as error:
+        return Withheld(reason=f"{path}, which says why, cannot be read: {error}")
+
+
+def withheld_versions(root: str, versions: Iterable[str]) -> dict[str, Withheld]:
+    """Return those of some versions that servers must not take, and why."""
+    marks = ((version, read_withheld(filesystem.join(root, version))) for version in versions)
+    return {version: mark for version, mark in marks if mark is not None}
+
+
+def describe_withheld(withheld: dict[str, Withheld]) -> str:
+    """Return what an error about a missing version adds; empty if none is withheld."""
+    if not withheld:
+        return ""
+    which = "; ".join(f"{version} ({mark.describe()})" for version, mark in withheld.items())
+    return (
+        f". Withheld since their rows are not trusted: {which}. Serve one all the same with "
+        f"--serve-withheld {next(iter(withheld))}, or let servers take them with: monolith publish resume "
+        "--include-withheld"
+    )
+
+
+# Holding
 
 
 class HeldVersion:
@@ -131,14 +217,15 @@ class HeldVersion:
         self.close()
 
 
-def hold_version(folder: str) -> HeldVersion:
+def hold_version(folder: str, *, serve_withheld: bool = False) -> HeldVersion:
     """Hold a version, or the newest one of a folder; see `find_version`.
 
     Raises:
         FileMissingError: There is none.
+        ConfigError: It is withheld.
     """
     for _ in range(10):
-        found = find_version(folder)
+        found = find_version(folder, serve_withheld=serve_withheld)
         try:
             return HeldVersion(found)
         except FileMissingError:
@@ -248,6 +335,9 @@ class NewVersion:
 def existing_version(root: str, version: str, digest: str) -> Servable | None:
     """Return a version that is there already, made of the same; None where there is none of that name.
 
+    A withheld version that was made of something else is removed, unless a server holds it: the run went back
+    to a checkpoint before it, and takes the same step again.
+
     Raises:
         ExportError: There is one that was made of something else.
     """
@@ -259,6 +349,8 @@ def existing_version(root: str, version: str, digest: str) -> Servable | None:
     except MonolithError as cause:
         raise ExportError(f"{folder} is in the way, and no servable: {cause}. Remove it.") from cause
     if found.digest != digest:
+        if read_withheld(folder) is not None and remove_versions([root], [version])[0]:
+            return None
         raise ExportError(
             f"{folder} is there already: {found.model} of step {found.step}, exported from "
             f"{found.checkpoint} otherwise. Name another version with --version, or remove it."
@@ -309,11 +401,16 @@ def remove_versions(roots: Sequence[str], versions: Collection[str]) -> tuple[li
 
 
 def keep_newest(roots: Sequence[str], keep: int) -> tuple[list[str], list[str]]:
-    """Remove all but the newest versions, where nobody holds them; see `remove_versions`.
+    """Remove all but the newest versions, unless a server holds them; see `remove_versions`.
+
+    Withheld versions are counted on their own: a pause that lasts must not remove the last good version.
 
     Raises:
         ConfigError: None would be left.
     """
     if keep < 1:
         raise ConfigError(f"keep must be at least 1, got {keep}")
-    return remove_versions(roots, list_versions(roots[0])[:-keep])
+    versions = list_versions(roots[0])
+    withheld = withheld_versions(roots[0], versions)
+    offered = [version for version in versions if version not in withheld]
+    return remove_versions(roots, [*offered[:-keep], *list(withheld)[:-keep]])

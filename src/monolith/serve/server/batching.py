@@ -48,6 +48,7 @@ class FoundOutputs:
 
     outputs: dict[str, NDArray[Any]]
     missing: tuple[str, ...]
+    freshness: Mapping[str, bool | int | float | str]
 
 
 class _Waiting:
@@ -210,7 +211,7 @@ class RequestBatcher:
     def _run_one(self, one: _Waiting) -> None:
         try:
             answer = self._ask(one.columns.values, deadline=one.deadline)
-            one.found = FoundOutputs(plain_outputs(answer), tuple(answer.missing))
+            one.found = FoundOutputs(plain_outputs(answer), tuple(answer.missing), answer.freshness)
         except Exception as error:
             one.error = error
 
@@ -233,7 +234,9 @@ class RequestBatcher:
         for one in batch:
             end = begin + one.columns.rows
             one.found = FoundOutputs(
-                {name: values[begin:end] for name, values in outputs.items()}, tuple(answer.missing)
+                {name: values[begin:end] for name, values in outputs.items()},
+                tuple(answer.missing),
+                answer.freshness,
             )
             begin = end
 

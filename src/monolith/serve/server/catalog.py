@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from monolith import filesystem
-from monolith.errors import FileMissingError, MonolithError
+from monolith.errors import ConfigError, FileMissingError, MonolithError
 from monolith.serve.predictor import Predictor
 from monolith.serve.rows import RowSource
 from monolith.serve.servable.manifest import MANIFEST_NAME, read_servable
-from monolith.serve.servable.versions import ENTRY, list_versions
+from monolith.serve.servable.versions import ENTRY, describe_withheld, list_versions, withheld_versions
 from monolith.serve.server.config import ServedFolder, VersionPolicy
 from monolith.serve.server.served import ServedModel
 from monolith.serve.warm_up import WARM_UP
@@ -28,6 +28,7 @@ class ServableCatalog:
         allow_module: See `Predictor`.
         compiled: See `Predictor`.
         rows: Who answers rows; by default each version's own tables.
+        serve_withheld: Versions to serve although they are withheld.
     """
 
     def __init__(
@@ -37,12 +38,25 @@ class ServableCatalog:
         allow_module: bool = False,
         compiled: bool = False,
         rows: OpenRows | None = None,
+        serve_withheld: Collection[str] = (),
     ) -> None:
-        self._how: dict[str, Any] = {"threads": threads, "allow_module": allow_module, "compiled": compiled}
+        # The repository leaves withheld versions out, and what it loads was named: by --serve-withheld, or by
+        # an operator who rolled servers back to it.
+        self._how: dict[str, Any] = {
+            "threads": threads,
+            "allow_module": allow_module,
+            "compiled": compiled,
+            "serve_withheld": True,
+        }
         self._rows = rows
+        self._serve_withheld = frozenset(serve_withheld)
 
     def versions(self, folder: str) -> Sequence[str]:
         return list_versions(folder)
+
+    def withheld(self, folder: str, versions: Sequence[str]) -> Mapping[str, str]:
+        found = withheld_versions(folder, versions)
+        return {one: mark.describe() for one, mark in found.items() if one not in self._serve_withheld}
 
     def load(self, folder: str, version: str) -> ServedModel:
         path = filesystem.join(folder, version)
@@ -68,11 +82,15 @@ class EntryPredictor(Predictor):
         self._own_rows.close()
 
 
-def served_folder(text: str, policy: VersionPolicy) -> ServedFolder:
+def served_folder(text: str, policy: VersionPolicy, *, serve_withheld: Collection[str] = ()) -> ServedFolder:
     """Return what "DIR" or "NAME=DIR" serves: its versions, the one that it is, or those of its entry.
+
+    Args:
+        serve_withheld: Versions to serve although they are withheld.
 
     Raises:
         FileMissingError: There is nothing to serve.
+        ConfigError: All that there is to serve is withheld.
     """
     name, equals, folder = text.partition("=")
     if not equals or "/" in name:
@@ -85,7 +103,16 @@ def served_folder(text: str, policy: VersionPolicy) -> ServedFolder:
     else:
         entry = filesystem.join(folder, ENTRY)
         root = entry if not list_versions(folder) and list_versions(entry) else folder
-    versions = policy.wanted(list_versions(root))
+    complete = list_versions(root)
+    withheld = {
+        one: mark for one, mark in withheld_versions(root, complete).items() if one not in serve_withheld
+    }
+    versions = policy.wanted([one for one in complete if one not in withheld])
+    if not versions and (asked := policy.wanted(list(withheld))):
+        raise ConfigError(
+            f"there is nothing to serve in {folder}"
+            + describe_withheld({one: withheld[one] for one in asked})
+        )
     if not versions:
         raise FileMissingError(
             f"there is nothing to serve in {folder}: no folder of a version with a file {MANIFEST_NAME}. "

@@ -218,12 +218,10 @@ class Inference:
         name, version = self.traffic.target(request.model, request.version)
         with self.repository.held(name, version) as held:
             columns = self._columns(request, held)
-            # Before its rows are read: what comes meanwhile may be in the answer, and is not claimed.
-            freshness = held.model.freshness()
             found = held.batcher.run(columns, deadline)
             if found.missing:
                 self.metrics.missing(found.missing)
-            reply = _reply(request, name, held, found, freshness)
+            reply = _reply(request, name, held, found)
         for shadow in self.traffic.shadows(request.model):
             self._ask_shadow(shadow, request, found)
         return reply, columns.rows
@@ -298,10 +296,9 @@ def _reply(
     name: str,
     held: LoadedVersion,
     found: FoundOutputs,
-    freshness: Mapping[str, Parameter],
 ) -> InferReply:
     model = held.model
-    parameters = dict(freshness)
+    parameters: dict[str, Parameter] = dict(found.freshness)
     if found.missing:
         parameters["missing_shards"] = ",".join(found.missing)
     wanted = request.outputs or list(found.outputs)

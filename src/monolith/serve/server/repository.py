@@ -6,6 +6,9 @@ closes it.
 
     found ──► LOADING ──► READY ──a newer one is ready──► UNLOADING ──nobody holds it──► closed
                  └──fails──► UNAVAILABLE, with the reason: the one before goes on answering
+
+A version that is withheld, since its rows are not trusted, is UNAVAILABLE as well. If it is withheld while it
+answers, the newest version that is not takes its place.
 """
 
 from __future__ import annotations
@@ -90,6 +93,8 @@ class _Folder:
     """False from an unload to a load."""
     failed: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Version -> why it could not be loaded, and when that was."""
+    withheld: Mapping[str, str] = field(default_factory=dict)
+    """Version -> why it must not be served; replaced as a whole."""
     loading: str = ""
     only: str | None = None
     """The version that is served in place of what the policy wants, since somebody went back to it."""
@@ -176,7 +181,12 @@ class Repository:
                 for version, (reason, _) in list(folder.failed.items())
                 if version not in ready
             ]
-            if not ready and not folder.failed and not folder.loading:
+            lines += [
+                ModelStatus(name, version, "UNAVAILABLE", f"withheld: {reason}")
+                for version, reason in folder.withheld.items()
+                if version not in ready and version not in folder.failed
+            ]
+            if not ready and not folder.failed and not folder.loading and not folder.withheld:
                 why = "no complete version in its folder" if folder.wanted else "unloaded"
                 lines.append(ModelStatus(name, "", "UNAVAILABLE", why))
         return lines
@@ -225,6 +235,7 @@ class Repository:
                     f"{', '.join(found) or 'none'}"
                 )
             before, folder.only = folder.only, version
+            self._note_withheld(folder, found)
             wanted = self._wanted(folder, found)
             made = {one: self._try_to_load(folder, one) for one in wanted}
             loaded = {one: model for one, model in made.items() if model is not None}
@@ -284,6 +295,7 @@ class Repository:
         except (MonolithError, OSError) as error:
             _log.warning("cannot look for versions of model %r: %s", name, error)
             return
+        self._note_withheld(folder, found)
         wanted = self._wanted(folder, found)
         before = self._serving[name]
         loaded = {version: before[version] for version in wanted if version in before}
@@ -301,10 +313,32 @@ class Repository:
         self._serve(name, dict(sorted(loaded.items(), key=lambda item: order.get(item[0], -1))))
 
     def _wanted(self, folder: _Folder, found: list[str]) -> list[str]:
-        if folder.only is not None:
+        if folder.only is not None:  # an operator named it, so it is served even if it is withheld
             return [version for version in found if version == folder.only]
-        wanted = set(folder.config.policy.wanted(found)) | folder.pinned
-        return [version for version in found if version in wanted]
+        offered = [version for version in found if version not in folder.withheld]
+        wanted = set(folder.config.policy.wanted(offered)) | folder.pinned
+        return [version for version in offered if version in wanted]
+
+    def _note_withheld(self, folder: _Folder, found: list[str]) -> None:
+        """Look which versions must not be served, and log those that were not withheld before."""
+        known, folder.withheld = folder.withheld, self._catalog.withheld(folder.config.folder, found)
+        for version, reason in folder.withheld.items():
+            if version not in known:
+                _log.warning(
+                    "model %r: version %s is withheld and not served: %s",
+                    *(folder.config.name, version, reason),
+                )
+        for version in known:
+            if version in found and version not in folder.withheld:
+                _log.info("model %r: version %s is no longer withheld", folder.config.name, version)
+        serving = self._serving[folder.config.name]
+        none_left = bool(found) and all(one in folder.withheld for one in found)
+        if serving and none_left and known.keys() != folder.withheld.keys() and folder.only is None:
+            _log.error(
+                "model %r: version %s is withheld, and there is no other to serve in its place; it goes on "
+                "answering. Export a checkpoint from before the first bad step, or stop this server.",
+                *(folder.config.name, ", ".join(serving)),
+            )
 
     def _may_try(self, folder: _Folder, version: str) -> bool:
         failed = folder.failed.get(version)

@@ -44,6 +44,11 @@ class ServedAnswer(Protocol):
     def missing(self) -> Sequence[str]:
         """Names of shards that did not answer, and whose rows were read as zeros."""
 
+    @property
+    def freshness(self) -> Mapping[str, bool | int | float | str]:
+        """What the answer promises of the rows that it was made of: step, watermark, staleness in seconds; or
+        that it does not know."""
+
 
 class ServedModel(Protocol):
     """One version of one model, loaded. Any thread may ask it."""
@@ -57,9 +62,6 @@ class ServedModel(Protocol):
     @property
     def about(self) -> Mapping[str, Any]:
         """What else is known of it."""
-
-    def freshness(self) -> Mapping[str, bool | int | float | str]:
-        """Return what is sent with every answer: step, watermark, staleness in seconds."""
 
     def predict(self, columns: Mapping[str, Any], *, deadline: float | None = None) -> ServedAnswer:
         """Answer for each row.
@@ -85,5 +87,8 @@ class Catalog(Protocol):
 
     def versions(self, folder: str) -> Sequence[str]:
         """Return the complete versions in a folder, oldest first."""
+
+    def withheld(self, folder: str, versions: Sequence[str]) -> Mapping[str, str]:
+        """Return those of some versions that must not be served unless an operator names them, and why."""
 
     def load(self, folder: str, version: str) -> ServedModel: ...

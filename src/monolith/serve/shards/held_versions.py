@@ -7,19 +7,27 @@ the one that nobody has asked for longest goes.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
+
+from torch import Tensor
 
 from monolith import filesystem
 from monolith.errors import CorruptFileError, FileMissingError, LostStateError
 from monolith.observe import Progress
+from monolith.serve.claims import ClaimCell, RowsClaim, spanning
+from monolith.serve.predictor import claim_of
 from monolith.serve.servable import HeldVersion, Servable, list_versions
 from monolith.serve.servable.manifest import MANIFEST_NAME
-from monolith.serve.servable.versions import check_version
+from monolith.serve.servable.versions import check_version, describe_withheld, withheld_versions
 from monolith.serve.shards.service import ShardAbout, shard_part
+from monolith.store import TableIds
 from monolith.store.rows import incarnation_bytes
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
+
+_log = logging.getLogger(__name__)
 
 
 class ShardVersion:
@@ -28,12 +36,23 @@ class ShardVersion:
     def __init__(self, held: HeldVersion, shard: int, threads: int | None) -> None:
         self._held = held
         self.servable = held.servable
-        self.over: OverlaidTables | None = None
-        """The tables under what a trainer published since, where the server follows one."""
+        self.over: tuple[OverlaidTables, ClaimCell] | None = None
+        """The tables under what a trainer published since, if the server follows one; how new they are."""
+        self._exported = claim_of(held.servable)
         self.about = _about(held.servable, shard)
         self.tables = FrozenTables(_open_tables(held), threads=threads)
         self.used = 0
         """When somebody last asked for it, as a number that grows."""
+
+    def lookup(self, ids: TableIds) -> tuple[Tensor, RowsClaim]:
+        """Return rows, and how new they are."""
+        over = self.over  # read once: rows and claim are of the same
+        if over is None:
+            return self.tables.lookup(ids), self._exported
+        tables, claims = over
+        before = claims.now
+        rows = tables.lookup(ids)
+        return rows, spanning(before, claims.now)
 
     def let_go(self) -> None:
         """Let the folder be removed. Calls under way read on, and the files are unmapped after the last."""
@@ -47,13 +66,25 @@ class HeldVersions:
         folder: DIR.
         most: As many are kept open.
         threads: That share a large call; see `FrozenTables`.
+        serve_withheld: Versions that may be the newest although they are withheld.
     """
 
-    def __init__(self, folder: str, shard: int, *, most: int, threads: int | None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        shard: int,
+        *,
+        most: int,
+        threads: int | None,
+        serve_withheld: Collection[str] = (),
+    ) -> None:
         self._root = filesystem.join(folder, shard_part(shard))
         self._shard = shard
         self._most = most
         self._threads = threads
+        self._serve_withheld = frozenset(serve_withheld)
+        self.withheld: dict[str, str] = {}
+        """Versions that were left out when the newest was looked for last, and why."""
         self._lock = threading.Lock()  # one opens at a time; guards what follows
         self._uses = 0
         self._by_name: dict[str, ShardVersion] = {}
@@ -68,16 +99,26 @@ class HeldVersions:
             return list(self._by_name.values())
 
     def newest(self) -> str:
-        """Return the newest version there is.
+        """Return the newest version that is not withheld.
 
         Raises:
             FileMissingError: There is none.
         """
-        if versions := list_versions(self._root):
-            return versions[-1]
+        versions = list_versions(self._root)
+        found = withheld_versions(self._root, versions)
+        withheld = {one: mark for one, mark in found.items() if one not in self._serve_withheld}
+        for version, mark in withheld.items():
+            if version not in self.withheld:
+                _log.warning(
+                    "%s: version %s is withheld and not served: %s",
+                    *(self._root, version, mark.describe()),
+                )
+        self.withheld = {version: mark.describe() for version, mark in withheld.items()}
+        if offered := [version for version in versions if version not in withheld]:
+            return offered[-1]
         raise FileMissingError(
-            f"there is no version in {self._root}. Write one with: monolith export --to "
-            f"{filesystem.parent(self._root)} --shards N, with N above {self._shard}"
+            f"there is no version in {self._root}{describe_withheld(withheld)}. Write one with: monolith "
+            f"export --to {filesystem.parent(self._root)} --shards N, with N above {self._shard}"
         )
 
     def open(self, version: str) -> ShardVersion:

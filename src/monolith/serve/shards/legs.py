@@ -15,14 +15,25 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monolith.serve.claims import RowsClaim
 from monolith.serve.shards.replicas import Replica, ShardLine, ShardReplicas
 from monolith.wire.byte_messages import Bytes
 
 Floats = NDArray[np.float32]
+
+
+class ShardAnswer(NamedTuple):
+    """The rows of one shard, and how new they are."""
+
+    rows: Floats
+    claim: RowsClaim
+
+
 NEVER = float("inf")
 _GRACE = 0.005
 """Seconds for an answer that is there already, and was not read because another was waited for."""
@@ -45,12 +56,12 @@ class Leg:
         """Whether another replica is asked as well where one is slow."""
         self.tried: set[Replica] = set()
         self.hedge_at = NEVER
-        self.hedge: Future[Floats] | None = None
+        self.hedge: Future[ShardAnswer] | None = None
         self.also: Leg | None = None
         """What the other replica was asked."""
         self.sent_at = 0.0
         self.line: ShardLine | None = None
-        self.answer: Floats | None = None
+        self.answer: ShardAnswer | None = None
         """Of another replica, which was faster."""
         self.late = False
         """Whether the wait was ended at the deadline."""
@@ -90,12 +101,12 @@ class Leg:
             else:
                 line.close()
 
-    def answer_with(self, rows: Floats) -> bool:
+    def answer_with(self, found: ShardAnswer) -> bool:
         """Another replica was faster; False if it was not."""
         with self.lock:
             if self.done or self.answer is not None:
                 return False
-            self.answer = rows
+            self.answer = found
             if self.line is not None:
                 self.line.stream.cancel("another replica was faster")
             return True

@@ -32,15 +32,17 @@ from monolith.errors import (
     MonolithError,
     UnavailableError,
 )
+from monolith.serve.claims import RowsClaim, together
 from monolith.serve.rows import FoundRows
 from monolith.serve.servable import Servable
 from monolith.serve.shards.config import ShardsConfig
 from monolith.serve.shards.latencies import HedgeBudget
-from monolith.serve.shards.legs import NEVER, Floats, Leg, Minder
+from monolith.serve.shards.legs import NEVER, Floats, Leg, Minder, ShardAnswer
 from monolith.serve.shards.replicas import Replica, ReplicaMap, ShardLine, WantedRows
+from monolith.serve.shards.service import read_claim
 from monolith.store import TableIds
 from monolith.store.routes import Routes
-from monolith.store.rows import RowCall, RowHeader, RowRequest, incarnation_bytes, read_answer
+from monolith.store.rows import ANSWER_BYTES, RowCall, RowHeader, RowRequest, incarnation_bytes, read_answer
 from monolith.table import arguments
 from monolith.wire.flight import Answer, PortGuard
 
@@ -251,25 +253,30 @@ class RemoteRows:
         ]
         missing: list[str] = []
         answers: list[Floats] = []
+        claims: list[RowsClaim] = []
         try:
             for leg in legs:
                 if leg.floats:
                     self._send(leg)
             for leg in legs:
-                rows = self._answer(leg, deadline) if leg.floats else np.empty(0, np.float32)
-                if rows is None:
+                if not leg.floats:
+                    answers.append(np.empty(0, np.float32))
+                elif (found := self._answer(leg, deadline)) is not None:
+                    answers.append(found.rows)
+                    claims.append(found.claim)
+                else:
                     self.counts.missing += 1
                     missing.append(leg.shard.name)
-                    rows = np.zeros(leg.floats, np.float32)
-                answers.append(rows)
+                    answers.append(np.zeros(leg.floats, np.float32))
         except BaseException:
             for leg in legs:
                 self._minder.forget(leg)
                 leg.finish(keep_line=False)
             raise
-        return FoundRows(torch.from_numpy(routes.gather_rows(answers)), tuple(missing))
+        rows = torch.from_numpy(routes.gather_rows(answers))
+        return FoundRows(rows, tuple(missing), together(claims) if claims else None)
 
-    def _answer(self, leg: Leg, deadline: float | None) -> Floats | None:
+    def _answer(self, leg: Leg, deadline: float | None) -> ShardAnswer | None:
         """Return the answer to a leg; None where zeros may stand for it."""
         try:
             return self._receive(leg)
@@ -320,7 +327,7 @@ class RemoteRows:
         leg.tried.add(replica)
         return False
 
-    def _receive(self, leg: Leg) -> Floats:
+    def _receive(self, leg: Leg) -> ShardAnswer:
         """Return the answer to a leg, from whichever replica."""
         while (line := leg.line) is not None:
             leg.wait_from(time.monotonic())
@@ -368,14 +375,13 @@ class RemoteRows:
             self._map.failed(line.replica, error)
         self._send(leg)
 
-    def _checked(self, answer: Answer, leg: Leg) -> Floats:
-        _, floats = read_answer(answer.header)
+    def _checked(self, answer: Answer, leg: Leg) -> ShardAnswer:
+        _, floats = read_answer(answer.header[:ANSWER_BYTES])
         if floats != leg.floats or len(answer.data) != 4 * floats:
             raise UnavailableError(
                 f"{leg.shard.name} answered with {len(answer.data)} bytes in place of {4 * leg.floats}"
             )
-        rows: Floats = answer.data.view(np.float32)
-        return rows
+        return ShardAnswer(answer.data.view(np.float32), read_claim(answer.header))
 
     # Hedging
 
@@ -396,7 +402,7 @@ class RemoteRows:
             leg.tried |= {line.replica, replica}
             leg.hedge = self._hedgers.submit(self._ask_also, leg, line.replica, replica)
 
-    def _ask_also(self, leg: Leg, slow: Replica, replica: Replica) -> Floats:
+    def _ask_also(self, leg: Leg, slow: Replica, replica: Replica) -> ShardAnswer:
         """Ask another replica; if it answers first, end the wait for the first."""
         also = Leg(leg.shard, leg.header, leg.data, leg.floats, leg.deadline, hedged=False)
         if not self._send_to(also, replica) or (line := also.line) is None:
@@ -429,7 +435,7 @@ class RemoteRows:
             also.deadline = min(also.deadline, time.monotonic() + self._config.hedge_most.total_seconds())
             self._minder.watch(also)
 
-    def _hedged(self, leg: Leg) -> Floats | None:
+    def _hedged(self, leg: Leg) -> ShardAnswer | None:
         """Wait for the other replica that was asked, if one was, now that the first has failed."""
         if leg.hedge is None:
             return None

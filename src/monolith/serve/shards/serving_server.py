@@ -15,7 +15,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -34,10 +34,18 @@ from monolith.errors import (
 )
 from monolith.observe import Progress
 from monolith.observe.metrics import Metrics
+from monolith.serve.claims import RowsClaim
 from monolith.serve.following.config import ServeFollowConfig
 from monolith.serve.following.follower import ModelFollower
 from monolith.serve.shards.held_versions import HeldVersions, ShardVersion
-from monolith.serve.shards.service import SERVICE, ShardAbout, ShardHello, ShardStatus, shard_role
+from monolith.serve.shards.service import (
+    SERVICE,
+    ShardAbout,
+    ShardHello,
+    ShardStatus,
+    pack_claim,
+    shard_role,
+)
 from monolith.store import TableIds
 from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
 from monolith.sync.channel import OpenReader
@@ -76,6 +84,7 @@ class ServingServer:
             they were exported.
         following: When to warn that nothing comes.
         metrics: Where lookups are counted, and what was followed.
+        serve_withheld: Versions to serve although they are withheld, since their rows are not trusted.
 
     Raises:
         FileMissingError: The folder has no version of the shard.
@@ -102,6 +111,7 @@ class ServingServer:
         follow: OpenReader | None = None,
         following: ServeFollowConfig | None = None,
         metrics: Metrics | None = None,
+        serve_withheld: Collection[str] = (),
     ) -> None:
         if shard < 0 or replica < 0 or versions < 1:
             raise ConfigError(
@@ -109,7 +119,9 @@ class ServingServer:
                 f"shard {shard}, replica {replica}, {versions} versions"
             )
         self.shard, self.replica = shard, replica
-        self._versions = HeldVersions(folder, shard, most=versions, threads=threads)
+        self._versions = HeldVersions(
+            folder, shard, most=versions, threads=threads, serve_withheld=serve_withheld
+        )
         self._newest = self._versions.open(self._versions.newest())
         metrics = Metrics() if metrics is None else metrics
         self._counts = _Counts(metrics, self.role)
@@ -181,6 +193,7 @@ class ServingServer:
             replica=self.replica,
             lookups=self._lookups,
             versions=[version.about for version in self._versions.all()],
+            withheld=self._versions.withheld,
             following="" if self.follower is None else self.follower.notice,
         )
 
@@ -253,7 +266,8 @@ class ServingServer:
     # Versions
 
     def look_for_versions(self) -> None:
-        """Open a version that is newer than the newest, and bring it into memory. The watch does this."""
+        """Open the newest version that is not withheld, if it is another, and bring it into memory. The watch
+        does this."""
         if self.follower is not None and self.follower.is_back:
             for one in self._versions.all():
                 one.over = None
@@ -316,14 +330,14 @@ class ServingServer:
             self._on_lookup()
         self._lookups += 1
         began = time.perf_counter()
-        rows = self._rows(version, request)
+        rows, claim = self._rows(version, request)
         self._counts.answered(about.ids, time.perf_counter() - began)
-        return pack_answer(RowFlags.NONE, rows.numel()), rows.numpy()
+        return pack_answer(RowFlags.NONE, rows.numel()) + pack_claim(claim), rows.numpy()
 
-    def _rows(self, version: ShardVersion, request: RowRequest) -> torch.Tensor:
+    def _rows(self, version: ShardVersion, request: RowRequest) -> tuple[torch.Tensor, RowsClaim]:
         ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes))
         try:
-            return (version.over or version.tables).lookup(ids)
+            return version.lookup(ids)
         except CorruptFileError as error:
             _log.error("%s: %s", self.role, error)
             raise UnavailableError(f"version {version.about.version} is damaged: {error}") from error

@@ -8,7 +8,8 @@ the batch of an event was read no server knows, and its stamps say 0 there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -34,6 +35,8 @@ class PublishedShare:
         self._plan = plan
         self._newest = newest
         self._told: HoldersTold | None = None
+        self._stale = (0, 0)
+        """The steps that were told and pushed last before rows were restored, and say nothing of these."""
         self._weights: Mapping[str, Tensor] | None = None
         self._lock = threading.Lock()  # guards the publisher
         self._publisher: SharePublisher | None = None
@@ -50,7 +53,7 @@ class PublishedShare:
                 self._publisher = publisher = SharePublisher(
                     self._model.tables, self._share, self._plan, learned=self._learned
                 )
-                self._model.restoring = publisher.restoring
+                self._model.restoring = self._restoring
                 if self._weights is not None:
                     publisher.bring(self._weights)
             publisher.start()  # which failed, perhaps, the last time
@@ -77,10 +80,18 @@ class PublishedShare:
         if publisher is not None:
             publisher.close()
 
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        assert self._publisher is not None
+        with self._publisher.restoring():
+            yield
+            self._stale = (0 if self._told is None else self._told.step, self._newest().step)
+
     def _learned(self) -> LearnedUpTo:
         newest, told = self._newest(), self._told
+        steps = (0 if told is None else told.step, newest.step)
         return LearnedUpTo(
-            step=max(newest.step, 0 if told is None else told.step),
+            step=max(0 if step == stale else step for step, stale in zip(steps, self._stale, strict=True)),
             watermark=0 if told is None else told.watermark,
             event_at=float(newest.event_time),
             trained_at=newest.at,

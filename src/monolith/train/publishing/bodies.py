@@ -10,7 +10,7 @@ from monolith.wire.bodies import Bounds, Count, Name, Seconds, read_body
 
 Reason = Annotated[str, Bounds(0, 4096)]
 """In words for a person."""
-Action = Literal["status", "hold", "resume", "rollback"]
+Action = Literal["status", "hold", "resume", "rollback", "release"]
 LONGEST_VERSION = 255
 
 
@@ -25,6 +25,8 @@ class PublishOrder:
     """The exported version that servers go back to."""
     by_guard: bool = False
     """Whether a guard holds it, and not a person."""
+    first_bad_step: Count | None = None
+    """The first step whose rows are not trusted; None if a share decides by what it has published."""
 
 
 def person_order(action: str, *, reason: str = "", version: str = "") -> PublishOrder:
@@ -94,6 +96,8 @@ class ShareStanding:
     """Whether a guard holds it, and not a person."""
     recovered: bool = False
     """Whether what the guard held back is within bounds again."""
+    first_bad_step: Count | None = None
+    """While publishing is paused, the first step whose rows are not trusted."""
     trouble: Reason = ""
     """Why deltas cannot be handed over now; they are kept and retried."""
 

@@ -1,4 +1,4 @@
-"""Whether publishing is held, kept beside the checkpoints of a run.
+"""Whether publishing is paused, kept next to the checkpoints of a run.
 
 A person who holds publishing back, or takes servers back to a version, means it until somebody says
 otherwise, whatever becomes of the processes meanwhile. So the process that leads writes it down, and whoever
@@ -9,20 +9,23 @@ holds rows reads it before it lets anything out:
                                        a process starts again──┘  └──held from its first moment
 
 What cannot be read holds as well: somebody meant something by it.
+
+A pause covers the exported versions, too: those of the first bad step or later are withheld from servers. The
+process that writes this file marks those that exist; exports that are made while it is there mark themselves.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from monolith import filesystem
-from monolith.errors import FilesystemError, RequestError
+from monolith.errors import FilesystemError, MonolithError, RequestError
 from monolith.train.publishing.bodies import Reason, ShareStanding
-from monolith.wire.bodies import Name, Seconds, read_body, write_body
+from monolith.wire.bodies import Count, Name, Seconds, read_body, write_body
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ class KeptHold:
     """The exported version that servers were taken back to."""
     by_guard: bool = False
     """Whether a guard holds it, and not a person."""
+    first_bad_step: Count | None = None
+    """The first step whose rows are not trusted; None in the file of an older release."""
 
     def describe(self) -> str:
         when = f"since {when_utc(self.since)}" if self.since else "already"
@@ -48,9 +53,23 @@ class KeptHold:
 
 
 class HoldFile:
-    """The file in a run's model_dir. One process writes it, of all that read it."""
+    """The file in a run's model_dir. One process writes it, of all that read it.
 
-    def __init__(self, model_dir: str) -> None:
+    Args:
+        withhold: Marks the exported versions that a pause covers; called whenever a pause begins or changes,
+            and at the first look after a start.
+        release: Removes the marks of all exported versions.
+    """
+
+    def __init__(
+        self,
+        model_dir: str,
+        *,
+        withhold: Callable[[KeptHold], None] = lambda _: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._withhold = withhold
+        self._release = release
         self._folder = model_dir
         self._path = filesystem.join(model_dir, NAME)
         self._written: KeptHold | None = None
@@ -71,23 +90,47 @@ class HoldFile:
         """Keep whether shares are held, where that is something new; what fails is tried the next time."""
         if not shares:
             return
-        first = next((one for one in shares if one.held), None)
-        kept = None if first is None else KeptHold(first.reason, first.since, first.version, first.by_guard)
+        held = [one for one in shares if one.held]
+        kept = None
+        if held:
+            first = held[0]
+            steps = [one.first_bad_step for one in held if one.first_bad_step is not None]
+            kept = KeptHold(
+                first.reason, first.since, first.version, first.by_guard, min(steps, default=None)
+            )
         if self._known and kept == self._written:
             return
         try:
             self._write(kept)
-        except FilesystemError as error:
+        except MonolithError as error:
             self._known = False
-            _log.warning("whether publishing is held is not known to the next start of this run: %s", error)
+            _log.warning(
+                "a pause of publishing could not be written down, retrying; the next start of this run, or "
+                "servers that take its exports, may not know of it: %s",
+                error,
+            )
+
+    def release(self) -> None:
+        """Let servers take all versions that were withheld.
+
+        Raises:
+            RequestError: Publishing is paused.
+        """
+        if self._written is not None:
+            raise RequestError(
+                "publish: publishing is paused, so its versions stay withheld; resume it first"
+            )
+        self._release()
 
     def _write(self, kept: KeptHold | None) -> None:
         if kept is None:
-            filesystem.remove(self._path)
+            filesystem.remove(self._path)  # versions stay withheld: see `release`
         else:
             filesystem.make_dirs(self._folder)
             with filesystem.atomic_write(self._path) as file:
                 file.write(json.dumps(write_body(kept)).encode())
+            # After the file: an export that is committed meanwhile either sees the file or is found here.
+            self._withhold(kept)
         self._written, self._known = kept, True
 
 

@@ -20,6 +20,7 @@ from monolith.sync.messages import LearnedUpTo, LogPlace
 from monolith.sync.publish_config import GuardConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.train.publishing.hold_file import HoldFile
+from monolith.train.publishing.metric_guard import BadSince
 from monolith.train.publishing.share import SharePublisher
 
 _log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def _as_held(one: ShareStanding) -> PublishOrder:
     if one.version is not None:
         return PublishOrder("rollback", version=one.version)
     reason = f"{one.reason} (share {one.share})"
-    return PublishOrder("hold", reason[:4096], by_guard=one.by_guard)
+    return PublishOrder("hold", reason[:4096], by_guard=one.by_guard, first_bad_step=one.first_bad_step)
 
 
 class Steward:
@@ -106,7 +107,7 @@ class Steward:
             └──resume by hand, or all recovered where that is asked──┘
 
     Args:
-        metric: Says what is wrong with the model as a whole; None while nothing is.
+        metric: Says what is wrong with the model as a whole, and since which step; None while nothing is.
         every: Seconds between two looks.
         hold_file: Told how all stand, for the next start of the run.
     """
@@ -115,7 +116,7 @@ class Steward:
         self,
         holders: Holders,
         config: GuardConfig,
-        metric: Callable[[], str | None],
+        metric: Callable[[], BadSince | None],
         *,
         every: float,
         hold_file: HoldFile | None = None,
@@ -146,19 +147,22 @@ class Steward:
         with self._turn:
             found = self._tell(PublishOrder("status"))
             held = [one for one in found if one.held]
-            reason = self._metric()
-            if not held and reason is not None:
-                self._tell(PublishOrder("hold", reason, by_guard=True))
+            bad = self._metric()
+            if not held and bad is not None:
+                self._tell(PublishOrder("hold", bad.reason, by_guard=True, first_bad_step=bad.step))
             elif held and len(held) < len(found):
                 self._tell(_as_held(held[0]))
-            elif held and reason is None and self._may_go_on(held):
+            elif held and bad is None and self._may_go_on(held):
                 _log.warning("what held publishing back is within bounds again; publishing goes on")
                 self._tell(PublishOrder("resume", by_guard=True))
 
     def obey(self, order: PublishOrder) -> Sequence[ShareStanding]:
         """Have all holders do something, and keep it for the next start; see `Holders.obey`."""
         with self._turn:
-            return self._tell(order)
+            found = self._tell(order)
+            if order.action == "release" and self._hold_file is not None:
+                self._hold_file.release()
+            return found
 
     def _tell(self, order: PublishOrder) -> Sequence[ShareStanding]:
         self.standing = found = self._holders.obey(order)

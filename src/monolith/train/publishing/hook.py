@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monolith.sync.messages import LearnedUpTo
 from monolith.sync.publish_config import PublishConfig
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.model import Model
@@ -55,17 +56,19 @@ class PublishHook(Hook):
         self._steward: Steward | None = None
         if leads:
             self._steward = Steward(
-                holders, config.guard, lambda: guard.reason, every=self._every, hold_file=hold_file
+                holders, config.guard, lambda: guard.bad, every=self._every, hold_file=hold_file
             )
 
     def after_create(self, run: Run) -> None:
+        if run.step:  # rows were restored: servers may ask for them before the first step is done
+            self.holders.note(LearnedUpTo(step=run.step))
         self._bring(run.step)
         self.holders.start()
         if self._steward is not None:
             self._steward.start()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        self._guard.update(result.predictions, result.batch.labels)
+        self._guard.update(result.predictions, result.batch.labels, step=run.step)
         if self._timer() - self._brought >= self._every or run.step < self._step:  # which went back
             self._bring(run.step)
 

@@ -8,6 +8,10 @@ be published. They are compared with what has been usual in this run:
         └────────── accept ─────────────┴──── within half of it ────┘
 
 A running level follows slowly, and not at all while publishing is held: what is bad does not become usual.
+
+Labels are bad for a while before the metrics of a whole window say so. So the guard also knows the first step
+that may be bad: all examples of the last window that was found well had been trained on since. Some labels of
+that window may have been bad already, so the first bad step is that of the window's first example.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +41,21 @@ LOOK_EVERY = 0.25
 """Seconds, at the least, between two computations: they take milliseconds of the training thread."""
 
 
+class BadSince(NamedTuple):
+    """Why publishing is to be paused, and the first step that may be bad."""
+
+    reason: str
+    step: int
+
+
+class _Look(NamedTuple):
+    """A moment at which metrics were computed."""
+
+    examples: int
+    """That had been seen by then, of all batches of the head."""
+    step: int
+
+
 @dataclass(slots=True)
 class _Head:
     """One head: its latest examples, and the levels that its metrics have."""
@@ -46,8 +67,26 @@ class _Head:
     """Since the last start, or since somebody accepted things as they are."""
     unseen: int = 0
     """Examples since the last look."""
+    seen: int = 0
+    """Examples, ever."""
+    looks: deque[_Look] = field(default_factory=deque)
+    """The looks of the latest window, and the last one before it."""
+    clean_step: int = 0
+    """The step before the first example of the last window that was found well."""
     broken: bool = False
     """Whether its labels or predictions are such that there is nothing to measure."""
+
+    def restart(self, step: int) -> None:
+        """Count all up to a step as well."""
+        self.looks, self.clean_step = deque([_Look(self.seen, step)]), step
+
+    def looked(self, step: int, window: int, *, well: bool) -> None:
+        """Note a look, and that the window was found well by it."""
+        self.looks.append(_Look(self.seen, step))
+        while self.looks[1].examples <= self.seen - window:
+            self.looks.popleft()
+        if well:
+            self.clean_step = self.looks[0].step
 
 
 class MetricGuard:
@@ -65,6 +104,7 @@ class MetricGuard:
         self._reasons: dict[str, str] = {}
         """Head and metric -> why publishing is held."""
         self._looked = -math.inf
+        self._step = 0
 
     @property
     def looks(self) -> bool:
@@ -77,11 +117,29 @@ class MetricGuard:
         with self._lock:
             return next(iter(self._reasons.values()), None)
 
-    def update(self, predictions: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> None:
-        """Take in a batch as it was predicted, on the training thread."""
+    @property
+    def bad(self) -> BadSince | None:
+        """The reason, and the first step whose rows are not trusted."""
+        with self._lock:
+            for name, reason in self._reasons.items():
+                return BadSince(reason, self._heads[name.rpartition("/")[0]].clean_step + 1)
+            return None
+
+    def update(
+        self, predictions: Mapping[str, Tensor], labels: Mapping[str, Tensor], *, step: int = 0
+    ) -> None:
+        """Take in a batch as it was predicted, on the training thread.
+
+        Args:
+            step: The step that trained on it.
+        """
         if not self.looks:
             return
         with self._lock:
+            if step < self._step:  # the run went back: steps of before mean nothing any more
+                for head in self._heads.values():
+                    head.restart(min(head.clean_step, max(step - 1, 0)))
+            self._step = step
             for name, predicted in predictions.items():
                 if name in labels:
                     self._take(name, predicted, labels[name])
@@ -103,6 +161,7 @@ class MetricGuard:
             self._reasons = {}
             for head in self._heads.values():
                 head.levels, head.examples = {}, 0
+                head.restart(self._step)
 
     # Inside, with the lock held
 
@@ -111,11 +170,13 @@ class MetricGuard:
         if head is None:
             latest = SlidingMetrics(("auc", "calibration"), self._config.window)
             head = self._heads[name] = _Head(latest)
+            head.restart(max(self._step - 1, 0))  # a checkpoint that was restored had been judged before
         if head.broken or not bool(predictions.isfinite().all()):
             return  # the step itself skips such a batch
         head.latest.update(predictions, labels)
         head.examples += len(predictions)
         head.unseen += len(predictions)
+        head.seen += len(predictions)
 
     def _look(self, name: str, head: _Head) -> None:
         config, share = self._config, head.unseen / self._config.warm_up
@@ -127,20 +188,23 @@ class MetricGuard:
             _log.info("publishing is not guarded by the metrics of %r: %s", name, error)
             return
         miscalibrated = abs(found["calibration"] - 1)
-        for metric, value, bound in (
-            (f"{name}/auc", found["auc"], config.auc_fall),
-            (f"{name}/calibration", miscalibrated, config.calibration_rise),
-        ):
+        well = [
             self._compare(head, metric, value, bound, share)
+            for metric, value, bound in (
+                (f"{name}/auc", found["auc"], config.auc_fall),
+                (f"{name}/calibration", miscalibrated, config.calibration_rise),
+            )
+        ]
+        head.looked(self._step, config.window, well=all(well))
 
-    def _compare(self, head: _Head, name: str, value: float, bound: float | None, share: float) -> None:
-        """Hold a value against its level.
+    def _compare(self, head: _Head, name: str, value: float, bound: float | None, share: float) -> bool:
+        """Compare a value with its level; return whether it is within half of the bound.
 
         Args:
             share: How far the level moves towards the value.
         """
         if bound is None or not math.isfinite(value):
-            return
+            return True
         level = head.levels.get(name, value)
         warm = head.examples >= self._config.warm_up
         beyond = level - value if name.endswith("/auc") else value - level
@@ -150,6 +214,7 @@ class MetricGuard:
             del self._reasons[name]
         if name not in self._reasons:
             head.levels[name] = level + min(share, 1.0) * (value - level)
+        return beyond <= bound / 2
 
 
 def _describe(name: str, value: float, level: float, bound: float, window: int) -> str:

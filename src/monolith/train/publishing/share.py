@@ -96,6 +96,8 @@ class SharePublisher:
         self._turn = threading.Lock()  # held while something is published, or rows are restored
         self._opened: _Opened | None = None
         self._by_person = False
+        self._first_bad_step: int | None = None
+        """While publishing is paused, the first step whose rows are not trusted; None: not decided yet."""
         self._failures, self._failed = 0, Doublings()
         self._closed = threading.Event()
 
@@ -136,6 +138,7 @@ class SharePublisher:
         )
         if kept is not None:
             self._by_person = not kept.by_guard
+            self._first_bad_step = kept.first_bad_step
             _log.warning(
                 "publishing share %d of %d is %s. It was so before this start, and stays so until somebody "
                 "resumes it: monolith publish resume",
@@ -162,6 +165,7 @@ class SharePublisher:
                 self._guard.accept()
             self._by_person = False
             publisher.resume()
+            self._first_bad_step = None
         elif order.action == "rollback":
             assert order.version is not None, "an order to go back names the version"
             self._by_person = True
@@ -172,6 +176,10 @@ class SharePublisher:
         publisher, writer = opened.publisher, opened.writer
         state, place, newest = publisher.state, publisher.place, writer.newest
         by_guard = state.held and not self._by_person
+        if state.held and self._first_bad_step is None:
+            # What was published last had passed the guard, or whoever paused publishing did not object to it.
+            # Before anything was published all that is known is how far this process has learned.
+            self._first_bad_step = newest.step + 1 if newest.step else max(1, self._learned().step)
         return ShareStanding(
             share=self._share[0],
             shares=self._share[1],
@@ -192,6 +200,7 @@ class SharePublisher:
             by_guard=by_guard,
             trouble=publisher.trouble[:4096],
             recovered=by_guard and self._guard.recovered(self._look_up),
+            first_bad_step=self._first_bad_step if state.held else None,
         )
 
     @contextmanager
@@ -244,6 +253,9 @@ class SharePublisher:
 
     def _hold(self, publisher: Publisher, order: PublishOrder) -> None:
         self._by_person = self._by_person or not order.by_guard
+        if order.first_bad_step is not None:
+            before = self._first_bad_step
+            self._first_bad_step = min(order.first_bad_step, before or order.first_bad_step)
         if not publisher.state.held or not order.by_guard:
             publisher.hold(order.reason)
 

@@ -355,6 +355,8 @@ def _publish(obey: Obey | None, request: Any) -> wire.PublishResponse:
         raise _RefusedError("FAILED_PRECONDITION", "this run publishes nothing; start it with publish.to")
     try:
         shares = obey(order)
+    except RequestError as error:
+        raise _RefusedError("FAILED_PRECONDITION", str(error)) from error
     except RetryableError as error:
         raise _RefusedError("UNAVAILABLE", str(error)) from error
     return wire.PublishResponse(shares=json.dumps(write_body(PublishedShares(tuple(shares)))))
