@@ -438,15 +438,6 @@ def test_a_deterministic_run_does_not_save_by_the_clock() -> None:
         TrainConfig(deterministic=True, save=SaveConfig(secs=10))
 
 
-def test_a_model_without_rows_is_refused() -> None:
-    class Plain(Clicks):
-        def model(self) -> nn.Module:
-            return nn.Linear(1, 1)
-
-    with pytest.raises(ConfigError, match="EmbeddingCollection"):
-        train(Plain())
-
-
 def test_the_manifest_of_a_run_says_how_it_was_started(tmp_path: Path) -> None:
     train(TASK, StopAt(5), model_dir=str(tmp_path), seed=3)
     train(TASK, StopAt(7), model_dir=str(tmp_path), seed=3)
