@@ -27,6 +27,7 @@ from monolith.run.export_config import ExportConfig
 from monolith.run.servables import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
 from monolith.serve.servable.versions import HeldVersion, list_versions, withheld_versions
+from monolith.sync.run_identity import run_identity
 from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig, Trainer
 from monolith.train.publishing.hold_file import NAME, KeptHold
 
@@ -283,6 +284,7 @@ def test_a_checkpoint_that_was_saved_since_the_pause_is_withheld_whatever_its_st
 
 
 def test_the_last_good_version_stays_although_its_checkpoint_is_gone(tmp_path):
+    run_identity(str(tmp_path / "run"), make=True)
     config = saving(tmp_path / "run", keep=KeepConfig(max_to_keep=1, every=None), steps=2)
     listening(config, tmp_path / "to")
     pause(tmp_path / "run", first_bad_step=3)
@@ -297,6 +299,7 @@ def test_a_pause_marks_the_versions_of_its_run_and_a_rollback_those_after_its_ve
     tmp_path,
 ):
     config = saving(tmp_path / "run")
+    run_identity(config.model_dir, make=True)  # as a run that publishes does
     listening(config, tmp_path / "to")
     other = trained(tmp_path / "other")
     exported(other, tmp_path / "to", step=3)

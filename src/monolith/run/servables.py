@@ -39,6 +39,7 @@ from monolith.serve.servable.versions import (
     withhold,
 )
 from monolith.serve.warm_up import draw_requests
+from monolith.sync.run_identity import is_same_run, run_identity
 from monolith.train import Mode, Task, TrainConfig, Trainer
 from monolith.train.hooks.saving.listeners import SaveListener
 from monolith.train.publishing.hold_file import HoldFile, KeptHold
@@ -66,6 +67,11 @@ def export_folder(export: ExportConfig, train: TrainConfig) -> str:
     return export.dir or filesystem.join(train.model_dir, EXPORTED)
 
 
+def identity_of(model_dir: str) -> str:
+    """Return what the manifests of a run's versions call it."""
+    return run_identity(filesystem.parent(Saver(model_dir).names.prefix(0)))
+
+
 def version_roots(root: str, shards: int) -> tuple[str, ...]:
     """Return the folders that have the parts of each version: the entry's, then that of each shard."""
     if not shards:
@@ -80,18 +86,18 @@ def version_roots(root: str, shards: int) -> tuple[str, ...]:
 class VersionMarks:
     """Withholds the exported versions of one run while its publishing is paused."""
 
-    run: str
-    """As the manifests of its versions name it; those of other runs are left alone."""
+    model_dir: str
+    """Of the run; versions of other runs are left alone."""
     roots: tuple[str, ...]
     """The entry's folder of versions, or the only one, first."""
 
     @classmethod
     def of(cls, export: ExportConfig, train: TrainConfig) -> VersionMarks:
-        run = filesystem.parent(Saver(train.model_dir).names.prefix(0))
-        return cls(run, version_roots(export_folder(export, train), export.shards))
+        return cls(train.model_dir, version_roots(export_folder(export, train), export.shards))
 
     def withhold(self, kept: KeptHold) -> None:
         """Mark the versions of the first bad step or later; of a rollback, those later than its version."""
+        run = identity_of(self.model_dir)
         for root in self.roots:
             found = {one: read_servable(filesystem.join(root, one)) for one in list_versions(root)}
             first = kept.first_bad_step
@@ -101,7 +107,7 @@ class VersionMarks:
                 release(filesystem.join(root, kept.version))
             for version, servable in found.items():
                 bad = servable.created >= kept.since if first is None else servable.step >= first
-                if bad and servable.run == self.run and version != kept.version:
+                if bad and is_same_run(servable.run, run) and version != kept.version:
                     withhold(filesystem.join(root, version), _mark(kept, first))
             if found:
                 write_states([root])
@@ -320,7 +326,7 @@ class ExportListener(SaveListener):
             servable = read_servable(filesystem.join(self._roots[0], version))
         except MonolithError:
             return False
-        ours = servable.run == filesystem.parent(Saver(self._model_dir).names.prefix(0))
+        ours = is_same_run(servable.run, identity_of(self._model_dir))
         return ours and servable.checkpoint not in there
 
 

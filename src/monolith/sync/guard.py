@@ -35,12 +35,19 @@ class RecoveringGuard(Protocol):
     def recovered(self, look_up: LookUp) -> bool:
         """Whether what it gave as a reason is within bounds by now."""
 
+    @property
+    def first_bad_step(self) -> int | None:
+        """The first step that its reason may be about; None if it does not know, or has no reason."""
+
     def accept(self) -> None:
         """Take things as they are: somebody lets publishing go on."""
 
 
 class RowGuard:
     """Holds back rows and weights that are NaN, infinite, or out of all proportion."""
+
+    first_bad_step = None
+    """It looks at every delta: a row that it holds back came after the last delta that it let out."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -136,6 +143,11 @@ class AllGuards:
 
     def recovered(self, look_up: LookUp) -> bool:
         return all(guard.recovered(look_up) for guard in self._guards)
+
+    @property
+    def first_bad_step(self) -> int | None:
+        steps = [guard.first_bad_step for guard in self._guards]
+        return min((step for step in steps if step is not None), default=None)
 
     def accept(self) -> None:
         for guard in self._guards:

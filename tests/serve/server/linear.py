@@ -18,6 +18,7 @@ class Spec:
     name: str
     datatype: str
     shape: tuple[int, ...]
+    meaning: str = ""
 
 
 @dataclass(frozen=True)

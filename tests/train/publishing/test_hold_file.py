@@ -9,7 +9,7 @@ import pytest
 from train.publishing.test_holders import STANDING, TwoHolders
 
 from monolith.errors import FilesystemError, RequestError
-from monolith.sync import MemoryChannel
+from monolith.sync import Delta, LearnedUpTo, MemoryChannel
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.train.publishing.bodies import PublishOrder
 from monolith.train.publishing.hold_file import NAME, HoldFile, KeptHold, describe_publishing
@@ -146,3 +146,36 @@ def test_versions_are_released_by_an_operator_after_the_pause(tmp_path: Path) ->
     assert released == [], "who resumes has judged the rows of now, not those of the versions"
     file.release()
     assert released == [True]
+
+
+class Worse:
+    """A guard of metrics that has known for a while that the model got worse."""
+
+    first_bad_step = 3
+
+    def check(self, delta: Delta) -> str | None:  # noqa: ARG002
+        return "the AUC fell"
+
+    def recovered(self, look_up: object) -> bool:  # noqa: ARG002
+        return False
+
+    def accept(self) -> None: ...
+
+
+def test_a_share_whose_guard_of_metrics_speaks_first_says_since_when_the_model_is_bad(tmp_path: Path) -> None:
+    """The thread that publishes may ask the guard before the steward looks."""
+    channel = MemoryChannel()
+    plan = PublishPlan(
+        config=PublishConfig(to="memory"),
+        run="r",
+        open_writer=lambda _: channel.writer(),
+        hold_file=HoldFile(str(tmp_path)),
+    )
+    share = SharePublisher({}, (0, 1), plan, learned=lambda: LearnedUpTo(step=9), guards=[Worse()])
+    share.start()
+    try:
+        share.publish()
+        (found,) = share.obey(PublishOrder("status"))
+        assert (found.held, found.by_guard, found.first_bad_step) == (True, True, 3)
+    finally:
+        share.close()

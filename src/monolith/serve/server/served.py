@@ -23,6 +23,10 @@ class ServedTensor(Protocol):
     def shape(self) -> Sequence[int]:
         """The rows first; -1 is any size."""
 
+    @property
+    def meaning(self) -> str:
+        """What the numbers of an output are, as `monolith.serve.signature` names it; empty if not said."""
+
 
 class ServedSignature(Protocol):
     """What a model takes and gives."""

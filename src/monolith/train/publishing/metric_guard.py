@@ -125,6 +125,11 @@ class MetricGuard:
                 return BadSince(reason, self._heads[name.rpartition("/")[0]].clean_step + 1)
             return None
 
+    @property
+    def first_bad_step(self) -> int | None:
+        bad = self.bad
+        return None if bad is None else bad.step
+
     def update(
         self, predictions: Mapping[str, Tensor], labels: Mapping[str, Tensor], *, step: int = 0
     ) -> None:

@@ -179,7 +179,10 @@ class SharePublisher:
         if state.held and self._first_bad_step is None:
             # What was published last had passed the guard, or whoever paused publishing did not object to it.
             # Before anything was published all that is known is how far this process has learned.
-            self._first_bad_step = newest.step + 1 if newest.step else max(1, self._learned().step)
+            step = newest.step + 1 if newest.step else max(1, self._learned().step)
+            # Metrics tell later than a delta is let out, and since when the model may be bad.
+            known = self._guard.first_bad_step if by_guard else None
+            self._first_bad_step = step if known is None else min(step, known)
         return ShareStanding(
             share=self._share[0],
             shares=self._share[1],
