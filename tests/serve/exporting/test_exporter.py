@@ -25,6 +25,7 @@ from monolith.run.export_config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
 from monolith.serve import Predictor
 from monolith.serve.exporting import exporter as exporting
+from monolith.serve.exporting.exporter import Exporter
 from monolith.serve.exporting.tables import ExpiredRows, export_table, saved_history
 from monolith.serve.servable.manifest import ServableTable, read_servable
 from monolith.serve.servable.versions import HeldVersion, list_versions
@@ -324,18 +325,18 @@ def test_a_killed_sharded_export_goes_on_with_what_is_complete(config, tmp_path,
         return real(*args, **how)
 
     monkeypatch.setattr(exporting, "export_table", counts)
-    commit = exporting._commit
+    commit = Exporter._commit
 
-    def dies_before_the_entry(new: Any, servable: Any) -> Any:
+    def dies_before_the_entry(self: Exporter, job: Any, new: Any, servable: Any) -> Any:
         if servable.part == "entry":
             raise KeyboardInterrupt
-        return commit(new, servable)
+        return commit(self, job, new, servable)
 
-    monkeypatch.setattr(exporting, "_commit", dies_before_the_entry)
+    monkeypatch.setattr(Exporter, "_commit", dies_before_the_entry)
     with pytest.raises(KeyboardInterrupt):
         exported(config, tmp_path, shards=2)
     assert written == ["item", "tags", "user"]
-    monkeypatch.setattr(exporting, "_commit", commit)
+    monkeypatch.setattr(Exporter, "_commit", commit)
     first = (tmp_path / "ps_0" / "6" / "servable.json").stat().st_mtime_ns
     exported(config, tmp_path, shards=2)
     assert (tmp_path / "ps_0" / "6" / "servable.json").stat().st_mtime_ns == first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,6 +20,7 @@ from monolith.checkpoint import read_manifest
 from monolith.data import Stream
 from monolith.feature import Batch
 from monolith.model import DeepFM
+from monolith.nn import Target
 from monolith.sync import GuardConfig, LogPlace, Subscriber, TableTarget
 from monolith.table import NativeTable, Sgd, iterate
 from monolith.train import AlertConfig, Hook, LocalRun, Mode, SaveConfig, TrainConfig, Trainer
@@ -208,6 +209,9 @@ class Poisoned(Clicks):
         return DeepFM(
             ["user", "item", "context"], dim=4, hidden=(8,), optimizer=step, bias_optimizer=step, threads=1
         )
+
+    def targets(self) -> Mapping[str, Target]:
+        return {"click": Target(loss="mse")}  # which takes any label
 
     def metrics(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
         return ()

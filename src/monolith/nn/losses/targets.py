@@ -30,8 +30,8 @@ _LARGEST_LOG = 80.0
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    loss: Callable[[Tensor, Tensor, float], Tensor]
-    """(output, label, delta) -> one loss per example."""
+    loss: Callable[[Tensor, Tensor, float, str], Tensor]
+    """(output, label, delta, reduction) -> the mean loss, or one per example ("none")."""
     prediction: Callable[[Tensor], Tensor]
     least: float
     most: float
@@ -42,28 +42,34 @@ class _Kind:
 _REGRESSION = ("rmse", "mae", "calibration")
 _KINDS: dict[TargetLoss, _Kind] = {
     "binary": _Kind(
-        lambda output, label, _: functional.binary_cross_entropy_with_logits(output, label, reduction="none"),
+        lambda output, label, _, reduction: functional.binary_cross_entropy_with_logits(
+            output, label, reduction=reduction
+        ),
         torch.sigmoid,
         0.0,
         1.0,
         ("auc", "log_loss", "calibration"),
     ),
     "mse": _Kind(
-        lambda output, label, _: functional.mse_loss(output, label, reduction="none"),
+        lambda output, label, _, reduction: functional.mse_loss(output, label, reduction=reduction),
         lambda output: output,
         -math.inf,
         math.inf,
         _REGRESSION,
     ),
     "huber": _Kind(
-        lambda output, label, delta: functional.huber_loss(output, label, reduction="none", delta=delta),
+        lambda output, label, delta, reduction: functional.huber_loss(
+            output, label, reduction=reduction, delta=delta
+        ),
         lambda output: output,
         -math.inf,
         math.inf,
         _REGRESSION,
     ),
     "log": _Kind(
-        lambda output, label, _: functional.mse_loss(output, torch.log1p(label), reduction="none"),
+        lambda output, label, _, reduction: functional.mse_loss(
+            output, torch.log1p(label), reduction=reduction
+        ),
         lambda output: torch.expm1(output.clamp(max=_LARGEST_LOG)),
         0.0,
         math.inf,
@@ -116,10 +122,12 @@ class Target:
         """
         each = _KINDS[self.loss].loss
         if not self.optional:
-            return each(output, label, self.delta).mean() * self.weight
+            # The mean of torch itself: other sums differ in the last bit, of which Adam's first steps make
+            # whole steps, and a run of before would not go on as it was.
+            return each(output, label, self.delta, "mean") * self.weight
         there = ~label.isnan()
         # The label is replaced before the loss, not after: NaN times 0 would put NaN into the gradient.
-        losses = each(output, torch.where(there, label, 0.0), self.delta)
+        losses = each(output, torch.where(there, label, 0.0), self.delta, "none")
         nothing = torch.where(there.any(), 0.0, math.nan)
         return torch.where(there, losses, 0.0).mean() * self.weight + nothing
 
