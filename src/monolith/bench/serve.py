@@ -329,5 +329,8 @@ def http_request(columns: Mapping[str, np.ndarray[Any, Any]], *, binary: bool = 
     head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": binary}}).encode()
     length = f"Inference-Header-Content-Length: {len(head)}\r\n" if binary else ""
     body = b"".join([head, *raws])
-    first = f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{length}\r\n"
+    first = (
+        f"POST /v2/models/{NAME}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Length: {len(body)}\r\n{length}\r\n"
+    )
     return first.encode() + body
