@@ -705,7 +705,7 @@ def test_a_client_that_is_never_given_its_partitions_back_is_replaced(
     assert "and rejoins the group" in caplog.text
 
 
-@pytest.mark.soak  # it needs the client to have fetched enough before the broker is killed, which may not be so
+@pytest.mark.soak  # it waits for ten minutes if the client had fetched too little before the kill
 def test_a_commit_that_the_broker_does_not_take_is_retried_and_ends_reading_after_a_deadline(
     kafka: Kafka, send: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
