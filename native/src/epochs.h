@@ -44,6 +44,18 @@ class Epochs {
     collect_locked();
   }
 
+  // The same in two halves: the first may throw, the second does not, and leaves the freeing to collect().
+  // Nobody else may retire anything in between.
+  void make_room() {
+    std::lock_guard lock(mutex_);
+    retired_.reserve(retired_.size() + 1);
+  }
+  void retire_in_room(std::function<void()>&& free) noexcept {
+    std::lock_guard lock(mutex_);
+    retired_.emplace_back(now_.fetch_add(1), std::move(free));
+    pending_.store(retired_.size(), std::memory_order_relaxed);
+  }
+
   // Frees everything, for an owner who knows that no call is left.
   void drain() {
     std::lock_guard lock(mutex_);

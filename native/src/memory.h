@@ -40,6 +40,23 @@ class Budget {
     if (limit_.load(std::memory_order_relaxed) != 0) limit_.fetch_sub(bytes, std::memory_order_relaxed);
   }
 
+  // Lends `bytes` for a while: takes them back at its end, unless told that another will.
+  class Loan {
+   public:
+    Loan(Budget& budget, std::size_t bytes) : budget_(budget), bytes_(bytes) { budget_.lend(bytes_); }
+    ~Loan() {
+      if (!handed_over_) budget_.take_back(bytes_);
+    }
+    Loan(const Loan&) = delete;
+    void hand_over() { handed_over_ = true; }
+    std::size_t bytes() const { return bytes_; }
+
+   private:
+    Budget& budget_;
+    const std::size_t bytes_;
+    bool handed_over_ = false;
+  };
+
  private:
   std::atomic<std::size_t> limit_;
   std::atomic<std::size_t> used_{0};

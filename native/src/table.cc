@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 
@@ -126,50 +127,41 @@ TableStats Table::stats() const {
 
 void Table::clear(std::size_t rows) {
   // A full table has no room beside itself: what it holds is lent to its successor until it is gone.
-  const std::size_t lent = budget_.used();
-  budget_.lend(lent);
-  std::unique_ptr<Body> fresh;
-  try {
-    fresh = make_body(spec_.capacity_bytes != 0 ? spec_.initial_rows
-                                                : std::max<std::size_t>(rows, spec_.initial_rows));
-  } catch (...) {
-    budget_.take_back(lent);
-    throw;
+  Budget::Loan lent(budget_, budget_.used());
+  std::unique_ptr<Body> fresh = make_body(
+      spec_.capacity_bytes != 0 ? spec_.initial_rows : std::max<std::size_t>(rows, spec_.initial_rows));
+  {
+    // All that can fail comes before the new body is in place: a clear() that throws has changed nothing.
+    const Hold held(*this, Hold::kAlone);
+    if (cut_ != nullptr) throw std::invalid_argument("clear: a cut of this table is open; close it first");
+    auto changes = changes_ != nullptr ? std::make_unique<TableChanges>() : nullptr;
+    const TableStats kept = stats();
+    Body* old = body_.load();
+    touch_all(*old);
+    std::function<void()> free = [this, old, bytes = lent.bytes()] {
+      delete old;
+      budget_.take_back(bytes);
+    };
+    epochs_.make_room();  // only writers and clear() retire memory, and they are held off
+
+    body_.store(fresh.release());
+    epochs_.retire_in_room(std::move(free));
+    lent.hand_over();
+    if (changes != nullptr) {
+      changes->cleared = true;
+      changes_ = std::move(changes);
+    }
+    std::lock_guard lock(gate_mutex_);
+    cleared_ = {};
+    cleared_.inserted = kept.inserted;
+    cleared_.filtered = kept.filtered;
+    cleared_.refused = kept.refused;
+    cleared_.evicted = kept.evicted;
+    cleared_.removed = kept.removed;
+    max_event_time_ = 0;
+    entry_.forget_steps();
   }
-  std::unique_lock lock(gate_mutex_);
-  gate_changed_.wait(lock, [&] { return frozen_ == 0; });  // clearing is a write, and waits like one
-  ++frozen_;
-  gate_changed_.wait(lock, [&] { return writers_ == 0; });
-  if (cut_ != nullptr) {
-    if (--frozen_ == 0) gate_changed_.notify_all();
-    lock.unlock();
-    fresh.reset();
-    budget_.take_back(lent);
-    throw std::invalid_argument("clear: a cut of this table is open; close it first");
-  }
-  if (changes_ != nullptr) {
-    changes_ = std::make_unique<TableChanges>();
-    changes_->cleared = true;
-  }
-  lock.unlock();
-  TableStats kept = stats();
-  Body* old = body_.exchange(fresh.release());
-  touch_all(*old);
-  lock.lock();
-  cleared_ = {};
-  cleared_.inserted = kept.inserted;
-  cleared_.filtered = kept.filtered;
-  cleared_.refused = kept.refused;
-  cleared_.evicted = kept.evicted;
-  cleared_.removed = kept.removed;
-  max_event_time_ = 0;
-  entry_.forget_steps();
-  if (--frozen_ == 0) gate_changed_.notify_all();
-  lock.unlock();
-  epochs_.retire([this, old, lent] {
-    delete old;
-    budget_.take_back(lent);
-  });
+  epochs_.collect();  // after writers were let in again: freeing many rows takes a while
 }
 
 void Table::freeze() {

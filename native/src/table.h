@@ -156,6 +156,7 @@ class Table {
   struct Batch;
   struct Aim;
   class Writing;
+  class Hold;
   enum class OnAbsent { kAsk, kCreate };
   // What of a row's time counts beside that of a write. Training on older data does not make a row older: the
   // newest of its event times stays. Whoever writes whole rows sets their time, too.

@@ -149,6 +149,24 @@ class Table::Writing {
   Table& table_;
 };
 
+// Holds writers off while it lives. `kAlone` also waits until nobody else does, as a write would.
+class Table::Hold {
+ public:
+  enum Kind { kNested, kAlone };
+
+  explicit Hold(Table& table, Kind kind = kNested) : table_(table) {
+    std::unique_lock lock(table_.gate_mutex_);
+    if (kind == kAlone) table_.gate_changed_.wait(lock, [&] { return table_.frozen_ == 0; });
+    ++table_.frozen_;
+    table_.gate_changed_.wait(lock, [&] { return table_.writers_ == 0; });
+  }
+  ~Hold() { table_.thaw(); }
+  Hold(const Hold&) = delete;
+
+ private:
+  Table& table_;
+};
+
 template <class Each>
 void Table::spread(std::size_t count, std::size_t grain, Each&& each) const {
   spread_out(workers_.get(), count, grain, each);

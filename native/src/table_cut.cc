@@ -8,21 +8,15 @@
 namespace monolith {
 
 TableCut::TableCut(Table& table) : table_(table) {
-  table_.freeze();
-  try {
-    if (table_.cut_ != nullptr) throw std::invalid_argument("table: a cut is open already; close it first");
-    stats_ = table_.stats();
-    scales_ = table_.scales();
-    if (table_.changes_ != nullptr) {
-      auto fresh = std::make_unique<TableChanges>();
-      changes_ = std::exchange(table_.changes_, std::move(fresh));
-    }
-    table_.cut_ = this;
-  } catch (...) {
-    table_.thaw();
-    throw;
+  const Table::Hold held(table_);
+  if (table_.cut_ != nullptr) throw std::invalid_argument("table: a cut is open already; close it first");
+  stats_ = table_.stats();
+  scales_ = table_.scales();
+  if (table_.changes_ != nullptr) {
+    auto fresh = std::make_unique<TableChanges>();
+    changes_ = std::exchange(table_.changes_, std::move(fresh));
   }
-  table_.thaw();
+  table_.cut_ = this;
 }
 
 TableCut::~TableCut() {
@@ -45,7 +39,7 @@ std::vector<std::int64_t> TableCut::removed() const {
 
 void TableCut::close(bool saved) {
   if (!open_.exchange(false)) return;
-  table_.freeze();
+  const Table::Hold held(table_);
   table_.cut_ = nullptr;
   Table::Body& body = *table_.body_.load();
   std::vector<Partition*> parts;
@@ -62,13 +56,11 @@ void TableCut::close(bool saved) {
     table_.changes_->remove(changes_->removed);
     table_.changes_->cleared = changes_->cleared;
   }
-  table_.thaw();
 }
 
 void Table::track_changes(bool on) {
-  freeze();
+  const Hold held(*this);
   changes_ = on ? std::make_unique<TableChanges>() : nullptr;
-  thaw();
 }
 
 // Called with the partition locked, before the row in `slot` changes or goes.

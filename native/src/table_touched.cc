@@ -8,15 +8,13 @@
 namespace monolith {
 
 void Table::touch(std::shared_ptr<TouchedKeySet> set) {
-  freeze();
+  const Hold held(*this);
   touched_.push_back(std::move(set));
-  thaw();
 }
 
 void Table::untouch(const TouchedKeySet& set) {
-  freeze();
+  const Hold held(*this);
   std::erase_if(touched_, [&](const auto& one) { return one.get() == &set; });
-  thaw();
 }
 
 void Table::tell_touched(std::span<const std::int64_t> ids) {
@@ -24,7 +22,7 @@ void Table::tell_touched(std::span<const std::int64_t> ids) {
   for (const auto& set : touched_) set->insert(ids);
 }
 
-// Called while writers are held off, with a body that readers no longer find: all of its ids lost their rows.
+// Called while writers are held off: all ids of the body are about to lose their rows.
 // More than a set can hold would only empty it, time and again.
 void Table::touch_all(const Body& body) {
   if (touched_.empty()) return;
