@@ -1,6 +1,6 @@
 """Features: ids, slots and slices, combiners, and the layouts in which a model reads them."""
 
-from monolith.feature.batches import Batch, FeatureIds
+from monolith.feature.batches import Batch, ColumnKind, FeatureIds
 from monolith.feature.combiners import COMBINERS, Combiner, FirstN, Max, Mean, Sum, combine, make_combiner
 from monolith.feature.fids import (
     MAX_SLOTS_V1,
@@ -68,6 +68,7 @@ __all__ = [
     "AnyFeature",
     "Batch",
     "BucketFeature",
+    "ColumnKind",
     "Combiner",
     "CrossFeature",
     "FeatureColumn",

@@ -17,6 +17,20 @@ from monolith.errors import FeatureError
 from monolith.tensors import RaggedTensor
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnKind:
+    """How the data holds a column, so that its values can be written as they were read.
+
+    In memory a column is ragged, of int64, float32 or bytes. A join of what is written with the data needs
+    more: whether a value is a list, a text or bytes, a signed or an unsigned number.
+    """
+
+    type: str
+    """The type of a value, by its name in Arrow: string, binary, bool, int32, uint64, float, double, ..."""
+    single: bool = True
+    """Whether a record has one value or none, and not a list."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureIds:
     """The ids of many features. The core checks the splits when a batch is used, and refuses nonsense."""
@@ -156,6 +170,8 @@ class Batch:
     """By task: float32 of shape (examples,)."""
     raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
     """Columns of the data as they were read, for whoever asked for some beside the batch: not for models."""
+    raw_kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
+    """How the data holds the columns of `raw`, where that is known."""
     group: str | None = None
     """The feature of ids that groups examples for metrics by group, such as the user."""
 

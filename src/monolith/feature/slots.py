@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Literal
 
 from monolith.errors import ConfigError, DuplicateNameError, EmptySlotError, FeatureError
 from monolith.feature.combiners import Combiner, Sum
@@ -83,6 +84,8 @@ class SlotConfig:
     """Time without an update after which a row may go."""
     capacity_bytes: int | None = None
     """A ceiling on the memory of the slot's table; None for no ceiling."""
+    when_full: Literal["refuse", "expire_oldest"] = "refuse"
+    """What happens at that ceiling; see `TableConfig`."""
     initial_rows: int = 0
     """Rows that the slot's table has room for from the start; 0 leaves it to the run."""
 
@@ -318,7 +321,11 @@ def _merged(groups: Mapping[str, list[FeatureSlot]], seed: int) -> dict[str, Tab
 def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig, SlotThresholds]:
     first = slots[0]
     config = TableConfig(
-        name=name, segments=first.segments, seed=seed, capacity_bytes=first.config.capacity_bytes
+        name=name,
+        segments=first.segments,
+        seed=seed,
+        capacity_bytes=first.config.capacity_bytes,
+        when_full=first.config.when_full,
     )
     if len(slots) == 1:
         # Its ids need not be fids, so whatever their high bits say, they are this slot's.
@@ -331,7 +338,7 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
                 f"slots {first.name!r} and {slot.name!r} share table {name!r} and have different rows: "
                 f"{_rows(first)} and {_rows(slot)}. Give them the same slices, or tables of their own."
             )
-        for shared in ("capacity_bytes", "admission"):
+        for shared in ("capacity_bytes", "when_full", "admission"):
             if getattr(slot.config, shared) != getattr(first.config, shared):
                 raise ConfigError(
                     f"slots {first.name!r} and {slot.name!r} share table {name!r}: "

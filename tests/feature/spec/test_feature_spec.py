@@ -21,6 +21,7 @@ from monolith.feature import (
     Label,
     SequenceFeature,
 )
+from monolith.feature.spec.times import TIME
 from monolith.table import Adagrad, Ftrl
 
 SPEC = FeatureSpec(
@@ -90,8 +91,8 @@ def test_it_says_what_it_reads_and_as_what():
         "price": torch.float32,
         "age": torch.float32,
         "clicked": torch.int64,
-        "clicked_at": torch.int64,
-        "time": torch.int64,
+        "clicked_at": TIME,
+        "time": TIME,
         "click": torch.float32,
         "rating": torch.float32,
     }
@@ -188,19 +189,22 @@ def change(name: str, **settings: Any) -> FeatureSpec:
 def test_what_gives_rows_another_meaning_is_a_difference():
     assert SPEC.difference(SPEC) is None
     assert (
-        SPEC.difference(change("user", kind="int")) == "features.user.kind is 'string' here and 'int' there"
+        SPEC.difference(change("user", kind="int"))
+        == "features.user.kind is 'string' in this model and 'int' in the checkpoint"
     )
     assert SPEC.difference(change("price", mean=(0.2,))) == (
-        "features.price.mean is (0.1,) here and (0.2,) there"
+        "features.price.mean is (0.1,) in this model and (0.2,) in the checkpoint"
     )
     assert SPEC.difference(change("age", boundaries=(1.0,))) is not None
     reordered = replace(SPEC, features=dict(reversed(SPEC.features.items())))
     assert "in the order user, item" in str(SPEC.difference(reordered))
     fewer = replace(SPEC, features={n: f for n, f in SPEC.features.items() if n != "age"})
-    assert SPEC.difference(fewer) == "features.age is only here"
-    assert fewer.difference(SPEC) == "features.age is only there"
+    assert SPEC.difference(fewer) == "the checkpoint does not have features.age"
+    assert fewer.difference(SPEC) == "this model does not have features.age"
     assert SPEC.difference(fewer, strict=False) is None
-    assert SPEC.difference(replace(SPEC, fids=True)) == "fids is False here and True there"
+    assert (
+        SPEC.difference(replace(SPEC, fids=True)) == "fids is False in this model and True in the checkpoint"
+    )
 
 
 def test_what_does_not_is_none():

@@ -136,9 +136,14 @@ def test_time_gaps_become_a_feature():
     batch = one.make(some)
     assert ids(batch, "seen.gap") == [[1, 0], []]
     assert batch.ids.event_time == 1000
-    without = bad(one, records(seen=[[1], [1]], at=[[1], [2, 3]], now=[[], [5]]))
-    assert "without an event time in 'now'" in without[0]
-    assert "1 items, and 2 values in column 'at'" in without[1]
+    # Without an event time, or without the times, there are no gaps.
+    batch = one.make(records(seen=[[1, 2], [3], [4]], at=[[1, 2], [], [970]], now=[[], [1000], [1000]]))
+    assert ids(batch, "seen") == [[1, 2], [3], [4]]
+    assert ids(batch, "seen.gap") == [[], [], [1]]
+    assert batch.ids.event_times.tolist() == [1000, 1000]
+    wrong = bad(one, records(seen=[[1], [1]], at=[[2, 3], [1]], now=[[5], [5, 6]]))
+    assert "1 items, and 2 values in column 'at'" in wrong[0]
+    assert "several event times in 'now'" in wrong[1]
 
 
 def test_a_shared_column_is_read_once():
@@ -206,10 +211,9 @@ def test_examples_are_grouped_by_a_feature():
     [
         (IdFeature(), [b"17", b"seven"], "has 'seven', which is not a whole number; if its ids are strings"),
         (IdFeature(separator="|"), [b"1|2", b"1|x"], "has '1|x', which is not a whole number"),
-        (FloatFeature(), [1.0, float("nan")], "column 'x' is [nan]"),
         (FloatFeature(), [1.0, float("inf")], "column 'x' is [inf]"),
         (FloatFeature(), [b"1.5", b"cheap"], "has 'cheap', which is not a number"),
-        (BucketFeature(boundaries=(1.0,)), [1.0, float("nan")], "column 'x' is [nan]"),
+        (BucketFeature(boundaries=(1.0,)), [1.0, float("inf")], "column 'x' is [inf]"),
     ],
 )
 def test_a_value_that_cannot_be_read_names_its_record(feature: Any, cells: list[Any], reason: str):
@@ -226,7 +230,7 @@ def test_lists_of_another_length_are_bad():
     wide = spec(x=FloatFeature(width=2))
     assert "has 1 numbers, not 2" in bad(wide, records(x=[[1.0, 2.0], [1.0]]))[1]
     whole = spec(x=FloatFeature(missing=None))
-    assert "say what an empty cell means" in bad(whole, records(x=[[1.0], []]))[1]
+    assert "has no value; say what that means with `missing`" in bad(whole, records(x=[[1.0], []]))[1]
 
 
 @pytest.mark.parametrize(
@@ -256,8 +260,8 @@ def test_a_missing_column_is_an_error_unless_it_is_optional():
 
 def test_event_times_and_labels_that_cannot_be_are_bad():
     one = FeatureSpec(features={"x": IdFeature()}, labels={"y": Label()}, event_time="t")
-    found = bad(one, records(x=[[1], [2], [3]], y=[[1.0], [float("nan")], [0.0]], t=[[5], [5], [-1]]))
-    assert found[1] == "label 'y' is [nan]"
+    found = bad(one, records(x=[[1], [2], [3]], y=[[1.0], [float("inf")], [0.0]], t=[[5], [5], [-1]]))
+    assert found[1] == "label 'y' is [inf]"
     assert "event time 't' must be Unix seconds" in found[2]
 
 
@@ -337,3 +341,17 @@ def test_values_that_do_not_lie_side_by_side_are_read_too():
     reading = spec(item=IdFeature()).reader.read(some)
     assert reading.packed is None
     assert ids(reading.batch(), "item") == [[0], [2], [4], [6]]
+
+
+def test_a_weight_that_is_missing_is_one():
+    one = spec(x=IdFeature(weights="w"))
+    nan = float("nan")
+    batch = one.make(records(x=[[1, 2], [3], []], w=[[0.5, nan], [], []]))
+    assert batch.ids.weights.tolist() == [0.5, 1.0, 1.0]
+
+
+def test_whole_numbers_that_came_as_floats_are_ids():
+    one = spec(x=IdFeature())
+    assert ids(one.make(records(x=[[3.0], [float("nan")], []])), "x") == [[3], [], []]
+    with pytest.raises(DataError, match="ids are whole numbers"):
+        one.make(records(x=[[1.5]]))

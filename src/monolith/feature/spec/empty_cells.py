@@ -10,13 +10,14 @@ import logging
 import threading
 from collections.abc import Mapping
 
-from monolith.observe import Doublings
-
 _log = logging.getLogger(__name__)
+
+_AFTER = 1000
+"""Records after which the shares of empty cells mean something."""
 
 
 class EmptyCells:
-    """Counts them, and says so at the first of a feature, then whenever their number has doubled.
+    """Counts them, and says so once for each feature: when there were `_AFTER` records, or at their end.
 
     Safe from any thread.
 
@@ -29,7 +30,7 @@ class EmptyCells:
         self._lock = threading.Lock()  # guards what follows
         self._records = 0
         self._counts = dict.fromkeys(missing, 0)
-        self._doublings = {name: Doublings() for name in missing}
+        self._told: set[str] = set()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -43,13 +44,24 @@ class EmptyCells:
             self._records += records
             for name, count in empty.items():
                 self._counts[name] += count
-                if count and self._doublings[name].due(self._counts[name]):
-                    _log.warning(
-                        "features.%s: %s of %s records so far have an empty cell, which reads as its "
-                        "`missing`, %g. If that is wrong, set `missing` to another number, or to none to "
-                        "leave such records out.",
-                        name,
-                        f"{self._counts[name]:,}",
-                        f"{self._records:,}",
-                        self._missing[name],
-                    )
+            is_due = self._records >= _AFTER and any(name not in self._told for name in empty)
+        if is_due:
+            self.tell()
+
+    def tell(self) -> None:
+        """Log the features that have empty cells, all in one line, but for those that it named before."""
+        with self._lock:
+            new = {name: count for name, count in self._counts.items() if count and name not in self._told}
+            self._told |= new.keys()
+            records = self._records
+        if new:
+            said = ", ".join(
+                f"{name}: {count:,} (read as {self._missing[name]:g})" for name, count in new.items()
+            )
+            _log.warning(
+                "of %s records so far, some have no number in these features: %s. Where that is wrong, set "
+                "`missing` of a feature to another number, or to none to leave such records out.",
+                f"{records:,}",
+                said,
+                extra={"cause": f"empty cells of {', '.join(new)}"},
+            )

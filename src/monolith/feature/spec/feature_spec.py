@@ -43,6 +43,7 @@ from monolith.feature.spec.kinds import (
     RowSettings,
     SequenceFeature,
 )
+from monolith.feature.spec.times import TIME, TimeUnit
 
 if TYPE_CHECKING:
     from monolith.feature.spec.reading import RawColumns, RawReader
@@ -52,9 +53,15 @@ GAP = ".gap"
 
 FREE_TO_DIFFER = (
     "occurrence_threshold",
+    "admission",
+    "compressor",
+    "bias_compressor",
     "expire_after",
     "capacity_bytes",
+    "when_full",
     "optimizer",
+    "stochastic_rounding",
+    "delay_compensation",
     "bias_optimizer",
     "initializer",
     "bias_initializer",
@@ -82,7 +89,12 @@ class FeatureSpec:
     labels: Mapping[str, Label] = field(default_factory=lambda: {"label": Label()})
     """The labels by task."""
     event_time: str | None = None
-    """A column of Unix seconds, by which rows expire and time gaps are measured."""
+    """The column of each example's time, by which rows expire and time gaps are measured: texts in ISO 8601,
+    which are UTC without a zone, timestamps, dates, or Unix times. An example without one does not move the
+    clock."""
+    event_time_unit: TimeUnit = "auto"
+    """What numbers in columns of times count: seconds, milliseconds, microseconds or nanoseconds; or "iso"
+    for texts in ISO 8601 alone. "auto" recognises each by its size or form, and a line of the log says so."""
     group: str | None = None
     """The feature of ids that groups examples for metrics by group, such as the user."""
     fids: bool = False
@@ -167,8 +179,8 @@ class FeatureSpec:
     def columns(self) -> dict[str, torch.dtype]:
         """Every column it reads -> its type in the data: int64, float32, or uint8 for texts.
 
-        Whole numbers may stand where float32 is asked for. Hand it to a format that would have to guess, as
-        in `CsvFormat(types=...)`.
+        Whole numbers may stand where float32 is asked for, and the event time is a `TIME`. Hand it to a
+        format that would have to guess, as in `CsvFormat(types=...)`.
         """
         return {**self.inputs, **self.targets}
 
@@ -179,7 +191,9 @@ class FeatureSpec:
         for name, one in self.features.items():
             for column, dtype in _columns_of(name, one):
                 known = found.setdefault(column, dtype)
-                if torch.int64 in (known, dtype) and torch.float32 in (known, dtype):
+                if TIME in (known, dtype):
+                    found[column] = dtype if known is TIME else known  # a time may be of any type
+                elif torch.int64 in (known, dtype) and torch.float32 in (known, dtype):
                     found[column] = torch.int64  # whole numbers are numbers, too
                 elif known is not dtype:
                     raise ConfigError(
@@ -187,7 +201,7 @@ class FeatureSpec:
                         f"as {_said(found[column])}"
                     )
         if self.event_time is not None:
-            found.setdefault(self.event_time, torch.int64)
+            found.setdefault(self.event_time, TIME)
         return found
 
     @cached_property
@@ -255,6 +269,11 @@ class FeatureSpec:
         while name in self.features and (shares := self.id_feature(name, name).shares) is not None:
             name = shares
         return name
+
+    def rows(self, name: str) -> str:
+        """Return the name of the rows of a feature of ids: that of their table."""
+        owner = self.owner(name)
+        return owner if owner.endswith(GAP) else self.id_feature(owner, owner).rows or owner
 
     @property
     def to_learn(self) -> tuple[str, ...]:
@@ -382,7 +401,8 @@ class FeatureSpec:
         return cls.from_dict(plain, source)
 
     def difference(self, other: FeatureSpec, *, strict: bool = True) -> str | None:
-        """Return the first setting that gives saved rows or weights another meaning; None for none.
+        """Return the first setting that gives saved rows or weights another meaning; None for none. The
+        other spec is that of a checkpoint, and is called so.
 
         Labels, event time, where the data has a value, how rows are trained and how long they live may
         differ: see `FREE_TO_DIFFER`.
@@ -391,25 +411,32 @@ class FeatureSpec:
             strict: Whether a feature that only one of them has is a difference, too.
         """
         if self.fids != other.fids:
-            return f"fids is {self.fids} here and {other.fids} there"
+            return f"fids is {self.fids} in this model and {other.fids} in the checkpoint"
         both = [name for name in self.features if name in other.features]
         if strict:
             for name in (*self.features, *other.features):
                 if name not in both:
-                    return f"features.{name} is only {'here' if name in self.features else 'there'}"
+                    mine = name in self.features
+                    return f"{'the checkpoint' if mine else 'this model'} does not have features.{name}"
         there = [name for name in other.features if name in both]
         if both != there:
-            return f"features are in the order {', '.join(both)} here and {', '.join(there)} there"
+            return (
+                f"features are in the order {', '.join(both)} in this model and {', '.join(there)} in the "
+                "checkpoint"
+            )
         for name in both:
-            for path, mine, theirs in _differences(self.features[name], other.features[name]):
-                return f"features.{name}.{path} is {mine!r} here and {theirs!r} there"
+            for path, mine, theirs in differences(self.features[name], other.features[name]):
+                return f"features.{name}.{path} is {mine!r} in this model and {theirs!r} in the checkpoint"
         for name, slot in self.slots.items():
             if other.slots.get(name, slot) != slot:
-                return f"the slot of {name!r} is {slot} here and {other.slots[name]} there"
+                return (
+                    f"the slot of {name!r} is {slot} in this model and {other.slots[name]} in the checkpoint"
+                )
         return None
 
 
-def _differences(one: AnyFeature, other: AnyFeature) -> Iterator[tuple[str, Any, Any]]:
+def differences(one: AnyFeature, other: AnyFeature) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the settings that give saved rows or weights another meaning, with both values."""
     if type(one) is not type(other):
         yield "type", type(one).__name__, type(other).__name__
         return
@@ -434,14 +461,16 @@ def _columns_of(name: str, one: AnyFeature) -> Iterator[tuple[str, torch.dtype]]
         yield column, torch.uint8 if is_text else torch.int64
         beside = one.weights if isinstance(one, IdFeature) else one.times
         if beside is not None:
-            number = torch.float32 if isinstance(one, IdFeature) else torch.int64
+            number = torch.float32 if isinstance(one, IdFeature) else TIME
             yield beside, torch.uint8 if one.separator is not None else number
     else:
         yield column, torch.uint8 if one.separator is not None else torch.float32
 
 
 def _said(dtype: torch.dtype) -> str:
-    return {torch.uint8: "texts", torch.int64: "whole numbers", torch.float32: "numbers"}[dtype]
+    return {torch.uint8: "texts", torch.int64: "whole numbers", torch.float32: "numbers", TIME: "times"}[
+        dtype
+    ]
 
 
 def _kind(one: AnyFeature) -> str:

@@ -18,14 +18,23 @@ from monolith.table import (
     Adadelta,
     Adagrad,
     Adam,
+    AdmissionConfig,
     Amsgrad,
+    BatchSoftmax,
+    BatchSoftmaxInit,
     Constant,
     DynamicWdAdagrad,
+    FixedR8,
+    Fp16,
+    Fp32,
     Ftrl,
     GroupAdagrad,
     GroupFtrl,
     Momentum,
+    MovingAverage,
+    OneBit,
     Ones,
+    PolynomialDecay,
     RandomUniform,
     Rmsprop,
     RmspropV2,
@@ -46,11 +55,19 @@ RowOptimizer = (
     | Momentum
     | Rmsprop
     | RmspropV2
+    | MovingAverage
+    | BatchSoftmax
 )
 """What may train a feature's rows: those that are plain values."""
 
-RowInitializer = RandomUniform | Zeros | Ones | Constant
+RowInitializer = RandomUniform | Zeros | Ones | Constant | BatchSoftmaxInit
 """What a feature's rows may begin with: those that are plain values."""
+
+RowCompressor = Fp16 | Fp32 | FixedR8 | OneBit
+"""How a server may keep a feature's rows."""
+
+RowRate = float | PolynomialDecay
+"""A learning rate: one for all steps, or one that moves with them."""
 
 Pooled = Literal["sum", "mean", "max"]
 """How the embeddings of an example's ids become one."""
@@ -73,22 +90,37 @@ class RowSettings:
     """The slot in the high bits of its ids, where the spec makes fids; None has one chosen by the name."""
     optimizer: RowOptimizer | None = None
     """What trains the feature's vectors."""
+    stochastic_rounding: bool = False
+    """Whether `optimizer`, which must be set, rounds vectors to half precision, up or down by chance."""
+    delay_compensation: float | None = None
+    """How strongly `optimizer`, which must be set, corrects gradients of older vectors: the lambda of
+    `DelayCompensated`. None does not."""
     bias_optimizer: RowOptimizer | None = None
     """What trains the feature's bias, in models that have one."""
     initializer: RowInitializer | None = None
     """What the feature's vectors are before their first gradient."""
     bias_initializer: RowInitializer | None = None
     """What the feature's bias is before its first gradient, in models that have one."""
-    learning_rate: float | None = None
-    """The rate of its vectors, in place of the optimizer's own."""
-    bias_learning_rate: float | None = None
+    compressor: RowCompressor | None = None
+    """How a server keeps the feature's vectors, by default in half precision; coarse ones are trained as they
+    will be served."""
+    bias_compressor: RowCompressor | None = None
+    """How a server keeps the feature's bias, by default as it is, in models that have one."""
+    learning_rate: RowRate | None = None
+    """The rate of its vectors, in place of the optimizer's own: a number, or a PolynomialDecay by steps."""
+    bias_learning_rate: RowRate | None = None
     """The rate of its bias, in place of the optimizer's own."""
     occurrence_threshold: int = 0
     """Sightings after which an id is given a row on the next; 0 at once."""
+    admission: AdmissionConfig | None = None
+    """How sightings are counted, if occurrence_threshold is set; None is the run's."""
     expire_after: timedelta | None = None
     """Time without an update after which a row may go; None keeps it for good."""
     capacity_bytes: int | None = None
     """A ceiling on the memory of the rows; None for no ceiling."""
+    when_full: Literal["refuse", "expire_oldest"] | None = None
+    """What happens at that ceiling: refuse new rows, or drop the rows that were updated longest ago. None
+    refuses."""
     initial_rows: int = 0
     """How many rows there is room for from the start; 0 leaves it to the run."""
 
@@ -103,6 +135,10 @@ class RowSettings:
                 raise ConfigError(
                     f"it shares the rows of {self.shares!r} and sets {', '.join(set_here)}: set it there"
                 )
+        if self.optimizer is None and (self.stochastic_rounding or self.delay_compensation is not None):
+            raise ConfigError(
+                "stochastic_rounding and delay_compensation change an optimizer; set optimizer too"
+            )
         if self.occurrence_threshold < 0:
             raise ConfigError(f"occurrence_threshold must be 0 or more, got {self.occurrence_threshold}")
         if self.expire_after is not None and self.expire_after < timedelta(0):
@@ -118,14 +154,20 @@ OF_ROWS = (
     "rows",
     "slot",
     "optimizer",
+    "stochastic_rounding",
+    "delay_compensation",
     "bias_optimizer",
     "initializer",
     "bias_initializer",
+    "compressor",
+    "bias_compressor",
     "learning_rate",
     "bias_learning_rate",
     "occurrence_threshold",
+    "admission",
     "expire_after",
     "capacity_bytes",
+    "when_full",
     "initial_rows",
 )
 """Settings of rows, which only their owner has."""
@@ -133,7 +175,8 @@ OF_ROWS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdFeature(RowSettings):
-    """Ids: whole numbers as they are, or strings by their hash; any number in an example, none included."""
+    """Ids: whole numbers as they are, or strings by their hash; any number in an example, none included. A
+    missing value (an empty cell, null, NaN) is no id."""
 
     column: str | None = None
     """The column it reads; by default that of its name."""
@@ -142,7 +185,8 @@ class IdFeature(RowSettings):
     separator: str | None = None
     """What stands between the items of a list in one text, such as "|"; columns of lists need none."""
     weights: str | None = None
-    """A column with a number for each item, by which its embedding is multiplied; a mean is then weighted."""
+    """A column with a number for each item, by which its embedding is multiplied; a mean is then weighted.
+    One that is missing is 1."""
     combiner: Pooled = "sum"
     """How the embeddings of an example's items become one."""
 
@@ -170,7 +214,8 @@ class FloatFeature:
     std: tuple[float, ...] | None = None
     """The standard deviation of each number; none has `fit` learn it. One of 0 counts as 1."""
     missing: float | None = 0.0
-    """What an empty cell reads as, after scaling; none makes the record a bad one."""
+    """What a missing number (an empty cell, null, NaN) reads as, after scaling; none makes the record a bad
+    one."""
 
     def __post_init__(self) -> None:
         check_separator(self.separator)
@@ -192,7 +237,8 @@ class FloatFeature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketFeature(RowSettings):
-    """Numbers that become ids by where they fall: 0 below the first boundary, 1 from it on, and so forth."""
+    """Numbers that become ids by where they fall: 0 below the first boundary, 1 from it on, and so forth. A
+    missing number is no id."""
 
     column: str | None = None
     """The column it reads; by default that of its name."""
@@ -249,8 +295,8 @@ class SequenceFeature(RowSettings):
     separator: str | None = None
     """What stands between the items of a list in one text; columns of lists need none."""
     times: str | None = None
-    """A column with the Unix second of each item. How long before the example's event time that was becomes
-    a feature of its own, named with ".gap" behind."""
+    """A column with the time of each item, in any form of an event time. How long before the example's event
+    time that was becomes a feature of its own, named with ".gap" behind; without both times there is none."""
     gaps: tuple[float, ...] = DEFAULT_GAPS
     """Seconds, rising, between which these gaps fall."""
     combiner: Pooled | None = None
@@ -266,7 +312,8 @@ class SequenceFeature(RowSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """What a model should say of an example."""
+    """What a model should say of an example. A missing label (an empty cell, null, NaN) makes the record a
+    bad one, unless its column is optional: it is then not trained on."""
 
     column: str | None = None
     """The column it reads; by default that of its name."""

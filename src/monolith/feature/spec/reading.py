@@ -3,6 +3,15 @@
 Columns are worked on whole: the core hashes and splits their bytes, and no value is a Python object. A value
 that cannot be read does not end a run; its record is named, with the reason, and whoever reads a stream
 leaves it out.
+
+A missing value is not one that cannot be read. It is a row without values, or NaN where numbers keep their
+place in a list, whatever the data had: an empty cell, null, None, NaN, NaT, pd.NA, a key that is not there.
+
+    numbers            the `missing` of the feature, each number of a list on its own
+    ids, buckets       no id
+    weights            1
+    times, event time  no gap; the record does not move the clock
+    labels             a bad record, or no label where the column is optional
 """
 
 from __future__ import annotations
@@ -28,6 +37,7 @@ from monolith.feature.spec.kinds import (
     SequenceFeature,
 )
 from monolith.feature.spec.packing import PackedIds, Packer, RawCells
+from monolith.feature.spec.times import TIME, Recognised, read_times
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
 
@@ -36,6 +46,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 40
 """Bytes of a wrong value that a message shows."""
+_EXACT = 1 << 24
+"""Whole numbers up to here are the same as float32."""
 
 
 class RawColumns(Protocol):
@@ -169,6 +181,9 @@ class RawReader:
             }
         )
         """What was empty of all that `batch` was asked for."""
+        self.told: set[str] = set()
+        """Causes of bad records that were logged, by whatever stream is read with this reader."""
+        self._recognised = Recognised()
 
     def make(self, records: RawColumns) -> Batch:
         """Return a batch of all records; see `FeatureSpec.make`."""
@@ -261,9 +276,10 @@ class RawReader:
             return
         given = self._raw(records, one.weights, torch.float32, together)
         weights = numbers_of(name, one.weights, given, one.separator, found)
+        weights = _or_ones(weights, ids)
         _check_lengths(name, one.weights, ids, weights, found)
         _check_finite(name, one.weights, weights, found)
-        found.weights[name] = weights.flat_values
+        found.weights[name] = weights.flat_values.nan_to_num(nan=1.0)
 
     def _items(
         self,
@@ -288,16 +304,21 @@ class RawReader:
         elif raw.dtype is torch.int64:
             values = raw
         else:
-            raise DataError(
-                f"features.{name}: column {column!r} has {_said(raw)}, and ids are whole numbers. "
-                "Read numbers with FloatFeature, or make ids of them with BucketFeature."
-            )
+            values = _present(raw)  # whole numbers with gaps are floats in pandas and many files
+            numbers = values.flat_values
+            if not bool(((numbers == numbers.floor()) & (numbers.abs() <= _EXACT)).all()):
+                raise DataError(
+                    f"features.{name}: column {column!r} has {_said(raw)}, and ids are whole numbers. "
+                    "Read numbers with FloatFeature, or make ids of them with BucketFeature. Ids above "
+                    f"{_EXACT:,} that a file has as floats need ParquetFormat(types=spec.columns)."
+                )
+            values = values.with_flat_values(numbers.long())
         return values if slot is None else _with_slot(name, column, values, slot, found)
 
     def _buckets(self, name: str, one: BucketFeature, records: RawColumns, found: Reading) -> None:
         column = one.column or name
         raw = self._raw(records, column, torch.float32)
-        numbers = numbers_of(name, column, raw, one.separator, found)
+        numbers = _present(numbers_of(name, column, raw, one.separator, found))
         _check_finite(name, column, numbers, found)
         assert one.boundaries is not None
         self._put(name, self._bucketed(name, numbers, one.boundaries), found)
@@ -326,17 +347,25 @@ class RawReader:
         if one.times is None:
             return
         assert event_times is not None
-        times = _whole(
-            name, one.times, self._raw(records, one.times, torch.int64, False), one.separator, found
+        times = self._times(
+            f"features.{name}: column {one.times!r}",
+            one.times,
+            self._raw(records, one.times, torch.int64, False),
+            one.separator,
+            found,
         )
-        _check_lengths(name, one.times, items, times, found)
-        without = (event_times.row_lengths() != 1).nonzero().squeeze(1)
-        reason = f"features.{name}: no time gaps without an event time in {self._spec.event_time!r}"
-        found.blame(without, found.size, lambda _: reason)
+        times = _only_rows(times, (event_times.row_lengths() > 0) | (items.row_lengths() == 0))
+        lacking = (times.row_lengths() == 0) & (items.row_lengths() > 0)  # of the items or of the event
+        _check_lengths(name, one.times, _only_rows(items, ~lacking), times, found)
+        several = (event_times.row_lengths() > 1).nonzero().squeeze(1)
+        reason = f"features.{name}: no time gaps with several event times in {self._spec.event_time!r}"
+        found.blame(several, found.size, lambda _: reason)
         if found.bad:  # rows of different lengths have no gaps
             self._put(name + ".gap", _empty(torch.int64, found.size), found)
             return
-        each = torch.repeat_interleave(event_times.flat_values, times.row_lengths())
+        newest = torch.zeros(found.size, dtype=torch.int64)
+        newest[event_times.row_lengths() > 0] = event_times.flat_values
+        each = torch.repeat_interleave(newest, times.row_lengths())
         gaps = times.with_flat_values((each - times.flat_values).clamp(min=0))
         self._put(name + ".gap", _cut(self._bucketed(name + ".gap", gaps, one.gaps), one), found)
 
@@ -373,25 +402,34 @@ class RawReader:
         _check_finite(name, column, numbers, found)
         lengths = numbers.row_lengths()
         rows = numbers.nrows
-        if len(numbers.flat_values) == rows * one.width and bool((lengths == one.width).all()):
-            made = _scaled(one, numbers.flat_values.to(torch.float32).view(rows, one.width))
+        values = numbers.flat_values.to(torch.float32)
+        if len(values) == rows * one.width and bool((lengths == one.width).all()):
+            given = values.view(rows, one.width)
         else:
-            wrong = (lengths != one.width) & (lengths != 0 if one.missing is not None else True)
+            wrong = (lengths != one.width) & (lengths != 0)
             found.blame(
                 wrong.nonzero().squeeze(1),
                 rows,
                 lambda row: BadReason(
-                    f"features.{name}: column {column!r} has … numbers, not {one.width}"
-                    + ("" if int(lengths[row]) else "; say what an empty cell means with `missing`"),
+                    f"features.{name}: column {column!r} has … numbers, not {one.width}",
                     str(int(lengths[row])),
                 ),
             )
-            made = torch.full((rows, one.width), 0.0 if one.missing is None else one.missing)
+            given = torch.full((rows, one.width), torch.nan)
             whole = lengths == one.width
             places = ranges(numbers.row_splits[:-1][whole], lengths[whole])
-            made[whole] = _scaled(one, numbers.flat_values[places].to(torch.float32).view(-1, one.width))
-            if column in records.columns and one.missing is not None:
-                found.empty[name] = int((lengths == 0).sum()) * (1 if rows == found.size else found.size)
+            given[whole] = values[places].view(-1, one.width)
+        made, gone = _scaled(one, given), given.isnan()
+        if bool(gone.any()):
+            without = gone.any(1)
+            if one.missing is None:
+                reason = (
+                    f"features.{name}: column {column!r} has no value; say what that means with `missing`"
+                )
+                found.blame(without.nonzero().squeeze(1), rows, lambda _: reason)
+            elif column in records.columns:
+                found.empty[name] = int(without.sum()) * (1 if rows == found.size else found.size)
+            made = made.masked_fill(gone, one.missing or 0.0)
         found.floats[name] = made if rows == found.size else made.expand(found.size, one.width)
 
     def _label(self, task: str, label: Label, records: RawColumns, found: Reading) -> None:
@@ -399,16 +437,17 @@ class RawReader:
         if column not in records.columns:
             return
         raw = records[column]
-        if raw.dtype is torch.uint8:
+        if raw.dtype is torch.uint8 and len(raw.flat_values):
             raise DataError(f"labels.{task}: column {column!r} must hold numbers, got {_said(raw)}")
-        numbers = raw.flat_values.to(torch.float32)
-        values = raw.with_flat_values(numbers).to_padded(label.position + 1, float("nan"))[:, label.position]
-        if not bool(numbers.isfinite().all()):
-            lengths = raw.row_lengths()
-            rows = torch.repeat_interleave(torch.arange(raw.nrows), lengths)[~numbers.isfinite()]
-            found.blame(
-                rows, found.size, lambda row: BadReason(f"label {column!r} is …", str(_row(raw, row)))
-            )
+        if raw.dtype is torch.uint8:
+            raw = _empty(torch.float32, found.size)
+        numbers = raw.with_flat_values(raw.flat_values.to(torch.float32))
+        values = numbers.to_padded(label.position + 1, float("nan"))[:, label.position]
+        found.blame(
+            values.isinf().nonzero().squeeze(1),
+            found.size,
+            lambda row: BadReason(f"label {column!r} is …", str(_row(raw, row))),
+        )
         if column not in self._spec.optional and bool(values.isnan().any()):
             where = f" at position {label.position}" if label.position else ""
             found.no_label[column] = reason = f"label {column!r} is empty{where}"
@@ -442,10 +481,7 @@ class RawReader:
             return None
         if column not in records.columns:
             return _empty(torch.int64, found.size)
-        raw = records[column]
-        if raw.dtype is torch.uint8:
-            raise DataError(f"event_time: column {column!r} must hold Unix seconds, got {_said(raw)}")
-        times = raw.with_flat_values(raw.flat_values.long())
+        times = self._times(f"event time {column!r}", column, records[column], None, found)
         seconds = times.flat_values
         if len(seconds) and not 0 <= int(seconds.min()) <= int(seconds.max()) <= MAX_EVENT_TIME:
             wrong = (seconds < 0) | (seconds > MAX_EVENT_TIME)
@@ -458,13 +494,47 @@ class RawReader:
         found.event_times = seconds
         return times
 
+    def _times(
+        self, what: str, column: str, raw: RaggedTensor, separator: str | None, found: Reading
+    ) -> RaggedTensor:
+        """Return a column of times as Unix seconds.
+
+        Args:
+            what: Holds them, as a message begins.
+        """
+        unit = self._spec.event_time_unit
+        given = _present(raw) if raw.dtype is torch.float32 else raw
+        times = read_times(given, unit, separator)
+        if unit == "auto":
+            self._recognised.say(column, times, setting="event_time_unit")
+        if raw.dtype is torch.float32 and bool((times.seconds.flat_values > _EXACT).any()):
+            self._recognised.warn_of_rounding(column)
+        if bool(times.wrong.any()):
+            of = times.seconds
+            rows = torch.repeat_interleave(torch.arange(of.nrows), of.row_lengths())[times.wrong]
+            wanted = "ISO 8601, such as 2024-05-01T10:00:00Z" if unit in ("auto", "iso") else "ISO 8601"
+            known = "" if unit == "iso" else f", or a Unix time{'' if unit == 'auto' else f' in {unit}'}"
+            found.blame(
+                rows,
+                of.nrows,
+                lambda row: BadReason(
+                    f"{what} has …, which is no time: expected {wanted}{known}",
+                    _cell(given, row) if given.dtype is torch.uint8 else str(_row(given, row)),
+                ),
+            )
+        return times.seconds
+
     def _raw(
         self, records: RawColumns, column: str, dtype: torch.dtype, as_it_is: bool = True
     ) -> RaggedTensor:
         """Return a column, of one row where it is shared and `as_it_is`; without values if not there."""
+        declared = self._spec.columns.get(column, dtype)
+        dtype = torch.int64 if declared is TIME else declared
         if column not in records.columns:
-            return _empty(self._spec.columns.get(column, dtype), records.size)
-        return records.columns[column] if as_it_is else records[column]
+            return _empty(dtype, records.size)
+        raw = records.columns[column] if as_it_is else records[column]
+        # Without a value, nothing in a column says of what type it is: a file may have guessed.
+        return raw if raw.dtype is dtype or len(raw.flat_values) else _empty(dtype, raw.nrows)
 
 
 def _whole(name: str, column: str, raw: RaggedTensor, separator: str | None, found: Reading) -> RaggedTensor:
@@ -505,15 +575,49 @@ def numbers_of(
 
 
 def _check_finite(name: str, column: str, numbers: RaggedTensor, found: Reading) -> None:
+    """Name the records that have an infinite number; NaN is a missing one."""
     values = numbers.flat_values
-    if not values.is_floating_point() or bool(values.isfinite().all()):
+    if not values.is_floating_point() or not bool(values.isinf().any()):
         return
-    rows = torch.repeat_interleave(torch.arange(numbers.nrows), numbers.row_lengths())[~values.isfinite()]
+    rows = torch.repeat_interleave(torch.arange(numbers.nrows), numbers.row_lengths())[values.isinf()]
     found.blame(
         rows,
         numbers.nrows,
         lambda row: BadReason(f"features.{name}: column {column!r} is …", str(_row(numbers, row))),
     )
+
+
+def _present(numbers: RaggedTensor) -> RaggedTensor:
+    """Return a column without the numbers that are missing."""
+    values = numbers.flat_values
+    if not values.is_floating_point() or not bool(values.isnan().any()):
+        return numbers
+    there = ~values.isnan()
+    before = torch.zeros(len(values) + 1, dtype=torch.int64)
+    torch.cumsum(there, 0, out=before[1:])
+    return RaggedTensor(values[there], before[numbers.row_splits], validate=False)
+
+
+def _only_rows(column: RaggedTensor, kept: Tensor) -> RaggedTensor:
+    """Return a column with the values of some rows alone; the others are empty."""
+    if bool(kept.all()):
+        return column
+    lengths = torch.where(kept, column.row_lengths(), 0)
+    places = ranges(column.row_splits[:-1], lengths)
+    return RaggedTensor.from_row_lengths(column.flat_values[places], lengths, validate=False)
+
+
+def _or_ones(weights: RaggedTensor, ids: RaggedTensor) -> RaggedTensor:
+    """Return weights with ones for the ids of records that have none at all."""
+    mine = weights.row_lengths()
+    without = (mine == 0) & (ids.row_lengths() > 0)
+    values = weights.flat_values.to(torch.float32)
+    if not bool(without.any()):
+        return weights.with_flat_values(values)
+    lengths = torch.where(without, ids.row_lengths(), mine)
+    made = torch.ones(int(lengths.sum()))
+    made[torch.repeat_interleave(~without, lengths)] = values
+    return RaggedTensor.from_row_lengths(made, lengths, validate=False)
 
 
 def _check_lengths(name: str, column: str, items: RaggedTensor, others: RaggedTensor, found: Reading) -> None:
