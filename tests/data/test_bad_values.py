@@ -62,7 +62,7 @@ def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
 def test_where_most_times_are_wrong_the_column_is(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TooManyBadRecordsError, match=r"4 of 4 .*milliseconds\? It would be 2023-11-14"):
         list(Pipeline(source(*[NOW * 1000] * 4)).to_batches(SPEC))
-    assert "left out 4 of 4 records" in caplog.messages[0]
+    assert caplog.messages[-1].startswith("left out 4 of 4 records: 4: event time 'time'")
 
 
 def test_the_share_is_a_setting_and_judged_when_there_is_something_to_judge() -> None:
@@ -76,10 +76,30 @@ def test_the_share_is_a_setting_and_judged_when_there_is_something_to_judge() ->
         BatchSpec(ids=(), max_bad=1.5)
 
 
-def test_warnings_are_few(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cause_is_said_when_it_is_first_seen_and_counted_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     times = [NOW * 1000 if i % 20 == 3 else NOW for i in range(2000)]
     list(Pipeline(source(*times)).to_batches(SPEC))
-    assert len(caplog.messages) == 7  # at 1, 2, 4 and on to 64 of 100
+    first, last = caplog.messages
+    assert first.startswith("a record of the first 4 is left out: event time 'time' must be Unix seconds")
+    assert last.startswith("left out 100 of 2,000 records: 100: event time 'time' must be Unix seconds")
+
+
+def test_a_label_that_is_nan_is_one_that_is_not_there() -> None:
+    spec = replace(SPEC, labels={"a": ("label", 0), "b": ("label", 1)}, event_time=None, max_bad=0.5)
+    nan = float("nan")
+    some = records(item=[[1], [2], [3], [4]], label=[[1.0, nan], [nan, 0.0], [nan, nan], []])
+    stream = Pipeline(MemorySource(some, batch_size=4)).to_batches(spec)
+    (batch,) = stream
+    assert batch.ids["item"].to_list() == [[1], [2]]
+    assert bad_records(stream) == {"label 'label' is empty": 2}
+
+
+def test_a_number_that_is_missing_is_a_zero() -> None:
+    some = records(item=[[1], [2], [3]], x=[[1.0, 2.0], [float("nan"), 3.0], []])
+    spec = BatchSpec(ids=("item",), floats={"x": 2}, labels={}, event_time=None)
+    assert make_batch(some, spec).floats["x"].tolist() == [[1.0, 2.0], [0.0, 3.0], [0.0, 0.0]]
 
 
 def test_they_are_counted_and_quarantined_by_the_source_below_whatever_stages(tmp_path: Path) -> None:

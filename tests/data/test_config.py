@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
-from monolith.data import DataConfig, DataServiceConfig
+from monolith.config import config_from_mapping
+from monolith.data import DataConfig, DataServiceConfig, DataSplit, Pipeline
 from monolith.data.config import FormatName
 from monolith.data.formats import FORMATS, FramedFormat, Framing
+from monolith.data.kafka.config import TopicsConfig
+from monolith.data.kafka.messages import CsvMessages
+from monolith.data.layers import is_live
 from monolith.errors import ConfigError, DataError
+from monolith.feature.spec.times import TIME
 
 
 def write(path: Path, *numbers: int) -> None:
@@ -116,3 +124,93 @@ def test_a_data_service_is_read_where_it_is_enabled() -> None:
     assert source.position()["trainer"] == "trainer"
     with pytest.raises(ConfigError, match="prefetch: must be at least 1"):
         DataServiceConfig(prefetch=0)
+
+
+# Live data
+
+TOPICS = {"servers": ["k:9092"], "topics": ["clicks"], "group": "train"}
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"watch": "a/*.csv", "path": "b.csv"}, "both say what to train on"),
+        ({"watch": "a/*.csv", "kafka": TOPICS, "train": "c"}, "all say what to train on"),
+        ({"watch": "a/*.csv", "queue": "q"}, "a queue, days and a pattern are for files that are there"),
+        ({"kafka": TOPICS, "split": {"evaluate": 0.1}}, "nothing of them can be held back"),
+        ({"path": "a.csv", "stop_after": "1s"}, "set watch"),
+        ({"watch": "a/*.csv", "max_wait": "-1s"}, "must not be negative"),
+        ({"kafka": {**TOPICS, "format": "csv"}}, "columns names the fields of messages in csv"),
+        ({"kafka": {**TOPICS, "columns": ["a"]}}, "columns names the fields of messages in csv"),
+        ({"kafka": {**TOPICS, "poll_batch": 7}}, "as task.batch_size says"),
+        ({"kafka": {**TOPICS, "batch_wait": "1s"}}, "as data.max_wait says"),
+    ],
+)
+def test_what_does_not_go_together_in_live_data_is_refused(given: dict[str, object], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        config_from_mapping(DataConfig, given, "the config")
+
+
+def test_a_watch_reads_lines_as_they_come_and_whole_files_of_other_formats(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("n,other\n1,x\n2,")
+    config = DataConfig(watch=f"{tmp_path}/*.csv", stop_after=timedelta())
+    source = config.source(8, types={"n": torch.int64})
+    assert [records["n"].flat_values.tolist() for records in source] == [[1]]
+    position = source.position()
+    with path.open("a") as file:
+        file.write("y\n3,z\n")
+    again = config.source(8, types={"n": torch.int64})
+    again.restore(position)
+    assert [records["n"].flat_values.tolist() for records in again] == [[2, 3]]
+    assert is_live(Pipeline(again))
+    assert not is_live(DataConfig(path=str(path)).source(8))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as packed:
+        packed.write('{"n": 4}\n')
+    whole = DataConfig(watch=f"{tmp_path}/*.jsonl.gz", stop_after=timedelta())
+    assert numbers(whole) == [4]
+
+
+def test_records_that_are_watched_are_held_back_and_evaluated_on_as_those_of_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(100)))
+    split = DataSplit(evaluate=0.3)
+    config = DataConfig(watch=f"{tmp_path}/*.csv", split=split, stop_after=timedelta())
+    types = {"n": torch.int64}
+    found = {
+        part: [n for records in config.pipeline(part, 8, types=types) for [n] in records["n"].to_list()]
+        for part in ("train", "evaluate")
+    }
+    assert sorted(found["train"] + found["evaluate"]) == list(range(100))
+    assert 10 < len(found["evaluate"]) < 50
+
+
+def test_messages_of_topics_are_decoded_as_the_features_say() -> None:
+    types = {"user": torch.uint8, "price": torch.float32, "at": TIME}
+    made = {
+        "json": (b'{"price": 0.5, "user": "u1", "page": 7, "at": 1700000000.5}', b'{"price": "cheap"}', {}),
+        "csv": (b'7,"u1",0.5,1700000000.5', b"7,u1,cheap,", {"columns": ("page", "user", "price", "at")}),
+    }
+    for form, (good, bad, options) in made.items():
+        topics = TopicsConfig(
+            servers=("k",),
+            topics=("t",),
+            group="g",
+            format=form,  # type: ignore[arg-type]
+            **options,
+        )
+        records, refused = topics.decoder(types)([good, bad, good + b"\n"])
+        assert records.strings("user") == [[b"u1"], [b"u1"]], form
+        assert records["price"].flat_values.tolist() == [0.5, 0.5]
+        assert records.strings("at") == [[b"1700000000.5"]] * 2  # a float32 would be some minutes off
+        assert [one.place for one in refused] == [1]
+    several = [b"1,2\n3,4", b"", b'1,"2', b"5", b"6,7"]
+    records, refused = CsvMessages(("a", "b"), {"b": int})(several)
+    assert records["b"].flat_values.tolist() == [7]
+    assert [(one.place, str(one.reason)) for one in refused] == [
+        (0, "not one line of CSV: several lines"),
+        (1, "not one line of CSV: nothing"),
+        (2, "not one line of CSV: an open quote"),
+        (3, "not CSV as declared: 1 fields instead of 2"),
+    ]
+    with pytest.raises(ConfigError, match="no field 'c'; the fields of a message are a, b"):
+        CsvMessages(("a", "b"), {"c": int})

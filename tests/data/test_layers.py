@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from monolith.data import (
     ArrowSource,
     BatchSpec,
+    DriftingStream,
     FileSource,
+    IterableSource,
     MemorySource,
     Pipeline,
     ShuffleConfig,
+    Watch,
     fraction_read,
     keep_columns,
     known_size,
@@ -21,6 +25,7 @@ from monolith.data import (
 from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.format import Format
 from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat, TfRecordFormat
+from monolith.data.layers import is_live
 from monolith.data.transforms import NegativeDownsample
 from monolith.errors import DataError
 
@@ -174,3 +179,20 @@ def test_tables_in_memory_know_their_part() -> None:
     table = pytest.importorskip("pyarrow").table(COLUMNS)
     arrow = ArrowSource(table, batch_size=2, epochs=2, shuffle=ShuffleConfig(seed=1))
     assert fractions(arrow) == [0.2, 0.4, 0.6, 0.8, 1.0]
+
+
+def test_what_was_there_already_is_not_live(tmp_path: Path) -> None:
+    files = [str(tmp_path / "x.csv")]
+    at_rest = [
+        memory().rebatch(3).to_batches(SPEC).prefetch(1),
+        FileSource(files, CsvFormat(), batch_size=2),
+        ArrowSource(pa.table(COLUMNS), batch_size=2),
+        DriftingStream(),
+    ]
+    as_they_come = [
+        FileSource(Watch(files), CsvFormat(), batch_size=2),
+        IterableSource(lambda: iter([{"item": 1}]), batch_size=2),
+        object(),  # a source of somebody's own
+    ]
+    assert [is_live(one) for one in at_rest] == [False] * 4
+    assert [is_live(one) for one in as_they_come] == [True] * 3

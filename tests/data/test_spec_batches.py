@@ -36,7 +36,7 @@ SPEC = FeatureSpec(
 CSV = """user,item,tags,price,label,comment
 ann,3,a|b,1.5,1,x
 007,4,,,0,y
-bob,5,b,nan,1,z
+bob,5,b,inf,1,z
 """
 
 
@@ -70,7 +70,11 @@ def test_bad_records_are_kept_by_the_source_and_said(caplog: pytest.LogCaptureFi
     (batch,) = Pipeline(source).to_batches(one)
     assert batch.floats["x"].tolist() == [[1.0], [2.0]]
     assert [bad.reason for bad in kept] == ["features.x: column 'x' is [inf]"]
-    assert "left out 1 of 3 records so far: features.x" in caplog.text
+    assert caplog.messages == [
+        "a record of the first 3 is left out: features.x: column 'x' is … (the first: [inf]). More like it "
+        "are counted.",
+        "left out 1 of 3 records: 1: features.x: column 'x' is … (the first: [inf])",
+    ]
 
 
 def test_cells_that_are_empty_are_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,25 +84,25 @@ def test_cells_that_are_empty_are_counted_and_said(caplog: pytest.LogCaptureFixt
         (batch,) = Pipeline(ListSource([some])).to_batches(one)
         assert batch.floats["x"].tolist() == [[1.0], [-1.0], [-1.0]]
     assert one.reader.empty.counts == {"x": 6}
-    said = [text for text in caplog.messages if "empty cell" in text]
-    assert [text.split(" so far")[0] for text in said] == [
-        "features.x: 2 of 3 records",
-        "features.x: 4 of 6 records",
-    ]
-    assert "reads as its `missing`, -1." in said[0]
+    assert caplog.messages[0].startswith("a record of the first 4 is left out: features.y")
+    assert caplog.messages[1].startswith("left out 1 of 4 records: 1: features.y")
+    (said,) = caplog.messages[2:]
+    assert said.startswith(
+        "of 3 records so far, some have no number in these features: x: 2 (read as -1). Where that is wrong"
+    )
 
 
 def test_a_record_without_a_label_is_bad_and_its_line_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = CSV.replace("007,4,,,0,y", "007,4,,,,y").replace("nan", "2.5")
+    text = CSV.replace("007,4,,,0,y", "007,4,,,,y").replace("inf", "2.5")
     batches = Pipeline(csv(tmp_path, text)).to_batches(SPEC)
     (batch,) = batches
     assert batch.ids["item"].to_list() == [[3], [5]]
     assert batch.label.tolist() == [1.0, 1.0]
     empty = f"label 'label' is empty (the first: line 3 of {tmp_path / 'some.csv'})"
     assert bad_records(batches) == {empty: 1}
-    assert f"left out 1 of 3 records so far: {empty}" in caplog.text
+    assert f"left out 1 of 3 records: 1: {empty}" in caplog.text
     strict = FeatureSpec(features=SPEC.features, max_bad=0.0)
     with pytest.raises(TooManyBadRecordsError, match=r"examples\.max_bad of the config"):
         list(Pipeline(csv(tmp_path)).to_batches(strict))
@@ -126,13 +130,13 @@ def test_reasons_with_values_in_them_are_told_apart_as_far_as_they_are_few() -> 
 
 def test_a_batch_of_bad_records_alone_is_passed_over() -> None:
     one = FeatureSpec(features={"x": FloatFeature()}, labels={}, max_bad=0.5)
-    parts = [records(x=[[float("nan")]]), records(x=[[1.0], [2.0]])]
+    parts = [records(x=[[float("inf")]]), records(x=[[1.0], [2.0]])]
     assert [len(batch) for batch in Pipeline(ListSource(parts)).to_batches(one)] == [2]
 
 
 def test_too_many_bad_records_end_the_run(tmp_path: Path) -> None:
     strict = FeatureSpec(features=SPEC.features, max_bad=0.0)
-    with pytest.raises(TooManyBadRecordsError, match=r"1 of 3 records cannot be read as.*nan"):
+    with pytest.raises(TooManyBadRecordsError, match=r"1 of 3 records cannot be read as.*inf"):
         list(Pipeline(csv(tmp_path)).to_batches(strict))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from monolith.data import Records, concat
 from monolith.data.config import DataConfig, DataSplit, Part
+from monolith.data.formats.memory import to_records
 from monolith.data.splitting import fractions, kept_for
 from monolith.errors import ConfigError, DataError
 from monolith.tensors import RaggedTensor
@@ -73,10 +75,39 @@ def test_by_time_parts_follow_each_other() -> None:
     assert kept == [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9]]
 
 
-def test_by_time_needs_a_number_in_each_record() -> None:
+@pytest.mark.parametrize(
+    ("times", "at"),
+    [
+        (["2024-04-30", "2024-05-01T10:00:00Z", "", "2024-05-01 13:00+02:00"], "2024-05-01T10:00:00"),
+        (["2024-04-30", "2024-05-01T10:00:00Z", "", "2024-05-01 13:00+02:00"], 1714557600),
+        ([1714435200, 1714557600, None, 1714561200], "2024-05-01T12:00+02:00"),
+        ([1714435200000, 1714557600000, None, 1714561200000], "2024-05-01T10:00:00Z"),
+        (["1714435200000", "1714557600000", None, "1714561200000"], 1714557600000),
+        ([3, 6, None, 7], 6),
+        (["3", "6", None, "7"], 6.0),
+    ],
+)
+def test_times_may_be_texts_timestamps_or_any_number(times: list[Any], at: Any) -> None:
+    data, split = to_records({"t": times}), DataSplit(time="t", evaluate_from=at)
+    kept = [kept_for(part, split)(data).tolist() for part in ("train", "evaluate")]
+    assert kept == [[True, False, True, False], [False, True, False, True]]  # without a time: trained on
+
+
+def test_a_share_is_the_same_whether_unix_times_are_numbers_or_texts() -> None:
+    numbers = list(range(1_714_557_600, 1_714_557_700))
+    shares = [
+        kept_for("evaluate", DataSplit(evaluate=0.5), times=["t"])(to_records({"t": times})).tolist()
+        for times in (numbers, list(map(str, numbers)))
+    ]
+    assert shares[0] == shares[1]
+
+
+def test_by_time_needs_times() -> None:
     split = DataSplit(time="user", evaluate_from=6)
-    with pytest.raises(DataError, match="column 'user' holds texts"):
+    with pytest.raises(DataError, match="column 'user' has 'user 0', which is neither a time nor a number"):
         kept_for("train", split)(records(3))
+    with pytest.raises(DataError, match="several values in column 't'"):
+        kept_for("train", DataSplit(time="t", evaluate_from=6))(to_records({"t": [[1, 2]]}))
     with pytest.raises(DataError, match="none of the columns age"):
         kept_for("train", DataSplit(evaluate=0.5, by=("age",)))(records(3))
 
@@ -88,6 +119,7 @@ def test_by_time_needs_a_number_in_each_record() -> None:
         ({"evaluate": 1.0}, "from 0 to below 1"),
         ({"evaluate": 0.6, "predict": 0.4}, "leave nothing to train on"),
         ({"evaluate_from": 3}, "set time"),
+        ({"time": "t", "evaluate_from": "yesterday"}, "a time such as 2024-05-01T10:00:00Z, got 'yesterday'"),
         ({"time": "t"}, "set the value from which"),
         ({"time": "t", "evaluate_from": 3, "evaluate": 0.1}, "not by both"),
         ({"time": "t", "evaluate_from": 3, "predict_from": 2}, "comes after"),

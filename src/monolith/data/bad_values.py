@@ -1,9 +1,8 @@
 """Bad values: records that can be read, and that a model must not be trained on.
 
-An event time in milliseconds where seconds are expected, before 1970 or beyond what a row can keep; a label
-that is NaN, infinite or not there. Such a record is as bad as one that cannot be read: it is left out,
-counted, and kept by the source for whoever looks into it. One of them does not end a run; where they are
-many, the column is wrong.
+An event time that is none, before 1970 or beyond what a row can keep; a label that is infinite or not there.
+Such a record is as bad as one that cannot be read: it is left out, counted, and kept by the source for
+whoever looks into it. One of them does not end a run; where they are many, the column is wrong.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 
 from monolith.data.format import BadRecord
-from monolith.data.records import BatchSpec, Records, not_finite, timely
+from monolith.data.records import BatchSpec, Records, infinite_rows, timely
 from monolith.errors import TooManyBadRecordsError
 from monolith.feature.spec.reading import BadReason
-from monolith.observe import Doublings
 from monolith.table.arguments import is_second
 
 _log = logging.getLogger(__name__)
@@ -53,8 +51,8 @@ class BadTally:
         """Note where the first record is that is bad for a reason."""
         self._places[reason] = where
 
-    def add(self, reason: str) -> None:
-        """Count a record."""
+    def add(self, reason: str) -> str:
+        """Count a record, and return the cause."""
         cause = reason
         if isinstance(reason, BadReason):
             cause = reason.cause
@@ -62,6 +60,7 @@ class BadTally:
         if cause not in self.counts and len(self.counts) >= self.REASONS:
             cause = self.OTHER
         self.counts[cause] = self.counts.get(cause, 0) + 1
+        return cause
 
     def describe(self, reason: str) -> str:
         """Return a cause with the place, or the values, of the first record, if they are known."""
@@ -74,13 +73,16 @@ class BadTally:
 
 
 class BadRecords:
-    """Leaves bad records out, as long as they are few: keeps them, counts them, and says so now and then.
+    """Leaves bad records out, as long as they are few: keeps them, and counts them.
+
+    The log has one line for each cause, when it is first seen, and one at the end with all counts.
 
     Args:
         max_bad: The share of records that may be bad.
         set_aside: Given them, with their values as JSON.
         what: Is wrong with them, and `advice` what to do, for the error that ends a run.
         first_empty: Given a column, says where its first empty cell is, as far as somebody knows.
+        told: Causes that were logged before, by an earlier pass over the same kind of data; grows.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class BadRecords:
         what: str,
         advice: str,
         first_empty: Callable[[str], str | None] = lambda _: None,
+        told: set[str] | None = None,
     ) -> None:
         self._max_bad = max_bad
         self._set_aside = set_aside
@@ -99,7 +102,8 @@ class BadRecords:
         self._first_empty = first_empty
         self.tally = BadTally()
         """Why they were left out."""
-        self._doublings = Doublings()
+        self._told = set() if told is None else told
+        self._is_news = False
         self._records = 0
         self._last = ""
         self.count = 0
@@ -127,21 +131,38 @@ class BadRecords:
         for column, reason in (empty or {}).items():
             if not self.tally.knows(reason):
                 self.tally.place(reason, self._first_empty(column))
-        for reason in bad.values():
-            self.tally.add(reason)
+        causes = dict.fromkeys([self.tally.add(reason) for reason in bad.values()])
         self._last = self.tally.describe(list(bad.values())[-1])
         self._set_aside(
             [BadRecord(row, why, _as_json(records.take(torch.tensor([row])))) for row, why in bad.items()]
         )
-        if self._doublings.due(self.count):
-            _log.warning("left out %d of %d records so far: %s", self.count, self._records, self._last)
+        for cause in causes:
+            if cause not in self._told:
+                self._told.add(cause)
+                self._is_news = True
+                _log.warning(
+                    "a record of the first %s is left out: %s. More like it are counted.",
+                    f"{self._records:,}",
+                    self.tally.describe(cause),
+                    extra={"cause": str(cause)},  # an evaluation counts for itself, and finds the same
+                )
         self.judge(at_end=False)
         fine = torch.ones(len(records), dtype=torch.bool)
         fine[torch.tensor(list(bad))] = False
         return records.keep(fine)
 
     def judge(self, *, at_end: bool) -> None:
-        """Refuse to go on if too many are bad."""
+        """Refuse to go on if too many are bad; at the end, say how many were."""
+        if at_end and self._is_news:
+            self._is_news = False
+            said = "; ".join(f"{count:,}: {why}" for why, count in self.tally.described().items())
+            _log.warning(
+                "left out %s of %s records: %s",
+                f"{self.count:,}",
+                f"{self._records:,}",
+                said,
+                extra={"cause": f"left out: {', '.join(map(str, self.tally.counts))}"},
+            )
         most = self._max_bad
         if self.count > most * self._records and (at_end or self._records >= _AFTER or most == 0):
             raise TooManyBadRecordsError(
@@ -191,7 +212,7 @@ class BadValues:
         fine = timely(records, self._spec.event_time)
         for name in self._labels:
             if name in records.columns and name not in records.shared:
-                fine &= ~not_finite(records[name])
+                fine &= ~infinite_rows(records[name])
         without = self._without_labels(records)
         if bool((fine & ~without).all()):
             return records
@@ -211,7 +232,11 @@ class BadValues:
         for column, position in spec.labels.values():
             if column not in records.columns:
                 return torch.zeros(len(records), dtype=torch.bool)  # whoever looks for columns says so
-            without &= records[column].row_lengths() <= position
+            numbers = records[column]
+            if numbers.dtype is torch.uint8:
+                return torch.zeros(len(records), dtype=torch.bool)  # texts: whoever makes the batch says so
+            labels = numbers.with_flat_values(numbers.flat_values.to(torch.float32))
+            without &= labels.to_padded(position + 1, torch.nan)[:, position].isnan()
         return without
 
     @property
@@ -233,7 +258,7 @@ class BadValues:
         if not bool(timely(record, column).all()):
             wrong = next(time for time in record[column].flat_values.tolist() if not is_second(time))
             return BadReason.of_time(column, int(wrong))
-        name = next(name for name in self._labels if bool(not_finite(record[name]).any()))
+        name = next(name for name in self._labels if bool(infinite_rows(record[name]).any()))
         return BadReason(f"label {name!r} is …", ", ".join(map(str, record[name].flat_values.tolist())))
 
 

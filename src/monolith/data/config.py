@@ -1,4 +1,4 @@
-"""What a run says of the data its task reads: files, or a data service. Kafka has a config of its own.
+"""What a run says of the data its task reads: files, files that are watched, topics, or a data service.
 
 A task takes one as a setting and makes a source of it when it is asked for its dataset:
 
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from monolith.config import Checked, Problem
+from monolith.data.kafka.config import TopicsConfig
 from monolith.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from monolith.data.files.source import FileSource
     from monolith.data.format import Format
+    from monolith.data.kafka import KafkaSource
     from monolith.data.pipeline import Pipeline
     from monolith.data.service import DataServiceSource
     from monolith.data.service.flight import PortGuard
@@ -46,8 +48,26 @@ FormatName = Literal[
 ]
 """The names of `FORMATS`."""
 
+_LOOK_EVERY = timedelta(seconds=1)
+"""How often is looked for files that appear whole."""
+
 Part = Literal["train", "evaluate", "predict"]
 """What a part of the data is for."""
+
+
+def moment_of(at: float | str) -> float:
+    """Return a number as it is, and a time in ISO 8601 as its Unix second; without a zone it is UTC.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if not isinstance(at, str):
+        return at
+    try:
+        return float(at)
+    except ValueError:
+        moment = datetime.fromisoformat(at)
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +88,13 @@ class DataSplit(Checked):
     seed: int = 0
     """Another seed is another choice."""
     time: str | None = None
-    """A column of numbers, such as Unix seconds: the parts then follow each other by it."""
-    evaluate_from: float | None = None
-    """The value of the time column from which records are evaluated on."""
-    predict_from: float | None = None
-    """The value of the time column from which records are predicted."""
+    """A column of times, or of other numbers: the parts then follow each other by it. A record without a
+    value there is trained on."""
+    evaluate_from: float | str | None = None
+    """The value of the time column from which records are evaluated on: a number, or a time such as
+    2024-05-01T10:00:00Z, which is UTC without a zone."""
+    predict_from: float | str | None = None
+    """The value of the time column from which records are predicted, likewise."""
 
     def problems(self) -> Iterator[Problem]:
         for name in ("evaluate", "predict"):
@@ -81,7 +103,14 @@ class DataSplit(Checked):
         if self.evaluate + self.predict >= 1:
             yield Problem(("evaluate", "predict"), "the shares leave nothing to train on")
         shares = self.evaluate or self.predict
-        moments = [at for at in (self.evaluate_from, self.predict_from) if at is not None]
+        moments = []
+        for name in ("evaluate_from", "predict_from"):
+            at = getattr(self, name)
+            try:
+                moments += [] if at is None else [moment_of(at)]
+            except ValueError:
+                yield Problem((name,), f"must be a number or a time such as 2024-05-01T10:00:00Z, got {at!r}")
+                return
         if self.time is None and moments:
             yield Problem(("evaluate_from", "predict_from"), "these are values of a time column: set time")
         if self.time is None and not shares:
@@ -109,13 +138,24 @@ class DataSplit(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(Checked):
-    """The files that a task reads."""
+    """The files, or the stream, that a task reads."""
 
     path: str | None = None
     """All of the data: a file, a folder with `pattern` or dates below it, or a path with * and {DATE(...)} in
     it."""
     train: str | None = None
     """What to train on, in place of path, where there are files for each purpose."""
+    watch: str | None = None
+    """What to train on as it comes, in place of path: a path with * in it. Files that appear are read, and
+    what is appended to CSV, TSV and JSON lines. Other formats, and compressed files, must appear whole."""
+    kafka: TopicsConfig | None = None
+    """What to train on as it comes, in place of path: topics."""
+    max_wait: timedelta = timedelta(milliseconds=50)
+    """How long the first record of a batch waits for the rest of it, with `watch` and `kafka`; then the batch
+    is trained on as it is."""
+    stop_after: timedelta | None = None
+    """The run ends after so long without a new record, with `watch`; None waits for good. Topics have
+    kafka.stream_timeout."""
     evaluate: str | None = None
     """The files to evaluate on; None takes what `split` holds back."""
     predict: str | None = None
@@ -173,12 +213,45 @@ class DataConfig(Checked):
             yield Problem(("start_date", "end_date"), f"{self.start_date} is after {self.end_date}")
         if self.lagrangex and (self.kafka_dump or self.kafka_dump_prefix):
             yield Problem(("lagrangex", "kafka_dump", "kafka_dump_prefix"), "only one header may be set")
-        if self.path is not None and self.train is not None:
-            yield Problem(("path", "train"), "both say what to train on; give one of them")
+        trained = [name for name in ("path", "train", "watch", "kafka") if getattr(self, name) is not None]
+        if len(trained) > 1:
+            several = "both" if len(trained) == 2 else "all"
+            yield Problem(tuple(trained), f"{several} say what to train on; give one of them")
+        if self.live and (self.queue or self.start_date or self.pattern):
+            yield Problem(
+                ("watch", "kafka", "queue", "start_date", "pattern"),
+                "a queue, days and a pattern are for files that are there; give the pattern as watch",
+            )
+        if self.kafka is not None and self.split is not None:
+            yield Problem(
+                ("kafka", "split"),
+                "topics are read once, so nothing of them can be held back; name files to evaluate on",
+            )
+        if self.stop_after is not None and self.watch is None:
+            yield Problem(("stop_after", "watch"), "this is for files that are watched; set watch")
+        for name in ("max_wait", "stop_after"):
+            given = getattr(self, name)
+            if given is not None and given < timedelta(0):
+                yield Problem((name,), f"must not be negative, got {given}")
         if self.split is not None and self.evaluate is not None and self.split.has("evaluate"):
             yield Problem(("evaluate", "split"), "both say what to evaluate on; give one of them")
         if self.split is not None and self.predict is not None and self.split.has("predict"):
             yield Problem(("predict", "split"), "both say what to predict; give one of them")
+
+    @property
+    def live(self) -> bool:
+        """Whether what to train on comes as it happens, and does not end."""
+        return self.watch is not None or self.kafka is not None
+
+    def at_rest(self) -> DataConfig:
+        """Return what is there to train on now, which ends.
+
+        Raises:
+            ConfigError: It is in topics.
+        """
+        if self.kafka is not None:
+            raise ConfigError("data: topics have no end up to which they could be read first")
+        return self if self.watch is None else replace(self, path=self.watch, watch=None, stop_after=None)
 
     def part(self, part: Part) -> tuple[DataConfig, DataSplit | None, Part]:
         """Return the files for a purpose, as their `path`, and what chooses which part of them, if anything.
@@ -186,10 +259,12 @@ class DataConfig(Checked):
         Raises:
             ConfigError: Nothing says what to evaluate on.
         """
-        whole = self.train if self.path is None else self.path
+        whole = next((one for one in (self.path, self.train, self.watch) if one is not None), None)
         own = {"evaluate": self.evaluate, "predict": self.predict}.get(part)
         if own is not None:
             return self._of(own), None, part
+        if part == "train" and self.live:
+            return replace(self, evaluate=None, predict=None, split=None), self.split, part
         if part == "train" or (self.split is not None and self.split.has(part)):
             return self._of(whole), self.split, part
         if part == "predict":
@@ -200,7 +275,17 @@ class DataConfig(Checked):
         )
 
     def _of(self, path: str | None) -> DataConfig:
-        return replace(self, path=path, train=None, evaluate=None, predict=None, split=None)
+        return replace(
+            self,
+            path=path,
+            train=None,
+            watch=None,
+            kafka=None,
+            stop_after=None,
+            evaluate=None,
+            predict=None,
+            split=None,
+        )
 
     def pipeline(
         self, part: Part, batch_size: int, *, types: Mapping[str, torch.dtype] | None = None, **options: Any
@@ -216,7 +301,7 @@ class DataConfig(Checked):
             ConfigError: Nothing says what to evaluate on.
         """
         from monolith.data.pipeline import Pipeline
-        from monolith.data.splitting import kept_for, types_for
+        from monolith.data.splitting import kept_for, times_in, types_for
 
         files, split, chosen = self.part(part)
         if types is not None:
@@ -227,7 +312,10 @@ class DataConfig(Checked):
         if split is None:
             return read
         several = tuple(types) if types is not None else None
-        return read.filter(kept_for(chosen, split, several)).rebatch(batch_size)
+        times = () if types is None else times_in(types)
+        kept = read.filter(kept_for(chosen, split, several, times))
+        # To fill up the batches of a stream would be to wait for it.
+        return kept if files.live else kept.rebatch(batch_size)
 
     def patterns(self) -> list[str]:
         """Return the patterns whose files are read.
@@ -238,6 +326,8 @@ class DataConfig(Checked):
         from monolith.data.files.discovery import gen_patterns
         from monolith.filesystem import join
 
+        if self.watch is not None:
+            return [self.watch]
         if self.path is None:
             each = (
                 "; with data.train and data.evaluate, read `data.pipeline(part, ...)`" if self.train else ""
@@ -282,18 +372,25 @@ class DataConfig(Checked):
 
     def source(
         self, batch_size: int, *, types: Mapping[str, torch.dtype] | None = None, **options: Any
-    ) -> FileSource:
-        """Return a source of these files.
+    ) -> FileSource | KafkaSource:
+        """Return a source of these files, or topics.
 
         Args:
-            types: Of columns; see `file_format`.
+            types: Of columns; see `file_format`. Messages of topics need them.
             options: As `FileSource` takes them: epochs, shuffle, bad, ...
+
+        Raises:
+            ConfigError: Messages are read without types; or an option is not for a stream.
         """
         from monolith.data.files.bad_policy import BadRecordPolicy
         from monolith.data.files.source import FileSource
         from monolith.data.files.work_queue import SharedFileQueue
 
+        if self.kafka is not None:
+            return self._topics(self.kafka, batch_size, types, options)
         options = {"bad": BadRecordPolicy(max_share=self.max_bad), **options}
+        if self.watch is not None:
+            return self._watched(self.watch, batch_size, types, options)
         files = self.files()
         form = self.file_format(files[0], types)
         columns = self.columns or None
@@ -302,6 +399,40 @@ class DataConfig(Checked):
         queue = SharedFileQueue(self.queue)
         queue.add(files)
         return FileSource(queue, form, batch_size=batch_size, columns=columns, **options)
+
+    def _watched(
+        self, pattern: str, batch_size: int, types: Mapping[str, torch.dtype] | None, options: dict[str, Any]
+    ) -> FileSource:
+        from monolith.data.files.discovery import Watch
+        from monolith.data.files.growing import can_grow
+        from monolith.data.files.source import FileSource
+
+        form = self.file_format(pattern, types)
+        grows = can_grow(form, [pattern])
+        watch = Watch(pattern, grows=grows, every=None if grows else _LOOK_EVERY, stop_after=self.stop_after)
+        columns = self.columns or None
+        return FileSource(
+            watch, form, batch_size=batch_size, columns=columns, max_wait=self.max_wait, **options
+        )
+
+    def _topics(
+        self,
+        topics: TopicsConfig,
+        batch_size: int,
+        types: Mapping[str, torch.dtype] | None,
+        options: dict[str, Any],
+    ) -> KafkaSource:
+        from monolith.data.kafka import KafkaSource
+
+        if types is None or options:
+            found = "no types of columns" if types is None else f"the options {', '.join(options)}"
+            raise ConfigError(
+                f"data.kafka: messages are read by the types that features say, and this task gives {found}; "
+                "leave the task to the config, or take a setting of type KafkaConfig"
+            )
+        if self.columns:
+            types = {name: dtype for name, dtype in types.items() if name in self.columns}
+        return KafkaSource(topics.reading(batch_size, self.max_wait), topics.decoder(types))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self, runtime_checkable
 
 from monolith.data.records import Records
 
@@ -55,7 +55,8 @@ class Format(Protocol):
         """Yield the records of a file from a place on.
 
         Args:
-            start: 0, or `next` of a chunk of the same file.
+            start: 0, or `next` of a chunk of the same file. The chunk that begins there has the same records
+                whether reading came from before or begins with it.
             columns: To read; None for all. Those that a file does not have are passed over.
 
         Raises:
@@ -65,3 +66,26 @@ class Format(Protocol):
 
     def writer(self, path: str) -> AbstractContextManager[RecordWriter]:
         """Open a file to write. It appears under its name when the block ends well, and not otherwise."""
+
+
+@runtime_checkable
+class SplittableFormat(Format, Protocol):
+    """A format whose files can be read from the middle, without all that comes before.
+
+    Shuffling reads such files in pieces, in any order. A file of any other format is read from its beginning
+    to its end.
+    """
+
+    def in_pieces(self, piece_bytes: int) -> Self:
+        """Return the same format with chunks that are pieces: about so many bytes, or a row group."""
+
+    def bounds(self, path: str) -> list[int] | None:
+        """Return the places at which the pieces of a file begin and, last, at which the file ends.
+
+        `chunks(path, start=one)` yields chunks of which one ends at the next place. A file without records
+        has fewer than two places. None for a file that must be read from its beginning, since it is
+        compressed.
+
+        Raises:
+            CorruptFileError: The file cannot be read to its end.
+        """

@@ -36,4 +36,5 @@ class Kept:
             elif name not in batch.ids.names:
                 there = known_columns(name, records.columns, "it has")
                 raise DataError(f"the data has no column {name!r} to pass through; {there}")
-        return replace(batch, raw=raw)
+        kinds = {name: kind for name, kind in records.kinds.items() if name in raw}
+        return replace(batch, raw=raw, raw_kinds=kinds)

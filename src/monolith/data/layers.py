@@ -89,6 +89,22 @@ def need_no_labels(stream: object) -> None:
             layer.need_no_labels()
 
 
+def is_live(stream: object, *, unsaid: bool = True) -> bool:
+    """Return whether a stream has events as they happen: it can be behind the clock, and its next batch may
+    be far off.
+
+    A source says so by its attribute `live`: topics and watched files are, a list of files or a table is not.
+
+    Args:
+        unsaid: What a source counts as that does not say.
+    """
+    for layer in layers(stream):
+        live = getattr(layer, "live", None)
+        if live is not None:
+            return bool(live)
+    return unsaid
+
+
 def first_empty(stream: object, column: str) -> str | None:
     """Return where the first empty cell of a column is, such as `line 7 of clicks.csv`; None where nobody
     knows. A source of files does, by its method `first_empty(column)`: it reads some of them again."""
@@ -98,6 +114,13 @@ def first_empty(stream: object, column: str) -> str | None:
             found = find(column)
             return None if found is None else str(found)
     return None
+
+
+def data_trouble(stream: object) -> str:
+    """Return what the sources of a stream cannot do now and retry, for a person; empty if nothing. From any
+    thread."""
+    found = (getattr(layer, "trouble", "") for layer in layers(stream))
+    return "; ".join(text for text in found if isinstance(text, str) and text)
 
 
 def bad_records(stream: object) -> dict[str, int]:

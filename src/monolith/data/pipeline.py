@@ -36,7 +36,7 @@ from monolith.data.bad_values import BadTally, BadValues
 from monolith.data.holding import Rebatched, Shuffled, Taken
 from monolith.data.iteration import closed_after
 from monolith.data.kept import Kept
-from monolith.data.layers import first_empty
+from monolith.data.layers import first_empty, is_live
 from monolith.data.passing import Passing
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
 from monolith.data.shuffling import ShuffleConfig
@@ -112,7 +112,8 @@ class Pipeline(Passing[Source]):
         Args:
             clock: Unix seconds, for the lag.
             timer: Seconds that only grow.
-            event_time: A column of Unix seconds; without it, the lag is left out.
+            event_time: A column of Unix seconds; without it, the lag is left out. Data that was there
+                already, such as a list of files, has none.
             stream: Standard error by default.
         """
         out = sys.stderr if stream is None else stream
@@ -259,7 +260,7 @@ class _Watched(Passing[Source]):
     def __iter__(self) -> Iterator[Records]:
         with closed_after(self._source) as batches:
             for records in batches:
-                column = records.columns.get(self._event_time)
+                column = records.columns.get(self._event_time) if is_live(self._source) else None
                 times = () if column is None else column.flat_values.tolist()
                 self._line.advance(len(records), max(times, default=None))
                 yield records

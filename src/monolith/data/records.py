@@ -18,12 +18,15 @@ import difflib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.errors import ConfigError, DataError
-from monolith.feature import Batch, FeatureIds, FeatureSpec
+from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
 
@@ -53,6 +56,8 @@ class Records:
     complete: bool = False
     """Whether a column that is not here is not in the data at all, as in a table; where each record brings
     columns of its own, it may be in the next ones."""
+    kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
+    """By name: how the data holds a column, for those where that is known."""
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():
@@ -90,6 +95,7 @@ class Records:
             },
             self.shared,
             self.complete,
+            self.kinds,
         )
 
     def keep(self, mask: Tensor) -> Records:
@@ -112,11 +118,18 @@ class Records:
             },
             self.shared,
             self.complete,
+            self.kinds,
         )
 
     def with_columns(self, columns: Mapping[str, RaggedTensor]) -> Records:
         """Return the same records with these columns added, or in place of those of the same name."""
-        return Records(self.size, {**self.columns, **columns}, self.shared - columns.keys(), self.complete)
+        return Records(
+            self.size,
+            {**self.columns, **columns},
+            self.shared - columns.keys(),
+            self.complete,
+            {name: kind for name, kind in self.kinds.items() if name not in columns},
+        )
 
     def select(self, names: Iterable[str]) -> Records:
         """Return the same records with these columns only; those that are not there are passed over."""
@@ -126,6 +139,7 @@ class Records:
             {name: self.columns[name] for name in wanted},
             self.shared & set(wanted),
             self.complete,
+            {name: self.kinds[name] for name in wanted if name in self.kinds},
         )
 
     def strings(self, name: str) -> list[list[bytes]]:
@@ -145,7 +159,8 @@ class Records:
 
 
 def concat(parts: Sequence[Records]) -> Records:
-    """Lay records end to end. A column that some do not have is empty there.
+    """Lay records end to end. A column that some do not have is empty there, and one without a value in some
+    is of the type that it has in the others.
 
     Raises:
         DataError: A column has different types in different parts.
@@ -153,17 +168,33 @@ def concat(parts: Sequence[Records]) -> Records:
     if len(parts) == 1:
         return parts[0]
     dtypes: dict[str, torch.dtype] = {}
+    empty: dict[str, torch.dtype] = {}
     for part in parts:
         for name, column in part.columns.items():
-            if dtypes.setdefault(name, column.dtype) is not column.dtype:
+            if not len(column.flat_values):
+                empty.setdefault(name, column.dtype)
+            elif dtypes.setdefault(name, column.dtype) is not column.dtype:
                 raise DataError(f"records: column {name!r} is {dtypes[name]} here and {column.dtype} there")
+    order = dict.fromkeys(name for part in parts for name in part.columns)
+    dtypes = {name: dtypes.get(name) or empty[name] for name in order}
     columns = {
         name: concat_rows(
-            [part[name] if name in part.columns else empty_rows(dtype, part.size) for part in parts]
+            [
+                part[name]
+                if name in part.columns and part.columns[name].dtype is dtype
+                else empty_rows(dtype, part.size)
+                for part in parts
+            ]
         )
         for name, dtype in dtypes.items()
     }
-    return Records(sum(part.size for part in parts), columns, complete=all(part.complete for part in parts))
+    kinds: dict[str, ColumnKind] = {}
+    for name in columns:
+        found = {part.kinds.get(name) for part in parts if name in part.columns}
+        if len(found) == 1 and (kind := found.pop()) is not None:  # where parts differ, nothing is known
+            kinds[name] = kind
+    size = sum(part.size for part in parts)
+    return Records(size, columns, complete=all(part.complete for part in parts), kinds=kinds)
 
 
 def empty_rows(dtype: torch.dtype, rows: int) -> RaggedTensor:
@@ -205,14 +236,40 @@ def concat_rows(columns: Sequence[RaggedTensor]) -> RaggedTensor:
     return RaggedTensor.from_row_lengths(values, lengths, validate=False)
 
 
-def not_finite(column: RaggedTensor) -> Tensor:
-    """Return which rows of a column have a float that is NaN or infinite: bool of shape (rows,)."""
+def as_read(values: Tensor, kind: ColumnKind | None) -> NDArray[Any]:
+    """Return int64 or float32 as the numbers that the data held.
+
+    An unsigned number gets its sign bit back, and a float64 the digits that it had: 0.1 was read as the
+    float32 next to it, which as a float64 is 0.10000000149.
+    """
+    array = values.numpy()
+    if kind is not None and kind.type == "uint64":
+        return array.view(np.uint64)
+    if kind is not None and kind.type == "bool":
+        return array.astype(bool)
+    if kind is not None and kind.type == "double" and array.dtype == np.float32:
+        return array.astype(str).astype(np.float64)
+    return array
+
+
+def infinite_rows(column: RaggedTensor) -> Tensor:
+    """Return which rows of a column have an infinite float: bool of shape (rows,)."""
     values = column.values
-    if not isinstance(values, Tensor) or not values.is_floating_point() or bool(values.isfinite().all()):
+    if not isinstance(values, Tensor) or not values.is_floating_point() or not bool(values.isinf().any()):
         return torch.zeros(column.nrows, dtype=torch.bool)
     bad = torch.zeros(len(values) + 1, dtype=torch.int64)
-    torch.cumsum(~values.isfinite(), 0, out=bad[1:])
+    torch.cumsum(values.isinf(), 0, out=bad[1:])
     return bad[column.row_splits[1:]] > bad[column.row_splits[:-1]]
+
+
+def missing_rows(column: RaggedTensor) -> Tensor:
+    """Return which rows of a column have no value, NaN being none: bool of shape (rows,)."""
+    values, lengths = column.values, column.row_lengths()
+    if not isinstance(values, Tensor) or not values.is_floating_point() or not bool(values.isnan().any()):
+        return lengths == 0
+    there = torch.zeros(len(values) + 1, dtype=torch.int64)
+    torch.cumsum(~values.isnan(), 0, out=there[1:])
+    return there[column.row_splits[1:]] == there[column.row_splits[:-1]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,11 +283,12 @@ class BatchSpec:
     ids: tuple[str, ...]
     """Features of ids: int64 columns."""
     floats: Mapping[str, int] = field(default_factory=dict)
-    """Features of numbers: column to its width. Short rows are filled with zeros, long ones cut."""
+    """Features of numbers: column to its width. Short rows are filled with zeros, long ones cut, and a number
+    that is missing (null, NaN) is 0."""
     labels: Mapping[str, tuple[str, int]] = field(default_factory=lambda: {LABEL: (LABEL, 0)})
-    """Task to the column of numbers it reads and the position in it; NaN where a record has none there. A
-    record that has a NaN or an infinity in such a column is a bad one, and is left out; so is one that has
-    none of its labels, unless their column is optional."""
+    """Task to the column of numbers it reads and the position in it; NaN where a record has none there, which
+    an empty cell, null and NaN all are. A record that has an infinity in such a column is a bad one, and is
+    left out; so is one that has none of its labels, unless their column is optional."""
     event_time: str | None = REQ_TIME
     """An int64 column of Unix seconds; None leaves 0: rows then never expire. That of a LineId, the default,
     may be missing, and a warning says so."""
@@ -426,7 +484,7 @@ def read_batch(records: Records, spec: BatchSpec) -> Batch:
             event_times=times,
         ),
         {
-            name: _numbers(records, name, "feature").to_padded(width)
+            name: _numbers(records, name, "feature").to_padded(width).nan_to_num(0.0, torch.inf, -torch.inf)
             if name in there
             else torch.zeros(records.size, width)
             for name, width in spec.floats.items()

@@ -27,11 +27,16 @@ class ShuffleConfig:
     buffer: int = 65_536
     """Records that are held and mixed with each other at a time."""
     files: bool = True
-    """Whether the files, too, are read in another order, a new one in each epoch."""
+    """Whether a list of files is mixed over its whole length: pieces of all files are read in a random order,
+    a new one in each epoch. False mixes `buffer` records at a time, in the order of the files."""
+    piece_bytes: int = 128 << 10
+    """Bytes of a text or TFRecord file that are one piece; of Parquet, a row group is."""
 
     def __post_init__(self) -> None:
         if self.buffer < 1:
             raise ConfigError(f"shuffle: buffer must be at least 1 record, got {self.buffer}")
+        if self.piece_bytes < 1:
+            raise ConfigError(f"shuffle: piece_bytes must be at least 1, got {self.piece_bytes}")
         if not 0 <= self.seed < 1 << 64:
             raise ConfigError(f"shuffle: seed must be from 0 to 2^64 - 1, got {self.seed}")
 

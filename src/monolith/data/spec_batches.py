@@ -14,7 +14,7 @@ from monolith.feature import Batch, FeatureSpec
 class SpecBatchMaker:
     """Makes batches of a stream of records; see `ColumnCheck` for columns that the stream does not have.
 
-    A record that cannot be read as the spec says (a word where a number should be, a NaN, no label, a list of
+    A record that cannot be read as the spec says (a word where a number should be, no label, a list of
     another length than its weights) is left out and counted; see `FeatureSpec.max_bad`.
 
     Args:
@@ -45,6 +45,7 @@ class SpecBatchMaker:
             "which is max_bad of a FeatureSpec. Where a task can do without a label, name its column in "
             "examples.optional.",
             first_empty=first_empty,
+            told=spec.reader.told,
         )
 
     @property
@@ -81,6 +82,7 @@ class SpecBatchMaker:
             TooManyBadRecordsError: Too many of all of them were bad.
         """
         self._bad.judge(at_end=True)
+        self._spec.reader.empty.tell()
         if not self._resumed:
             self._check.end()
 

@@ -6,7 +6,7 @@ no state, no second pass and no order, and a copy of a record is never on both s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
-from monolith.data.config import DataSplit, Part
+from monolith.data.config import DataSplit, Part, moment_of
 from monolith.data.records import Records
 from monolith.errors import DataError
 from monolith.feature.spec.fitting import mixed
+from monolith.feature.spec.times import TIME, read_times, whole_texts, without_empty_texts
 from monolith.tensors import RaggedTensor
 
 
@@ -25,17 +26,26 @@ def types_for(split: DataSplit | None, types: Mapping[str, torch.dtype]) -> dict
     """Return the types of what is read, those of the columns that a split names included."""
     named = {} if split is None else dict.fromkeys(split.columns, torch.uint8)
     if split is not None and split.time is not None:
-        named[split.time] = torch.int64
+        named[split.time] = TIME
     return {**named, **types}
 
 
+def times_in(types: Mapping[str, torch.dtype]) -> frozenset[str]:
+    """Return the columns that hold times."""
+    return frozenset(name for name, dtype in types.items() if dtype is TIME)
+
+
 def kept_for(
-    part: Part, split: DataSplit, columns: Sequence[str] | None = None
+    part: Part,
+    split: DataSplit,
+    columns: Sequence[str] | None = None,
+    times: Collection[str] = (),
 ) -> Callable[[Records], Tensor]:
     """Return what says of each record whether it is in this part.
 
     Args:
         columns: Those that decide where the split names none; None means all there are.
+        times: Those that hold times, which may be numbers as texts.
     """
     if split.time is not None:
         return lambda records: _by_time(part, split, records)
@@ -43,13 +53,16 @@ def kept_for(
 
     def by_chance(records: Records) -> Tensor:
         low, high = _range(part, split)
-        drawn = fractions(records, list(records.columns) if deciding is None else deciding, split.seed)
+        chosen = list(records.columns) if deciding is None else deciding
+        drawn = fractions(records, chosen, split.seed, times)
         return torch.from_numpy((drawn >= low) & (drawn < high))
 
     return by_chance
 
 
-def fractions(records: Records, columns: Sequence[str], seed: int = 0) -> NDArray[np.float64]:
+def fractions(
+    records: Records, columns: Sequence[str], seed: int = 0, times: Collection[str] = ()
+) -> NDArray[np.float64]:
     """Return a number for each record, even over 0 to below 1, that follows from its values in some columns.
 
     Raises:
@@ -60,7 +73,7 @@ def fractions(records: Records, columns: Sequence[str], seed: int = 0) -> NDArra
         raise DataError(f"cannot split: the data has none of the columns {', '.join(columns)}")
     total = mixed(np.full(len(records), seed % (1 << 64), dtype=np.uint64))
     for name in there:
-        total = mixed(total ^ _row_hashes(records[name]))
+        total = mixed(total ^ _row_hashes(records[name], name in times))
     return (total >> np.uint64(11)).astype(np.float64) / float(1 << 53)
 
 
@@ -74,22 +87,49 @@ def _range(part: Part, split: DataSplit) -> tuple[float, float]:
 def _by_time(part: Part, split: DataSplit, records: Records) -> Tensor:
     assert split.time is not None
     column = records[split.time]
-    if not bool((column.row_lengths() == 1).all()):
-        raise DataError(f"cannot split by time: a record has no single number in column {split.time!r}")
-    if column.dtype is torch.uint8:
-        raise DataError(f"cannot split by time: column {split.time!r} holds texts, not numbers")
-    moments = column.flat_values.double()
+    if bool((column.row_lengths() > 1).any()):
+        raise DataError(f"cannot split by time: a record has several values in column {split.time!r}")
+    given = [at for at in (split.evaluate_from, split.predict_from) if at is not None]
+    values = column.flat_values.double()
+    are_times = any(isinstance(at, str) for at in given)
+    if column.dtype is torch.uint8 or are_times:
+        column, values = _moments(column, split.time, are_times)
     end = float("inf")
-    predicted = end if split.predict_from is None else split.predict_from
-    evaluated = predicted if split.evaluate_from is None else split.evaluate_from
+    predicted = end if split.predict_from is None else moment_of(split.predict_from)
+    evaluated = predicted if split.evaluate_from is None else moment_of(split.evaluate_from)
     bounds = {"train": (-end, evaluated), "evaluate": (evaluated, predicted), "predict": (predicted, end)}
     low, high = bounds[part]
-    return (moments >= low) & (moments < high)
+    kept = torch.full((len(records),), part == "train")
+    kept[column.row_lengths() == 1] = (values >= low) & (values < high)
+    return kept
 
 
-def _row_hashes(column: RaggedTensor) -> NDArray[np.uint64]:
+def _moments(column: RaggedTensor, name: str, are_times: bool) -> tuple[RaggedTensor, Tensor]:
+    """Return a column of times, and its values as Unix seconds.
+
+    Args:
+        are_times: Whether numbers are times, too; otherwise they may be of any kind, such as days, and stay.
+    """
+    times = read_times(column)
+    values = times.seconds.flat_values.double()
+    if column.dtype is not torch.uint8:
+        return times.seconds, values
+    texts = without_empty_texts(column).values
+    assert isinstance(texts, RaggedTensor)
+    if bool(times.wrong.any()):
+        wrong = bytes(texts.to_list()[int(times.wrong.nonzero()[0])])[:40].decode("utf-8", "replace")
+        raise DataError(
+            f"cannot split by time: column {name!r} has {wrong!r}, which is neither a time nor a number"
+        )
+    if not are_times and texts.nrows:
+        whole = whole_texts(texts)
+        values = torch.where(torch.from_numpy(whole.are), torch.from_numpy(whole.values).double(), values)
+    return times.seconds, values
+
+
+def _row_hashes(column: RaggedTensor, is_time: bool) -> NDArray[np.uint64]:
     """Return a hash of the values of each row, in their order."""
-    values = _value_hashes(column)
+    values = _value_hashes(column, is_time)
     splits = column.row_splits.numpy()
     lengths = np.diff(splits)
     places = np.arange(len(values), dtype=np.uint64) - np.repeat(splits[:-1], lengths).astype(np.uint64)
@@ -97,11 +137,15 @@ def _row_hashes(column: RaggedTensor) -> NDArray[np.uint64]:
     return mixed(sums[splits[1:]] - sums[splits[:-1]] + lengths.astype(np.uint64))
 
 
-def _value_hashes(column: RaggedTensor) -> NDArray[np.uint64]:
+def _value_hashes(column: RaggedTensor, is_time: bool) -> NDArray[np.uint64]:
     values = column.values
     if isinstance(values, RaggedTensor):
         text = values.flat_values.numpy().tobytes()
-        return native.hash_strings(text, values.row_splits.numpy(), None, 2).view(np.uint64)
+        hashed = native.hash_strings(text, values.row_splits.numpy(), None, 2).view(np.uint64)
+        if is_time and values.nrows:  # a Unix time is the same as text and as number
+            whole = whole_texts(values)
+            hashed = np.where(whole.are, whole.values.view(np.uint64), hashed)
+        return hashed
     numbers = values.numpy()
     if numbers.dtype == np.float32:
         return numbers.view(np.uint32).astype(np.uint64)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from monolith.data import BadRecord, BatchSpec, Chunk, Pipeline, RecordWriter, format_of
+from monolith.data import BadRecord, BatchSpec, Chunk, Pipeline, Position, RecordWriter, format_of
 from monolith.data.files.bad_policy import BadRecordPolicy
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import FileSource
@@ -178,22 +178,86 @@ def test_files_that_came_after_the_position_are_read_and_changed_ones_noticed() 
     form.files["b"] = [[5]]
     more = FileSource(["a", "b"], form, batch_size=3)
     more.restore(source.position())
-    assert read(more) == [[4, 5]]
+    assert read(more) == [[4], [5]]
     form.files["a"] = [[1]]
     changed = FileSource(["a"], form, batch_size=3)
     changed.restore(source.position())
     with pytest.raises(DataError, match="replaced"):
         read(changed)
-    with pytest.raises(RestoreError, match=r"not among the 1 files"):
-        FileSource(["b"], form, batch_size=3).restore(source.position())
 
 
-def test_a_changed_list_is_refused_where_files_are_shuffled() -> None:
-    shuffle = ShuffleConfig(seed=1)
-    source, form = made([[1, 2, 3, 4]], [[5]], shuffle=shuffle)
+SHUFFLES = [None, ShuffleConfig(seed=1, buffer=2)]
+
+
+def again(form: Lines, files: str, position: Position, **options: Any) -> FileSource:
+    """A source over other files, as when the run is started again, restored."""
+    source = FileSource(list(files), form, **{"batch_size": 3, **options})
+    source.restore(json.loads(json.dumps(position)))
+    return source
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_of_a_list_that_was_read_to_its_end_only_new_files_are_read(shuffle: ShuffleConfig | None) -> None:
+    """Daily training: a file is dropped into the folder, maybe of an earlier name, and the run restarts."""
+    source, form = made([[1, 2], [3, 4]], [[5]], shuffle=shuffle)
+    assert sorted(one for batch in read(source) for one in batch) == [1, 2, 3, 4, 5]
+    form.files |= {"0": [[6]], "c": [[7]], "d": [[8]], "e": [[9]]}
+
+    day2 = again(form, "0abc", source.position(), shuffle=shuffle)
+    assert sorted(one for batch in read(day2) for one in batch) == [6, 7]
+    assert day2.records == 7
+
+    day3 = again(form, "d", day2.position(), shuffle=shuffle)  # and the others were deleted
+    assert read(day3) == [[8]]
+    assert day3.position()["pass"] == {"files": ["d"], "ended": True}  # which does not grow for ever
+
+    same = again(form, "d", day3.position(), shuffle=shuffle)
+    assert read(same) == []
+    assert read(again(form, "de", same.position(), shuffle=shuffle)) == [[9]]
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_pass_that_was_begun_ends_before_new_files_are_read(
+    shuffle: ShuffleConfig | None, epochs: int
+) -> None:
+    options: dict[str, Any] = {"shuffle": shuffle, "epochs": epochs}
+    source, form = made([[1, 2, 3, 4]], [[5, 6, 7]], **options)
+    first = next(iter(source))["id"].flat_values.tolist()
+    form.files |= {"0": [[8]], "c": [[9, 10]]}
+    more = again(form, "0abc", source.position(), **options)
+    rest = [one for batch in read(more) for one in batch]
+    old = 7 * epochs - 3
+    assert sorted(first + rest[:old]) == sorted(epochs * [1, 2, 3, 4, 5, 6, 7])
+    assert sorted(rest[old:]) == sorted(epochs * [8, 9, 10])
+
+
+def test_more_epochs_than_before_read_the_same_files_again() -> None:
+    source, form = made([[1, 2, 3, 4]])
+    read(source)
+    assert read(again(form, "a", source.position(), epochs=2)) == [[1, 2, 3], [4]]
+
+
+def test_a_file_that_was_read_may_be_deleted_and_one_that_is_left_may_not() -> None:
+    source, form = made([[1, 2]], [[3, 4]], [[5]])
     next(iter(source))
-    with pytest.raises(RestoreError, match="list of files has changed"):
-        FileSource(["a", "b", "c"], form, batch_size=3, shuffle=shuffle).restore(source.position())
+    assert read(again(form, "bc", source.position())) == [[4, 5]]
+    for files, gone in (("ab", "c is"), ("a", "b and 1 more are"), ("x", "b and 1 more are")):
+        form.files["x"] = [[6]]
+        with pytest.raises(RestoreError, match=f"{gone} not among the files .*Put it back; or, to read all"):
+            again(form, files, source.position())
+    twice, form = made([[1, 2]], [[3, 4]], epochs=2)
+    next(iter(twice))
+    with pytest.raises(RestoreError, match="a is not among the files"):  # the second epoch reads it again
+        again(form, "b", twice.position(), epochs=2)
+
+
+def test_several_workers_keep_to_the_files_they_began_with(caplog: pytest.LogCaptureFixture) -> None:
+    source, form = made([[1, 2, 3, 4]], [[5]], [[6]], worker=0, num_workers=2)
+    next(iter(source))
+    form.files["0"] = [[7]]
+    assert read(again(form, "0abc", source.position(), worker=0, num_workers=2)) == [[4, 6]]
+    assert "1 files are new, such as 0, and are not read" in caplog.text
 
 
 def test_shuffling_mixes_across_files_within_the_buffer() -> None:
@@ -289,7 +353,7 @@ def test_a_record_whose_label_is_not_finite_is_a_bad_one(tmp_path: Path) -> None
     assert [batch.ids["item"].flat_values.tolist() for batch in batches] == [[0, 2, 4]]
     (file,) = (tmp_path / "bad").iterdir()
     first, second = (json.loads(line) for line in file.read_text().splitlines())
-    assert first["reason"] == "label 'label' is nan"
+    assert first["reason"] == "label 'label' is empty"  # as where there is nothing
     assert json.loads(base64.b64decode(second["payload"])) == {"item": [3], "label": [float("inf")]}
     few = Pipeline(FileSource([path], format_of(path), batch_size=2)).to_batches(replace(SPEC, max_bad=0.1))
     with pytest.raises(TooManyBadRecordsError, match=r"2 of 5 records have a bad .*'label' is inf"):
@@ -377,6 +441,24 @@ def test_watching_goes_on_where_it_was_although_an_earlier_name_appeared(tmp_pat
     assert read(again) == [[4, 5, 6]]
 
 
+def test_a_watched_file_that_was_read_to_its_end_may_be_deleted(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, {})
+    folder.put({"a.parquet": [1], "b.parquet": [2, 3, 4, 5]})
+    source = folder.source(batch_size=4)
+    iterator = iter(source)
+    next(iterator)
+    middle = source.position()
+    assert next(iterator)["id"].flat_values.tolist() == [5]
+    end = source.position()
+    (tmp_path / "b.parquet").unlink()
+    folder.put({"c.parquet": [6]})
+    again = folder.source(batch_size=4)
+    with pytest.raises(RestoreError, match=r"b\.parquet"):  # of which one record was not read
+        again.restore(middle)
+    again.restore(end)
+    assert read(again) == [[6]]
+
+
 def test_watching_and_shuffling_goes_on_with_the_stretch_it_had(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.put({"a.parquet": list(range(10))})
@@ -400,7 +482,8 @@ def test_a_position_of_a_list_that_names_another_file_is_refused(strange: str) -
     form = Lines({"data/a.txt": [[1, 2]], strange: [[42]]})
     source = FileSource(["data/a.txt"], form, batch_size=1)
     backlog = {"backlog": [[0, "data/a.txt", 0, 0, 0, 0], [0, strange, 0, 0, 0, 0]], "first_epoch": 1}
-    for change in (backlog, {"file": strange}, {**backlog, "file": strange}):
+    other = {"pass": {"files": ["data/a.txt", strange]}}
+    for change in (backlog, other, {"file": strange}, {**backlog, "file": strange}):
         with pytest.raises(RestoreError, match=r"not among the .*files of this"):
             source.restore({**source.position(), **change})
         with pytest.raises(RestoreError, match=r"not among the files of this source|the files have changed"):

@@ -113,7 +113,7 @@ def test_a_column_that_a_few_values_make_a_text_is_named_with_the_first_of_them(
     read(path, form)
     (line,) = caplog.messages  # of the column that is a text in earnest nothing, and once of this one
     assert "line 9: column 'price': 'n/a' is not a number, and 49 other records have one" in line
-    assert form.odd_values(str(path)) == [line.removeprefix(f"csv: {path}: ")]
+    assert [odd.text for odd in form.odd_values(str(path))] == [line.removeprefix(f"csv: {path}: ")]
     assert not CsvFormat(types={"price": torch.float32}).odd_values(str(path))
 
 

@@ -19,6 +19,7 @@ from monolith.data import Records, concat
 from monolith.data.formats.memory import to_records
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.errors import ConfigError, CorruptFileError, DataError, FileMissingError, MissingExtraError
+from monolith.feature.spec.times import TIME
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -120,7 +121,7 @@ def test_single_columns_are_plain_for_other_readers(tmp_path: Path) -> None:
     form = ParquetFormat(single=["id", "s"])
     with form.writer(path) as writer:
         writer.write(to_records({"id": [[7], [], [8]], "s": [[], ["a"], ["b"]]}))
-    assert pq.read_table(path).to_pydict() == {"id": [7, None, 8], "s": [None, b"a", b"b"]}
+    assert pq.read_table(path).to_pydict() == {"id": [7, None, 8], "s": [None, "a", "b"]}
     with pytest.raises(DataError, match="'id' is to have one value"), form.writer(path) as writer:
         writer.write(to_records({"id": [[7, 8]]}))
     assert len(read(path)) == 3  # the file that was there
@@ -136,10 +137,38 @@ def test_only_the_columns_asked_for_are_read(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_column_of_nothing_but_nulls_is_not_there(tmp_path: Path) -> None:
+def test_a_column_of_nothing_but_nulls_is_empty_and_of_whatever_type_the_next_file_has(
+    tmp_path: Path,
+) -> None:
     path = str(tmp_path / "x")
     pq.write_table(pa.table({"a": [1, 2], "none": pa.nulls(2)}), path)
-    assert list(read(path).columns) == ["a"]
+    found = read(path)
+    assert found["none"].to_list() == [[], []]
+    pq.write_table(pa.table({"a": [3], "none": ["text"]}), path)
+    assert concat([found, read(path)]).strings("none") == [[], [], [b"text"]]
+
+
+def test_a_null_in_a_list_of_numbers_keeps_its_place(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    pq.write_table(pa.table({"x": [[1.0, None], None], "ids": [[1, None], [2]]}), path)
+    found = read(path)
+    assert found["x"].flat_values.isnan().tolist() == [False, True]
+    assert found["x"].row_lengths().tolist() == [2, 0]
+    assert found["ids"].to_list() == [[1], [2]]
+
+
+def test_whole_numbers_and_times_that_a_file_has_as_doubles_are_exact_where_they_are_declared(
+    tmp_path: Path,
+) -> None:
+    path, large = str(tmp_path / "x"), (1 << 53) - 1
+    nan = float("nan")
+    pq.write_table(pa.table({"id": [float(large), nan, None], "t": [1714557600.75, nan, None]}), path)
+    found = read(path, ParquetFormat(types={"id": torch.int64, "t": TIME}))
+    assert found["id"].to_list() == [[large], [], []]
+    assert found["t"].to_list() == [[1714557600], [], []]
+    pq.write_table(pa.table({"id": [1.5]}), path)
+    with pytest.raises(DataError, match=r"column 'id' must hold whole numbers, as ids, got 1.5"):
+        read(path, ParquetFormat(types={"id": torch.int64}))
 
 
 def test_files_of_polars_are_read() -> None:

@@ -21,6 +21,9 @@ from monolith.errors import ConfigError, DataError
 from monolith.filesystem import glob, is_temporary, join
 
 _RANGE = re.compile(r"\{(DATE|INT)\(\s*([^(),\s]*)\s*,\s*([^(),\s]*)\s*\)\}")
+_APPEARANCE = timedelta(seconds=30)
+_GROWTH = timedelta(milliseconds=20)
+"""How often a watch looks for files, and for what was appended to them. One look costs microseconds."""
 _MOST = 1_000_000
 """Patterns that one may stand for; beyond that it is a slip of the pen."""
 
@@ -116,10 +119,12 @@ def gen_patterns(
 class Watch:
     """Files that match patterns, also those that appear later.
 
-    A file must appear whole, under its final name. For one reader at a time.
+    A file must appear whole, under its final name, unless it `grows`. For one reader at a time.
 
     Args:
-        every: Time between two looks.
+        every: Time between two looks; by default 30 s, and 20 ms where files grow.
+        grows: Whether others append to the files, which are text: lines are read as they are finished, of
+            whichever file has some.
         stop_after: How long to wait for a new file before that is the end; None waits for ever.
         clock: Seconds that never run backwards.
         pause: Lets some seconds pass.
@@ -129,15 +134,17 @@ class Watch:
         self,
         patterns: str | Sequence[str],
         *,
-        every: timedelta = timedelta(seconds=30),
+        every: timedelta | None = None,
+        grows: bool = False,
         stop_after: timedelta | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-        for pattern in self._patterns:
+        self.patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+        for pattern in self.patterns:
             expand(pattern)
-        self._every = every
+        self.grows = grows
+        self._every = (_GROWTH if grows else _APPEARANCE) if every is None else every
         self._stop_after = stop_after
         self._clock = clock
         self._pause = pause
@@ -146,7 +153,11 @@ class Watch:
 
     def look(self) -> list[str]:
         """Return all files that match now, sorted."""
-        return matching_files(self._patterns)
+        return matching_files(self.patterns)
+
+    def now(self) -> float:
+        """Return seconds that never run backwards."""
+        return self._clock()
 
     def found(self) -> None:
         """Hear that there was something to read."""

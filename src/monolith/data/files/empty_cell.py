@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from monolith.data.format import Format
 from monolith.data.formats.compressed import OpenText
+from monolith.data.records import missing_rows
 
 _FINER = (64 << 10, 1 << 10, 1)
 """Chunks in bytes that a record is looked for in, one after the other; the last ones hold one record."""
@@ -31,7 +32,7 @@ def place_of_empty(form: Format, path: str, column: str) -> str | None:
     for chunk in form.chunks(path, columns=[column]):
         there = chunk.records.columns.get(column)
         if there is not None:
-            empty = (chunk.records[column].row_lengths() == 0).nonzero()
+            empty = missing_rows(chunk.records[column]).nonzero()
             if len(empty):
                 row = int(empty[0])
                 if isinstance(form, LinedFormat):

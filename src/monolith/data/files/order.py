@@ -118,6 +118,8 @@ class Files(Protocol):
 
     mixes: bool
     """Whether a stretch that is shuffled may go on in the next file: only if the next is always the same."""
+    grows: bool
+    """Whether more may come in a file that was read to its end."""
 
     def deal(self, share: Share) -> None:
         """Hear which of the workers this is; once, before anything else."""
@@ -231,6 +233,7 @@ class ListedPaths:
     """Paths that are known from the beginning."""
 
     mixes = True
+    grows = False
 
     def __init__(
         self,
@@ -383,6 +386,7 @@ class Watched:
     """Files that match now, and those that will."""
 
     mixes = True
+    grows = False
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -393,6 +397,8 @@ class Watched:
         """Files of those seen that others have read: the first of ours comes after them."""
         self._parts: dict[str, Left] = {}
         """Files of those seen of which others have read a part."""
+        self._waits_at = Spot()
+        """The end of the last file that was read, while there is no other."""
 
     def deal(self, share: Share) -> None:
         self._share = share
@@ -408,6 +414,7 @@ class Watched:
             self._watch.found()
             path = self._seen[number]
             return self._parts.get(path, Left(0, path)).spot()
+        self._waits_at = spot
         return Step.END if self._watch.is_over() else Step.WAIT
 
     def wait(self) -> None:
@@ -415,13 +422,15 @@ class Watched:
 
     def rewind(self, spot: Spot) -> None: ...
 
-    def lost(self, spot: Spot) -> bool:  # noqa: ARG002
-        return False
+    def lost(self, spot: Spot) -> bool:
+        return spot == self._waits_at  # all of it was read, and it may be gone
 
     def taken(self, spot: Spot, *, ended: bool) -> None: ...
 
-    def save(self, spot: Spot) -> Position:  # noqa: ARG002
+    def save(self, spot: Spot) -> Position:
         found: Position = {"seen": list(self._seen)}
+        if spot.file is not None and spot == self._waits_at:
+            found["at_end"] = True
         if self._first or self._parts:
             found |= {"first": self._first, "parts": [list(one) for one in self._parts.values()]}
         return found
@@ -437,11 +446,13 @@ class Watched:
             raise RestoreError("cannot restore a file source: malformed files in the position")
         left = {one.file: one for one in map(Left.read, parts)}
         # Files that were read may be gone by now. Those that will be opened must match the patterns.
-        number = first if spot.file is None else seen.index(spot.file)
+        at_end = bool(saved.get("at_end"))
+        number = first if spot.file is None else seen.index(spot.file) + at_end
         to_read = {*seen[number:], *left}
         if to_read:
             _check_known(to_read, set(self._watch.look()))
         self._seen, self._known, self._first, self._parts = list(seen), set(seen), first, left
+        self._waits_at = spot if at_end else Spot()
 
     def commit(self, position: Position) -> None: ...
 
@@ -461,6 +472,8 @@ class Watched:
     def _left(self, old: OldWorker) -> list[Left]:
         spot = old.spot
         self.restore(old.position, spot)
+        if spot.file is not None and spot == self._waits_at:
+            return []
         number = self._first if spot.file is None else self._seen.index(spot.file)
         left = [self._parts.get(path, Left(0, path)) for path in self._seen[number:]]
         return left if spot.file is None else [Left.of(spot), *left[1:]]

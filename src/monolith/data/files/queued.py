@@ -12,7 +12,7 @@ from monolith.data.files.order import Left, OldWorker, Spot, Step
 from monolith.data.files.work_queue import FileQueue, Lease
 from monolith.data.share import Share
 from monolith.data.source import Position
-from monolith.errors import DataError, RestoreError
+from monolith.errors import DataError, RestoreError, TransientFilesystemError
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class Queued:
     """
 
     mixes = False  # the next file may be another's after a restart
+    grows = False
 
     def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
         self._queue = queue
@@ -54,12 +55,15 @@ class Queued:
         with self._lock:
             if self._interrupted:
                 return Step.END
-            lease = self._queue.take(self._worker)
-            if lease is None:
-                # Workers that wait for each other's files would wait for ever.
-                for held in self._held.values():
-                    self._queue.mark_read(held)
-                return Step.WAIT if self._queue.others_hold(self._worker) else Step.END
+            try:
+                lease = self._queue.take(self._worker)
+                if lease is None:
+                    # Workers that wait for each other's files would wait for ever.
+                    for held in self._held.values():
+                        self._queue.mark_read(held)
+                    return Step.WAIT if self._queue.others_hold(self._worker) else Step.END
+            except TransientFilesystemError:  # a full disk: the queue has said so, and asks for patience
+                return Step.WAIT
             self._ended = False
             self._held[lease.number] = lease
         try:
@@ -174,10 +178,16 @@ class Queued:
         with self._lock:
             if not self._entrusted:
                 self._queue.release(self._worker)
+            self._queue.flush()
             self._held = {}
 
     def entrust(self) -> None:
         self._entrusted = True
+
+    @property
+    def trouble(self) -> str:
+        """Why the queue cannot note changes now, for a person; empty if it can."""
+        return self._queue.trouble
 
     def interrupt(self) -> None:
         with self._lock:

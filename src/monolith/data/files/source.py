@@ -1,9 +1,10 @@
 """The file source: records of many files, in batches of one size, from any place on.
 
 Files are read chunk by chunk. A position names a chunk and how many of its records were
-yielded; restoring reads that chunk once more and passes over these. With shuffling, a
-stretch of records takes the place of the chunk: its order follows from the seed and from
-where it begins, so two numbers more are all there is to save.
+yielded; restoring reads that chunk once more and passes over these. A list of files that is
+shuffled is read in pieces, in an order of its own: see `pieces`. Where the files are not known
+beforehand, or keep their order, stretches of records are shuffled as they come. The order of a
+stretch follows from the seed and from where it begins, so two numbers more are all there is to save.
 
 Which files, and in which order, is decided by one of three: a list, dealt out among the
 workers; a watch, for files that are yet to appear; or a queue that all workers take from.
@@ -12,10 +13,12 @@ workers; a watch, for files that are yet to appear; or a queue that all workers 
 from __future__ import annotations
 
 import logging
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from itertools import islice
 
 from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
@@ -24,7 +27,9 @@ from monolith.data.files.bad_policy import BadRecordPolicy, quarantine
 from monolith.data.files.bytes_read import BytesRead
 from monolith.data.files.discovery import Watch
 from monolith.data.files.empty_cell import place_of_empty
+from monolith.data.files.growing import Growing, growing_text
 from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Spot, Step, Watched
+from monolith.data.files.pieces import MixedPlace, Pieces
 from monolith.data.files.queued import Queued
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
@@ -55,6 +60,51 @@ class _Read:
     waits: bool = False
 
 
+_MOST_NAMED = 10_000
+"""The most files of a pass whose names are in a position, which is saved often."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The files of a list that are read together, as often as there are epochs.
+
+    A list that is read to its end may have more files when the run is started again. These are the next
+    pass, and files of earlier ones are not read again, whether they are still there or not.
+    """
+
+    files: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+    """Files of earlier passes, as far as they are still there."""
+    ended: bool = False
+
+    @property
+    def known(self) -> frozenset[str]:
+        return frozenset([*self.files, *self.earlier])
+
+    def saved(self) -> Position:
+        if not self.files or len(self.files) + len(self.earlier) > _MOST_NAMED:
+            return {}
+        earlier = {"earlier": list(self.earlier)} if self.earlier else {}
+        return {"pass": {"files": list(self.files), **earlier, **({"ended": True} if self.ended else {})}}
+
+    @classmethod
+    def read(cls, position: Position) -> _Pass | None:
+        """Return the pass that a position is of; None where it does not say, as those of long lists.
+
+        Raises:
+            RestoreError: It is malformed.
+        """
+        saved = position.get("pass")
+        if saved is None:
+            return None
+        known = saved if isinstance(saved, Mapping) else {}
+        files, earlier, ended = known.get("files"), known.get("earlier", []), known.get("ended", False)
+        lists = isinstance(files, list) and isinstance(earlier, list) and isinstance(ended, bool)
+        if lists and files and all(isinstance(one, str) for one in [*files, *earlier]):
+            return cls(tuple(files), tuple(earlier), ended)
+        raise RestoreError(f"cannot restore a file source: malformed files in {saved!r:.200}")
+
+
 class FileSource:
     """Records of files, in batches.
 
@@ -68,12 +118,15 @@ class FileSource:
             before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
             a process that died run out by themselves.
         batch_size: Records per batch, across the ends of files and epochs. Only the last is shorter,
-            and with a watch what is there when nothing new is.
+            and with a watch what is there when nothing new is; see `max_wait`.
         epochs: How often to read a list; None for ever.
         drop_remainder: Leave out batches that are shorter.
         auto_commit: With a queue, report by oneself, at the end of each chunk, what the consumer came
             back from. Only for a loop that nobody restores: a trainer calls `commit` with each checkpoint,
             and what it was given after the last one must come again if it is killed.
+        max_wait: With a watch, how long the first record of a batch waits for the rest of it, before the
+            batch is yielded with what there is; None waits for nothing.
+        clock: Seconds that only grow.
     """
 
     def __init__(
@@ -90,29 +143,47 @@ class FileSource:
         drop_remainder: bool = False,
         bad: BadRecordPolicy | None = None,
         auto_commit: bool = False,
+        max_wait: timedelta | None = None,
         metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"file source: batch_size must be at least 1, got {batch_size}")
+        if max_wait is not None and max_wait < timedelta(0):
+            raise ConfigError(f"file source: max_wait must not be negative, got {max_wait}")
         self._share = ShareChoice("file source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"file source: epochs must be at least 1, or None for ever, got {epochs}")
         if isinstance(files, str):
             files = [files]
         self._files: Files
+        self._format = format
+        self._columns = None if columns is None else list(columns)
         self._own_epochs = epochs
-        self._paths = files if isinstance(files, Sequence) else None
+        self._paths = sorted(files) if isinstance(files, Sequence) else None
+        self._pass = _Pass()
         self._bytes: BytesRead | None = None
+        self._pieces: Pieces | None = None
+        """Reads the files, where they are a list that is shuffled."""
+        self._stretches = False
+        """Whether it does not after all: the position is of a version that shuffled stretches of records."""
+        self._place = MixedPlace()
         if isinstance(files, Sequence):
             self._list(files, epochs, shuffle)
         elif epochs != 1:
             raise ConfigError(f"file source: a watch or a queue is read once, got {epochs} epochs")
+        elif isinstance(files, Watch) and files.grows:
+            if shuffle is not None:
+                raise ConfigError("file source: files that grow are read in their order; leave shuffle out")
+            self._files = Growing(files)
+            format = growing_text(format, files.patterns)  # noqa: A001  as above
         elif isinstance(files, Watch):
             self._files = Watched(files)
         else:
             self._files = Queued(files, worker, auto_commit=auto_commit)
         self._format = format
-        self._columns = None if columns is None else list(columns)
+        self._max_wait = 0.0 if max_wait is None else max_wait.total_seconds()
+        self._clock = clock
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._drop_remainder = drop_remainder
@@ -155,9 +226,84 @@ class FileSource:
     def _list(self, paths: Sequence[str], epochs: int | None, shuffle: ShuffleConfig | None) -> None:
         self._files = files = ListedPaths(paths, epochs, shuffle)
         self._bytes = BytesRead(files)
+        self._pass = _Pass(tuple(sorted(paths)))
+        self._pieces = None
+        if shuffle is not None and shuffle.files:
+            self._pieces = Pieces(
+                self._pass.files,
+                self._format,
+                there=frozenset(self._paths or ()),
+                columns=self._columns,
+                epochs=epochs,
+                shuffle=shuffle,
+                read=self._take_in,
+                empty=self._note_empty,
+            )
+
+    def _begin(self, passed: _Pass) -> None:
+        """Read the files of a pass, whatever the list has besides."""
+        if passed.files != self._pass.files:
+            self._list(passed.files, self._own_epochs, self._shuffle)
+            self._files.deal(_read_share(self._adopted or self._settings["shard"]))
+        self._pass = passed
+
+    def _go_on(self, passed: _Pass) -> bool:
+        """Go on in a pass that a position is of; return whether a new pass begins instead.
+
+        New files are a pass of their own, after this one: files that are shuffled, or dealt out to workers,
+        are the same until the pass is over.
+        """
+        assert self._paths is not None
+        new = [one for one in self._paths if one not in passed.known]
+        if passed.ended and new and self._alone:
+            _log.info(
+                "file source: %d files are new, and are read; %d were trained on before, and are not",
+                len(new),
+                len(passed.known),
+            )
+            there = passed.known.intersection(self._paths)
+            self._begin(_Pass(tuple(new), tuple(sorted(there))))
+            return True
+        if new and not self._alone:
+            _log.warning(
+                "file source: %d files are new, such as %s, and are not read: several workers share the "
+                "files that were there when they began. Set data.watch to train on files that come.",
+                len(new),
+                new[0],
+            )
+        self._begin(passed)
+        return False
+
+    def _left_from(self, spot: Spot) -> set[str]:
+        """Return the files of a list that are read from a spot on."""
+        left: set[str] = set()
+        step: Spot | Step = spot if spot.file is not None else self._files.after(spot)
+        while isinstance(step, Spot) and step.file is not None and step.round <= spot.round + 1:
+            left.add(step.file)  # the next epoch has all of them, so those after it have no others
+            step = self._files.after(step)
+        return left
+
+    def _check_there(self, files: Iterable[str]) -> None:
+        """Refuse a position that names files to read which the list does not have.
+
+        Also one that was made up: a source opens no file that it would not have found by itself.
+        """
+        gone = sorted(set(files).difference(self._paths or ()))
+        if gone:
+            which = "is" if len(gone) == 1 else f"and {len(gone) - 1} more are"
+            raise RestoreError(
+                f"cannot restore a file source: {gone[0]} {which} not among the files of this source: "
+                "deleted, renamed, or not of its path any more, before all of it was trained on. Put it "
+                "back; or, to read all files that are there from their start, start a new model_dir from "
+                "this one with restore.dir and restore.restart_data."
+            )
 
     def fraction(self, position: Position, records: int = 0) -> float | None:
         """Return which part of a list of files lies before a position, by bytes; see `fraction_read`."""
+        if self._pieces is not None and "open" in position:
+            if position.get("files") != self._pieces.digest:
+                return None  # it is of the files before the new ones
+            return self._pieces.fraction(self._pieces.restored(position), self._own_share(position), records)
         if self._bytes is None:
             return None
         return self._bytes.fraction(self._checked(position, share=False), records)
@@ -168,55 +314,167 @@ class FileSource:
         count = getattr(self._format, "count", None)
         if self._paths is None or count is None or not self._alone or self._own_epochs is None:
             return None
-        return sum(int(count(path)) for path in self._paths) * self._own_epochs
+        return sum(int(count(path)) for path in self._pass.files) * self._own_epochs
 
     def __iter__(self) -> Iterator[Records]:
         if self._closed:
             raise DataError("file source: cannot read, it was closed")
         self._settle()
+        while not self._pass.ended:
+            yield from self._read_pass() if self._mixing is None else self._mixed(self._mixing)
+            if self._paths is None:
+                return
+            self._pass = replace(self._pass, ended=True)
+            if self._go_on(self._pass):
+                read = self._reading
+                self._spot = self._reading = Spot(good=read.good, bad=read.bad)
+                self._place = MixedPlace(good=read.good, bad=read.bad)
+
+    def _read_pass(self) -> Iterator[Records]:
+        """Yield records of a list from where it stands; of a watch or a queue, all there is to come."""
         self._files.rewind(self._spot)
         batcher: Batcher[Spot] = Batcher(self._batch_size)
+        due = 0.0  # when the records that are held have waited for long enough
+        flushes = self.live and self._max_wait > 0  # also where a stream never pauses
         with closed_after(self._blocks(self._spot)) as blocks:
             for block in blocks:
-                if isinstance(block, Spot):  # there is nothing more for now
-                    if batcher.holds_some and self._drop_remainder:
-                        continue
-                    self._spot = block
-                    if (rest := batcher.rest()) is not None:
-                        yield rest
-                    self._files.taken(self._spot, ended=True)
+                waits = isinstance(block, Spot)  # there is nothing more for now
+                if isinstance(block, Block):
+                    held = batcher.holds_some
+                    for batch, self._spot in batcher.add(block):
+                        yield batch
+                        self._files.taken(self._spot, ended=False)
+                        held = False
+                    if batcher.holds_some and not held:
+                        due = self._clock() + self._max_wait
+                if not waits and not (flushes and batcher.holds_some):
                     continue
-                for batch, self._spot in batcher.add(block):
-                    yield batch
-                    self._files.taken(self._spot, ended=False)
+                if batcher.holds_some and (self._drop_remainder or self._clock() < due):
+                    continue
+                self._spot = block.place(len(block.records)) if isinstance(block, Block) else block
+                if (rest := batcher.rest()) is not None:
+                    yield rest
+                self._files.taken(self._spot, ended=waits)
         self._judge(self._reading, at_end=True)
         self._check_any()
         self._spot = self._reading
         if (rest := batcher.rest()) is not None and not self._drop_remainder:
+            if self._paths is not None:
+                self._pass = replace(self._pass, ended=True)
             yield rest
         self._files.taken(self._spot, ended=True)
 
+    def _mixed(self, pieces: Pieces) -> Iterator[Records]:
+        """Yield the batches of a list of files that is shuffled."""
+        batcher: Batcher[MixedPlace] = Batcher(self._batch_size)
+        with closed_after(pieces.blocks(self._place, self._own_share(self.position()))) as blocks:
+            for block in blocks:
+                for batch, self._place in batcher.add(block):
+                    yield batch
+        self._judge(self._reading, at_end=True)
+        self._check_any()
+        rest = batcher.rest()
+        given = self._place.given + (0 if rest is None else len(rest))
+        ended = replace(self._place, given=given, good=self._reading.good, bad=self._reading.bad)
+        self._place = pieces.end(ended)
+        self._pass = replace(self._pass, ended=True)
+        if rest is not None and not self._drop_remainder:
+            yield rest
+
+    def _take_in(self, path: str, place: int, chunk: Chunk) -> tuple[int, int]:
+        """Look at a chunk of a list of files that is shuffled; return how many records were read by now."""
+        self._look_for_columns(path, chunk.records)
+        spot = replace(self._reading, file=path, place=place)
+        self._reading = spot.past(chunk)
+        self._look_at_bad(spot, chunk)
+        return self._reading.good, self._reading.bad
+
+    def _note_empty(self, path: str | None) -> None:
+        if path not in self._empty:
+            _log.warning("file source: %s is empty: it has no records", path)
+        self._empty.add(path)
+
+    @property
+    def _mixing(self) -> Pieces | None:
+        """What reads the files in pieces; None where they are read one after the other."""
+        return None if self._stretches else self._pieces
+
+    def _own_share(self, position: Position) -> Share:
+        """Return the share that the worker of a position reads, which is not its own if it was adopted."""
+        return _read_share(position.get("adopted", self._settings.get("shard", position.get("shard"))))
+
     def position(self) -> Position:
         self._settle()
-        spot = _numbers_of(self._spot)
         whose = {} if self._adopted is None else {"adopted": self._adopted}
-        return {**self._settings, **whose, **spot, **self._files.save(self._spot)}
+        if self._mixing is not None:
+            return {**self._settings, **whose, **self._mixing.save(self._place), **self._pass.saved()}
+        spot = _numbers_of(self._spot)
+        return {**self._settings, **whose, **spot, **self._files.save(self._spot), **self._pass.saved()}
 
     def restore(self, position: Position) -> None:
         self._settle()
-        spot = self._checked(position)
-        if (adopted := position.get("adopted")) != self._adopted:
-            self._files.deal(_read_share(self._settings["shard"] if adopted is None else adopted))
-            self._adopted = adopted
-        self._files.restore(position, spot)
-        self._spot = self._reading = spot
+        self._read_as(position)
+        before = self._files, self._bytes, self._pieces, self._pass, self._adopted
+        try:
+            if self._mixing is not None:
+                self._check_settings(position)
+                self._adopted = None if "adopted" not in position else list(_share_of(position))
+                self._place = self._restored_place(position)
+                self._reading = Spot(good=self._place.good, bad=self._place.bad)
+                return
+            spot = self._checked(position)
+            if (adopted := position.get("adopted")) != self._adopted:
+                self._files.deal(_read_share(self._settings["shard"] if adopted is None else adopted))
+                self._adopted = adopted
+            self._spot = self._reading = self._restored(position, spot)
+        except RestoreError:  # and it can be read as if nobody had tried
+            self._files, self._bytes, self._pieces, self._pass, self._adopted = before
+            raise
+
+    def _restored_place(self, position: Position) -> MixedPlace:
+        """Go to a position of files that are shuffled, and return where to read on."""
+        passed = _Pass.read(position)
+        if passed is None:
+            self._pass = replace(self._pass, ended=False)
+        else:
+            self._begin(passed)
+        pieces = self._mixing
+        assert pieces is not None
+        place = pieces.restored(position)
+        if passed is None:
+            return place
+        if not pieces.is_over(place):
+            passed = replace(passed, ended=False)  # there are more epochs than there were
+        if self._go_on(passed):
+            return MixedPlace(good=place.good, bad=place.bad)
+        if not passed.ended:
+            self._check_there(pieces.files_left(place, self._own_share(position)))
+        return place
+
+    def _restored(self, position: Position, spot: Spot) -> Spot:
+        """Go to a position, and return where to read on."""
+        passed = None if self._paths is None else _Pass.read(position)
+        if passed is None:
+            self._pass = replace(self._pass, ended=False)
+            self._files.restore(position, spot)
+            return spot
+        if self._own_epochs is None or spot.round + 1 < self._own_epochs:
+            passed = replace(passed, ended=False)  # there are more epochs than there were
+        if self._go_on(passed):
+            return Spot(good=spot.good, bad=spot.bad)
+        if not (passed.ended and spot.round + 1 > (self._own_epochs or 1)):
+            self._files.restore(position, spot)
+        if not passed.ended:
+            self._check_there(self._left_from(spot))
+        return spot
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Return what was left to several workers as positions of another number of them.
 
-        Files are dealt out from where they were left, so that all workers have about as many; where a stretch
-        is being shuffled, with the files it goes on in. From the first epoch on that nobody had begun, each
-        worker reads its share of all. A queue hears of the positions, and hands out what is left by itself.
+        Files, or pieces of them, are dealt out from where they were left, so that all workers have about as
+        many; where a stretch is being shuffled, with the files it goes on in. From the first epoch on that
+        nobody had begun, each worker reads its share of all. A queue hears of the positions, and hands out
+        what is left by itself.
 
         Raises:
             RestoreError: They are not those of all workers; the files have changed; or `num_workers` of
@@ -226,14 +484,40 @@ class FileSource:
         share = Share(*self._settings["shard"])
         if share.workers != workers:
             raise RestoreError(f"the file source has num_workers {share.workers}, this run has {workers}")
-        old = [OldWorker(_share_of(one), one, self._checked(one, share=False)) for one in positions]
-        shares = [Share(number, len(old)) for number in range(len(old))]
-        if not isinstance(self._files, Queued) and [one.share for one in old] != shares:
+        for one in positions:
+            self._read_as(one)
+        found_shares = [_share_of(one) for one in positions]
+        shares = [Share(number, len(positions)) for number in range(len(positions))]
+        if not isinstance(self._files, Queued) and found_shares != shares:
             raise RestoreError(
-                f"the positions are of shares {', '.join(str(list(one.share)) for one in old)} of the files, "
-                "which are not all"
+                f"the positions are of shares {', '.join(str(list(one)) for one in found_shares)} of the "
+                "files, which are not all"
             )
-        dealt = _deal([unit for left in self._files.left(old) for unit in self._units(left)], workers)
+        passes = [] if self._paths is None else [_Pass.read(one) for one in positions]
+        passed = next((one for one in passes if one is not None), None)
+        if passed is not None:
+            ended = all(one is not None and one.ended for one in passes)
+            passed = replace(passed, ended=ended)
+            self._begin(passed)
+        saved = {} if passed is None else passed.saved()
+        if (pieces := self._mixing) is not None:
+            for one in positions:
+                self._check_settings(one, share=False)
+            places = pieces.redistributed(
+                [(_share_of(one), pieces.restored(one)) for one in positions], workers
+            )
+            for worker, place in enumerate(places):
+                self._check_there(pieces.files_left(place, Share(worker, workers)))
+            return [
+                {**self._settings, "shard": [worker, workers], **pieces.save(place), **saved}
+                for worker, place in enumerate(places)
+            ]
+        old = [OldWorker(_share_of(one), one, self._checked(one, share=False)) for one in positions]
+        over = passed is not None and passed.ended
+        every = [[] for _ in old] if over else self._files.left(old)
+        if self._paths is not None:
+            self._check_there(one.file for left in every for one in left)
+        dealt = _deal([unit for left in every for unit in self._units(left)], workers)
         found = []
         for worker, left in enumerate(dealt):
             mine = old[worker::workers]  # whose records it counts as its own
@@ -243,13 +527,26 @@ class FileSource:
                 bad=sum(one.spot.bad for one in mine),
             )
             begin = self._files.begin(old, left, Share(worker, workers))
-            found.append({**self._settings, "shard": [worker, workers], **_numbers_of(spot), **begin})
+            found.append(
+                {
+                    **self._settings,
+                    "shard": [worker, workers],
+                    **_numbers_of(spot),
+                    **begin,
+                    **saved,
+                }
+            )
         return found
 
     @property
     def repeats(self) -> bool:
         """Whether the files follow each other as before: those of a list do; see `repeats_order`."""
         return isinstance(self._files, ListedPaths)
+
+    @property
+    def live(self) -> bool:
+        """Whether files are read as they come, by a watch; see `is_live`."""
+        return isinstance(self._files, Watched | Growing)
 
     @property
     def hands_out(self) -> HandsOut | None:
@@ -269,6 +566,11 @@ class FileSource:
 
     def interrupt(self) -> None:
         self._queued.interrupt()
+
+    @property
+    def trouble(self) -> str:
+        """Why the queue of files cannot note what is read, for a person; empty if it can."""
+        return self._files.trouble if isinstance(self._files, Queued) else ""
 
     @property
     def _queued(self) -> Queued:
@@ -353,16 +655,7 @@ class FileSource:
         Args:
             share: Whether it must be of the same share, too, unless it was adopted.
         """
-        if not isinstance(position, Mapping) or position.get("source") != "files":
-            raise RestoreError(f"cannot restore a file source from {position!r:.200}: not a position of one")
-        others = set() if share and "adopted" not in position else {"shard"}
-        for name, value in self._settings.items():
-            if name not in others and (name not in position or position[name] != value):
-                raise RestoreError(
-                    f"cannot restore a file source: the position was taken with {name} "
-                    f"{position.get(name)}, this one has {value}. Use the same settings, or start from the "
-                    "beginning."
-                )
+        self._check_settings(position, share=share)
         if missing := [field.name for field in fields(Spot) if field.name not in position]:
             raise RestoreError(f"cannot restore a file source: the position lacks {', '.join(missing)}")
         numbers = {field.name: position[field.name] for field in fields(Spot)}
@@ -373,15 +666,54 @@ class FileSource:
             raise RestoreError(f"cannot restore a file source: malformed numbers in {position!r:.200}")
         return Spot(file=file, **numbers)
 
+    def _read_as(self, position: Position) -> None:
+        """Read files in pieces, or in stretches if a position was saved by a version that did: its order goes
+        on to the end of the run."""
+        if self._pieces is None or not isinstance(position, Mapping):
+            return
+        assert self._shuffle is not None
+        stretches = position.get("shuffle") == [self._shuffle.seed, self._shuffle.buffer, True]
+        if stretches and not self._stretches:
+            _log.warning(
+                "file source: the checkpoint is of a version that shuffled %d records at a time, and the run "
+                "resumes in that order. To mix files over their whole length, start a new run from this "
+                "checkpoint with restore.dir and restore.restart_data.",
+                self._shuffle.buffer,
+            )
+        self._stretches = stretches
+        self._settings["shuffle"] = self._order()
+
+    def _order(self) -> list[object] | None:
+        """Return what the order of records follows from, for a position."""
+        shuffle = self._shuffle
+        if shuffle is None:
+            return None
+        if self._mixing is not None:
+            return [shuffle.seed, shuffle.buffer, f"pieces of {shuffle.piece_bytes} bytes"]
+        return [shuffle.seed, shuffle.buffer, shuffle.files]
+
+    def _check_settings(self, position: Position, *, share: bool = True) -> None:
+        """Refuse a position of a source with other settings; see `_checked`."""
+        if not isinstance(position, Mapping) or position.get("source") != "files":
+            raise RestoreError(f"cannot restore a file source from {position!r:.200}: not a position of one")
+        others = set() if share and "adopted" not in position else {"shard"}
+        for name, value in self._settings.items():
+            if name not in others and (name not in position or position[name] != value):
+                raise RestoreError(
+                    f"cannot restore a file source: the position was taken with {name} "
+                    f"{position.get(name)}, this one has {value}. Use the same settings, or start from the "
+                    "beginning."
+                )
+
     def _settle(self) -> None:
         """See to it that files are dealt out to this worker."""
         if not self._settings:
-            share, shuffle = self._share.settle(), self._shuffle
+            share = self._share.settle()
             self._files.deal(share)
             self._alone = share.workers == 1
             self._settings = {
                 "source": "files",
-                "shuffle": None if shuffle is None else [shuffle.seed, shuffle.buffer, shuffle.files],
+                "shuffle": self._order(),
                 "shard": list(share),
             }
 
@@ -448,10 +780,8 @@ class FileSource:
                                 "file source: the lease on %s ran out; another worker goes on", spot.file
                             )
                             break
-                if not begun and not found:
-                    if spot.file not in self._empty:
-                        _log.warning("file source: %s is empty: it has no records", spot.file)
-                    self._empty.add(spot.file)
+                if not begun and not found and not self._files.grows:
+                    self._note_empty(spot.file)
                 yield _Read(spot)
             step = self._files.after(spot)
             while step is Step.WAIT:
@@ -484,6 +814,7 @@ class FileSource:
                 path,
                 ", ".join(map(repr, missing)),
                 known_columns(missing[0], there, "it has"),
+                extra={"cause": f"missing columns {missing}"},
             )
 
     def _look_at_bad(self, spot: Spot, chunk: Chunk) -> None:

@@ -13,22 +13,29 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
+import math
 import os
 import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
 
-from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
+from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError, TransientFilesystemError
 from monolith.filesystem import atomic_write
+from monolith.filesystem.backends import errors_as
 from monolith.observe import Sightings
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Clock = Callable[[], float]
 """Seconds. Of a queue that processes share Unix seconds, which are the same in all of them."""
@@ -37,6 +44,11 @@ Progress = dict[str, int]
 """A place in a file: plain numbers that mean something to the readers only. Empty at its beginning."""
 
 LEASE = timedelta(minutes=10)
+PATIENCE = timedelta(minutes=35)
+"""How long a queue keeps what it cannot write: about as long as the ten failed saves of the default take."""
+RETRY_SECONDS = 1.0
+CLOSE_SECONDS = 2.0
+"""How long a worker that ends tries to write what it still has to say to the queue."""
 
 
 class StrQueue:
@@ -136,6 +148,9 @@ class FileQueue(Protocol):
         Args:
             number: Hand out this one, if it is waiting or a lease of the same worker: what a worker
                 asks for that was restarted and knows what it was reading.
+
+        Raises:
+            TransientFilesystemError: The lease cannot be noted now, because a disk is full; ask again later.
         """
 
     def renew(self, lease: Lease) -> Lease | None:
@@ -178,6 +193,13 @@ class FileQueue(Protocol):
 
     def wait(self) -> None:
         """Let some time pass before asking again."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the queue cannot note changes now, for a person; empty if it can."""
+
+    def flush(self) -> None:
+        """Try to write the changes that could not be written so far; returns within a few seconds."""
 
     def state(self) -> dict[str, Any]:
         """Return plain values that survive JSON: what is waiting, and how far leased files have come."""
@@ -295,6 +317,17 @@ class _Queue(ABC):
     def _ledger(self) -> AbstractContextManager[_Ledger]:
         """Give the ledger to one caller at a time, and keep what it makes of it."""
 
+    def _tell(self, what: Hashable, change: Callable[[_Ledger], T], otherwise: T) -> T:  # noqa: ARG002
+        """Change the ledger and return what the change does.
+
+        Args:
+            what: Names the change: of several with one name that could not be made yet, the newest counts.
+                None changes nothing, and only looks.
+            otherwise: What to return if the ledger cannot be read now.
+        """
+        with self._ledger() as ledger:
+            return change(ledger)
+
     @abstractmethod
     def _next_name(self, number: int) -> str | None:
         """Return the file of this number, which was never handed out. Called with the ledger held."""
@@ -307,7 +340,8 @@ class _Queue(ABC):
     def renew(self, lease: Lease) -> Lease | None:
         if self._is_fresh(lease):
             return lease
-        with self._ledger() as ledger:
+
+        def change(ledger: _Ledger) -> Lease | None:
             ledger.expire(self._is_over)
             known = ledger.held(lease)
             if known is None:
@@ -316,8 +350,11 @@ class _Queue(ABC):
             renewed = ledger.leases[lease.number] = replace(known, expires=expires)
             return renewed
 
+        otherwise: Lease | None = lease
+        return self._tell(("renew", lease.token), change, otherwise)
+
     def report(self, lease: Lease, progress: Progress) -> bool:
-        with self._ledger() as ledger:
+        def change(ledger: _Ledger) -> bool:
             ledger.expire(self._is_over)
             known = ledger.held(lease)
             if known is None:
@@ -326,45 +363,57 @@ class _Queue(ABC):
             ledger.leases[lease.number] = replace(known, expires=expires, progress=progress)
             return True
 
+        return self._tell(("report", lease.token), change, otherwise=True)
+
     def mark_read(self, lease: Lease) -> None:
-        with self._ledger() as ledger:
+        def change(ledger: _Ledger) -> None:
             known = ledger.held(lease)
             if known is not None:
                 ledger.leases[lease.number] = replace(known, read=True)
 
+        self._tell(("read", lease.token), change, None)
+
     def finish(self, lease: Lease) -> bool:
-        with self._ledger() as ledger:
+        def change(ledger: _Ledger) -> bool:
             ledger.expire(self._is_over)
-            if ledger.held(lease) is None:
-                return False
-            del ledger.leases[lease.number]
-            return True
+            return ledger.held(lease) is not None and ledger.leases.pop(lease.number) is not None
+
+        return self._tell(("finish", lease.token), change, otherwise=True)
 
     def give_back(self, lease: Lease) -> None:
-        with self._ledger() as ledger:
+        def change(ledger: _Ledger) -> None:
             if ledger.held(lease) is not None:
                 ledger.put_back(ledger.leases[lease.number])
 
+        self._tell(("give back", lease.token), change, None)
+
     def release(self, worker: str) -> None:
-        with self._ledger() as ledger:
-            ledger.release(worker)
+        self._tell(object(), lambda ledger: ledger.release(worker), None)
 
     def settle(
         self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]
     ) -> None:
-        with self._ledger() as ledger:
-            ledger.settle(workers, finished, reached)
+        self._tell(object(), lambda ledger: ledger.settle(workers, finished, reached), None)
 
     def readers(self) -> list[str]:
         with self._ledger() as ledger:
             return sorted({lease.worker for lease in ledger.leases.values()})
 
     def others_hold(self, worker: str) -> bool:
-        with self._ledger() as ledger:
+        def look(ledger: _Ledger) -> bool:
             return any(lease.worker != worker and not lease.read for lease in ledger.leases.values())
+
+        return self._tell(None, look, otherwise=True)
 
     def wait(self) -> None:
         self._pause(min(self._seconds / 10, 1.0))
+
+    @property
+    def trouble(self) -> str:
+        return ""
+
+    def flush(self) -> None:
+        return None  # nothing waits to be written
 
 
 class LocalFileQueue(_Queue):
@@ -417,9 +466,15 @@ class SharedFileQueue(_Queue):
     trains: a lease runs out if this process has not seen it renewed for its whole time. A process that
     has just started believes the clocks, which should then agree to within a small part of a lease.
 
+    A full disk stops no worker before it needs another file. Changes that cannot be written are kept in this
+    process, in order, and are written before the next one that can be; until then `take` raises, and no lease
+    counts as run out, since no worker can renew any. A worker that is killed then loses only changes that its
+    checkpoint implies: the next start settles them.
+
     Args:
         clock: Unix seconds, which leases are stamped with.
         timer: Seconds that only grow.
+        patience: How long changes are kept; then the next call is an error.
     """
 
     def __init__(
@@ -430,16 +485,83 @@ class SharedFileQueue(_Queue):
         clock: Clock = time.time,
         timer: Clock = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
+        patience: timedelta = PATIENCE,
     ) -> None:
         super().__init__(lease, clock, pause)
+        self._timer, self._patience = timer, patience.total_seconds()
         self._sightings = Sightings(clock, timer)  # guarded by the ledger
         self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        with errors_as("make the folder of a file queue,", folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Lock()  # a process-wide lock does not keep our own threads apart
         self._names: list[str] = []
         self._names_bytes = 0
+        # Guarded by _thread:
+        self._unwritten: dict[Hashable, Callable[[_Ledger], object]] = {}  # oldest first
+        self._failing_since: float | None = None
+        self._failed_at = self._next_attempt = -math.inf
+        self._trouble = ""
+
+    @property
+    def trouble(self) -> str:
+        return self._trouble
+
+    @property
+    def unwritten(self) -> int:
+        """How many changes wait to be written."""
+        return len(self._unwritten)
+
+    def renew(self, lease: Lease) -> Lease | None:
+        if self._unwritten:
+            self._write_kept()
+        return super().renew(lease)
+
+    def flush(self) -> None:
+        deadline = self._timer() + CLOSE_SECONDS
+        while self._unwritten:
+            self._next_attempt = -math.inf  # now
+            self._write_kept()
+            if self._unwritten and self._timer() >= deadline:
+                _log.warning(
+                    "%s The files of this worker are handed out again when its leases run out, in up to "
+                    "%.0f s. A run that resumes takes them before that, at the places of its checkpoint.",
+                    *(self._trouble, self._seconds),
+                )
+                return
+            if self._unwritten:
+                self._pause(RETRY_SECONDS / 2)
+
+    def _write_kept(self) -> None:
+        with suppress(TransientFilesystemError, DataError), self._ledger():
+            pass  # it writes what is kept; whether that lasts too long is for those to say who need it
+
+    def take(self, worker: str, number: int | None = None) -> Lease | None:
+        found: list[Lease | None] = []
+        try:
+            with self._ledger() as ledger:
+                ledger.expire(self._is_over)
+                found.append(ledger.take(worker, number, self._clock() + self._seconds, self._next_name))
+        except TransientFilesystemError:
+            if found != [None]:  # that no file is left is known without writing anything
+                raise
+        return found[0]
+
+    def _tell(self, what: Hashable, change: Callable[[_Ledger], T], otherwise: T) -> T:
+        result = otherwise
+        try:
+            with self._ledger() as ledger:
+                result = change(ledger)
+        except TransientFilesystemError:
+            if what is not None:
+                with self._thread:
+                    self._unwritten.pop(what, None)
+                    self._unwritten[what] = change
+        return result
 
     def _is_over(self, lease: Lease) -> bool:
+        # No worker could renew a lease while the disk was full; each has its whole time again since then.
+        if self._failing_since is not None or self._timer() - self._failed_at < self._seconds:
+            return False
         return self._age(lease) >= self._seconds
 
     def _is_fresh(self, lease: Lease) -> bool:
@@ -458,8 +580,9 @@ class SharedFileQueue(_Queue):
         with self._locked():
             known = set(self._all_names())
             new = [file for file in dict.fromkeys(files) if file not in known]
+            path = self._folder / "files.jsonl"
             if new:
-                with (self._folder / "files.jsonl").open("ab") as file:
+                with errors_as("add to the files of a queue,", path), path.open("ab") as file:
                     # What a process that was killed had half written is not a line yet: over it.
                     file.truncate(self._names_bytes)
                     file.write("".join(json.dumps(name) + "\n" for name in new).encode())
@@ -484,22 +607,66 @@ class SharedFileQueue(_Queue):
                 file.write("".join(json.dumps(name) + "\n" for name in [*names, *more]).encode())
             self._names, self._names_bytes = [], 0
             self._write(book)
+            self._unwritten.clear()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._thread, (self._folder / "lock").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # let go with the file
-            yield
+        path = self._folder / "lock"
+        with self._thread:
+            with self._noted(), errors_as("lock a file queue with", path):
+                file = path.open("ab")
+            with file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # let go with the file
+                yield
 
     @contextmanager
     def _ledger(self) -> Iterator[_Ledger]:
+        """Give the ledger with the changes that are kept, and write it with what the caller changes.
+
+        Raises:
+            TransientFilesystemError: It cannot be written now. The changes that were kept still are.
+            DataError: It could not be written for as long as `patience`.
+        """
         with self._locked():
-            before = self._read()
+            with self._noted():
+                before = self._read()
             ledger = _Ledger(before.handed, dict(before.waiting), dict(before.leases))
             self._sightings.keep({lease.token for lease in ledger.leases.values()})
+            for change in self._unwritten.values():
+                change(ledger)
             yield ledger
             if ledger != before:
-                self._write(ledger)
+                if self._timer() < self._next_attempt:
+                    # A reader comes here at every batch; to try for each would slow it down for nothing.
+                    raise TransientFilesystemError(self._trouble)
+                with self._noted():
+                    self._write(ledger)
+                if self._failing_since is not None:
+                    _log.warning("the file queue in %s can be written again", self._folder)
+                self._failing_since, self._trouble = None, ""
+            self._unwritten.clear()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Note a failure that may pass; turn one that has lasted too long into an error that ends the run."""
+        try:
+            yield
+        except TransientFilesystemError as error:
+            now = self._failed_at = self._timer()
+            self._next_attempt = now + RETRY_SECONDS
+            self._trouble = f"the file queue in {self._folder} cannot be written: {error}"
+            if self._failing_since is None:
+                self._failing_since = now
+                _log.warning(
+                    "%s Training continues with the files that this worker has; changes are kept and retried",
+                    self._trouble,
+                )
+            if (lasts := now - self._failing_since) >= self._patience:
+                raise DataError(
+                    f"{self._trouble} It was retried for {lasts:.0f} s. Make room there and start the run "
+                    "again: it resumes from its newest checkpoint."
+                ) from error
+            raise
 
     def _next_name(self, number: int) -> str | None:
         names = self._all_names()
@@ -522,7 +689,9 @@ class SharedFileQueue(_Queue):
     def _read(self) -> _Ledger:
         path = self._folder / "ledger.json"
         try:
-            saved = json.loads(path.read_bytes())
+            with errors_as("read", path):
+                text = path.read_bytes()
+            saved = json.loads(text)
         except FileNotFoundError:
             return _Ledger()
         except ValueError as cause:

@@ -51,8 +51,8 @@ def format_of(
     """Return the format of that name or, without one, the one that goes with the end of the path.
 
     Args:
-        types: Of columns, for texts that do not say. A field is then one value, whatever is in it: who knows
-            the types knows what stands between the items of a list.
+        types: Of columns, for files that do not say, or not exactly. A field of CSV is then one value,
+            whatever is in it: who knows the types knows what stands between the items of a list.
 
     Raises:
         ConfigError: There is no such format, or the path does not tell.
@@ -72,4 +72,8 @@ def format_of(
         raise ConfigError(f"no format {name!r}; {hint}")
     if types is not None and name in _DELIMITERS:
         return CsvFormat(delimiter=_DELIMITERS[name], types=types)
+    if types is not None and name == "jsonl":
+        return JsonLinesFormat(expected=types)
+    if types is not None and name == "parquet":
+        return ParquetFormat(types=types)
     return FORMATS[name]()

@@ -55,10 +55,16 @@ def compression_of(path: str) -> str | None:
 
 
 class OpenText:
-    """A file of text, open to read, which its name may say is compressed."""
+    """A file of text, open to read, which its name may say is compressed.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        end: The byte at which to take the file for ended, though more may be there; not for compressed ones.
+    """
+
+    def __init__(self, path: str, end: int | None = None) -> None:
         opened = open_read(path)
+        if end is not None:
+            opened = cast(BinaryIO, io.BufferedReader(_Until(opened, end), _BUFFER_BYTES))
         compression = compression_of(path)
         self._held = None if compression is None else _Held(opened, path, compression)
         self.file = (
@@ -99,6 +105,40 @@ class _Compressing:
     def write(self, data: bytes) -> int:
         self._file.write(self._compressor.compress(data))
         return len(data)
+
+
+class _Until(io.RawIOBase):
+    """The beginning of a file, as a file one can read and seek."""
+
+    def __init__(self, file: BinaryIO, end: int) -> None:
+        self._file = file
+        self._end = end
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        into = memoryview(buffer).cast("B")
+        piece = self._file.read(min(len(into), max(self._end - self._place, 0)))
+        into[: len(piece)] = piece
+        self._place += len(piece)
+        return len(piece)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert whence == io.SEEK_SET, "readers of text go to places"
+        self._place = self._file.seek(offset)
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _Held(io.RawIOBase):

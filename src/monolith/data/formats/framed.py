@@ -6,6 +6,7 @@ header ends in a length that makes no sense: CorruptFileError, mostly at its beg
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from monolith.data.formats.streams import (
     check_record_bytes,
     open_writer,
     read_chunks,
+    stream_bounds,
 )
 from monolith.data.records import Records
 from monolith.errors import ConfigError, DataError
@@ -115,6 +117,23 @@ class FramedFormat:
             chunk_bytes=self._chunk_bytes,
             record_bytes=self._record_bytes,
             amend=_with_source if lifts else None,
+        )
+
+    def in_pieces(self, piece_bytes: int) -> FramedFormat:
+        """Return the same with smaller chunks; see `SplittableFormat`."""
+        other = copy.copy(self)
+        other._chunk_bytes = min(piece_bytes, self._chunk_bytes)
+        return other
+
+    def bounds(self, path: str) -> list[int] | None:
+        """Return the bytes at which chunks begin; see `SplittableFormat`."""
+        compression = compression_of(path) if self._compression == AUTO else self._compression
+        return stream_bounds(
+            path,
+            self._split,
+            compression=compression,
+            chunk_bytes=self._chunk_bytes,
+            record_bytes=self._record_bytes,
         )
 
     def writer(self, path: str) -> AbstractContextManager[RecordWriter]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,19 @@ import torch
 from torch import Tensor
 
 from monolith.data.epochs import Epochs, check_unsaid
+from monolith.data.formats.objects import are_whole, kind_of_cells, seconds_of, values_of
 from monolith.data.records import Records
 from monolith.data.share import Share, ShareChoice
 from monolith.data.shuffling import permutation
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError, TensorArgumentError
+from monolith.feature import ColumnKind
 from monolith.tensors import RaggedTensor
 
 Column = Any
 """A RaggedTensor; a tensor or array of shape (records,) or (records, k); a list with a number, a text, a list
-of these or None per record; or what `numpy.asarray` makes an array of, such as a column of pandas."""
+of these, a datetime or None per record; or what `numpy.asarray` makes an array of, such as a column of
+pandas."""
 
 
 class MemorySource:
@@ -41,6 +45,7 @@ class MemorySource:
     """
 
     repeats = True
+    live = False
 
     def __init__(
         self,
@@ -158,7 +163,23 @@ def to_records(columns: Mapping[str, Column]) -> Records:
     sizes = {name: column.nrows for name, column in made.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(f"memory: columns must have one row per record each, got {sizes}")
-    return Records(next(iter(sizes.values()), 0), made, complete=True)
+    kinds = {name: _kind(columns[name], column) for name, column in zip(columns, made.values(), strict=True)}
+    kinds = {str(name): kind for name, kind in kinds.items()}
+    return Records(next(iter(sizes.values()), 0), made, complete=True, kinds=kinds)
+
+
+def _kind(values: Column, column: RaggedTensor) -> ColumnKind:
+    """Return how a column was handed over, so that it is written the same way again."""
+    if isinstance(values, RaggedTensor):
+        held = {torch.int64: "int64", torch.float32: "float", torch.uint8: "binary"}
+        return ColumnKind(held[column.dtype], single=False)
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        return kind_of_cells(values, column.dtype)
+    array = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.dtype == object or array.dtype.kind in "SU":
+        return kind_of_cells(array.tolist(), column.dtype)
+    named = {"float64": "double", "float32": "float", "float16": "double"}
+    return ColumnKind(named.get(array.dtype.name, array.dtype.name), array.ndim == 1)
 
 
 def to_column(values: Column, name: str = "") -> RaggedTensor:
@@ -171,6 +192,10 @@ def to_column(values: Column, name: str = "") -> RaggedTensor:
         if isinstance(values, Sequence) and not isinstance(values, str | bytes):
             return _from_rows(values)
         array = np.asarray(values)
+        if array.dtype.kind == "M":
+            return _from_rows(seconds_of(array))
+        if array.dtype == np.float64 and array.ndim == 1 and are_whole(array):
+            return _from_rows(array.tolist())
         if array.dtype == object or array.dtype.kind in "SU":
             return _from_rows(array.tolist())
         return _dense(torch.from_numpy(np.array(array)))
@@ -198,8 +223,12 @@ def _typed(column: RaggedTensor) -> RaggedTensor:
 
 
 def _from_rows(rows: Sequence[Any]) -> RaggedTensor:
-    lists = [_as_list(row) for row in rows]
-    flat = [value for row in lists for value in row]
+    lists = [values_of(row) for row in rows]
+    there = [value for row in lists for value in row if value is not None]
+    is_number = any(isinstance(value, float | np.floating) for value in there)
+    if not is_number:  # in a list of numbers, what is missing keeps its place
+        lists = [[value for value in row if value is not None] for row in lists]
+    flat: list[Any] = [nan if value is None else value for row in lists for value in row]
     lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
     if any(isinstance(value, str | bytes) for value in flat):
         if strange := [value for value in flat if not isinstance(value, str | bytes)]:
@@ -214,20 +243,15 @@ def _from_rows(rows: Sequence[Any]) -> RaggedTensor:
     if whole:
         values = torch.from_numpy(np.array([_signed(int(value)) for value in flat], dtype=np.int64))
     else:
-        values = torch.tensor([float(value) for value in flat], dtype=torch.float32)
+        doubles = np.array([float(value) for value in flat])
+        if are_whole(doubles):
+            return _from_rows(
+                [[None if value is None else int(value // 1) for value in row] for row in lists]
+            )
+        values = torch.from_numpy(doubles.astype(np.float32))
     return RaggedTensor.from_row_lengths(values, lengths, validate=False)
 
 
 def _signed(number: int) -> int:
     """Return an unsigned id as the int64 of the same bits."""
     return number - (1 << 64) if 1 << 63 <= number < 1 << 64 else number
-
-
-def _as_list(row: Any) -> list[Any]:
-    if row is None:
-        return []
-    if isinstance(row, list | tuple):
-        return list(row)
-    if isinstance(row, np.ndarray):
-        return list(row.tolist())
-    return [row]

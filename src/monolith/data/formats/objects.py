@@ -1,21 +1,30 @@
 """Objects by key, of JSON or of Python, as records: each value of its column's declared type.
 
-A value is a number, a text, a bool, or a list of these; a key that is missing, None and [] are no values.
-Whole numbers and bools are int64, other numbers float32.
+A value is a number, a text, a bool, a datetime, or a list of these; a key that is missing, None, NaN and []
+are no values. Whole numbers and bools are int64, other numbers float32, and datetimes Unix seconds. In a
+list of numbers what is missing keeps its place, as NaN; in others it is left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, date, datetime, time
+from math import floor, nan
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from monolith.data.records import Records
 from monolith.errors import ConfigError
+from monolith.feature import ColumnKind
+from monolith.feature.spec.times import TIME
 from monolith.tensors import RaggedTensor
+
+_EXACT = 1 << 24
+"""Whole numbers up to here are the same as float32."""
 
 Cell = list[Any]
 ColumnType = torch.dtype | type[int] | type[float] | type[str] | str
@@ -31,6 +40,7 @@ TYPES: dict[ColumnType, torch.dtype] = {
     torch.int64: torch.int64,
     torch.float32: torch.float32,
     torch.uint8: torch.uint8,
+    TIME: TIME,
 }
 
 
@@ -50,13 +60,54 @@ def json_object(text: bytes) -> dict[str, Any]:
     return found
 
 
-def values_of(value: Any) -> Cell:
-    """Return the values of one key: none, one or several."""
-    if isinstance(value, np.ndarray | np.generic | torch.Tensor):
-        value = value.tolist()
+def are_whole(values: NDArray[np.float64]) -> bool:
+    """Whether doubles are better held by int64 than by float32, as ids of which some are missing and Unix
+    times with fractions are: beyond 2^24, where float32 has no fractions and not all whole numbers, are
+    some, and the others are whole. NaN is passed over."""
+    there = values[~np.isnan(values)]
+    sizes = np.abs(there)
+    if not len(there) or not _EXACT < sizes.max() < 2.0**63:
+        return False
+    return bool(((np.floor(there) == there) | (sizes > _EXACT)).all())
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is none: None, NaN, or the NaT and NA of pandas, which need not be installed."""
     if value is None:
-        return []
-    return [one for one in value if one is not None] if isinstance(value, list | tuple) else [value]
+        return True
+    if isinstance(value, float | np.floating | np.datetime64):
+        return bool(value != value)  # noqa: PLR0124  as NaN and NaT are
+    return type(value).__name__ in ("NAType", "NaTType")
+
+
+def values_of(value: Any) -> Cell:
+    """Return the values of one key: none, one or several. What is missing in a list is None there."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind == "M":
+        value = seconds_of(value)
+    elif isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [None if is_missing(one) else _second(one) for one in value]
+    return [] if is_missing(value) else [_second(value)]
+
+
+def seconds_of(times: Any) -> Any:
+    """Return datetimes of numpy as Unix seconds, None where they are NaT: a list, or one of them."""
+    seconds = times.astype("M8[s]").astype(np.int64)
+    plain = seconds.tolist()
+    if not times.ndim:
+        return None if np.isnat(times) else plain
+    return [None if gone else one for gone, one in zip(np.isnat(times).tolist(), plain, strict=True)]
+
+
+def _second(value: Any) -> Any:
+    """Return the Unix second of a datetime or a date, which are UTC without a zone; others as they are."""
+    if isinstance(value, np.datetime64):
+        return seconds_of(value)
+    if not isinstance(value, date):
+        return value
+    moment = value if isinstance(value, datetime) else datetime.combine(value, time())
+    return floor((moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp())
 
 
 def wider(known: torch.dtype | None, values: Cell) -> Any:
@@ -91,7 +142,11 @@ def cells_of(found: Mapping[str, Any], wanted: Mapping[str, torch.dtype]) -> dic
         ValueError: A value is not of its column's type.
     """
     return {
-        name: [_value(value, dtype, name) for value in values_of(found.get(name))]
+        name: [
+            nan if value is None else _value(value, dtype, name)
+            for value in values_of(found.get(name))
+            if value is not None or dtype is torch.float32
+        ]
         for name, dtype in wanted.items()
     }
 
@@ -99,6 +154,10 @@ def cells_of(found: Mapping[str, Any], wanted: Mapping[str, torch.dtype]) -> dic
 def _value(value: Any, dtype: torch.dtype, name: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
+    if dtype is TIME and isinstance(value, int | float):
+        return repr(value).encode()  # as exact as it came
+    if dtype is TIME:
+        dtype = torch.uint8
     if dtype is torch.uint8 and isinstance(value, bytes):
         return value
     if dtype is torch.uint8 and isinstance(value, str):
@@ -113,17 +172,39 @@ def _value(value: Any, dtype: torch.dtype, name: str) -> Any:
     raise ValueError(f"key {name!r}: {value!r:.40} is not {kind}")
 
 
-def rows_as_records(rows: Sequence[Mapping[str, Cell]], types: Mapping[str, torch.dtype]) -> Records:
+def kind_of_cells(cells: Iterable[Any], dtype: torch.dtype) -> ColumnKind:
+    """Return how a column of such cells, each a value, a list of values or None, is written again."""
+    cells = list(cells)
+    single = not any(isinstance(cell, list | tuple | np.ndarray | torch.Tensor) for cell in cells)
+    values = [value for cell in cells for value in values_of(cell)]
+    if dtype is TIME:  # as exact as it came: see `_value`
+        dtype = wider(None, values) or torch.int64
+    if dtype is torch.uint8:
+        is_bytes = any(isinstance(value, bytes) for value in values)
+        return ColumnKind("binary" if is_bytes else "string", single)
+    if dtype is torch.float32:
+        return ColumnKind("double", single)
+    if values and all(isinstance(value, bool) for value in values):
+        return ColumnKind("bool", single)
+    is_unsigned = any(isinstance(value, int) and value >= 1 << 63 for value in values)
+    return ColumnKind("uint64" if is_unsigned else "int64", single)
+
+
+def rows_as_records(
+    rows: Sequence[Mapping[str, Cell]],
+    types: Mapping[str, torch.dtype],
+    kinds: Mapping[str, ColumnKind] | None = None,
+) -> Records:
     """Lay rows side by side by column."""
     columns = {}
     for name, dtype in types.items():
         lengths = torch.tensor([len(row[name]) for row in rows], dtype=torch.int64)
         flat = [value for row in rows for value in row[name]]
         values: torch.Tensor | RaggedTensor
-        if dtype is torch.uint8:
+        if dtype in (torch.uint8, TIME):
             text = torch.from_numpy(np.frombuffer(b"".join(flat), np.uint8).copy())
             values = RaggedTensor.from_row_lengths(text, torch.tensor([*map(len, flat)], dtype=torch.int64))
         else:
             values = torch.tensor(flat, dtype=dtype)
         columns[name] = RaggedTensor.from_row_lengths(values, lengths, validate=False)
-    return Records(len(rows), columns)
+    return Records(len(rows), columns, kinds=kinds or {})

@@ -9,27 +9,38 @@ read; without, altered bytes may read as other values.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import Any
+
+import torch
 
 from monolith.data.format import Chunk
 from monolith.data.formats.arrow_columns import ArrowModules, arrow_records, columns_of, import_arrow
-from monolith.data.records import Records, concat
+from monolith.data.records import Records, as_read, concat
 from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError
+from monolith.feature import ColumnKind
 from monolith.filesystem import atomic_write, open_read
 from monolith.tensors import RaggedTensor
 
 
 class ParquetFormat:
-    """Reads any Parquet file with flat columns and lists; writes one list column per column.
+    """Reads any Parquet file with flat columns and lists.
+
+    Columns are written as the data that they were read from holds them: texts as texts, one value as a plain
+    value, a list as a list. A column of which nothing says that is written as a list.
 
     Args:
         chunk_rows: Rows in a chunk at most; a row group is read at once and cut.
         row_group_rows: Rows in a row group of a file that is written.
         single: Columns to write as plain values instead of lists: one per record, or null.
         compression: Of files that are written: "zstd", "snappy", "gzip", "none".
+        types: Column to type, as `FeatureSpec.columns`. Whole numbers that a file has as doubles, as pandas
+            writes them where one is missing, are read as what they are; so are times.
     """
 
     name = "parquet"
@@ -41,6 +52,7 @@ class ParquetFormat:
         row_group_rows: int = 65_536,
         single: Collection[str] = (),
         compression: str = "zstd",
+        types: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         if chunk_rows < 1 or row_group_rows < 1:
             raise ConfigError(
@@ -50,6 +62,7 @@ class ParquetFormat:
         self._row_group_rows = row_group_rows
         self._single = frozenset(single)
         self._compression = compression
+        self._types = dict(types or {})
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Yield the rows of a file from row `start` on; see `Format`."""
@@ -59,7 +72,7 @@ class ParquetFormat:
             with _errors_of(path, arrow):
                 file = arrow.parquet.ParquetFile(handle, page_checksum_verification=True)
                 rows = int(file.metadata.num_rows)
-                wanted, complete = columns_of(file.schema_arrow, columns)
+                wanted = columns_of(file.schema_arrow, columns)
             if start > rows:
                 raise CorruptFileError(
                     path, 0, f"has {rows} rows, but was to be read on from row {start}: it was replaced"
@@ -74,9 +87,35 @@ class ParquetFormat:
                         some = table.slice(begin - first, min(self._chunk_rows, end - begin))
                         last = begin + len(some)
                         yield Chunk(
-                            arrow_records(some, wanted, complete, path), last, reached=size * last // rows
+                            arrow_records(some, wanted, path, self._types),
+                            last,
+                            reached=size * last // rows,
                         )
                 first = end
+
+    def times(self, path: str) -> frozenset[str]:
+        """Return the columns of a file that hold timestamps or dates, which are read as Unix seconds."""
+        arrow = import_arrow()
+        with open_read(path) as handle, _errors_of(path, arrow):
+            schema = arrow.parquet.ParquetFile(handle).schema_arrow
+        kinds = arrow.types
+        return frozenset(
+            one.name for one in schema if kinds.is_timestamp(one.type) or kinds.is_date(one.type)
+        )
+
+    def in_pieces(self, piece_bytes: int) -> ParquetFormat:  # noqa: ARG002  a row group is decoded as a whole
+        """Return the same, whose chunks are row groups; see `SplittableFormat`."""
+        other = copy.copy(self)
+        other._chunk_rows = sys.maxsize
+        return other
+
+    def bounds(self, path: str) -> list[int]:
+        """Return the rows at which the row groups of a file begin, and the last row's end."""
+        arrow = import_arrow()
+        with open_read(path) as handle, _errors_of(path, arrow):
+            metadata = arrow.parquet.ParquetFile(handle).metadata
+            sizes = [int(metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
+        return list(accumulate((size for size in sizes if size), initial=0))
 
     def count(self, path: str) -> int:
         """Return how many records a file has, which its last bytes say."""
@@ -106,9 +145,13 @@ class _Writer:
         self._single = single
         self._compression = compression
         self._pending: list[Records] = []
+        self._kinds: Mapping[str, ColumnKind] | None = None
+        """Of the first records: a file has one schema, whatever files the next ones were read from."""
         self._file: Any = None
 
     def write(self, records: Records) -> None:
+        if self._kinds is None:
+            self._kinds = records.kinds
         self._pending.append(records)
         while sum(map(len, self._pending)) >= self._rows:
             together = concat(self._pending)
@@ -130,7 +173,11 @@ class _Writer:
 
     def _write(self, records: Records) -> None:
         arrow = import_arrow()
-        arrays = {name: _to_array(records[name], name, name in self._single) for name in records.columns}
+        kinds = self._kinds or {}
+        arrays = {
+            name: _to_array(records[name], name, name in self._single, kinds.get(name))
+            for name in records.columns
+        }
         table = arrow.pa.table(arrays)
         if self._file is None:
             self._file = arrow.parquet.ParquetWriter(
@@ -149,20 +196,32 @@ class _Writer:
 # Writing
 
 
-def _to_array(column: RaggedTensor, name: str, single: bool) -> Any:
+def _to_array(column: RaggedTensor, name: str, single: bool, kind: ColumnKind | None) -> Any:
     pa = import_arrow().pa
     values = column.values
+    single = single or (kind is not None and kind.single)
     if isinstance(values, RaggedTensor):
         splits = pa.py_buffer(values.row_splits.numpy())
         text = pa.py_buffer(values.flat_values.numpy())
         array = pa.Array.from_buffers(pa.large_binary(), len(values), [None, splits, text]).cast(pa.binary())
     else:
-        array = pa.array(values.numpy())
+        array = pa.array(as_read(values, kind))
+    if kind is not None:
+        try:
+            array = array.cast(pa.type_for_alias(kind.type))
+        except (pa.lib.ArrowException, ValueError) as cause:
+            raise DataError(
+                f"parquet: column {name!r} was {kind.type} in the first records that were written, and these "
+                f"are not: {cause}. Write to a file that ends in .jsonl, whose records each have a type."
+            ) from cause
     if not single:
         return pa.ListArray.from_arrays(pa.array(column.row_splits.numpy(), pa.int32()), array)
     lengths = column.row_lengths()
     if bool((lengths > 1).any()):
-        raise DataError(f"parquet: column {name!r} is to have one value per record at most; some have more")
+        raise DataError(
+            f"parquet: column {name!r} is to have one value per record at most; some have more. Write to a "
+            "file that ends in .jsonl, where a record may have one value and the next a list."
+        )
     places = (lengths.cumsum(0) - 1).numpy()
     return array.take(pa.array(places, mask=(lengths == 0).numpy()))
 

@@ -8,7 +8,7 @@ from a place reads the file from its beginning.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import BinaryIO, Protocol
 
@@ -57,7 +57,7 @@ def read_chunks(
     compression: str | None,
     chunk_bytes: int,
     record_bytes: int = RECORD_BYTES,
-    announced: Announced = len,
+    announced: Announced = lambda _: 0,
     amend: Amend | None = None,
 ) -> Iterator[Chunk]:
     """Yield what the payloads of a file hold, from a place on.
@@ -69,35 +69,95 @@ def read_chunks(
     Raises:
         CorruptFileError: The file cannot be read any further. What was good before that was yielded.
     """
+    found = _buffers(
+        path,
+        split,
+        start=start,
+        compression=compression,
+        chunk_bytes=chunk_bytes,
+        record_bytes=record_bytes,
+        announced=announced,
+    )
+    with contextlib.closing(found) as buffers:
+        for at, buffer, payloads, taken, reached in buffers:
+            for chunk in _chunks(at, buffer, payloads, parser, amend):
+                part = (chunk.next - at) / len(buffer)
+                yield replace(
+                    chunk, reached=taken + round(part * (reached - taken)) if compression else chunk.next
+                )
+
+
+def stream_bounds(
+    path: str,
+    split: Split,
+    *,
+    compression: str | None,
+    chunk_bytes: int,
+    record_bytes: int = RECORD_BYTES,
+    announced: Announced = lambda _: 0,
+) -> list[int] | None:
+    """Return the bytes at which the chunks of a stream begin, without a look at the payloads; see
+    `SplittableFormat`."""
+    if compression is not None:
+        return None
+    bounds = [0]
+    found = _buffers(
+        path,
+        split,
+        start=0,
+        compression=None,
+        chunk_bytes=chunk_bytes,
+        record_bytes=record_bytes,
+        announced=announced,
+    )
+    bounds += [at + payloads.consumed for at, _, payloads, _, _ in found]
+    return bounds if len(bounds) > 1 else []
+
+
+def _buffers(
+    path: str,
+    split: Split,
+    *,
+    start: int,
+    compression: str | None,
+    chunk_bytes: int,
+    record_bytes: int,
+    announced: Announced,
+) -> Generator[tuple[int, bytes, native.SplitStream, int, int], None, None]:
+    """Yield stretches of a stream with the payloads in them: the byte at which a stretch begins, its bytes,
+    its payloads, and how much of the file was read before it and by its end.
+
+    Each has `chunk_bytes`, or one record where that is longer, whatever came before. So those from the end of
+    one on are the same for a reader that begins there.
+    """
     check_record_bytes(record_bytes)
     at, rest, wanted = start, b"", chunk_bytes
     with contextlib.closing(_open(path, start, compression)) as file:
         while True:
             taken = file.tell()
-            piece = file.read(wanted)
-            buffer = rest + piece if rest else piece
-            if not buffer:
+            piece = file.read(wanted - len(rest)) if len(rest) < wanted else b""
+            rest = rest + piece if rest else piece
+            if not rest:
                 return
+            ended = len(rest) < wanted
+            buffer = rest[:wanted]
             found = split(buffer)
             if len(found.offsets):
-                for chunk in _chunks(at, buffer, found, parser, amend):
-                    part = (chunk.next - at) / len(buffer)
-                    reached = taken + round(part * (file.tell() - taken)) if compression else chunk.next
-                    yield replace(chunk, reached=reached)
-            if found.failure and not (found.truncated and piece):
+                yield at, buffer, found, taken, file.tell()
+            if found.failure and (ended or not found.truncated):
                 inside = f" (of what its {compression} holds)" if compression else ""
                 raise CorruptFileError(path, at + found.consumed, found.failure + inside)
-            rest = buffer[found.consumed :]
+            rest = rest[found.consumed :]
             at += found.consumed
-            if (size := max(announced(rest), len(rest))) > record_bytes:
+            if (size := max(announced(rest), 0 if found.consumed else len(rest))) > record_bytes:
                 raise CorruptFileError(
                     path,
                     at,
                     f"the record that begins here has {size:,} bytes or more, and record_bytes allows "
                     f"{record_bytes:,}. If it is sound, read it with a higher record_bytes",
                 )
-            # A record longer than what was read: read twice as much, as long as the file has it.
-            wanted = chunk_bytes if found.consumed else min(2 * len(buffer), record_bytes)
+            # A record longer than what was read: read three times as much, as long as the file has it.
+            wanted = chunk_bytes if found.consumed else min(3 * wanted, record_bytes + 1)
 
 
 def _chunks(

@@ -20,12 +20,13 @@ import torch
 
 from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.epochs import Epochs, check_unsaid
-from monolith.data.formats.arrow_columns import arrow_records, columns_of, import_arrow
+from monolith.data.formats.arrow_columns import arrow_records, columns_of, declared_by, import_arrow
 from monolith.data.formats.objects import (
     Cell,
     ColumnType,
     cells_of,
     column_types,
+    kind_of_cells,
     rows_as_records,
     values_of,
     wider,
@@ -36,6 +37,7 @@ from monolith.data.share import Share, ShareChoice
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
+from monolith.feature import ColumnKind
 
 Row = Mapping[str, Any]
 T = TypeVar("T")
@@ -67,6 +69,11 @@ class TabularSource:
     """
 
     repeats = True
+
+    @property
+    def live(self) -> bool:
+        """Whether rows may come as they happen: from a generator or a reader, for all one knows."""
+        return self._rows is None
 
     def __init__(
         self,
@@ -244,21 +251,22 @@ class ArrowSource(TabularSource):
 
     def __init__(self, data: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
         pa = import_arrow("reading Arrow tables").pa
+        declared: Mapping[str, torch.dtype] = {}
+        if isinstance(data, pa.RecordBatch):
+            data = pa.Table.from_batches([data])
         if isinstance(data, pa.Table):
             opened: Callable[[], Iterable[Any]] = data.to_batches
             options = {"rows": data.num_rows, **options}
-        elif isinstance(data, pa.RecordBatch):
-            opened = lambda: [data]  # noqa: E731
-            options = {"rows": data.num_rows, **options}
+            declared = declared_by(data)
         else:
             opened = _opener(
                 data, "arrow", "a table, a reader of record batches, or a function that opens one"
             )
-        super().__init__(lambda: _arrow_pieces(opened, columns), "arrow", **options)
+        super().__init__(lambda: _arrow_pieces(opened, columns, declared), "arrow", **options)
 
 
 class PandasSource(ArrowSource):
-    """Yields the rows of a pandas DataFrame; NaN and None are no value. Its index is left out.
+    """Yields the rows of a pandas DataFrame; NaN, None, NaT and NA are no value. Its index is left out.
 
     Args:
         frame: The table.
@@ -275,16 +283,11 @@ class PandasSource(ArrowSource):
             raise MissingExtraError("pandas", "pandas", "reading DataFrames of pandas") from cause
         if not isinstance(frame, pd.DataFrame):
             raise ConfigError(f"pandas source: expected a DataFrame, got a {type(frame).__name__}")
-        pa = import_arrow("reading DataFrames of pandas").pa
-        try:
-            table = pa.Table.from_pandas(frame, preserve_index=False)
-        except (pa.lib.ArrowException, TypeError, ValueError) as cause:
-            raise DataError(f"pandas source: a column has values of several types: {cause}") from cause
-        super().__init__(table, **options)
+        super().__init__(_pandas_table(frame, "pandas source"), **options)
 
 
 class PolarsSource(ArrowSource):
-    """Yields the rows of a polars DataFrame.
+    """Yields the rows of a polars DataFrame; null and NaN are no value.
 
     Args:
         frame: The table; a LazyFrame is collected by whoever has it.
@@ -338,6 +341,50 @@ class IterableSource(TabularSource):
         super().__init__(pieces, "iterable", batch_size=batch_size, **options)
 
 
+def frame_records(frame: Any, types: Mapping[str, torch.dtype]) -> Records:
+    """Return the columns of a DataFrame of pandas or polars, or of an Arrow table, as records.
+
+    Args:
+        types: The columns to read, with the types that they should have; others are passed over. Whole
+            numbers that are floats, as pandas has them where some are missing, become whole numbers again.
+
+    Raises:
+        ConfigError: It is none of these.
+        DataError: A column cannot be read.
+    """
+    arrow = import_arrow("reading DataFrames")
+    pa, kind = arrow.pa, type(frame).__module__.partition(".")[0]
+    if kind == "pandas" and hasattr(frame, "columns"):
+        wanted = [name for name in frame.columns if name in types]
+        table = _pandas_table(frame[wanted], "data frame")
+    elif kind == "polars" and hasattr(frame, "to_arrow"):
+        table = frame.select([name for name in frame.columns if name in types]).to_arrow()
+    elif isinstance(frame, pa.Table | pa.RecordBatch):
+        table = pa.table(frame) if isinstance(frame, pa.RecordBatch) else frame
+    else:
+        hint = "; call collect() first" if kind == "polars" else ""
+        raise ConfigError(
+            "expected columns by name, a DataFrame of pandas or polars, or an Arrow table, got a "
+            f"{type(frame).__name__}{hint}"
+        )
+    for name in [name for name in table.schema.names if name in types]:
+        at = table.schema.get_field_index(name)
+        if types[name] is torch.int64 and arrow.types.is_floating(table.schema.field(name).type):
+            try:
+                table = table.set_column(at, name, table.column(name).cast(pa.int64()))
+            except pa.lib.ArrowInvalid as cause:
+                raise DataError(f"column {name!r} must hold whole numbers: {cause}") from cause
+    return arrow_records(table, columns_of(table.schema, list(types)), "data frame", types)
+
+
+def _pandas_table(frame: Any, what: str) -> Any:
+    pa = import_arrow("reading DataFrames of pandas").pa
+    try:
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    except (pa.lib.ArrowException, TypeError, ValueError) as cause:
+        raise DataError(f"{what}: a column has values of several types: {cause}") from cause
+
+
 def _opener(data: Any, kind: str, expected: str) -> Callable[[], Iterable[Any]]:
     """Return a function that opens data anew; of what can be read only once, it fails the second time."""
     if callable(data):
@@ -361,11 +408,13 @@ def _opener(data: Any, kind: str, expected: str) -> Callable[[], Iterable[Any]]:
     return once
 
 
-def _arrow_pieces(opened: Callable[[], Iterable[Any]], columns: Sequence[str] | None) -> Iterator[Records]:
+def _arrow_pieces(
+    opened: Callable[[], Iterable[Any]], columns: Sequence[str] | None, declared: Mapping[str, torch.dtype]
+) -> Iterator[Records]:
     pa = import_arrow().pa
     for batch in opened():
-        names, complete = columns_of(batch.schema, columns)
-        yield arrow_records(pa.Table.from_batches([batch]), names, complete, "arrow source")
+        names = columns_of(batch.schema, columns)
+        yield arrow_records(pa.Table.from_batches([batch]), names, "arrow source", declared)
 
 
 def _row_pieces(
@@ -376,6 +425,7 @@ def _row_pieces(
         first = list(islice(rows, infer_rows))
         types, rows = _inferred(first), chain(first, rows)
     number = 0
+    kinds: dict[str, ColumnKind] | None = None
     while some := list(islice(rows, size)):
         cells: list[dict[str, Cell]] = []
         for row in some:
@@ -386,7 +436,9 @@ def _row_pieces(
             except (ValueError, TypeError, AttributeError) as cause:
                 raise DataError(f"iterable source: record {number}: {cause}") from cause
             number += 1
-        yield rows_as_records(cells, types)
+        if kinds is None:  # those of the first piece hold for all: what is written has one schema
+            kinds = {name: kind_of_cells((row.get(name) for row in some), types[name]) for name in types}
+        yield rows_as_records(cells, types, kinds)
 
 
 def _inferred(rows: Sequence[Row]) -> dict[str, torch.dtype]:

@@ -5,6 +5,7 @@ TfRecordFormat("tf_example").chunks("clicks.tfrecord.gz", columns=["user", "item
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -21,6 +22,7 @@ from monolith.data.formats.streams import (
     check_record_bytes,
     open_writer,
     read_chunks,
+    stream_bounds,
 )
 from monolith.data.records import Records
 
@@ -67,6 +69,24 @@ class TfRecordFormat:
             native.split_tfrecords,
             parser,
             start=start,
+            compression=compression,
+            chunk_bytes=self._chunk_bytes,
+            record_bytes=self._record_bytes,
+            announced=_announced,
+        )
+
+    def in_pieces(self, piece_bytes: int) -> TfRecordFormat:
+        """Return the same with smaller chunks; see `SplittableFormat`."""
+        other = copy.copy(self)
+        other._chunk_bytes = min(piece_bytes, self._chunk_bytes)
+        return other
+
+    def bounds(self, path: str) -> list[int] | None:
+        """Return the bytes at which chunks begin; see `SplittableFormat`."""
+        compression = _compression_in(path) if self._compression == AUTO else self._compression
+        return stream_bounds(
+            path,
+            native.split_tfrecords,
             compression=compression,
             chunk_bytes=self._chunk_bytes,
             record_bytes=self._record_bytes,

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from monolith import native
 from monolith.data.records import Records
 from monolith.errors import CorruptFileError
+from monolith.feature import ColumnKind
 from monolith.tensors import RaggedTensor
 
 _HEAD = struct.Struct("<8sIIIIQ")
@@ -99,7 +100,12 @@ def records_to_bytes(records: Records) -> bytes:
         arrays[f"{name}/rows"] = column.row_splits.numpy()
         if isinstance(column.values, RaggedTensor):
             arrays[f"{name}/texts"] = column.values.row_splits.numpy()
-    about = {"size": records.size, "columns": list(records.columns), "shared": sorted(records.shared)}
+    about = {
+        "size": records.size,
+        "columns": list(records.columns),
+        "shared": sorted(records.shared),
+        "kinds": {name: [kind.type, kind.single] for name, kind in records.kinds.items()},
+    }
     return pack(about, arrays)
 
 
@@ -116,7 +122,9 @@ def records_from_bytes(data: bytes, path: str) -> Records:
         if f"{name}/texts" in arrays:
             values = RaggedTensor(values, torch.from_numpy(arrays[f"{name}/texts"]), validate=False)
         columns[name] = RaggedTensor(values, torch.from_numpy(arrays[f"{name}/rows"]), validate=False)
-    return Records(about["size"], columns, frozenset(about["shared"]))
+    # Files of an earlier version do not say how the data held their columns.
+    kinds = {name: ColumnKind(*kind) for name, kind in about.get("kinds", {}).items()}
+    return Records(about["size"], columns, frozenset(about["shared"]), kinds=kinds)
 
 
 def _short(dtype: np.dtype[Any]) -> str:

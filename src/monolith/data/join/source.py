@@ -28,6 +28,7 @@ import numpy as np
 
 from monolith import filesystem
 from monolith.data.join.joiner import NOTHING_JOINED, Joiner, JoinerConfig
+from monolith.data.layers import is_live
 from monolith.data.records import Records, concat
 from monolith.data.share import Share, share_out
 from monolith.data.source import Position, Source, commit_to
@@ -83,6 +84,11 @@ class JoinedSource:
         """None before anything was read or asked: where the sources then stand."""
         self._taken: list[int] = []
         """Since the base, in order: so many impressions, less than 0 so many actions."""
+
+    @property
+    def live(self) -> bool:
+        """Whether one of both is; see `is_live`."""
+        return any(is_live(one.source) for one in self._inputs.values())
 
     def read_share(self, share: Share) -> None:
         """Have both sources read one share, and join it in a folder of its own below the one given.

@@ -15,8 +15,8 @@ that changes hands goes on where its last owner stopped yielding.
     source.position()       # saved with the model: {"source": "kafka", "offsets": {"clicks": {"0": 17}}, ...}
 """
 
-from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, read_settings
-from monolith.data.kafka.json_messages import JsonMessages
+from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, TopicsConfig, read_settings
+from monolith.data.kafka.messages import CsvMessages, JsonMessages
 from monolith.data.kafka.positions import merge_positions
 from monolith.data.kafka.sink import KafkaSink
 from monolith.data.kafka.source import KafkaSource, create_plain_kafka_dataset
@@ -26,11 +26,13 @@ __all__ = [
     "KEY",
     "VALUE",
     "ByWorker",
+    "CsvMessages",
     "Decode",
     "JsonMessages",
     "KafkaConfig",
     "KafkaSink",
     "KafkaSource",
+    "TopicsConfig",
     "create_plain_kafka_dataset",
     "merge_positions",
     "plain_strings",

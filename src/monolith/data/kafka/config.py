@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from monolith.config import Secret
 from monolith.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
+    import torch
+
     from monolith.data.format import BadRecord
     from monolith.data.records import Records
 
@@ -112,6 +114,50 @@ class KafkaConfig:
         if self.password is not None:
             login["sasl.password"] = self.password.reveal()
         return {**self.settings, **login}
+
+
+MessageFormat = Literal["json", "csv", "tf_example", "example", "instance", "example_batch"]
+"""What a message may hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopicsConfig(KafkaConfig):
+    """Topics whose messages a run's features are read from, as they are read from columns of a file."""
+
+    format: MessageFormat = "json"
+    """What a message holds: a JSON object, one line of CSV without a header, TensorFlow's Example
+    (tf_example), or an Example, an Instance or an ExampleBatch of the original system."""
+    columns: tuple[str, ...] = ()
+    """The names of all fields of a message, in their order; for csv, which does not say them."""
+
+    def __post_init__(self) -> None:
+        KafkaConfig.__post_init__(self)
+        if (self.format == "csv") != bool(self.columns):
+            raise ConfigError(
+                f"kafka: columns names the fields of messages in csv, and only of those; format is "
+                f"{self.format!r} and columns has {len(self.columns)} names"
+            )
+        for name, instead in (("poll_batch", "task.batch_size"), ("batch_wait", "data.max_wait")):
+            if getattr(self, name) != TopicsConfig.__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"kafka: {name} is not for [data.kafka], whose batches are as {instead} says"
+                )
+
+    def reading(self, batch_size: int, max_wait: timedelta) -> KafkaConfig:
+        """Return how the messages are read, in batches of that size."""
+        given = {one.name: getattr(self, one.name) for one in fields(KafkaConfig)}
+        return KafkaConfig(**{**given, "poll_batch": batch_size, "batch_wait": max_wait})
+
+    def decoder(self, types: Mapping[str, torch.dtype]) -> Decode:
+        """Return what makes records of messages, with columns of these types."""
+        from monolith.data.formats.examples import PayloadParser
+        from monolith.data.kafka.messages import CsvMessages, JsonMessages
+
+        if self.format == "json":
+            return JsonMessages(types)
+        if self.format == "csv":
+            return CsvMessages(self.columns, types)
+        return PayloadParser(self.format, columns=list(types))
 
 
 def check_settings(settings: Mapping[str, object], ours: Sequence[str]) -> None:

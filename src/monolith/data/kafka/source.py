@@ -85,6 +85,8 @@ class KafkaSource:
     by a group within minutes, and by `ByWorker` when a source is made anew; all they hold is new then.
     """
 
+    live = True
+
     def __init__(
         self,
         config: KafkaConfig,

@@ -60,6 +60,8 @@ class DataServiceSource:
         patience: How long the dispatcher, or every data worker, may be away.
     """
 
+    live = False  # a job is of files that are there
+
     def __init__(
         self,
         dispatcher: Address,

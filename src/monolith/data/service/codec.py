@@ -9,6 +9,7 @@ Whoever reads Arrow without knowing us sees what each record holds.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,11 @@ from torch.utils.dlpack import from_dlpack
 from monolith.data.records import Records
 from monolith.data.service.flight import import_arrow
 from monolith.errors import DataError
+from monolith.feature import ColumnKind
 from monolith.tensors import RaggedTensor
+
+_KIND = b"monolith.kind"
+"""In the metadata of a field: how the data holds the column, as JSON."""
 
 
 def to_batch(records: Records) -> Any:
@@ -38,7 +43,14 @@ def to_batch(records: Records) -> Any:
             nothing = arrow.array(np.zeros(records.size, dtype=np.int32))
             array = arrow.DictionaryArray.from_arrays(nothing, array)
         arrays.append(array)
-    return arrow.RecordBatch.from_arrays(arrays, names=list(records.columns))
+    held = {
+        name: {_KIND: json.dumps([kind.type, kind.single])} if (kind := records.kinds.get(name)) else None
+        for name in records.columns
+    }
+    schema = [
+        arrow.field(name, one.type, metadata=held[name]) for name, one in zip(held, arrays, strict=True)
+    ]
+    return arrow.RecordBatch.from_arrays(arrays, schema=arrow.schema(schema))
 
 
 def from_batch(batch: Any) -> Records:
@@ -55,7 +67,12 @@ def from_batch(batch: Any) -> Records:
             shared.add(name)
             rows = array.dictionary
         columns[name] = _from_list_array(arrow, name, rows)
-    return Records(batch.num_rows, columns, frozenset(shared))
+    kinds = {
+        one.name: ColumnKind(*json.loads(one.metadata[_KIND]))
+        for one in batch.schema
+        if _KIND in (one.metadata or {})
+    }
+    return Records(batch.num_rows, columns, frozenset(shared), kinds=kinds)
 
 
 def _to_list_array(arrow: Any, column: RaggedTensor) -> Any:

@@ -167,6 +167,7 @@ class DriftingStream:
     """
 
     repeats = True
+    live = False
 
     def __init__(self, config: DriftConfig | None = None) -> None:
         self.config = DriftConfig() if config is None else config
