@@ -10,7 +10,8 @@ import torch
 from contracts.tables import ids
 from torch import nn
 
-from monolith.checkpoint import Checkpointer, DensePart, Saver, StatePart, TablesPart
+from monolith.checkpoint import Checkpointer, DensePart, FeaturesPart, Saver, StatePart, TablesPart
+from monolith.feature import FeatureSpec
 from monolith.table import (
     Adagrad,
     DynamicWdAdagrad,
@@ -41,6 +42,7 @@ class SmallRun:
     max_to_keep: int = 10
     seed: int = 0
     kind: Any = NativeTable
+    spec: FeatureSpec | None = None
     position: dict[str, int] = field(default_factory=lambda: {"next": 0})
 
     def __post_init__(self) -> None:
@@ -49,11 +51,13 @@ class SmallRun:
         self.tables = {"item": self.kind(ITEM, admission=self.filter), "user": self.kind(USER)}
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        parts = [
+        parts: list[Any] = [
             TablesPart(self.tables, {"item": self.filter}, incremental=self.full_every > 1),
             DensePart(self.model, [self.optimizer]),
             StatePart("position", lambda: self.position, self.position.update),
         ]
+        if self.spec is not None:
+            parts.append(FeaturesPart(self.spec))
         saver = Saver(str(self.folder), max_to_keep=self.max_to_keep, clock=lambda: 1.0)
         saver.recover()
         self.checkpointer = Checkpointer(saver, parts, full_every=self.full_every, clock=lambda: 1000.0)

@@ -69,7 +69,9 @@ def test_it_is_restored_into_the_same_features(folder: Path):
 
 def test_another_meaning_is_refused_by_its_first_difference(folder: Path):
     for spec in (changed("price", scale="raw"), replace(SPEC, fids=True)):
-        with pytest.raises(RestoreError, match=r"cannot restore .*(price\.scale is 'raw'|fids is True) here"):
+        with pytest.raises(
+            RestoreError, match=r"cannot restore .*(price\.scale is 'raw'|fids is True) in this model"
+        ):
             Trainer(Prices(spec), config(folder)).train()
     with pytest.raises(RestoreError, match="checkpoint inspect"):
         Trainer(Prices(changed("price", scale="raw")), config(folder)).evaluate()
@@ -89,7 +91,7 @@ def test_a_spec_that_no_version_reads_is_said(folder: Path):
 
 
 def test_it_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["checkpoint", "inspect", str(folder)]) == 0
+    assert main(["checkpoint", "inspect", str(folder), "--details"]) == 0
     out = capsys.readouterr().out
     assert "IdFeature" in out
     assert 'scale="log"' in out

@@ -24,7 +24,8 @@ from monolith.checkpoint.offline.comparing import Difference, compare
 from monolith.checkpoint.offline.listing import Listed, Listing, list_checkpoints, named_checkpoint
 from monolith.checkpoint.offline.reading import Contents, FoundRow, find_checkpoint, find_id, read_contents
 from monolith.checkpoint.offline.rewriting import compact, export, reshard
-from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
+from monolith.checkpoint.offline.values import find_value
+from monolith.checkpoint.override import go_back, resolve_restore, start_from, start_named, wait_for_start
 from monolith.checkpoint.part import FEATURES, Part, PartCut, RestoreOptions, SavedPart
 from monolith.checkpoint.parts import DensePart, StatePart
 from monolith.checkpoint.report import RestoreReport
@@ -65,6 +66,7 @@ __all__ = [
     "export",
     "find_checkpoint",
     "find_id",
+    "find_value",
     "go_back",
     "list_checkpoints",
     "merge_entries",
@@ -81,6 +83,7 @@ __all__ = [
     "resolve_restore",
     "saved_spec",
     "start_from",
+    "start_named",
     "wait_for_start",
     "write_best",
 ]

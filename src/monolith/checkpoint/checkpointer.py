@@ -19,14 +19,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from monolith import filesystem
+from monolith.checkpoint.features import FeaturesPart
+from monolith.checkpoint.fitting import Changes
 from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, write_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists
 from monolith.checkpoint.folder.state_files import CkptInfo, write_ckpt_info
-from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
+from monolith.checkpoint.part import FEATURES, Part, PartCut, RestoreOptions, SavedPart
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import ConfigError, RestoreError, SaveError
 
@@ -45,6 +47,18 @@ class _Tip(NamedTuple):
 
     chain: tuple[str, ...]
     crc: int
+
+
+OF_MODEL = (FEATURES, "tables", "dense")
+"""The parts that a run takes over from another one's model."""
+
+
+def _saved(part: Part, chain: Sequence[Link]) -> list[SavedPart]:
+    return [
+        SavedPart(link.prefix, link.manifest.parts[part.name])
+        for link in chain
+        if part.name in link.manifest.parts
+    ]
 
 
 class Checkpointer:
@@ -122,6 +136,20 @@ class Checkpointer:
         finally:
             moment.close(saved=saved)
 
+    def fitting(self, prefix: str, options: RestoreOptions) -> RestoreOptions:
+        """Return options that load what fits of another model's checkpoint, and start the rest fresh.
+
+        Only rows and weights: the place in the data, metrics and evaluations are those of the other run.
+        """
+        chain = read_chain(prefix)
+        changes = Changes()
+        for part in self._parts:
+            if isinstance(part, FeaturesPart):
+                changes = part.changes(_saved(part, chain))
+        state: Literal["reset", "auto"] = "reset" if options.optimizer_state == "reset" else "auto"
+        custom = replace(options.custom, auto_alias=False)
+        return replace(options, changes=changes, strict=False, optimizer_state=state, custom=custom)
+
     def restore(self, prefix: str, options: RestoreOptions | None = None) -> Restored:
         """Go back to a checkpoint, whatever parts it was made of.
 
@@ -139,14 +167,10 @@ class Checkpointer:
         known = {part.name for part in self._parts}
         reports = []
         for part in self._parts:
-            saved = [
-                SavedPart(link.prefix, link.manifest.parts[part.name])
-                for link in chain
-                if part.name in link.manifest.parts
-            ]
-            reports.append(part.restore(saved, options))
+            if options.changes is None or part.name in OF_MODEL:
+                reports.append(part.restore(_saved(part, chain), options))
         last = chain[-1]
-        unused = tuple(sorted(last.manifest.parts.keys() - known))
+        unused = () if options.changes is not None else tuple(sorted(last.manifest.parts.keys() - known))
         report = RestoreReport(unused=unused).merge(*reports)
         step = last.manifest.step if report.global_step is None else report.global_step
         with self._lock:

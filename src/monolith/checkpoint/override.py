@@ -26,7 +26,12 @@ from monolith import filesystem
 from monolith.checkpoint.folder.best import BEST, LATEST, read_best
 from monolith.checkpoint.folder.manifest import needs_of, read_manifest
 from monolith.checkpoint.folder.retention import exempt_paths
-from monolith.checkpoint.folder.saver import checkpoint_exists, is_in_folder, require_checkpoint
+from monolith.checkpoint.folder.saver import (
+    MANIFEST,
+    checkpoint_exists,
+    is_in_folder,
+    require_checkpoint,
+)
 from monolith.checkpoint.folder.state_files import (
     CHECKPOINT_FILE,
     CheckpointState,
@@ -223,6 +228,34 @@ def _marked(model_dir: str) -> str | None:
         return filesystem.read_bytes(filesystem.join(model_dir, RESTORE_CKPT_MARKER)).decode().strip()
     except FileMissingError:
         return None
+
+
+def start_named(start: str) -> tuple[str, str | None]:
+    """Return the folder of a run and the name of its checkpoint that a person means by one text.
+
+    Args:
+        start: A run's folder, RUN/best, RUN/latest, RUN/STEP, RUN/model.ckpt-STEP.
+
+    Returns:
+        The folder, and the name; None if only the run is named.
+
+    Raises:
+        ConfigError: There is no such run; says what may be given.
+    """
+    path = absolute_path(start.removesuffix(MANIFEST).rstrip("/"))
+    if checkpoint_exists(path):
+        return filesystem.parent(path), filesystem.base_name(path)
+    if filesystem.is_folder(path):
+        return path, None
+    folder, name = filesystem.parent(path), filesystem.base_name(path)
+    if filesystem.is_folder(folder) and (
+        filesystem.exists(filesystem.join(folder, CHECKPOINT_FILE)) or complete_names(folder)
+    ):
+        return folder, name  # whoever starts from it says which there are if it is none of them
+    raise ConfigError(
+        f"there is no run and no checkpoint {start}: give the folder of a run, RUN/best, RUN/latest, "
+        "RUN/STEP or the path of a checkpoint such as RUN/model.ckpt-100"
+    )
 
 
 def start_from(

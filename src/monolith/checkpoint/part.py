@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from monolith.checkpoint.dense.custom_restore import CustomRestore
+from monolith.checkpoint.fitting import Changes
 from monolith.checkpoint.report import RestoreReport
 
 Entry = dict[str, Any]
@@ -40,6 +41,9 @@ class RestoreOptions:
     """Whether a table or variable that the checkpoint does not have is an error."""
     custom: CustomRestore = field(default_factory=CustomRestore)
     """How dense variables that changed their names or shapes find their values."""
+    changes: Changes | None = None
+    """How the model differs from that of the checkpoint, where that is allowed: what fits is loaded, and the
+    rest starts fresh. See `Checkpointer.fitting`."""
     model_dir: str | None = None
     """Where markers of one-time instructions are kept."""
 

@@ -62,7 +62,8 @@ class DensePart:
             strict=options.strict,
             optimizer_state=options.optimizer_state,
             model_dir=options.model_dir,
-            random=self._random,
+            random=self._random and options.changes is None,
+            changes=options.changes,
         )
 
 
@@ -121,9 +122,11 @@ class StateCut:
         self._name = name
         self._text = text
         self._tensors = tensors
+        self.more: Entry = {}
+        """What else the manifest keeps."""
 
     def write(self, prefix: str, *, full: bool) -> Entry:  # noqa: ARG002
-        entry: Entry = {"value": json.loads(self._text)}
+        entry: Entry = {"value": json.loads(self._text), **self.more}
         if self._tensors:
             path = f"{prefix}.{self._name}.safetensors"
             record = write_tensors(path, self._tensors, {})

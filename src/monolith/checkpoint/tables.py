@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from monolith import filesystem, native
+from monolith.checkpoint.fitting import Changes, aligned
 from monolith.checkpoint.part import Entry, RestoreOptions, SavedPart
 from monolith.checkpoint.report import RestoreReport
 from monolith.checkpoint.shares import (
@@ -137,7 +138,10 @@ class TablesPart:
         """
         known = {name for saved in chain for name in saved.entry["tables"]}
         sources = {name: _sources(table.config, chain, known) for name, table in self._tables.items()}
-        missing = [name for name, found in sources.items() if not found]
+        fresh = {} if options.changes is None else self._fresh(chain, sources, options.changes)
+        left = {one.name for name in fresh for one in sources[name]}
+        sources |= {name: [] for name in fresh}
+        missing = [name for name, found in sources.items() if not found and name not in fresh]
         missing += [
             slot
             for name, found in sources.items()
@@ -158,8 +162,16 @@ class TablesPart:
                 missing=tuple(f"table {name}" for name in missing),
                 unused=tuple(
                     f"table {name}"
-                    for name in sorted(known - {one.name for found in sources.values() for one in found})
+                    for name in sorted(
+                        known - left - {one.name for found in sources.values() for one in found}
+                    )
                 ),
+                reset={f"table {name}": why for name, why in fresh.items()},
+                sizes={
+                    f"table {name}": f"{_history(chain, name)[-1].entry['rows']:,} rows"
+                    for name in (known if options.changes is not None else ())
+                    if name not in sources or name in fresh
+                },
             )
         ]
         self._check(chain, sources)
@@ -171,6 +183,25 @@ class TablesPart:
                     self._tables[name].clear()
         self._track()
         return RestoreReport().merge(*reports)
+
+    def _fresh(
+        self, chain: Sequence[SavedPart], sources: Mapping[str, Sequence[_Source]], changes: Changes
+    ) -> dict[str, str]:
+        """Return the tables of a changed model whose saved rows are of no use, and why."""
+        fresh = {}
+        for name, found in sources.items():
+            if not found:
+                continue
+            slots = [slot for slot, _ in self._tables[name].config.merged] or [name]
+            why = next((changes.fresh[slot] for slot in slots if slot in changes.fresh), None)
+            mine = [segment.dim for segment in self._tables[name].config.segments]
+            for one in found:
+                saved = [dim for dim, *_ in _history(chain, one.name)[-1].entry["layout"]]
+                if why is None and aligned(saved, mine) is None:
+                    why = f"a row has {len(saved)} parts in the checkpoint and {len(mine)} in this model"
+            if why is not None:
+                fresh[name] = why
+        return fresh
 
     def _track(self) -> None:
         if self._incremental:
@@ -201,7 +232,9 @@ class TablesPart:
     ) -> RestoreReport:
         label, table = f"table {name}", self._tables[name]
         histories = [_history(chain, source.name) for source in sources]
-        state, why = _state_for(table.config, [saved for each in histories for saved in each], options)
+        saves = [saved for each in histories for saved in each]
+        state, why = _state_for(table.config, saves, options)
+        narrower = options.changes is not None and _width_text(table.config, saves)
         rows = removed = 0
         touched = histories[0][0].changes
         if touched:
@@ -213,7 +246,9 @@ class TablesPart:
                     scales: list[list[float]] = list(before)
                     self._forget_cleared(table, saved, source)
                     for share in saved.shares_for(self._share):
-                        done = self._load(table, saved, share, state, source, clear=not touched)
+                        done = self._load(
+                            table, saved, share, state, source, clear=not touched, refit=bool(narrower)
+                        )
                         touched = True
                         _check_room(name, done)
                         rows += done.rows
@@ -230,6 +265,7 @@ class TablesPart:
             words += f" ({rows:,} read and {removed:,} removed, from {len(chain)} checkpoints)"
         return RestoreReport(
             loaded={label: words},
+            partly={label: f"{words}, {narrower}"} if narrower else {},
             reset=({label: why} if why else {}) | self._restore_filter(name, sources, chain),
             renamed={} if sources[0].name == name else {label: " and ".join(map(str, sources))},
         )
@@ -243,6 +279,7 @@ class TablesPart:
         source: _Source,
         *,
         clear: bool,
+        refit: bool,
     ) -> LoadReport:
         """Read one share; a whole one also clears the table before, if it is the first."""
         own = (share, saved.shares)
@@ -252,6 +289,7 @@ class TablesPart:
             "optimizer_state": state,
             "workers": self._workers,
             "progress": self._progress,
+            "refit": refit,
         }
         if saved.changes:
             done = load_changes(table, saved.basename(share), **how)
@@ -526,7 +564,24 @@ def _state_for(
     mine = tuple(map(tuple, _layout(config)))
     if saved <= {mine}:
         return "keep", ""
+    if _width_text(config, history):
+        return "reset", "optimizer state reset, because rows have other columns"
     return "reset", "optimizer state reset, because the optimizer changed"
+
+
+def _width_text(config: TableConfig, history: Sequence[SavedTable]) -> str:
+    """Return which columns of rows are loaded, in words; empty if a row is as wide as it was."""
+    mine = [segment.dim for segment in config.segments]
+    for one in history:
+        saved = [dim for dim, *_ in one.entry["layout"]]
+        if saved != mine:
+            kept = sum(min(saved[old], mine[new]) for old, new in aligned(saved, mine) or ())
+            return (
+                f"{kept} of {sum(mine)} columns"
+                if kept < sum(mine)
+                else f"{kept} of {sum(saved)} saved columns"
+            )
+    return ""
 
 
 def _merged(config: TableConfig) -> Entry:

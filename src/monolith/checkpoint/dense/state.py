@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from monolith.checkpoint.dense.training_state import (
     TrainingRestore,
     encode_training,
 )
+from monolith.checkpoint.fitting import Changes, Places, covered
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import CorruptFileError, FileMissingError, RestoreError, SaveError
 from monolith.tensors.files import (
@@ -149,6 +150,7 @@ def restore_dense(
     only: Callable[[str], bool] | None = None,
     optimizer_state: Literal["keep", "reset", "auto"] = "keep",
     random: bool = False,
+    changes: Changes | None = None,
 ) -> RestoreReport:
     """Load a checkpoint's dense state into a model and what trains it.
 
@@ -171,6 +173,8 @@ def restore_dense(
             with those that changed, and says so; "keep" takes a change for an error. Counters such
             as `EmbeddingOptimizer`'s are loaded in any case.
         random: Whether the process's random generators are set, if they were saved.
+        changes: How the model differs from that of the checkpoint: of a variable with other inputs or of
+            another shape, the part that fits is loaded. Goes with `strict` False.
 
     Raises:
         RestoreError: There is no such checkpoint, or it does not fit; says what does not.
@@ -196,7 +200,7 @@ def restore_dense(
         wanted=[name for name in target.tensors if chosen.by_pattern(name)],
     )
     loads = _loads(clears, custom.continue_training)
-    fitted = _fit(target, saved, plan, chosen, reshape=reshape, loads=loads)
+    fitted = _fit(target, saved, plan, chosen, reshape=reshape, loads=loads, changes=changes)
     asked = bool(optimizers or schedulers or scaler or random)
     training = TrainingRestore(
         _SavedFile.open(prefix, optimizer_path(prefix), "optimizer", records) if asked else None,
@@ -217,8 +221,14 @@ def restore_dense(
     if clears and model_dir is not None:
         custom.mark_cleared(model_dir)
     used = {name for origin in plan.origins.values() for name in saved.all_names(origin.name)}
+    sizes = {}
+    if changes is not None:
+        sizes = {name: shape_text(info.shape) for name, info in saved.header.tensors.items()}
+        sizes |= {name: shape_text(tensor.shape) for name, tensor in target.tensors.items()}
     report = RestoreReport(
-        loaded=dict.fromkeys([*values, *extra], ""),
+        loaded=dict.fromkeys([name for name in (*values, *extra) if name not in fitted.partial], ""),
+        partly={name: _part_text(target.tensors[name], one) for name, one in fitted.partial.items()},
+        sizes=sizes,
         renamed={name: old for name, old in plan.renamed.items() if name in values},
         reset=dict.fromkeys(fitted.cleared, "")
         | {name: f"reset: {why}" for name, why in fitted.problems.items() if name not in fitted.missing},
@@ -353,12 +363,20 @@ def _values(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the file, once; return what to load into the variables, and the extra state of modules."""
     wanted = {origin.name for origin in fitted.origins.values()}
+    wanted |= {partial.origin.name for partial in fitted.partial.values()}
     tensors = saved.read(lambda name: name in wanted or name.startswith(EXTRA))
     values = {
         name: (tensors[origin.name] if origin.rows is None else tensors[origin.name][slice(*origin.rows)])
         for name, origin in fitted.origins.items()
     }
     shaped = {name: value.reshape(target.tensors[name].shape) for name, value in values.items()}
+    for name, partial in fitted.partial.items():
+        made = target.tensors[name].detach().cpu().clone()
+        source = tensors[partial.origin.name]
+        for block in partial.blocks:
+            there = tuple(slice(begin, begin + size) for begin, _, size in block)
+            made[tuple(slice(to, to + size) for _, to, size in block)] = source[there]
+        shaped[name] = made
     return shaped, {name: decode(saved.about["extra"][name], tensors) for name in fitted.extra}
 
 
@@ -393,11 +411,29 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
+class _Partial(NamedTuple):
+    """The blocks of a saved tensor that go into a variable."""
+
+    origin: Origin
+    blocks: list[tuple[Places, ...]]
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape for people, as 21 x 8."""
+    return " x ".join(map(str, shape)) or "one number"
+
+
+def _part_text(tensor: Tensor, partial: _Partial) -> str:
+    return f"{covered(partial.blocks):,} of {tensor.numel():,} weights of {shape_text(tensor.shape)}"
+
+
 @dataclass(slots=True)
 class _Fitted:
     """The variables, sorted by what can be done for them."""
 
     origins: dict[str, Origin] = field(default_factory=dict)
+    partial: dict[str, _Partial] = field(default_factory=dict)
+    """Those of which a part is loaded; their optimizer state starts fresh."""
     extra: list[str] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -413,6 +449,7 @@ def _fit(
     *,
     reshape: bool,
     loads: Callable[[str], bool],
+    changes: Changes | None,
 ) -> _Fitted:
     """Sort the variables; those that `loads` says no to start anew."""
     fitted = _Fitted()
@@ -426,6 +463,11 @@ def _fit(
         elif (origin := plan.origins.get(name)) is None:
             fitted.missing.append(name)
             fitted.problems[name] = "not found in checkpoint"
+        elif changes is not None and (found := _partial(name, saved, origin, target, changes)) is not None:
+            if isinstance(found, str):
+                fitted.problems[name] = found
+            else:
+                fitted.partial[name] = found
         elif why := plan.problems.get(name) or _misfit(
             saved.header.tensors[origin.name], origin, target.tensors[name], reshape
         ):
@@ -433,6 +475,20 @@ def _fit(
         else:
             fitted.origins[name] = origin
     return fitted
+
+
+def _partial(
+    name: str, saved: _SavedFile, origin: Origin, target: ModelVariables, changes: Changes
+) -> _Partial | str | None:
+    """Return the part of a saved tensor that a variable of a changed model takes over, or why it takes none;
+    None if it takes all of it."""
+    info, tensor = saved.header.tensors[origin.name], target.tensors[name]
+    if origin.rows is not None or info.dtype != tensor.dtype:
+        return None
+    blocks, why = changes.pieces(name, info.shape, tuple(tensor.shape))
+    if blocks and not covered(blocks):
+        return "its inputs are all new"
+    return _Partial(origin, blocks) if blocks else why or None
 
 
 def _loads(clears: bool, continues: bool) -> Callable[[str], bool]:

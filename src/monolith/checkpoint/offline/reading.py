@@ -166,6 +166,8 @@ class FoundRow:
     "absent": nothing is known of it."""
     event_time: int | None = None
     segments: tuple[SegmentValues, ...] = ()
+    feature: str | None = None
+    """The feature whose value was looked for; None where the id itself was given."""
 
 
 def find_id(prefix: str, table: str, id_: int) -> FoundRow:
