@@ -3,12 +3,13 @@ import json
 import logging
 import os
 import re
+import warnings
 
 import pytest
 
 from monolith.errors import ConfigError
-from monolith.observe import Doublings, configure_logging
-from monolith.observe.logs import logs_json, name_process, process_label
+from monolith.observe import Doublings, configure_logging, only_warnings, progress, say_repeats
+from monolith.observe.logs import OncePerCause, logs_json, name_process, process_label
 
 
 class Terminal(io.StringIO):
@@ -55,6 +56,65 @@ def test_a_terminal_gets_a_rich_handler(root_logger):
     logging.getLogger("monolith").warning("careful")
     assert "careful" in out.getvalue()
     assert type(root_logger.handlers[-1]).__name__ == "RichHandler"
+
+
+def test_a_warning_is_written_once_for_each_cause_and_counted():
+    out = io.StringIO()
+    configure_logging("info", stream=out)
+    log = logging.getLogger("monolith.data")
+    for number in range(3):
+        log.warning("file %d has no column 'a'", number, extra={"cause": "no column 'a'"})
+        log.warning("worker %d is gone", number % 2)  # without a cause, another text is another warning
+        log.error("failed")
+        log.info("step")
+    lines = [line.partition(": ")[2] for line in out.getvalue().splitlines()]
+    assert lines.count("file 0 has no column 'a'") == 1
+    assert lines.count("worker 0 is gone") == lines.count("worker 1 is gone") == 1
+    assert lines.count("failed") == lines.count("step") == 3
+    assert len(lines) == 9
+    say_repeats()
+    assert out.getvalue().endswith(
+        "are shown once; there were 3 x file 0 has no column 'a'; 2 x worker 0 is gone\n"
+    )
+    said = out.getvalue()
+    say_repeats()  # once
+    assert out.getvalue() == said
+
+
+def test_a_warning_that_lasts_is_written_again_every_hour():
+    now = [0.0]
+    once = OncePerCause(clock=lambda: now[0])
+    passed = []
+    for minute in range(0, 150, 10):
+        now[0] = minute * 60.0
+        record = logging.makeLogRecord({"levelno": logging.WARNING, "name": "x", "msg": "no space"})
+        passed += [minute] if once.filter(record) else []
+    assert passed == [0, 60, 120]
+    assert once.repeats() == ["15 x no space"]
+
+
+def test_warnings_of_python_and_torch_are_logged_once_too():
+    out = io.StringIO()
+    with warnings.catch_warnings():
+        logging.captureWarnings(False)  # pytest has its own way to show them
+        warnings.simplefilter("always")
+        configure_logging("info", stream=out)
+        for _ in range(3):
+            warnings.warn("the array is not writable", UserWarning, stacklevel=1)
+    assert out.getvalue().count("UserWarning: the array is not writable") == 1
+    assert "WARNING py.warnings" in out.getvalue()
+
+
+def test_only_warnings_are_shown_where_the_level_says_so():
+    assert not only_warnings()  # nobody has configured anything
+    configure_logging("warning", stream=io.StringIO())
+    assert only_warnings()
+    out = Terminal()
+    with progress("Saving", 10, "rows", stream=out) as bar:
+        bar.advance(5)
+    assert out.getvalue() == ""
+    configure_logging("info", stream=io.StringIO())
+    assert not only_warnings()
 
 
 def test_configuring_again_replaces_our_handler_and_leaves_others_alone(root_logger):

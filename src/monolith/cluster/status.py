@@ -107,7 +107,8 @@ class ProcessStatus:
     saved_at: Seconds | None = None
     """When the last checkpoint was on disk, in Unix seconds; only the chief knows."""
     save_trouble: Text = ""
-    """Why the newest state is not saved or exported; empty while saves succeed, or another process knows."""
+    """Why the newest state is not saved or exported, or a queue of files not written; empty while all of it
+    succeeds, or another process knows."""
     publishing: Text = ""
     """How publishing stands, in words; empty where nothing is published, or another process knows."""
     standbys: Text = ""

@@ -115,9 +115,9 @@ def field_docs(cls: type) -> Mapping[str, str]:
     return docs
 
 
-def argument_docs(cls: type) -> dict[str, str]:
-    """What the docstring of a class says of each argument, below "Args:"; of one that it lists with others,
-    what it says of all."""
+def argument_docs(cls: object) -> dict[str, str]:
+    """What the docstring of a class or a function says of each argument, below "Args:"; of one that it lists
+    with others, what it says of all."""
     _, _, text = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
     docs: dict[str, str] = {}
     names: list[str] = []

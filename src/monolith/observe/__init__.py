@@ -1,7 +1,7 @@
 """What a running system says about itself: logs, progress, metrics and stack dumps."""
 
 from monolith.observe.clock_watch import ClockWatch, Sightings
-from monolith.observe.logs import Doublings, configure_logging
+from monolith.observe.logs import Doublings, configure_logging, only_warnings, say_repeats
 from monolith.observe.memory import MemoryUse, MemoryWatch, memory_use
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
 from monolith.observe.priority import Resting, yield_to_others
@@ -24,7 +24,9 @@ __all__ = [
     "configure_logging",
     "install_stack_dump",
     "memory_use",
+    "only_warnings",
     "print_stack_trace",
     "progress",
+    "say_repeats",
     "yield_to_others",
 ]

@@ -3,6 +3,9 @@
 A person at a terminal gets colours, a file gets plain lines, a collector gets
 one JSON object per line. Rooms only ever write
 `logging.getLogger(__name__)`; the command line alone calls `configure_logging`.
+
+A warning is written once for each cause, see `OncePerCause`: files, epochs and evaluations that
+find the same thing wrong do not fill the log with it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,11 @@ import json as jsonlib
 import logging
 import os
 import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -23,9 +31,10 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def configure_logging(level: str | int, json: bool = False, stream: TextIO | None = None) -> None:
-    """Send every log record of at least `level` to `stream`.
+    """Send every log record of at least `level` to `stream`, and warnings of Python and torch, too.
 
-    Calling again replaces what the earlier call set up; handlers of others stay.
+    Calling again replaces what the earlier call set up; handlers of others stay. A warning that repeats is
+    counted, see `OncePerCause`; `say_repeats` says the counts at the end.
 
     Args:
         level: A name such as "info", in either case, or a number of `logging`.
@@ -39,12 +48,27 @@ def configure_logging(level: str | int, json: bool = False, stream: TextIO | Non
     number = _level_number(level)
     handler = _handler(json, sys.stderr if stream is None else stream)
     handler.set_name(_OURS)
+    handler.addFilter(OncePerCause())
+    logging.captureWarnings(True)
     root = logging.getLogger()
     for old in [h for h in root.handlers if h.get_name() == _OURS]:
         root.removeHandler(old)
         old.close()
     root.addHandler(handler)
     root.setLevel(number)
+
+
+def only_warnings() -> bool:
+    """Whether this process shows warnings and errors alone: with --quiet, or a --log-level above info."""
+    return bool(_ours()) and logging.getLogger().level > logging.INFO
+
+
+def say_repeats() -> None:
+    """Say in one line how often each warning was repeated: at the end of a command."""
+    filters = [one for handler in _ours() for one in handler.filters if isinstance(one, OncePerCause)]
+    for text in ("; ".join(one.repeats()) for one in filters):
+        if text:
+            logging.getLogger(__name__).warning("warnings of one cause are shown once; there were %s", text)
 
 
 def logs_json() -> bool:
@@ -87,6 +111,62 @@ class _Named(logging.Formatter):
         if not self.is_json:
             return self.label + self.inner.format(record)
         return self.inner.format(logging.makeLogRecord({**vars(record), **self._process}))
+
+
+class OncePerCause(logging.Filter):
+    """Passes a warning once for each cause, and again when an hour has passed; counts the others.
+
+    The cause is what the record has as `cause` (`extra={"cause": ...}`), and else its whole text: files,
+    epochs and evaluations find the same thing wrong in other places and numbers. Errors and lower levels
+    always pass. Thread-safe.
+
+    Args:
+        clock: Seconds that never run backwards.
+    """
+
+    AGAIN_SECONDS = 3600.0
+    MOST = 1000
+    """Causes that are told apart; warnings beyond them pass, so that texts without end do not fill memory."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows
+        self._seen: dict[tuple[str, str], _Repeats] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        key = (record.name, str(getattr(record, "cause", None) or record.getMessage()))
+        with self._lock:
+            now, known = self._clock(), self._seen.get(key)
+            if known is None:
+                if len(self._seen) < self.MOST:
+                    self._seen[key] = _Repeats(record.getMessage(), now)
+                return True
+            known.times += 1
+            if now - known.written < self.AGAIN_SECONDS:
+                return False
+            known.written = now
+            return True
+
+    def repeats(self) -> list[str]:
+        """Return how often each warning came that came more than once, and forget it."""
+        with self._lock:
+            found = [one for one in self._seen.values() if one.times > 1]
+            self._seen.clear()
+        return [f"{one.times:,} x {textwrap.shorten(one.text, 60, placeholder=' ...')}" for one in found]
+
+
+@dataclass(slots=True)
+class _Repeats:
+    """A warning that may be repeated."""
+
+    text: str
+    """Of the first."""
+    written: float
+    """When it last passed."""
+    times: int = 1
 
 
 class Doublings:

@@ -21,6 +21,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
+from monolith.observe.logs import only_warnings
+
 Clock = Callable[[], float]
 """Seconds that never run backwards."""
 
@@ -51,10 +53,13 @@ def progress(
         total: How much there is to do; None when nobody knows, which leaves out the time left.
         unit: What is counted, in the plural: "rows", "bytes".
         stream: Standard error by default.
-        every: Time between two lines where `stream` is not a terminal; None keeps silent there.
+        every: Time between two lines where `stream` is not a terminal; None keeps silent there. A process
+            that shows warnings alone shows no progress either.
         fraction: Says which part is done where `total` is unknown. Asked now and then, by who advances.
     """
     stream = sys.stderr if stream is None else stream
+    if only_warnings():
+        return Lines(label, total, unit, stream=stream, clock=clock, every=None)
     if stream.isatty():
         from monolith.observe.terminal import Bar
 
