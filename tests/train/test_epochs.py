@@ -15,6 +15,7 @@ from train.tasks import Clicks
 
 from monolith.data import FileSource, MemorySource, Pipeline, ShuffleConfig, Stream, Watch
 from monolith.data.formats.parquet import ParquetFormat
+from monolith.data.records import concat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
@@ -86,6 +87,44 @@ def test_every_epoch_has_all_records_in_an_order_of_its_own(tmp_path: Path, stag
     assert len({tuple(order) for order in orders}) == 3
     assert items(task, epochs=3, shuffle_buffer=20) == read
     assert (items(task, epochs=3, shuffle_buffer=20, seed=1) == read) == bool(stages)
+
+
+@dataclass(frozen=True)
+class InFile(Clicks):
+    """6400 records in one Parquet file of small row groups; sorted by label, or in the order of time."""
+
+    batches: int = 100
+    folder: str = ""
+    by_label: bool = True
+    files: bool = True
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:
+        if mode is not Mode.TRAIN:
+            return super().dataset(mode)
+        path, form = f"{self.folder}/{self.by_label}.parquet", ParquetFormat(row_group_rows=64)
+        if not Path(path).exists():
+            records = concat(list(self.records(mode)))
+            order = records["label"].flat_values.argsort(stable=True)
+            with form.writer(path) as writer:
+                writer.write(records.take(order) if self.by_label else records)
+        shuffle = ShuffleConfig(seed=1, buffer=640, files=self.files)
+        return Pipeline(FileSource([path], form, batch_size=64, shuffle=shuffle)).to_batches(SPEC)
+
+
+def test_a_file_that_is_sorted_by_label_trains_as_well_as_a_mixed_one(tmp_path: Path) -> None:
+    found = {}
+    for name, task in {
+        "mixed": InFile(by_label=False, folder=str(tmp_path)),
+        "sorted": InFile(folder=str(tmp_path)),
+        "sorted, in stretches": InFile(folder=str(tmp_path), files=False),
+    }.items():
+        folder = tmp_path / name
+        train(task, folder, Read(), epochs=1, save=SaveConfig())
+        found[name] = Trainer(task, TrainConfig(model_dir=str(folder))).evaluate()
+    assert found["sorted"]["click/auc"] > found["mixed"]["click/auc"] - 0.015
+    # Without it, all that comes last has the label 1, so that everything is predicted to have it.
+    assert found["sorted, in stretches"]["loss"] > found["sorted"]["loss"] + 0.05
+    assert found["sorted, in stretches"]["click/auc"] < found["sorted"]["click/auc"] - 0.015
 
 
 def test_without_a_buffer_the_order_stays(tmp_path: Path) -> None:

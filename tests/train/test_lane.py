@@ -45,6 +45,25 @@ def test_further_ahead_is_further_behind() -> None:
     assert log == ["L0", "L1", "L2", "U0", "L3", "U1", "L4", "U2", "U3", "U4"]
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_rows_that_are_looked_up_when_asked_for_see_every_update(ahead: int) -> None:
+    log: list[str] = []
+
+    def look_up(item: int, made: int) -> int:
+        assert made == 10 * item
+        log.append(f"L{item}")
+        return made + 1
+
+    with Lane(iter(range(4)), lambda item: 10 * item, look_up, ahead=ahead) as lane:
+        while (found := lane.next()) is not None:
+            item, rows = found
+            assert rows == 10 * item + 1
+            lane.push(partial(log.append, f"U{item}"))
+            if item == 1:
+                lane.drain()  # nothing was looked up that could be old
+    assert log == ["L0", "U0", "L1", "U1", "L2", "U2", "L3", "U3"]
+
+
 def test_without_a_thread_everything_happens_in_order() -> None:
     log: list[str] = []
     done(log, ahead=0, behind=True, items=3)
@@ -125,6 +144,35 @@ def test_a_stream_that_pauses_does_not_hold_updates_back() -> None:
         waiter.start()
         assert lane.next() == (2, 2)  # the update of 1 came first, or the stream would still wait
         waiter.join()
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_an_update_waits_no_longer_for_the_next_item_than_it_is_told(behind: bool) -> None:
+    more, log = threading.Event(), list[str]()
+
+    def read() -> Iterator[int]:
+        yield 0
+        yield 1
+        assert more.wait(10)
+        yield 2
+
+    def update(item: int) -> None:
+        log.append(f"U{item}")
+        if item == 1:
+            more.set()
+
+    with Lane(
+        read(),
+        lambda item: item,
+        behind=behind,
+        patience=60,
+        idle=lambda: bool(log.append("idle")),
+        update_after=0.005,
+    ) as lane:
+        for item in (0, 1, 2):
+            assert lane.next() == (item, item)
+            lane.push(partial(update, item))
+        assert log[:2] == ["U0", "U1"]  # and nobody was idle, for which there is another time
 
 
 def test_draining_does_not_wait_for_a_stream_that_pauses() -> None:

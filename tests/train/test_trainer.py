@@ -187,10 +187,37 @@ def test_the_same_seed_gives_the_same_bits() -> None:
     assert first.weights != other.weights
 
 
-def test_prefetch_and_asynchronous_push_change_rows_by_one_step_at_most() -> None:
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_of_data_that_is_read_once_prefetch_changes_no_bit(ahead: int) -> None:
+    """Every step reads rows as the step before it has left them; the ids of two batches in a row overlap."""
+    plain, fresh = train(prefetch=0)[0], train(prefetch=ahead)[0]
+    assert (fresh.losses, fresh.rows, fresh.weights) == (plain.losses, plain.rows, plain.weights)
+    stale = train(prefetch=ahead, fresh_rows=False)[0]
+    assert stale.losses[0] == plain.losses[0]
+    assert stale.losses != plain.losses
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rows_on", ["host", "device"])
+def test_on_a_gpu_too_prefetch_changes_nothing_of_data_that_is_read_once(rows_on: str) -> None:
+    where = {"accelerator": "cuda", "rows_on": rows_on}
+    plain, fresh = train(prefetch=0, **where)[0], train(prefetch=2, **where)[0]
+    assert fresh.losses == pytest.approx(plain.losses, rel=1e-5)
+    stale = train(prefetch=2, fresh_rows=False, **where)[0]
+    assert stale.losses != pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_rows_are_fresh_unless_data_is_read_in_epochs_or_the_config_says_otherwise() -> None:
+    assert TrainConfig().wants_fresh_rows
+    assert not TrainConfig(epochs=2).wants_fresh_rows
+    assert TrainConfig(epochs=2, fresh_rows=True).wants_fresh_rows
+    assert not TrainConfig(fresh_rows=False).wants_fresh_rows
+
+
+def test_prefetch_and_asynchronous_push_change_rows_that_need_not_be_fresh_by_one_step_at_most() -> None:
     plain, _ = train(prefetch=0)
-    ahead, _ = train(prefetch=1)
-    waited, _ = train(prefetch=1, async_push=False)
+    ahead, _ = train(prefetch=1, fresh_rows=False)
+    waited, _ = train(prefetch=1, fresh_rows=False, async_push=False)
     assert ahead.rows == waited.rows
     assert ahead.losses[0] == plain.losses[0]
     assert ahead.rows.keys() == plain.rows.keys()

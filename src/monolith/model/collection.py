@@ -263,13 +263,24 @@ class EmbeddingCollection(nn.Module):
         """What `forward` returns, and which slices of features each of it is made of."""
         return tuple(self._layouts)
 
-    def prepare(self, batch: Input) -> PreparedBatch:
+    def gather(self, batch: Input) -> GatheredBatch | None:
+        """Find the distinct ids of a batch for `prepare`, and look at no row; from any thread.
+
+        None where a device reads the batch: `prepare` then does all of it.
+        """
+        reader = self._reader()
+        return reader.read(_ids(batch)) if isinstance(reader, Gatherer) else None
+
+    def prepare(self, batch: Input, found: GatheredBatch | None = None) -> PreparedBatch:
         """Look the rows of a batch up, ahead of the step that uses it; from any thread.
 
         `forward` takes the result in place of the batch. Rows that change in between are not seen.
+
+        Args:
+            found: What `gather` has found in the batch.
         """
         ids, store = _ids(batch), self.store
-        gathered = self._reader().read(ids)
+        gathered = self._reader().read(ids) if found is None else found
         keys = TableIds(gathered.ids, gathered.sizes, gathered.counts, distinct=gathered.distinct)
         if isinstance(gathered, HostRowBatch):
             gathered.send(partial(_look_up_into, store, keys))

@@ -13,8 +13,10 @@ from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import (
     FloatFeatures,
+    InputAxes,
     WatchedDense,
     WatchedModel,
+    along,
     beside,
     check_combined,
     seeded,
@@ -23,6 +25,16 @@ from monolith.model.ready import (
 from monolith.nn import DCN, Dense
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
+
+CROSS_AXES: Mapping[str, tuple[str, ...]] = {
+    "bias": ("0",),
+    "gate": ("0",),
+    "kernel.weight": ("0", "1"),
+    "kernel.norm": ("0",),
+    "down.weight": ("1",),
+    "up.weight": ("2",),
+}
+"""The axes of the weights of a cross layer that go along the inputs."""
 
 
 class DCNv2Dense(WatchedDense):
@@ -110,3 +122,21 @@ class DCNv2(WatchedModel):
         embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
         segments = chosen.widths(dim) | numbers.widths
         super().__init__(embeddings, dense, ("vectors",), numbers, segments=segments, spec=chosen.spec)
+        self._hidden = hidden[-1]
+
+    @property
+    def input_axes(self) -> InputAxes:
+        """As of `ReadyModel`. A cross layer has the inputs along what it reads and along what it writes."""
+        inputs = along(self.segments)
+        axes = {
+            "dense.mlp.0.kernel.weight": {"0": inputs},
+            "dense.head.kernel.weight": {"0": [*inputs, ["the last hidden layer", self._hidden]]},
+        }
+        for name, tensor in self.dense.named_parameters():
+            number, _, kind = name.removeprefix("cross.layers.").partition(".")
+            found = CROSS_AXES.get(kind, ()) if number.isdigit() else ()
+            if kind.startswith("kernel.") and tensor.shape[-1] == 1:  # of a vector, which has one output
+                found = found[:-1]
+            if found:
+                axes[f"dense.{name}"] = dict.fromkeys(found, inputs)
+        return axes

@@ -13,7 +13,15 @@ from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.feature.spec import GAP
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, WatchedDense, WatchedModel, seeded, tower
+from monolith.model.ready import (
+    FloatFeatures,
+    InputAxes,
+    WatchedDense,
+    WatchedModel,
+    along,
+    seeded,
+    tower,
+)
 from monolith.nn import DIN
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
@@ -148,6 +156,18 @@ class DeepInterest(WatchedModel):
             segments=segments,
             spec=chosen.spec,
         )
+        self._attended = tuple(one.width for one in sequences)
+
+    @property
+    def input_axes(self) -> InputAxes:
+        """As of `ReadyModel`. An attention reads a query, a key, their difference and their product."""
+        read = ("query", "key", "difference", "product")
+        return dict(super().input_axes) | {
+            f"dense.attention.{number}.attention.blocks.0.dense.kernel.weight": {
+                "0": along(dict.fromkeys(read, width))
+            }
+            for number, width in enumerate(self._attended)
+        }
 
 
 def _attentions(

@@ -11,7 +11,16 @@ from monolith.errors import ConfigError
 from monolith.feature import ROW_OPTIMIZER, STACK, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, LogitModel, check_combined, check_one_width, seeded, tower
+from monolith.model.ready import (
+    FloatFeatures,
+    InputAxes,
+    LogitModel,
+    along,
+    check_combined,
+    check_one_width,
+    seeded,
+    tower,
+)
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
 
@@ -102,3 +111,14 @@ class DLRM(LogitModel):
         layout = Layout("vectors", STACK, chosen.vectors(dim))
         embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
         super().__init__(embeddings, dense, ("vectors",), numbers, spec=chosen.spec)
+        self._names, self._dim = tuple(chosen.names), dim
+
+    @property
+    def input_axes(self) -> InputAxes:
+        """As of `ReadyModel`. The top reads the output of the bottom, and a product of each pair."""
+        vectors = ["the numbers", *self._names]
+        pairs = [[f"{one} x {other}", 1] for at, one in enumerate(vectors) for other in vectors[:at]]
+        return {
+            "dense.bottom.0.kernel.weight": {"0": along(self.floats.widths)},
+            "dense.top.0.kernel.weight": {"0": [["the numbers", self._dim], *pairs]},
+        }

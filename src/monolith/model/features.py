@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
+from typing import Literal
 
 from monolith.errors import ConfigError, DuplicateNameError, FeatureError, UnknownFeatureError
 from monolith.feature import (
@@ -40,8 +41,17 @@ from monolith.feature import (
     SlotConfig,
     Sum,
 )
-from monolith.feature.spec import GAP
-from monolith.table import AdmissionConfig, Fp16, Initializer, LearningRate, Optimizer, RandomUniform
+from monolith.feature.spec import GAP, RowSettings
+from monolith.table import (
+    AdmissionConfig,
+    DelayCompensated,
+    Fp16,
+    Initializer,
+    LearningRate,
+    Optimizer,
+    RandomUniform,
+    StochasticRounding,
+)
 from monolith.table.compressors import Compressor
 
 _OF_ROWS = (
@@ -54,9 +64,12 @@ _OF_ROWS = (
     "optimizer",
     "bias_optimizer",
     "initializer",
+    "compressor",
+    "bias_compressor",
     "learning_rate",
     "bias_learning_rate",
     "capacity_bytes",
+    "when_full",
     "bias_initializer",
     "initial_rows",
 )
@@ -92,12 +105,18 @@ class Feature:
     """What its vectors are before their first gradient."""
     bias_initializer: Initializer | None = None
     """What its bias is before its first gradient, in models that have one."""
+    compressor: Compressor | None = None
+    """How a server keeps its vectors."""
+    bias_compressor: Compressor | None = None
+    """How a server keeps its bias, in models that have one."""
     learning_rate: float | LearningRate | None = None
     """The rate of its vectors; None is the optimizer's own."""
     bias_learning_rate: float | LearningRate | None = None
     """The rate of its bias; None is the bias optimizer's own."""
     capacity_bytes: int | None = None
     """A ceiling on the memory of the feature's table; None for no ceiling."""
+    when_full: Literal["refuse", "expire_oldest"] | None = None
+    """What happens at that ceiling; see `TableConfig`. None refuses new rows."""
     initial_rows: int = 0
     """Rows that the feature's table has room for from the start; 0 leaves it to the run."""
 
@@ -130,20 +149,29 @@ class Feature:
                 default.bias_initializer if self.bias_initializer is None else self.bias_initializer
             ),
             bias_optimizer=default.bias_optimizer if self.bias_optimizer is None else self.bias_optimizer,
-            bias_compressor=default.bias_compressor,
+            bias_compressor=default.bias_compressor if self.bias_compressor is None else self.bias_compressor,
             bias_learning_rate=(
                 default.bias_learning_rate if self.bias_learning_rate is None else self.bias_learning_rate
             ),
             initializer=default.initializer if self.initializer is None else self.initializer,
             optimizer=default.optimizer if self.optimizer is None else self.optimizer,
-            compressor=default.compressor,
+            compressor=default.compressor if self.compressor is None else self.compressor,
             learning_rate=default.learning_rate if self.learning_rate is None else self.learning_rate,
             occurrence_threshold=self.occurrence_threshold,
             admission=default.admission if self.admission is None else self.admission,
             expire_after=default.expire_after if self.expire_after is None else self.expire_after,
             capacity_bytes=self.capacity_bytes,
+            when_full=self.when_full or "refuse",
             initial_rows=self.initial_rows,
         )
+
+
+def _decorated(one: RowSettings) -> Optimizer | None:
+    """Return the optimizer of a feature's vectors, with what changes its steps."""
+    made: Optimizer | None = one.optimizer
+    if made is not None and one.delay_compensation is not None:
+        made = DelayCompensated(made, one.delay_compensation)
+    return StochasticRounding(made) if made is not None and one.stochastic_rounding else made
 
 
 def features_of(spec: FeatureSpec) -> list[Feature]:
@@ -164,8 +192,11 @@ def features_of(spec: FeatureSpec) -> list[Feature]:
                 slot_id=spec.slots.get(name) if owner else None,
                 dim=one.dim,
                 occurrence_threshold=one.occurrence_threshold,
+                admission=one.admission,
+                compressor=one.compressor,
+                bias_compressor=one.bias_compressor,
                 expire_after=one.expire_after,
-                optimizer=one.optimizer,
+                optimizer=_decorated(one),
                 bias_optimizer=one.bias_optimizer,
                 initializer=one.initializer,
                 bias_initializer=one.bias_initializer,
@@ -173,6 +204,7 @@ def features_of(spec: FeatureSpec) -> list[Feature]:
                 learning_rate=one.learning_rate,
                 bias_learning_rate=one.bias_learning_rate,
                 capacity_bytes=one.capacity_bytes,
+                when_full=one.when_full,
             )
         )
         if isinstance(one, SequenceFeature) and one.times is not None:

@@ -12,7 +12,17 @@ from monolith.errors import ConfigError
 from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, beside, check_combined, seeded, tower
+from monolith.model.ready import (
+    FloatFeatures,
+    InputAxes,
+    ModelInput,
+    ReadyModel,
+    along,
+    beside,
+    check_combined,
+    seeded,
+    tower,
+)
 from monolith.nn import MMoELayer as MixtureOfExperts
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
@@ -139,6 +149,17 @@ class MMoE(ReadyModel):
         layout = Layout("vectors", CONCAT, chosen.vectors(dim))
         embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
         super().__init__(embeddings, dense, ("vectors",), numbers, spec=chosen.spec)
+        self._segments = chosen.widths(dim) | numbers.widths
+        self._num_experts = num_experts
+
+    @property
+    def input_axes(self) -> InputAxes:
+        """As of `ReadyModel`."""
+        first = [
+            f"dense.mixture.experts.{number}.blocks.0.dense.kernel.weight"
+            for number in range(self._num_experts)
+        ]
+        return {name: {"0": along(self._segments)} for name in ("dense.mixture.gate", *first)}
 
     def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return, for each task, logits of shape (examples,).

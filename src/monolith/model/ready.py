@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +175,15 @@ def watch(
     return watch_segments(first, list(segments.values()), named)
 
 
+InputAxes = Mapping[str, Mapping[str, Sequence[Sequence[Any]]]]
+"""Variable to axis, as a text, to the names and widths of the inputs along it, as JSON has them."""
+
+
+def along(segments: Mapping[str, int]) -> list[list[Any]]:
+    """Return inputs along an axis, as JSON has them."""
+    return [[name, width] for name, width in segments.items()]
+
+
 class ReadyModel(nn.Module):
     """Embeddings, and a dense half over them.
 
@@ -199,6 +209,11 @@ class ReadyModel(nn.Module):
         self.dense = dense.to(embeddings.device)
         self.floats = floats
         self._inputs = tuple(inputs)
+
+    @property
+    def input_axes(self) -> InputAxes:
+        """The inputs along the axes of weights, by which a changed model finds its part of a checkpoint."""
+        return {}
 
     def read(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """Return what `dense` takes: a tensor for each layout, and the float features if there are any."""
@@ -258,6 +273,11 @@ class WatchedModel(LogitModel):
         super().__init__(embeddings, dense, inputs, floats, spec=spec)
         self.segments = dict(segments)
         """Feature to its width, in the order in which they lie in the input of the first layer."""
+
+    @property
+    def input_axes(self) -> InputAxes:
+        """As of `ReadyModel`."""
+        return {"dense.mlp.0.kernel.weight": {"0": along(self.segments)}}
 
     def watch_features(self, report: Callable[[dict[str, Tensor]], None]) -> RemovableHandle:
         """Report what each feature brings to the first layer, on each training step; see `watch`."""

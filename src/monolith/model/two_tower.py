@@ -19,7 +19,15 @@ from monolith.errors import ConfigError
 from monolith.feature import CONCAT, ROW_OPTIMIZER, Batch, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, ModelInput, check_combined, seeded, tower
+from monolith.model.ready import (
+    FloatFeatures,
+    InputAxes,
+    ModelInput,
+    along,
+    check_combined,
+    seeded,
+    tower,
+)
 from monolith.nn import ItemFrequency, accidental_hits, sampled_softmax_loss
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
@@ -140,8 +148,20 @@ class TwoTower(nn.Module):
                 towers[side] = tower(width, hidden, out, dropout=dropout, kernel_norm=kernel_norm)
         self.user_tower, self.item_tower = towers[USER], towers[ITEM]
         self.embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
+        self._segments = {
+            side: {name: widths[name] for name in names if name in chosen.names} | self._numbers[side].widths
+            for side, names in sides.items()
+        }
         self.frequency = ItemFrequency(frequency_buckets) if correction else None
         self.to(self.embeddings.device)
+
+    @property
+    def input_axes(self) -> InputAxes:
+        """The inputs along the axes of weights, by which a changed model finds its part of a checkpoint."""
+        return {
+            "user_tower.0.kernel.weight": {"0": along(self._segments[USER])},
+            "item_tower.0.kernel.weight": {"0": along(self._segments[ITEM])},
+        }
 
     def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the score of each user with the item of its own example, of shape (examples,).

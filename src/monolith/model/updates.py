@@ -25,6 +25,7 @@ class UpdateConfig:
     """What is done to gradients before they are applied."""
 
     clip_type: GradClipType = GradClipType.ClipByGlobalNorm
+    """What the limits apply to: all gradients together, each one, each number, or dense and sparse apart."""
     clip_norm: float | None = None
     """The norm to which gradients are clipped; None does not clip."""
     sparse_clip_norm: float | None = None

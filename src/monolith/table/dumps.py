@@ -394,6 +394,7 @@ def load(
     workers: int = 4,
     verify_first: bool = True,
     progress: Progress | None = None,
+    refit: bool = False,
 ) -> LoadReport:
     """Read a dump into a table, whatever the number of shards it has.
 
@@ -412,6 +413,8 @@ def load(
         verify_first: False reads every file once instead of twice, which pays where
             reading is slow; a damaged block is then found when the table is cleared already.
         progress: Advanced by rows.
+        refit: Whether rows may have another width: of each segment the leading columns are taken, and the
+            others begin as in a new row. Optimizer state starts fresh then.
 
     Raises:
         RestoreError: There is no dump, a shard is missing, or rows do not fit the table.
@@ -426,6 +429,7 @@ def load(
         workers=workers,
         verify_first=verify_first,
         progress=progress,
+        refit=refit,
     )
 
 
@@ -439,6 +443,7 @@ def _load(
     workers: int,
     verify_first: bool,
     progress: Progress | None,
+    refit: bool,
 ) -> LoadReport:
     """Check a dump, and restore its rows within `ready(how many)`."""
     if optimizer_state not in ("keep", "reset"):
@@ -456,7 +461,12 @@ def _load(
             return reader.info
 
     shards = in_parallel(check, range(len(paths)), workers)
-    with_state = all(_takes_state(shard, config, optimizer_state) for shard in shards)
+    other = refit and any(
+        [segment.dim for segment in shard.description.layout.segments]
+        != [segment.dim for segment in config.segments]
+        for shard in shards
+    )
+    with_state = not other and all(_takes_state(shard, config, optimizer_state) for shard in shards)
     chosen = kept_ids(keep)
     skipped = [0] * len(paths)
 
@@ -466,6 +476,8 @@ def _load(
             for rows in stop.chunks(reader):
                 mine = rows if chosen is None else rows.keep(chosen(rows.ids))
                 skipped[shard] += len(rows) - len(mine)
+                if len(mine) and other:
+                    mine = _refitted(mine, reader.info.description.layout, config)
                 if len(mine):
                     table.restore(mine if with_state else without_state(mine))
                 if progress is not None:
@@ -493,6 +505,7 @@ def load_changes(
     optimizer_state: Literal["keep", "reset"] = "keep",
     workers: int = 4,
     progress: Progress | None = None,
+    refit: bool = False,
 ) -> LoadReport:
     """Bring a table from the state before some changes to the state after them.
 
@@ -500,6 +513,7 @@ def load_changes(
 
     Args:
         cleared: What `dump_changes` reported: the table begins anew.
+        refit: As of `load`.
 
     Raises:
         RestoreError: There is no such dump, or rows do not fit the table.
@@ -524,6 +538,7 @@ def load_changes(
         workers=workers,
         verify_first=True,
         progress=progress,
+        refit=refit,
     )
 
 
@@ -682,6 +697,25 @@ def _takes_state(found: ShardInfo, config: TableConfig, optimizer_state: str) ->
     if differ and (has.state_dim or needs.state_dim):
         raise RestoreError(f"{what} If the optimizer changed, restore with optimizer_state='reset'.")
     return needs.state_dim > 0
+
+
+def _refitted(rows: Rows, has: RowLayout, config: TableConfig) -> Rows:
+    """Return rows of another layout with the segments of a table, the last ones being the same.
+
+    Columns that the rows do not have begin as those of a new row would.
+    """
+    ids, parts, at = rows.ids.numpy(), [], 0
+    starts = np.cumsum([0, *(segment.dim for segment in has.segments)])
+    shift = len(has.segments) - len(config.segments)
+    for number, segment in enumerate(config.segments):
+        first = segment.initializer.values(ids, range(at, at + segment.dim), config.seed)
+        at += segment.dim
+        old = number + shift
+        if 0 <= old < len(has.segments):
+            kept = min(segment.dim, has.segments[old].dim)
+            first[:, :kept] = rows.values[:, starts[old] : starts[old] + kept].numpy()
+        parts.append(torch.from_numpy(first))
+    return replace(rows, values=torch.cat(parts, 1))
 
 
 def _restore_scales(table: DumpableTable, description: Description) -> None:

@@ -42,9 +42,13 @@ class PolynomialDecay:
     """From one rate to another over `decay_steps`, then on at the second; up as well as down."""
 
     initial_learning_rate: float
+    """The rate of the first step."""
     decay_steps: int
+    """The step at which the second rate is reached."""
     end_learning_rate: float = 0.0001
+    """The second rate."""
     power: float = 1.0
+    """The exponent of the curve between both; 1 is a straight line."""
     cycle: bool = False
     """True starts over, each time for one more `decay_steps`, instead of staying at the end."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from monolith.data.records import concat_rows, take_rows
 from monolith.errors import ConfigError, DataError
-from monolith.feature import Batch
+from monolith.feature import Batch, ColumnKind
 from monolith.tensors import RaggedTensor
 from monolith.train.metrics.ranking import KINDS, MRR, ranking_scores
 
@@ -64,6 +64,8 @@ class Candidates:
     """float32 of shape (n, out): a row for each id."""
     raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
     """Columns of the items as they were read, for whoever asked for some; see `keep_columns`."""
+    raw_kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
+    """How the data holds the columns of `raw`, where that is known."""
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class Candidates:
         towers = towers_of(model)
         ids, vectors = [], []
         raw: dict[str, list[RaggedTensor]] = {}
+        kinds: dict[str, ColumnKind] = {}
         for batch in batches:
             rows = batch.ids[towers.item_id]
             if bool((rows.row_lengths() != 1).any()):
@@ -93,6 +96,7 @@ class Candidates:
             ids.append(batch.ids.first(towers.item_id))
             for name, column in batch.raw.items():
                 raw.setdefault(name, []).append(column)
+            kinds = {**batch.raw_kinds, **kinds}
             if advance is not None:
                 advance(len(batch))
         if not ids:
@@ -104,7 +108,7 @@ class Candidates:
             _log.warning("candidates: %d of %d items come twice", len(place) - len(known), len(place))
         whole = torch.cat(vectors)
         columns = {name: take_rows(concat_rows(parts), last) for name, parts in raw.items()}
-        return cls(known, whole[last.to(whole.device)], columns)
+        return cls(known, whole[last.to(whole.device)], columns, kinds)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -72,6 +72,10 @@ class RestoreConfig:
     """What happens to the optimizer state of restored rows; auto resets it where the optimizer changed."""
     strict: bool = True
     """Whether a table or variable that the checkpoint lacks is an error."""
+    fit: bool = False
+    """Whether the checkpoint of `dir` may be of another model: one without a feature, with other widths, of
+    another optimizer or type. What fits is loaded, the rest starts fresh, and a table of both is logged.
+    Data, metrics and evaluations begin anew. Later starts resume as always. --from sets it."""
     alias_map: Mapping[str, str] | None = None
     """The dense variables that were saved under another name: name in the model to name in the checkpoint."""
     auto_alias: bool = True
@@ -131,8 +135,9 @@ class TrainConfig:
     """How often the training data is read, in another order each time; None leaves that to the task. Needs
     data that ends, such as files."""
     shuffle_buffer: int = 65_536
-    """The records that are mixed with each other at a time where `epochs` is given and the task's source does
-    not shuffle by itself; 0 leaves their order."""
+    """The records that are held at a time to be mixed, where `epochs` is given and the task's source does not
+    shuffle by itself; 0 leaves their order. A list of files is mixed over its whole
+    length, whatever it is."""
     seed: int = 0
     """The seed of the first weights and of random numbers."""
     deterministic: bool = False
@@ -150,9 +155,15 @@ class TrainConfig:
     need."""
     tables: TablesConfig = field(default_factory=TablesConfig)
     prefetch: int = 1
-    """The number of batches whose rows are looked up ahead; 0 for none."""
+    """The number of batches that are read and prepared ahead; 0 for none. Their rows are looked up ahead,
+    too, unless they are to be fresh."""
+    fresh_rows: bool | None = None
+    """Whether a step reads rows after the update of the step before it, as with `prefetch = 0`. If not, rows
+    that two batches in a row share are one update old, and updates are done while the next batch is computed.
+    None follows the data: fresh if it is read once, as a stream is, and not if `epochs` is set. Rows on
+    parameter servers and ranks are looked up ahead, and are never fresh unless prefetch is 0."""
     async_push: bool = True
-    """Whether rows are updated while the next batch is computed."""
+    """Whether rows are updated while the next batch is computed, if they need not be fresh."""
     evict_every_steps: int | None = None
     """How many steps there are between drops of expired rows, as `expiry` says; None drops them only where
     `keep.evict` says so."""
@@ -256,6 +267,11 @@ class TrainConfig:
                 "train: a deterministic run saves by steps, not by seconds: set save.steps, "
                 "or deterministic=False"
             )
+
+    @property
+    def wants_fresh_rows(self) -> bool:
+        """Whether rows are read after the updates of all earlier steps, if they are in this process."""
+        return self.epochs is None if self.fresh_rows is None else self.fresh_rows
 
     @property
     def saves_beside(self) -> bool:

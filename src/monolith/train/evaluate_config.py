@@ -5,6 +5,7 @@ Nothing here needs torch: a command reads settings before it decides whether to 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -17,6 +18,27 @@ LOSS = "loss"
 """The metric of every evaluation: the mean loss of its examples."""
 HEADLINES = ("auc", "rmse")
 """How the names of metrics end that a line of text has room for: the first of a class, and of a number."""
+_BY_DEFAULT = ({"auc", "log_loss", "calibration"}, {"rmse", "mae", "calibration"})
+"""The metrics that a label has if nobody chooses: of a class, and of a number."""
+
+
+def headlines(metrics: Iterable[str]) -> list[str]:
+    """Return the metrics that a line of text shows, without the loss.
+
+    Of a label with metrics that labels have by default, these are AUC or RMSE. Other metrics that somebody
+    chose for a label, and measures of the task's own, which belong to no label, are all shown.
+    """
+    names = [name for name in metrics if name != LOSS]
+    kinds: dict[str, set[str]] = {}
+    for name in names:
+        label, _, kind = name.rpartition("/")
+        kinds.setdefault(label, set()).add(kind)
+    usual = {
+        label
+        for label, known in kinds.items()
+        if known & set(HEADLINES) and any(known - {"gauc"} <= one for one in _BY_DEFAULT)
+    }
+    return [name for name in names if name.rpartition("/")[0] not in usual or name.endswith(HEADLINES)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,7 +55,9 @@ def newest_checkpoint(config: TrainConfig, mode: Literal["train", "eval", "predi
     Raises:
         RestoreError: Checkpoints are listed and all of them are gone.
     """
-    state = resolve_restore(config.model_dir, restore_ckpt=config.restore.checkpoint, mode=mode)
+    # Where a run starts from another one, `checkpoint` is one of the other's.
+    wanted = None if config.restore.fit else config.restore.checkpoint
+    state = resolve_restore(config.model_dir, restore_ckpt=wanted, mode=mode)
     if state is None:
         return None
     listed = [state.model_checkpoint_path, *reversed(state.all_model_checkpoint_paths)]
@@ -285,14 +287,24 @@ class Keeper:
     def _restore(self, prefix: str) -> Restored:
         elsewhere = filesystem.parent(prefix) != filesystem.parent(self._checkpointer.saver.names.prefix(0))
         self._session.restarts_data = self._config.restore.restart_data and elsewhere
+        fit = self._config.restore.fit and elsewhere
         options = self._config.restore.options(self._config.model_dir)
+        if self._config.restore.fit and not elsewhere:
+            _log.info(
+                "%s has a checkpoint: resuming it; --from was for its first start", self._config.model_dir
+            )
+        if fit:
+            options = self._checkpointer.fitting(prefix, options)
         cleared = options.custom.clears(options.model_dir)
         restored = self._checkpointer.restore(prefix, options)
         self._session.go_on_from(restored.step)
         with self._lock:
             self._began_from = LastCheckpoint(prefix=prefix, options=options, dense_cleared=cleared)
         self.newest = prefix
-        _log.info("restored %s:\n%s", prefix, restored.report.describe())
+        if fit:
+            _log.info("started from %s, step %d:\n%s", prefix, restored.step, restored.report.table())
+        else:
+            _log.info("restored %s:\n%s", prefix, restored.report.describe())
         return restored
 
 

@@ -9,8 +9,12 @@ so a lookup sees every update but the last. A row is one step stale at most, and
 outcome does not depend on which thread was faster. `drain` sees all updates done and looks
 up anew what was looked up ahead, so that what follows is the same as after a restart.
 
-A live stream may have nothing to say for a while. With `patience`, updates then no longer
-wait for the next batch.
+With `complete`, rows are not looked up ahead but when an item is asked for, and updates are done when they
+are pushed. So a lookup sees every update, as if nothing were read ahead; the thread reads items, and makes
+ready what does not depend on rows.
+
+A live stream may have nothing to say for a while. With `patience`, and sooner with `update_after`, updates
+then no longer wait for the next batch.
 
 Ranks do all of this together: every lookup and update is a call that all of them make in one order. So in a
 lane `in_step` nothing depends on time. That there is no data for now is an item, `SILENT`, which comes at the
@@ -58,7 +62,9 @@ class Lane(Generic[Item, Rows]):
     Args:
         items: What to read; in step, `SILENT` where there is nothing for now. A generator is closed by
             `close`.
-        prepare: Looks the rows of an item up.
+        prepare: Looks the rows of an item up; or, with `complete`, makes ready what that takes.
+        complete: Looks up the rows of an item that is asked for, in place of what `prepare` made, on the
+            thread that asks; None where `prepare` looks them up.
         ahead: Items that are looked up ahead; 0 looks up when asked, and without a thread unless `threaded`.
         behind: Whether updates are left to the thread; otherwise they are done when they are pushed.
         patience: Seconds after which updates go before a lookup whose item has not come; None waits for it.
@@ -66,12 +72,15 @@ class Lane(Generic[Item, Rows]):
             where it returns True, that thread waits no more for now.
         threaded: Read in a thread even where nothing is looked up ahead, so that `idle` is called.
         in_step: Whether others do the same in lanes of their own, so that time may decide nothing.
+        update_after: Seconds after which updates go before a lookup whose item has not come, where that is
+            sooner than `patience`: for a live stream, whose next batch may be far off.
     """
 
     def __init__(
         self,
         items: Iterator[Item | Silence],
         prepare: Callable[[Item], Rows],
+        complete: Callable[[Item, Rows], Rows] | None = None,
         *,
         ahead: int = 1,
         behind: bool = True,
@@ -79,13 +88,16 @@ class Lane(Generic[Item, Rows]):
         idle: Callable[[], bool] | None = None,
         threaded: bool = False,
         in_step: bool = False,
+        update_after: float | None = None,
     ) -> None:
         self._items = items
         self._in_step = in_step
         self._prepare = prepare
+        self._complete = complete
         self._ahead = ahead
         self._behind = behind
         self._patience = None if in_step else patience
+        self._update_after = self._patience if in_step or update_after is None else update_after
         self._idle = idle
         self._changed = threading.Condition()  # guards all below
         self._todo: deque[Work | None] = deque()  # None: a lookup
@@ -112,7 +124,7 @@ class Lane(Generic[Item, Rows]):
         """
         if self._thread is None:
             item = self._next_item()
-            return None if item is None else (item, self._prepare(item))
+            return None if item is None else (item, self._completed(item, self._prepare(item)))
         with self._changed:
             self._look_up_again()
             if not self._asked:  # otherwise what was asked for before is still on its way
@@ -122,6 +134,10 @@ class Lane(Generic[Item, Rows]):
                 self._begun = True
                 self._thread.start()
             self._changed.notify_all()
+            if self._update_after != self._patience and not self._changed.wait_for(
+                self._has_news, self._update_after
+            ):
+                self._overtake()
             while not self._changed.wait_for(self._has_news, self._patience) or self._is_only_silent():
                 if not self._in_step:
                     self._overtake()
@@ -134,7 +150,10 @@ class Lane(Generic[Item, Rows]):
             if not self._ready:
                 return None
             entry = self._ready.popleft()
-            return entry.item, entry.rows
+        return entry.item, self._completed(entry.item, entry.rows)
+
+    def _completed(self, item: Item, rows: Rows) -> Rows:
+        return rows if self._complete is None else self._complete(item, rows)
 
     @property
     def exhausted(self) -> bool:
@@ -150,7 +169,7 @@ class Lane(Generic[Item, Rows]):
 
     def push(self, work: Work) -> None:
         """Do some work after the lookups that were asked for so far, before those that will be."""
-        if self._thread is None or not self._begun:
+        if self._thread is None or not self._begun or self._complete is not None:
             work()
             return
         with self._changed:
@@ -159,7 +178,7 @@ class Lane(Generic[Item, Rows]):
             self._changed.notify_all()
             if not self._behind:
                 while not self._changed.wait_for(
-                    lambda: self._error is not None or self._is_done(work), self._patience
+                    lambda: self._error is not None or self._is_done(work), self._update_after
                 ):
                     self._overtake()  # the lane waits for its source
                 self._raise()
@@ -175,7 +194,7 @@ class Lane(Generic[Item, Rows]):
             else:
                 self._overtake()
             for entry in self._ready:
-                entry.stale = True
+                entry.stale = self._complete is None
             if not self._in_step:
                 self._look_up_again()
             self._raise()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from monolith.checkpoint import DensePart, FeaturesPart, Part, TablesPart
 from monolith.errors import ConfigError, DataError, FeatureError
-from monolith.feature import Batch, FeatureSpec
+from monolith.feature import Batch, FeatureSpec, GatheredBatch
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch
 from monolith.nn import RateSchedule
 from monolith.observe import Resting
@@ -34,6 +34,9 @@ SHARE = 0.1
 
 LookedUp = list[PreparedBatch]
 """The rows of a batch, by collection."""
+
+Gathered = Sequence[GatheredBatch | None]
+"""The ids of a batch, by collection; see `EmbeddingCollection.gather`."""
 
 
 class Model:
@@ -118,7 +121,14 @@ class Model:
 
     def features_parts(self) -> list[Part]:
         """Return what a checkpoint keeps of that; nothing where there is none. To be restored first."""
-        return [] if self.spec is None else [FeaturesPart(self.spec)]
+        if self.spec is None:
+            return []
+        axes = {
+            f"{name}.{variable}".removeprefix(".").replace("_orig_mod.", ""): named
+            for name, module in self.module.named_modules()
+            for variable, named in (getattr(module, "input_axes", None) or {}).items()
+        }
+        return [FeaturesPart(self.spec, axes)]
 
     def tables_part(
         self,
@@ -182,15 +192,34 @@ class Model:
         """Return what each table holds."""
         return {name: stats for store in self.stores for name, stats in store.stats().items()}
 
-    def prepare(self, batch: Batch) -> LookedUp:
-        """Look the rows of a batch up, from any thread.
+    def gather(self, batch: Batch) -> Gathered:
+        """Find the ids of a batch, ahead of `prepare` and from any thread.
 
         Raises:
             FeatureError: The model reads a feature that the first batch does not have.
         """
         if not self._checked:
             self._check_features(batch)
-        return [collection.prepare(batch) for collection in self.collections]
+        return [collection.gather(batch) for collection in self.collections]
+
+    def prepare(self, batch: Batch, gathered: Gathered | None = None) -> LookedUp:
+        """Look the rows of a batch up, from any thread.
+
+        Args:
+            gathered: What `gather` has found.
+
+        Raises:
+            FeatureError: The model reads a feature that the first batch does not have.
+        """
+        if not self._checked:
+            self._check_features(batch)
+        found = [None] * len(self.collections) if gathered is None else gathered
+        return [one.prepare(batch, ids) for one, ids in zip(self.collections, found, strict=True)]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of its rows are in this process, and no other process trains them."""
+        return all(isinstance(store, LocalStore) for store in self.stores)
 
     def outputs(
         self, batch: Batch, rows: LookedUp, *, otherwise: Callable[[], None] | None = None

@@ -65,6 +65,8 @@ class TrainReport:
     """By "head/metric": the rows of the windows that ended in this run."""
     checkpoint: str | None
     """The last checkpoint that was saved."""
+    save_trouble: str = ""
+    """What could not be saved or exported by its end, and why; empty if nothing."""
     evaluation: Evaluation | None = None
     """The last evaluation of this run, where `evaluate` of its config asks for some."""
     evaluations: int = 0

@@ -17,6 +17,7 @@ from torch import Tensor
 from monolith.checkpoint import Part, StatePart
 from monolith.data import Epochs, Share, Stream, bad_records, fraction_read, read_epochs, share_out
 from monolith.data.handing import DealsOut, HandsOut, handing
+from monolith.data.layers import is_live
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
 from monolith.errors import (
@@ -51,6 +52,10 @@ _log = logging.getLogger(__name__)
 
 RUN_IS_OVER = "the run is over"
 
+LIVE_UPDATE_AFTER_S = 0.002
+"""How long the update of a batch of a live stream waits for the next batch, which it could go along with.
+Servers learn of it only after the update, so the wait is part of every answer's age."""
+
 
 class _Read(NamedTuple):
     """A batch, and where the source stands after it."""
@@ -61,7 +66,7 @@ class _Read(NamedTuple):
     """When it was read, in Unix seconds."""
 
 
-_Lane = Lane[_Read, LookedUp]
+_Lane = Lane[_Read, Any]  # what was looked up; ahead of that, if rows are to be fresh, what was gathered
 
 
 def open_data(task: Task, share: Share, epochs: Epochs | None = None) -> Stream[Batch]:
@@ -160,6 +165,15 @@ class Session:
         """Says whether a save that failed is to be tried again, though there is no data to take a step."""
         self.idle: Callable[[], None] = lambda: None
         """Called now and then while there is no data, by the training thread."""
+        here = model.is_local and not peers.in_step
+        if config.fresh_rows and config.prefetch and not here:
+            raise ConfigError(
+                "train.fresh_rows: rows of this run are on parameter servers or dealt to ranks, and are "
+                "looked up ahead of the step. Set train.prefetch to 0 to look them up in the step, or leave "
+                "train.fresh_rows out."
+            )
+        self._fresh = config.wants_fresh_rows and here
+        """Whether rows are looked up when a step begins, after the updates of those before it."""
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
         self._lane: _Lane | None = None
@@ -243,6 +257,11 @@ class Session:
         """Return which part of its data this process has trained on; None where nobody knows. From any
         thread."""
         return fraction_read(self.data, self._position)
+
+    @property
+    def live(self) -> bool:
+        """Whether its data has events as they happen, so that it can be behind the clock."""
+        return is_live(self.data)
 
     @property
     def in_step(self) -> bool:
@@ -623,7 +642,7 @@ class Session:
             self._moves = False
             self._go_on_with_what_was_dealt()
         if self._lane is None:
-            config = self.config
+            config, fresh = self.config, self._fresh
             self._handed_back = False
             waits = config.deterministic and self._handing is None
             items: Iterator[_Read | Silence] = self._read()
@@ -636,13 +655,15 @@ class Session:
                 )
             self._lane = Lane(
                 items,
-                lambda read: self.model.prepare(read.batch),
+                lambda read: (self.model.gather if fresh else self.model.prepare)(read.batch),
+                (lambda read, found: self.model.prepare(read.batch, found)) if fresh else None,
                 ahead=config.prefetch,
                 behind=config.async_push,
                 patience=None if waits else config.idle_after.total_seconds(),
                 idle=self._idle,
                 threaded=self._handing is not None,  # it may wait for what another worker has
                 in_step=self.in_step,
+                update_after=LIVE_UPDATE_AFTER_S if is_live(self.data, unsaid=False) and not waits else None,
             )
             if self._interrupted and not self.in_step:
                 self._lane.interrupt()

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from monolith.config.fields import FieldInfo, argument_docs, describe_fields, field_docs
 from monolith.config.hints import field_hints, members
 from monolith.config.reading import Reader
 from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
@@ -88,6 +89,23 @@ def load_task(
     if not isinstance(made, Task):
         raise ConfigError(f"{name} returned a {type(made).__name__} instead of a Task")
     return made
+
+
+def describe_settings(name: str) -> list[tuple[FieldInfo, str]]:
+    """Return the settings that a task takes, in order, each with what the source says of it.
+
+    Raises:
+        UnknownTaskError: There is no such task.
+    """
+    found = _find(name)
+    make = type(found) if isinstance(found, Task) else found
+    shadow = dataclasses.make_dataclass(
+        "Settings",
+        [(key, hint, _field(default)) for key, (hint, default) in _parameters(make).items()],
+        kw_only=True,
+    )
+    docs = {**argument_docs(make), **(field_docs(make) if _is_dataclass(make) else {})}
+    return [(info, info.doc or docs.get(info.path, "")) for info in describe_fields(shadow)]
 
 
 # Finding

@@ -38,6 +38,7 @@ from monolith.checkpoint import (
     start_from,
 )
 from monolith.data import Epochs, bad_records
+from monolith.data.layers import data_trouble
 from monolith.errors import ConfigError, DivergedError, RestoreError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
@@ -223,7 +224,7 @@ class Trainer:
                 restore = config.restore
                 if restore.dir:
                     start_from(restore.dir, model_dir, restore.checkpoint, required=restore.required)
-                if restore.checkpoint and restore.required:
+                if restore.checkpoint and restore.required and not restore.fit:
                     go_back(model_dir, restore.checkpoint)
             random.seed(config.seed)
             np.random.seed(config.seed % (1 << 32))
@@ -323,6 +324,7 @@ class Trainer:
                 restored_from=restored[0].prefix if restored else None,
                 windows=windows,
                 checkpoint=None if keeper is None else keeper.newest,
+                save_trouble="" if keeper is None or keeper.save is None else keeper.save.trouble,
                 evaluation=None if run.evaluate is None else run.evaluate.latest,
                 evaluations=0 if run.evaluate is None else run.evaluate.evaluations,
                 best=_best(best),
@@ -508,6 +510,9 @@ class Trainer:
             made.callback(model.close)
             data = open_data(self.task, peers.share, self._epochs())
             made.callback(data.close)
+            self._metrics.gauge(
+                "data_trouble", "1 while a source cannot note what was read, as on a full disk; else 0"
+            ).read_from(lambda: float(bool(data_trouble(data))))
             session = Session(
                 model, data, peers, config, report=report, clock=self._clock, metrics=self._metrics
             )

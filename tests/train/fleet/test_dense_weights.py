@@ -37,7 +37,8 @@ MODES = {
 
 
 def in_one_process(task: Tallied, model_dir: Path, **how: Any) -> Model:
-    Trainer(task, TrainConfig(model_dir=str(model_dir), **EXACT, **how)).train()
+    # Rows of servers are looked up a batch ahead, and so are these.
+    Trainer(task, TrainConfig(model_dir=str(model_dir), fresh_rows=False, **EXACT, **how)).train()
     return read_model(task, model_dir)
 
 

@@ -102,10 +102,11 @@ def test_every_record_is_trained_once_and_the_step_counts_all_batches(
 def test_one_worker_trains_the_same_bits_on_servers_as_alone(tmp_path: Path) -> None:
     how: dict[str, Any] = {"deterministic": True, "save": SaveConfig(steps=6)}
     run_fleet(TASK, tmp_path / "fleet", num_ps=3, num_workers=1, **how)
-    Trainer(TASK, TrainConfig(model_dir=str(tmp_path / "alone"), summary_every_steps=None, **how)).train()
-    fleet, alone = read_model(TASK, tmp_path / "fleet"), read_model(TASK, tmp_path / "alone")
-    assert fleet.weights == alone.weights
-    assert fleet.rows == alone.rows
+    alone = TrainConfig(model_dir=str(tmp_path / "alone"), summary_every_steps=None, fresh_rows=False, **how)
+    Trainer(TASK, alone).train()
+    fleet, one = read_model(TASK, tmp_path / "fleet"), read_model(TASK, tmp_path / "alone")
+    assert fleet.weights == one.weights
+    assert fleet.rows == one.rows
 
 
 NOW = [((2, 2), 3), ((2, 3), 1), ((3, 1), 3)]
@@ -715,3 +716,11 @@ def test_a_worker_that_is_not_heard_of_any_more_ends_the_run(tmp_path: Path, gon
     )
     with pytest.raises(UnavailableError, match=rf"worker {gone}.* was lost: it has been silent for"):
         outcome.report(1 - gone)
+
+
+def test_fresh_rows_are_refused_where_rows_are_on_servers_and_are_looked_up_ahead(tmp_path: Path) -> None:
+    outcome = run_fleet(
+        Tallied(), tmp_path, num_workers=1, fresh_rows=True, abandoned_after=timedelta(seconds=1)
+    )
+    assert isinstance(outcome.workers[0], ConfigError)
+    assert "Set train.prefetch to 0" in str(outcome.workers[0])

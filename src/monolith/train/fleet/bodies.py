@@ -509,6 +509,8 @@ class RestoreTables:
     """Of each checkpoint: its prefix, and what its manifest says of the tables."""
     optimizer_state: Literal["keep", "reset", "auto"]
     strict: bool
+    changes: Json = None
+    """How the model differs from that of the checkpoint, where it may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,6 +525,7 @@ class RestoreDense:
     strict: bool
     alias_map: dict[str, str] | None = None
     auto_alias: bool = True
+    changes: Json = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,6 +547,8 @@ class TablesRestored:
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     rows: dict[str, Count]
+    partly: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, report: RestoreReport, rows: Mapping[str, int]) -> TablesRestored:
@@ -555,6 +560,8 @@ class TablesRestored:
             missing=report.missing,
             unused=report.unused,
             rows=dict(rows),
+            partly=dict(report.partly),
+            sizes=dict(report.sizes),
         )
 
     def report(self) -> RestoreReport:
@@ -565,6 +572,8 @@ class TablesRestored:
             skipped=self.skipped,
             missing=self.missing,
             unused=self.unused,
+            partly=self.partly,
+            sizes=self.sizes,
         )
 
 

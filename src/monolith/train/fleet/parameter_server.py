@@ -31,6 +31,7 @@ from typing import Any
 
 from monolith import filesystem
 from monolith.checkpoint import CustomRestore, RestoreOptions, SavedPart, TablesPart
+from monolith.checkpoint.fitting import changes_from_json
 from monolith.checkpoint.part import PartCut
 from monolith.cluster import Discovery
 from monolith.cluster.security import Guard
@@ -516,7 +517,11 @@ class ServedShare:
         with self._working(body.run) as held:
             report = held.tables.restore(
                 [SavedPart(prefix, entry) for prefix, entry in body.chain],
-                RestoreOptions(optimizer_state=body.optimizer_state, strict=body.strict),
+                RestoreOptions(
+                    optimizer_state=body.optimizer_state,
+                    strict=body.strict,
+                    changes=changes_from_json(body.changes),
+                ),
             )
             rows = {f"table {name}": stats.rows for name, stats in held.model.stats().items()}
             return TablesRestored.of(report, rows)
@@ -528,6 +533,7 @@ class ServedShare:
             options = RestoreOptions(
                 optimizer_state=body.optimizer_state,
                 strict=body.strict,
+                changes=changes_from_json(body.changes),
                 custom=CustomRestore(alias_map=body.alias_map, auto_alias=body.auto_alias),
             )
             # Weights of other shares are restored, too: nobody reads them here.

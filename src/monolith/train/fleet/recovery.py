@@ -33,6 +33,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from monolith.checkpoint import RestoreOptions, SavedPart
+from monolith.checkpoint.fitting import changes_to_json
 from monolith.checkpoint.folder.manifest import read_chain
 from monolith.errors import (
     ClusterError,
@@ -470,5 +471,6 @@ def restore_dense(
         options.strict,
         None if aliases is None else dict(aliases),
         options.custom.auto_alias,
+        changes_to_json(options.changes),
     )
     on_each(servers, lambda server: run_job(group, server, "dense.restore", asked, DenseRestored))

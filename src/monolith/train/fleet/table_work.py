@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from monolith.checkpoint import RestoreOptions, SavedPart
+from monolith.checkpoint.fitting import changes_to_json
 from monolith.store import ServerGroup
 from monolith.train.fleet.bodies import (
     CloseCut,
@@ -55,7 +56,9 @@ class TableWork:
     ) -> list[TablesRestored]:
         """Have some servers restore their shares of the tables; see `write`."""
         saved = tuple((one.prefix, one.entry) for one in chain)
-        body = RestoreTables(self._run, saved, options.optimizer_state, options.strict)
+        body = RestoreTables(
+            self._run, saved, options.optimizer_state, options.strict, changes_to_json(options.changes)
+        )
         return on_each(
             servers, lambda server: run_job(self._group, server, "tables.restore", body, TablesRestored)
         )

@@ -10,10 +10,15 @@ from monolith.sync.messages import LearnedUpTo
 
 
 class Learning:
-    """How far the rows of this process have learned. One thread notes, any reads: a note replaces another."""
+    """How far the rows of this process have learned. One thread notes, any reads: a note replaces another.
 
-    def __init__(self) -> None:
+    Args:
+        on_note: Called after each note, on the thread that notes.
+    """
+
+    def __init__(self, on_note: Callable[[], None] = lambda: None) -> None:
         self._newest = LearnedUpTo()
+        self._on_note = on_note
 
     def note(self, learned: LearnedUpTo) -> None:
         """Take in what was learned. The newest event stays the newest, whatever comes late."""
@@ -21,6 +26,7 @@ class Learning:
         if learned.event_at < before.event_at:
             learned = replace(learned, event_at=before.event_at, read_at=before.read_at)
         self._newest = learned
+        self._on_note()
 
     def forget(self) -> None:
         """Begin anew, where rows went back to what they had been before."""

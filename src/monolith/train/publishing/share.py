@@ -58,6 +58,18 @@ class PublishPlan:
     """Unix seconds."""
 
 
+_COST = 20
+"""Publishing takes at most one part in so many of the time, of a run that changes many rows at a time. With
+10 such a run kept 0.85 of its speed, with 20 it keeps 0.90."""
+_LONGEST_S = 0.25
+"""The longest that publishing waits for that reason: rows stay fresh, whatever it costs."""
+
+
+def seconds_between(took: float, interval: float) -> float:
+    """Return the seconds between the beginnings of two publications, the first of which took so long."""
+    return max(interval, min(_COST * took, _LONGEST_S))
+
+
 class _Opened(NamedTuple):
     """What publishes, once rows may be seen."""
 
@@ -88,7 +100,8 @@ class SharePublisher:
         self._share = share
         self._plan = plan
         self._interval = plan.config.interval.total_seconds()
-        self.learning = Learning()
+        self._news = threading.Event()
+        self.learning = Learning(on_note=self._news.set)
         self._learned = self.learning.now if learned is None else learned
         self._rows = RowGuard(plan.config.guard)
         self._guard = AllGuards([self._rows, *guards])
@@ -240,6 +253,7 @@ class SharePublisher:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._news.set()
         if self._opened is not None:
             self._opened.thread.join(10)
             with self._turn:
@@ -248,11 +262,23 @@ class SharePublisher:
     # Inside
 
     def _run(self) -> None:
-        delay = self._interval
-        while not self._closed.wait(delay):
-            began = time.monotonic()
-            more = self.publish()
-            delay = 0.0 if more else max(0.0, self._interval - (time.monotonic() - began))
+        # A step that changed rows wakes this thread, so a delta does not wait for the clock. Two deltas are
+        # still an interval or more apart, or a fast run would publish every step. The wait ends by itself
+        # after an interval: a parameter server is pushed rows and hears nothing of steps.
+        due = time.monotonic() + self._interval
+        while True:
+            self._news.wait(self._interval)
+            if self._closed.wait(max(0.0, due - time.monotonic())):
+                return
+            self._news.clear()
+            began, deltas = time.monotonic(), self._deltas()
+            if self.publish():
+                self._news.set()
+            elif self._deltas() != deltas:  # a look that found nothing delays nothing
+                due = began + seconds_between(time.monotonic() - began, self._interval)
+
+    def _deltas(self) -> int:
+        return 0 if self._opened is None else self._opened.writer.deltas
 
     def _hold(self, publisher: Publisher, order: PublishOrder) -> None:
         self._by_person = self._by_person or not order.by_guard

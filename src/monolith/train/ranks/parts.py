@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from monolith import filesystem
 from monolith.checkpoint import DensePart, RestoreOptions, SavedPart, TablesPart, merge_entries
+from monolith.checkpoint.fitting import changes_from_json, changes_to_json
 from monolith.checkpoint.part import Entry, PartCut
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import ClusterError, SaveError
@@ -71,7 +72,11 @@ class RankShare:
     def _restore(self, body: RestoreRank) -> dict[str, Json]:
         report = self._part.restore(
             [SavedPart(prefix, entry) for prefix, entry in body.chain],
-            RestoreOptions(optimizer_state=body.optimizer_state, strict=body.strict),
+            RestoreOptions(
+                optimizer_state=body.optimizer_state,
+                strict=body.strict,
+                changes=changes_from_json(body.changes),
+            ),
         )
         rows = {f"table {name}": many for name, many in self._rows().items()}
         return write_body(TablesRestored.of(report, rows))
@@ -96,7 +101,12 @@ class RankTables:
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         saved = tuple((one.prefix, one.entry) for one in chain)
-        body = RestoreRank(chain=saved, optimizer_state=options.optimizer_state, strict=options.strict)
+        body = RestoreRank(
+            chain=saved,
+            optimizer_state=options.optimizer_state,
+            strict=options.strict,
+            changes=changes_to_json(options.changes),
+        )
         found = [
             read_body(TablesRestored, answer)
             for answer in self._calls.ask_all("tables.restore", write_body(body))

@@ -68,6 +68,8 @@ class RestoreRank:
     chain: tuple[tuple[Name, dict[str, Json]], ...]
     optimizer_state: Literal["keep", "reset", "auto"]
     strict: bool
+    changes: Json = None
+    """How the model differs from that of the checkpoint, where it may."""
 
 
 def say_to_all(

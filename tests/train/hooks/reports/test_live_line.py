@@ -116,6 +116,12 @@ def test_the_lag_is_from_the_event_to_the_clock_where_there_are_event_times(
     assert Shown().run(1, event_times=lambda _: event_time)[0].lag_seconds == lag
 
 
+def test_data_that_was_there_already_is_not_behind() -> None:
+    (one,) = Shown(live=False).run(1, event_times=lambda _: 999_990)
+    assert (one.lag_seconds, one.event_time) == (None, 999_990)
+    assert "behind" not in describe_standing(one)
+
+
 def test_metrics_without_a_value_are_left_out() -> None:
     shown = Shown(metrics=lambda: {"click/auc": 0.7, "like/auc": math.nan})
     assert shown.run(1)[0].metrics == {"click/auc": 0.7}

@@ -79,6 +79,25 @@ def test_a_trace_has_what_torch_does_on_other_threads_and_where_python_is(tmp_pa
     assert all(event["dur"] >= 0 for event in stacks)
 
 
+def test_a_trace_sums_up_which_functions_of_which_thread_took_the_time(tmp_path: Path) -> None:
+    with computing():
+        trace = Tracer(str(tmp_path), "worker_3", make=Recorded).trace(seconds=0.5)
+    threads = {one.name: one for one in trace.threads}
+    spin = next(one for one in threads["computes"].functions if one.function.endswith("spin"))
+    assert 0 < spin.own <= spin.total <= 1
+    assert spin.at.startswith(__file__)
+    used = [one.cpu or 0.0 for one in trace.threads]
+    assert used == sorted(used, reverse=True)
+    assert json.loads(json.dumps(trace.to_dict()))["threads"][0]["name"] == trace.threads[0].name
+
+
+def test_a_process_without_a_folder_needs_one_with_each_request(tmp_path: Path) -> None:
+    tracer = Tracer("", "serve_0", make=Recorded)
+    with pytest.raises(ConfigError, match="serve_0 has no folder for traces"):
+        tracer.trace(seconds=0.01)
+    assert Path(tracer.trace(seconds=0.01, folder=str(tmp_path)).path).parent == tmp_path
+
+
 def test_it_ends_after_so_many_steps(tmp_path: Path) -> None:
     trace = Tracer(str(tmp_path), "w", steps=Steps(), make=Recorded).trace(steps=3, seconds=MOST_SECONDS)
     assert trace.steps >= 3

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
 import pytest
 from train.runs import At, FakeClock, FakeRun, result, train
@@ -23,6 +27,7 @@ from monolith.train.hooks import (
     SaveMemory,
     TideWindow,
 )
+from monolith.train.hooks.saving.save import FILES_PAUSE
 
 SECONDS = 10.0
 """The most that a test waits for a thread; none should."""
@@ -931,6 +936,72 @@ def test_a_last_save_that_keeps_failing_is_an_error_that_says_what_is_lost(check
     with pytest.raises(TransientFilesystemError, match=r"step 5 without a checkpoint of it.* for 20 s"):
         train([hook], 5, run=FakeRun(tmp_path))
     assert sum(clock.sleeps) == 20
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_save_that_finds_no_free_descriptor_is_retried_at_once_and_is_no_failed_save(checkpoints, number):
+    clock = failing(checkpoints, 4)
+    checkpoints.error = TransientFilesystemError(number, "no free descriptor")
+    hook = SaveHook(checkpoints, SaveConfig(steps=10), timer=clock, sleep=clock.sleep)
+    train([hook], 10)
+    assert checkpoints.steps == [10]
+    assert clock.sleeps == [FILES_PAUSE] * 3
+    checkpoints.fail_writes = 1000
+    bounded = SaveHook(checkpoints, SaveConfig(steps=10, max_failures=1), timer=clock, sleep=clock.sleep)
+    with pytest.raises(TransientFilesystemError, match=r"1 times in a row"):
+        train([bounded], 10)
+
+
+def test_a_save_has_descriptors_in_reserve_when_connections_have_taken_all_others(tmp_path):
+    class OpensFiles(Checkpoints):
+        def cut(self, step: int) -> Moment:
+            for number in range(60):  # as the shards of tables and dense weights are written side by side
+                stack.enter_context((tmp_path / f"{step}-{number}").open("wb"))
+            return super().cut(step)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    checkpoints, clock = OpensFiles(), FakeClock()
+    with ExitStack() as stack:
+        probe = os.dup(0)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (probe + 200, hard))
+        os.close(probe)
+
+        def step(run: FakeRun) -> None:
+            if run.step != 9:
+                return
+            with suppress(OSError):
+                while True:
+                    stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            with pytest.raises(OSError, match="Too many open files"):
+                (tmp_path / "one more").open("wb")
+
+        train([SaveHook(checkpoints, SaveConfig(steps=10), timer=clock, sleep=clock.sleep)], 10, on_step=step)
+        assert checkpoints.steps == [10]
+    assert clock.sleeps == []
+
+
+def test_what_a_listener_could_not_do_after_the_last_save_is_retried_within_the_same_bound(checkpoints):
+    class Exports(SaveListener):
+        trouble, fails = "", 3
+
+        def after_save(self, step: int) -> None:
+            self.trouble = f"step {step} is not exported" if self.fails else ""
+            self.fails -= 1
+
+        def retry(self) -> None:
+            self.after_save(5)
+
+    clock, exports = FakeClock(), Exports()
+    hook = SaveHook(checkpoints, listeners=[exports], timer=clock, sleep=clock.sleep)
+    train([hook], 5)
+    assert (checkpoints.steps, clock.sleeps, hook.trouble) == ([5], [0.5, 1, 2], "")
+    clock, exports = FakeClock(), Exports()
+    exports.fails = 1000
+    hook = SaveHook(checkpoints, SaveConfig(), listeners=[exports], timer=clock, sleep=clock.sleep)
+    train([hook], 5)
+    assert sum(clock.sleeps) == SaveConfig().last_secs == 5
+    assert hook.trouble == "step 5 is not exported"
 
 
 def test_a_wall_clock_that_jumps_a_day_ahead_and_back_stops_no_save_by_seconds(checkpoints):

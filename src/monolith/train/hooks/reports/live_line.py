@@ -26,7 +26,7 @@ from monolith.observe.progress import (
     describe_seconds,
 )
 from monolith.table import TableStats
-from monolith.train.evaluate_config import HEADLINES, LOSS
+from monolith.train.evaluate_config import LOSS, headlines
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.reports.outlook import Outlook
 
@@ -52,7 +52,8 @@ class Standing:
     metrics: Mapping[str, float]
     """By "head/metric", over the latest examples; those that have nothing to say are left out."""
     lag_seconds: float | None
-    """How far the newest example trained on is behind the clock; None where the data has no event times."""
+    """How far the newest example trained on is behind the clock; None where the data has no event times, or
+    was there already, as files are."""
     event_time: int = 0
     """The newest event trained on, in Unix seconds; 0 where the data has no event times."""
     tables: Mapping[str, TableStats] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class LiveLineHook(Hook):
         max_steps: At which step it ends; the nearer of the two counts.
         read: Which part of the data is done.
         epochs: How often the data is read.
+        live: Whether the data has events as they happen; of others there is no lag.
         clock: Unix seconds, for the lag.
         timer: Seconds that never run backwards, for everything else.
     """
@@ -112,6 +114,7 @@ class LiveLineHook(Hook):
         max_steps: int | None = None,
         read: Callable[[], float | None] = lambda: None,
         epochs: int = 1,
+        live: bool = True,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,6 +127,7 @@ class LiveLineHook(Hook):
         self._evaluated = evaluated
         self._outlook = Outlook(steps=steps, max_steps=max_steps, read=read, timer=timer)
         self._epochs = epochs
+        self._live = live
         self._clock = clock
         self._timer = timer
         self._examples = 0
@@ -169,7 +173,9 @@ class LiveLineHook(Hook):
                 examples_per_s=self._speed(now),
                 loss=math.nan if self._loss is None else float(self._loss) / self._losses,
                 metrics=_said(self._metrics()),
-                lag_seconds=max(self._clock() - self._event_time, 0.0) if self._event_time > 0 else None,
+                lag_seconds=max(self._clock() - self._event_time, 0.0)
+                if self._live and self._event_time > 0
+                else None,
                 event_time=self._event_time,
                 tables=tables,
                 rows=sum(table.rows for table in stats),
@@ -210,11 +216,7 @@ def describe_standing(standing: Standing) -> dict[str, str]:
     facts = {
         "speed": describe_rate(standing.examples_per_s, "examples"),
         "loss": f"{standing.loss:.4f}",
-        **{
-            name.replace("/", " "): f"{value:.4f}"
-            for name, value in standing.metrics.items()
-            if name.endswith(HEADLINES)
-        },
+        **{name.replace("/", " "): f"{standing.metrics[name]:.4f}" for name in headlines(standing.metrics)},
         **{f"eval {name.replace('/', ' ')}": f"{value:.4f}" for name, value in _shown(standing.evaluated)},
         "rows": f"{standing.rows:,}",
         "memory": describe_bytes(standing.bytes),
@@ -243,15 +245,8 @@ def describe_standing(standing: Standing) -> dict[str, str]:
 
 
 def _shown(evaluated: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the metrics of an evaluation that fit into a line: AUC or RMSE, and the measures of the task;
-    the loss if there are none."""
-    found = [(name, value) for name, value in evaluated.items() if name.endswith(HEADLINES) or _is_own(name)]
-    return found or [(name, value) for name, value in evaluated.items() if name == LOSS]
-
-
-def _is_own(name: str) -> bool:
-    """Whether a metric is one of the task's own `measures`, which belong to no label."""
-    return "/" not in name and name != LOSS
+    """Return the metrics of an evaluation that fit into a line; the loss if there are none."""
+    return [(name, evaluated[name]) for name in headlines(evaluated) or [LOSS] if name in evaluated]
 
 
 def log_standing(standing: Standing) -> None:

@@ -2,7 +2,8 @@
 
 A trace is a file for chrome://tracing or Perfetto. It has the operations of torch on all threads and on the
 GPU, and beside them the Python stacks of all threads, looked at a hundred times a second: a process that
-serves or reads does little in torch, and its stacks say where its time goes.
+serves or reads does little in torch, and its stacks say where its time goes. `Trace.threads` sums
+these stacks up for people who only want to know the functions that take the time.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +35,34 @@ MOST_STEPS = 1000
 SAMPLE_SECONDS = 0.01
 _LOOK_SECONDS = 0.02
 _DEEPEST = 64
+_FUNCTIONS = 12
+"""Functions of each thread in a summary."""
 _STACKS = "Python stacks"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTime:
+    """How often a thread was seen in one function."""
+
+    function: str
+    at: str
+    """The file and the line where it begins."""
+    own: float
+    """The share of looks, 0 to 1, that saw the thread in this function or in native code it called."""
+    total: float
+    """The share of looks that saw it in this function or in one that it called."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadTime:
+    """Where one thread spent its time."""
+
+    name: str
+    cpu: float | None
+    """The share of one core that it used, 0 to 1; None if the system does not tell. A thread without Python
+    code, such as one of torch's, has no functions."""
+    functions: tuple[FunctionTime, ...]
+    """Those with the largest own share first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +73,19 @@ class Trace:
     steps: int
     """Taken meanwhile."""
     seconds: float
+    threads: tuple[ThreadTime, ...] = ()
+    """The threads that used the CPU most come first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values for JSON."""
+        return asdict(self)
 
 
 class Tracer:
     """Records traces of this process, one at a time, into a folder. Thread-safe.
 
     Args:
-        folder: Where traces go; made when there is one.
+        folder: Where traces go; made when there is one. May be empty if each request names one.
         name: What their names begin with, such as worker_0.
         steps: Counts the steps of this process; None for one that takes none.
         make: Makes what records torch.
@@ -73,12 +109,18 @@ class Tracer:
         self._busy = threading.Lock()  # held while a trace is recorded
 
     def trace(
-        self, *, steps: int = 0, seconds: float = 10.0, given_up: Callable[[], bool] = lambda: False
+        self,
+        *,
+        steps: int = 0,
+        seconds: float = 10.0,
+        folder: str = "",
+        given_up: Callable[[], bool] = lambda: False,
     ) -> Trace:
         """Record for so many steps, and for so many seconds at the most; return when the file is there.
 
         Args:
             steps: 0 does not count them.
+            folder: Where this trace goes; by default the folder of the tracer.
             given_up: Whether nobody wants the trace any more.
 
         Raises:
@@ -87,13 +129,15 @@ class Tracer:
             TrainingError: It was given up.
         """
         self._check(steps, seconds)
+        if not (folder or self._folder):
+            raise ConfigError(f"profile: {self._name} has no folder for traces; name one")
         if not self._busy.acquire(blocking=False):
             raise ProfilerBusyError(
                 f"{self._name} is being profiled already; ask again when that is done, {MOST_SECONDS:g} s at "
                 "the most"
             )
         try:
-            return self._record(steps, seconds, given_up)
+            return self._record(steps, seconds, folder or self._folder, given_up)
         finally:
             self._busy.release()
 
@@ -107,7 +151,7 @@ class Tracer:
         if steps and self._steps is None:
             raise ConfigError(f"profile: {self._name} takes no steps; ask for seconds")
 
-    def _record(self, steps: int, seconds: float, given_up: Callable[[], bool]) -> Trace:
+    def _record(self, steps: int, seconds: float, folder: str, given_up: Callable[[], bool]) -> Trace:
         count = self._steps or (lambda: 0)
         recorder = self._make()
         sampler = StackSampler()
@@ -122,8 +166,8 @@ class Tracer:
         finally:
             recorder.stop()
         took, taken = self._clock() - began, count() - first
-        path = filesystem.join(self._folder, f"{self._name}_{time.time_ns() // 1_000_000}.json")
-        filesystem.make_dirs(self._folder)
+        path = filesystem.join(folder, f"{self._name}_{time.time_ns() // 1_000_000}.json")
+        filesystem.make_dirs(folder)
         # torch writes to local files only, and the folder may be anywhere.
         with tempfile.TemporaryDirectory() as local:
             file = Path(local) / "trace.json"
@@ -131,7 +175,7 @@ class Tracer:
             _add_events(file, sampler)
             filesystem.copy_file(str(file), path)
         _log.info("profiled %d steps in %.1f s: %s", taken, took, path)
-        return Trace(path, taken, took)
+        return Trace(path, taken, took, sampler.summary())
 
 
 class StackSampler:
@@ -148,15 +192,48 @@ class StackSampler:
         """By thread, from the outermost on: function, file, and since when in ns."""
         self._bars: list[tuple[int, str, str, int, int]] = []
         self._names: dict[int, str] = {}
+        self._native: dict[int, int] = {}
+        """The thread id of the system, by that of Python."""
+        self._own: Counter[tuple[int, str, str]] = Counter()
+        self._total: Counter[tuple[int, str, str]] = Counter()
+        """Looks that saw a thread in a function itself, and anywhere below it."""
+        self._looks: Counter[int] = Counter()
+        self._cpu: list[dict[int, float]] = []
+        """CPU seconds of each thread of the system, at the beginning and at the end."""
+        self._seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="stack-sampler", daemon=True)
 
     def __enter__(self) -> StackSampler:
+        self._cpu = [_cpu_seconds()]
+        self._seconds = -time.monotonic()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._cpu.append(_cpu_seconds())
+        self._seconds += time.monotonic()
+
+    def summary(self) -> tuple[ThreadTime, ...]:
+        """Return where each thread spent its time, after the block."""
+        before, after = self._cpu
+        used = {thread: (spent - before.get(thread, 0.0)) / self._seconds for thread, spent in after.items()}
+        used.pop(self._thread.native_id or 0, None)
+        found = []
+        for thread, looks in self._looks.items():
+            functions = [
+                FunctionTime(function, at, self._own[thread, function, at] / looks, total / looks)
+                for (one, function, at), total in self._total.items()
+                if one == thread
+            ]
+            functions.sort(key=lambda one: (-one.own, -one.total))
+            cpu = used.pop(self._native.get(thread, 0), None)
+            name = self._names.get(thread, f"thread {thread}")
+            found.append(ThreadTime(name, cpu, tuple(functions[:_FUNCTIONS])))
+        if rest := [share for share in used.values() if share > 0]:  # threads that no Python code runs in
+            found.append(ThreadTime(f"native threads ({len(rest)})", sum(rest), ()))
+        return tuple(sorted(found, key=lambda one: -(one.cpu or 0.0)))
 
     def events(self, base_ns: int) -> list[dict[str, Any]]:
         """Return what was seen, as events of a trace whose times count from `base_ns` of Unix time."""
@@ -188,12 +265,21 @@ class StackSampler:
 
     def _look(self, now: int) -> None:
         own = threading.get_ident()
-        self._names |= {one.ident: one.name for one in threading.enumerate() if one.ident is not None}
+        for one in threading.enumerate():
+            if one.ident is not None:
+                self._names[one.ident] = one.name
+                # The main thread has the number of the process, also after a fork that Python missed.
+                is_main = one is threading.main_thread()
+                self._native[one.ident] = os.getpid() if is_main else one.native_id or 0
         frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
         for thread in self._open.keys() - frames.keys():
             self._close(thread, 0, now)
         for thread, frame in frames.items():
             seen = _stack(frame)
+            self._looks[thread] += 1
+            self._own[(thread, *seen[-1])] += 1
+            for place in set(seen):  # a function that calls itself counts once
+                self._total[(thread, *place)] += 1
             known = self._open.setdefault(thread, [])
             same = 0
             while same < min(len(seen), len(known)) and seen[same] == known[same][:2]:
@@ -216,6 +302,19 @@ def _stack(frame: FrameType | None) -> list[tuple[str, str]]:
         found.append((code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"))
         frame = frame.f_back
     return found[::-1][:_DEEPEST]
+
+
+def _cpu_seconds() -> dict[int, float]:
+    """Return the CPU seconds that each thread of this process has used; empty if the system does not tell."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    found = {}
+    with suppress(OSError):
+        for one in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                # The name, in parentheses, may have anything in it; utime and stime are the 14th and 15th.
+                fields = (one / "stat").read_text().rpartition(")")[2].split()
+                found[int(one.name)] = (int(fields[11]) + int(fields[12])) / ticks
+    return found
 
 
 def _add_events(file: Path, sampler: StackSampler) -> None:

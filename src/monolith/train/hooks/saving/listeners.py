@@ -14,7 +14,8 @@ class SaveListener:
     """A listener that does nothing; override what it should hear of."""
 
     trouble = ""
-    """What failed in its last attempt and is retried with the next save, for a person; empty if nothing."""
+    """What failed in its last attempt, for a person; empty if nothing did. The next save tries it again, or
+    `retry` at the end of a run."""
 
     def begin(self) -> None:
         """Once, before any state exists."""
@@ -28,6 +29,9 @@ class SaveListener:
         Runs on the thread that wrote it, which is not the training thread where saving is asynchronous.
         """
         return None
+
+    def retry(self) -> None:
+        """Try again what `trouble` names: the run ends, and there is no next save that would."""
 
     def end(self) -> None:
         """Once, when the run ends well, after the final save."""

@@ -53,10 +53,10 @@ T = TypeVar("T")
 
 ATTEMPTS = 2
 LAST_ATTEMPTS = 5
+"""Of the last checkpoint of a run, where others are lost while it is written."""
 FILES_ATTEMPTS = 50
 FILES_PAUSE = 0.1
 """Seconds between attempts while the process has no file left."""
-"""Of the last checkpoint of a run, where others are lost while it is written."""
 NEVER_STEPS = 100_000_000
 """How many steps lie between saves where nobody said."""
 LONGEST_RETRY_SECS = 300.0
@@ -110,8 +110,9 @@ class SaveConfig:
     retry_secs: float = 30.0
     """Seconds until the next attempt after a save that failed, or that had to wait for the one before. The
     pause doubles with each failure in a row, up to five minutes."""
-    last_secs: float = 20.0
-    """Seconds for which the last save of a run is retried while it fails for a reason that may pass."""
+    last_secs: float = 5.0
+    """Seconds for which the last save of a run is retried while it fails for a reason that may pass, and its
+    export while it fails. Short, so that a run on a full disk ends within ten seconds of a SIGTERM."""
     close_secs: float = 600.0
     """Seconds that a run which ends by an error waits for the save being written."""
 
@@ -201,7 +202,7 @@ class SaveHook(Hook):
             `save_checkpoint_age_seconds` and `save_checkpoint_failures_in_a_row`.
         clock: Unix seconds, for stamps and the hours of a tide window.
         timer: Seconds that only grow, for every interval: a wall clock that is set must not stop saving.
-        sleep: Waits between attempts of the last save of a run.
+        sleep: Waits between attempts of the last save of a run, and of one that found no free descriptor.
     """
 
     def __init__(
@@ -350,12 +351,14 @@ class SaveHook(Hook):
             for listener in reversed((*self._guards, *self._listeners)):
                 later.callback(listener.end)
             self._wait_for_writing()
+            give_up = self._seconds() + self.config.last_secs
             if not self._dense_only and self._needs_final(run.step):
                 # What could not be saved before is saved now, or this is the error that counts.
-                self._save_last(run)
+                self._save_last(run, give_up)
             elif self._requests:
                 self._save(run, timed=False, wait_for_it=True)
             self._raise_late()
+            self._retry_listeners(give_up)
 
     def close(self) -> None:
         with self._lock:
@@ -419,10 +422,9 @@ class SaveHook(Hook):
                 raise
             self._drop(run.step, error)
 
-    def _save_last(self, run: Run) -> None:
+    def _save_last(self, run: Run, give_up: float) -> None:
         """Write the last checkpoint of a run; one that others spoiled, or a full disk, is tried again."""
-        give_up, pause = self._seconds() + self.config.last_secs, FIRST_LAST_RETRY_SECS
-        attempts = LAST_ATTEMPTS
+        pause, attempts = FIRST_LAST_RETRY_SECS, LAST_ATTEMPTS
         while True:
             self._late_error = self._dropped = None
             self._is_last = True
@@ -449,6 +451,19 @@ class SaveHook(Hook):
                 pause *= 2
             else:
                 return
+
+    def _retry_listeners(self, give_up: float) -> None:
+        """Retry what failed after the last save, such as an export, in the time that the save has left. What
+        fails until the end stays in `trouble`, for the report of the run."""
+        pause = FIRST_LAST_RETRY_SECS
+        while failing := [listener for listener in self._listeners if listener.trouble]:
+            left = give_up - self._seconds()
+            if left <= 0:
+                return
+            self._sleep(min(pause, left))
+            pause *= 2
+            for listener in failing:
+                listener.retry()
 
     def _drop(self, step: int, error: Exception) -> None:
         self._dropped = error
@@ -554,7 +569,7 @@ class SaveHook(Hook):
                     except Exception as error:
                         if not is_out_of_files(error):
                             raise
-                        time.sleep(FILES_PAUSE)
+                        self._sleep(FILES_PAUSE)
                 return act()
         except Exception:
             self._count_failed.inc(mode=self._mode)
