@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from serve.served_tasks import SPEC, Predicted, columns, exported, predictions, trained
@@ -84,7 +87,7 @@ def test_columns_may_come_in_many_forms(predictor):
         {"history": RaggedTensor.from_list(raw["history"], dtype=torch.int64)},
         {"history": np.array(history), "history.row_splits": splits},
         {"history": history, "history.row_splits": splits.tolist()},
-        {"item": [[one] for one in raw["item"]], "tags": [text.split("|") for text in raw["tags"]]},
+        {"tags": [text.split("|") for text in raw["tags"]]},
         {"item": [one + (1 << 64) if one < 0 else one for one in raw["item"]]},
     ]
     for form in forms:
@@ -98,8 +101,51 @@ def test_empty_cells_and_optional_columns_may_be_left_out(predictor):
     without = predictor.predict(raw).outputs["click"]
     assert torch.equal(without, predictor.predict({**raw, "tags": [None] * 3}).outputs["click"])
     assert torch.equal(without, predictor.predict({**raw, "tags": [[], [], []]}).outputs["click"])
-    mixed = {**raw, "history": [None, [1, 2], 3], "price": [None, 1, 2.5]}
+    mixed = {**raw, "history": [None, [1, 2], []], "price": [None, 1, 2.5]}
     assert predictor.predict(mixed).outputs["click"].isfinite().all()
+
+
+def test_the_signature_tells_lists_from_scalars_as_the_data_has_them(predictor):
+    found = {one.name: (one.shape, one.kind) for one in predictor.signature.inputs}
+    assert found["user_id"] == ((-1,), "scalar")
+    assert found["item"] == ((-1,), "scalar")
+    assert found["history"] == ((-1, -1), "list")
+    assert found["where"] == ((-1, 2), "")  # numbers of one width
+    assert found["tags"] == ((-1,), "")  # a text of several, or a list of them
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "arrow"])
+def test_a_data_frame_is_asked_as_its_columns_are(predictor, library: str):
+    raw = columns(5, seed=9)
+    table = pa.table({**raw, "extra": range(5)})
+    frame = {"pandas": table.to_pandas, "polars": lambda: pl.from_arrow(table), "arrow": lambda: table}
+    found = predictor.predict(frame[library]()).outputs["click"]
+    assert torch.allclose(found, predictor.predict(raw).outputs["click"])
+
+
+def test_a_data_frame_with_gaps_reads_as_empty_cells(predictor):
+    raw = columns(3, seed=9)
+    gaps = {name: [raw[name][0], None, raw[name][2]] for name in ("user_id", "item", "tags", "price")}
+    wanted = predictor.predict({**raw, **gaps}).outputs["click"]
+    frame = pd.DataFrame({**raw, **gaps})
+    assert frame["item"].dtype == np.float64  # what pandas makes of whole numbers with a gap
+    for one in (frame, pl.DataFrame({**raw, **gaps})):
+        assert torch.allclose(predictor.predict(one).outputs["click"], wanted)
+
+
+def test_a_data_frame_that_does_not_fit_is_refused(predictor):
+    frame = pd.DataFrame(columns(3, seed=9))
+    for change, said in (
+        ({"item": [[1], [2], [3]]}, "column 'item' has a list, and the model reads one value"),
+        ({"history": [1, 2, 3]}, "column 'history' has one value, and the model reads a list"),
+        ({"item": [1.5, 2.0, 3.0]}, "column 'item' must hold whole numbers"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            predictor.predict(frame.assign(**change))
+    with pytest.raises(RequestError, match=r"polars, or an Arrow table, got a LazyFrame; call collect\(\)"):
+        predictor.predict(pl.DataFrame(columns(3)).lazy())
+    with pytest.raises(RequestError, match="expected columns by name, a DataFrame"):
+        predictor.predict([1, 2, 3])
 
 
 def test_what_is_only_for_training_is_passed_over(predictor):
@@ -123,12 +169,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"user": ["a", "b", "c"]}, r"no column 'user'; did you mean 'user_id'\?"),
     ({"price": None}, r"column 'price' must be a list.*NoneType"),
     ({"price": [1.0, 2.0]}, r"column 'price' has 2 rows, and 'user_id' has 3"),
-    ({"price": [1.0, float("nan"), 2.0]}, r"row 1 of 3: features\.price: column 'price' is \[nan\]"),
+    ({"price": [1.0, float("inf"), 2.0]}, r"row 1 of 3: features\.price: column 'price' is \[inf\]"),
     ({"price": [1.0, "dear", 2.0]}, r"column 'price': row 1 has 'dear', and the rows before have numbers"),
     ({"price": ["1.0", "dear", "2"]}, r"row 1 of 3.*'dear', which is not a number"),
     ({"where": [[1.0, 2.0], [1.0], [1.0, 2.0]]}, r"row 1 of 3.*has 1 numbers, not 2"),
     ({"user_id": [1, 2, 3]}, r"column 'user_id' has whole numbers, and the feature hashes strings"),
     ({"item": [1.5, 2.5, 3.0]}, r"column 'item' has numbers, and ids are whole numbers"),
+    ({"item": [1, [2], 3]}, r"column 'item' has a list in row 1, and the model reads one value"),
+    ({"item": np.zeros((3, 2), np.int64)}, r"column 'item' has a list, and the model reads one value"),
+    ({"item": [1, 2, 3, 4], "item.row_splits": [0, 1, 3, 4]}, r"column 'item' has a list in row 1"),
+    ({"history": [[1], None, 3]}, r"column 'history' has one value in row 2, and the model reads a list"),
+    ({"history": np.zeros(3, np.int64)}, r"column 'history' has one value, and the model reads a list"),
     ({"item": [1, 2, {"a": 1}]}, r"column 'item': row 2 has \{'a': 1\}, a dict"),
     ({"item": [1, 2, 1 << 70]}, r"column 'item' cannot be read.*64 bits"),
     ({"item": torch.zeros(3, 1, 1)}, r"column 'item' must have shape \(rows,\) or \(rows, k\)"),
@@ -147,11 +198,15 @@ def test_a_wrong_column_is_named_with_its_row(predictor, change, said):
         predictor.predict({**columns(3, seed=9), **change})
 
 
-def test_a_column_that_is_missing_is_named(predictor):
+def test_a_column_that_is_not_there_reads_as_missing_and_is_named_once(predictor, caplog):
     raw = columns(2)
-    del raw["item"]
-    with pytest.raises(RequestError, match="column 'item' is missing; the model reads user_id, item"):
-        predictor.predict(raw)
+    absent = {name: values for name, values in raw.items() if name != "item"}
+    empty = predictor.predict({**raw, "item": [None, None]})
+    for _ in range(2):
+        assert predictor.predict(absent).outputs["click"].tolist() == empty.outputs["click"].tolist()
+    assert caplog.text.count("requests lack column 'item', which the model reads: it counts as missing") == 1
+    with pytest.raises(RequestError, match="the request has no column; the model reads user_id, item"):
+        predictor.predict({})
 
 
 def test_many_threads_ask_at_once_and_a_wrong_request_harms_nobody(config, predictor):
@@ -162,7 +217,7 @@ def test_many_threads_ask_at_once_and_a_wrong_request_harms_nobody(config, predi
         for turn in range(20):
             if number == 0:
                 with pytest.raises(RequestError):
-                    predictor.predict({**raw, "price": [float("nan")] * 64})
+                    predictor.predict({**raw, "price": [float("inf")] * 64})
                 errors.append(turn)
             elif not torch.equal(predictor.predict(raw).outputs["click"], wanted["click"]):
                 wrong.append(turn)

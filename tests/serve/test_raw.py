@@ -126,7 +126,7 @@ def test_a_model_of_features_by_hand_is_asked_with_ids_by_feature():
         ({"user": ["a", "b"]}, "'user' must hold ids"),
         ({"price": ["a", "b"]}, "'price' must hold numbers"),
         ({"where": [[1.0, 2.0], [3.0]]}, "'where': row 1 has 1 numbers instead of 2"),
-        ({"price": [1.0, float("nan")]}, r"'price': row 1 is \[nan\]"),
+        ({"price": [1.0, float("inf")]}, r"'price': row 1 is \[inf\]"),
     ]:
         with pytest.raises(RequestError, match=said):
             reader.batch({**asked, **change})

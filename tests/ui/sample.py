@@ -16,6 +16,7 @@ from monolith.ui.figures import (
     PageReading,
     ProcessFigures,
     PublishFigures,
+    RunState,
     StageFigures,
     TableFigures,
 )
@@ -33,6 +34,7 @@ class SampleRun:
         self.version: str | None = None
         self.calls: list[tuple[str, str]] = []
         self.problem: str | None = None
+        self.state: RunState = "up"
         self._points = curve(0.62, 0.155, 0.03) + [
             CurvePoint("examples", "", NOW - 300 + 3 * at, 5_000 + 350 * math.sin(at / 7))
             for at in range(100)
@@ -62,6 +64,7 @@ class SampleRun:
         points, self._points = self._points, []
         return PageReading(
             kind="run",
+            state=self.state,
             facts={"step": "48,200", "loss": "0.4312", "behind": "1 s"},
             points=points,
             tables=[

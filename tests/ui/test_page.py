@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 from services.chromium import chromium
 from ui.sample import NOW, SampleRun, sample_sources
 
+from monolith.cluster.status import ProcessStatus, StatusBoard
 from monolith.ui import Feed, Page
+from monolith.ui.run_folder import RunSource
 
 PATIENCE_MS = 60_000
 
@@ -104,6 +109,26 @@ def test_it_lives_and_shows_a_source_that_goes_and_comes_back(shown: Shown) -> N
     assert shown.problems == []
 
 
+def test_a_metric_of_another_scale_has_axes_of_its_own_and_an_ended_run_is_not_up(shown: Shown) -> None:
+    assert re.search(r"online\s+run, up", shown.text("#sources li:nth-child(1)"))
+    shown.frozen.add("evaluation", 100, 0.7, "click/auc")
+    for step in (100, 200):
+        shown.frozen.add("evaluation:loss", step, 12.5, "loss")
+    shown.wait('figure[data-chart="evaluation:loss"] .legend', "frozen\\s*12\\.5")
+    assert "loss, evaluated" in shown.text('figure[data-chart="evaluation:loss"] h3')
+    axes = [
+        shown.tab.locator(f'figure[data-chart="{chart}"] text.axis').all_text_contents()
+        for chart in ("evaluation", "evaluation:loss")
+    ]
+    assert "0.7000" in axes[0]
+    assert not [text for text in axes[0] if text.startswith("12")]
+    shown.run.state = "ended"
+    shown.wait("#sources li:nth-child(1)", "run, ended")
+    assert "up" not in shown.text("#sources li:nth-child(1)").split("\n")[1]
+    assert shown.tab.get_attribute("#sources li:nth-child(1) p", "class") == "soft"
+    assert shown.problems == []
+
+
 def test_it_finds_its_way_back_when_its_own_server_was_away(browser: Any) -> None:
     with Page([Feed("one <img src=x onerror=alert(1)>")], every=0.05) as first:
         port = int(str(first.address).rpartition(":")[2].strip("/"))
@@ -115,6 +140,22 @@ def test_it_finds_its_way_back_when_its_own_server_was_away(browser: Any) -> Non
     looked.wait("#connection", "does not answer; trying again")
     with Page([Feed("two")], port=port, every=0.05):
         looked.wait("#sources", "two")
+    tab.close()
+
+
+def test_a_run_whose_saves_fail_says_why_until_one_succeeds(browser: Any, tmp_path: Path) -> None:
+    board, now = StatusBoard(str(tmp_path)), time.time()
+    chief = ProcessStatus(role="worker", index=0, state="training", time=now, every=60.0, started=now)
+    board.write(replace(chief, save_trouble="saving fails, attempt 2 of 10, 0 bytes free: the disk is full"))
+    with Page([RunSource("run", str(tmp_path))], every=0.05) as page:
+        tab = browser.new_page()
+        looked = Shown(page, SampleRun(), Feed("x"), tab)
+        tab.goto(str(page.address))
+        looked.wait("#sources", "saving fails, attempt 2 of 10, 0 bytes free: the disk is full")
+        assert tab.locator("#processes td.bad").count() == 1
+        board.write(chief)
+        looked.wait("#sources", "^(?![\\s\\S]*saving fails)")
+        assert tab.locator("#processes td.bad").count() == 0
     tab.close()
 
 

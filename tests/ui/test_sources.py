@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoint.small_runs import chain
 
 from monolith.cluster.security import SecurityConfig
-from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
+from monolith.cluster.status import FAILED, JobStatus, ProcessStatus, StatusBoard
 from monolith.config import Secret
 from monolith.errors import ConfigError, UnavailableError
 from monolith.observe import Metrics
@@ -194,6 +195,18 @@ def test_a_run_shows_its_processes_and_how_fast_they_are(tmp_path: Path) -> None
     assert "--metrics-port" in reading.note
 
 
+def test_a_run_that_cannot_save_says_so_before_anything_else(tmp_path: Path) -> None:
+    trouble = "saving fails, attempt 2 of 10, 0 bytes free: cannot write a: No space left on device"
+    board = StatusBoard(str(tmp_path))
+    board.write(process(save_trouble=trouble, num_workers=2))
+    board.write(process(index=1, num_workers=2))
+    reading = RunSource("r", str(tmp_path)).read()
+    assert reading.note == trouble
+    assert [(one.name, one.trouble) for one in reading.processes] == [("worker 0", True), ("worker 1", False)]
+    board.write(process(num_workers=2))
+    assert trouble not in RunSource("r", str(tmp_path)).read().note
+
+
 def test_a_run_leads_to_the_metrics_of_its_chief(tmp_path: Path) -> None:
     with shown(trained(Metrics())) as url:
         StatusBoard(str(tmp_path)).write(process(metrics=f"{url}/metrics", examples_per_s=1.0))
@@ -228,6 +241,57 @@ def test_the_evaluations_of_a_run_are_points_each_once(tmp_path: Path) -> None:
     log.add(evaluated(20, 0.9))  # the run went back, and so does its curve
     assert of(source.read(), "evaluation") == [("click/auc", 10.0, 0.6), ("click/auc", 20.0, 0.9)]
     log.close()
+
+
+def test_metrics_of_different_scale_are_on_charts_of_their_own(tmp_path: Path) -> None:
+    metrics = {
+        "click/auc": 0.7,
+        "buy/auc": 0.8,
+        "click/log_loss": 0.4,
+        "seconds/rmse": 30.0,
+        "price/rmse": 2.0,
+    }
+    log = EvaluationLog(str(tmp_path))
+    log.add(Evaluation(step=10, metrics={**metrics, "loss": 0.9}, examples=10, seconds=1.0))
+    log.close()
+    points = RunSource("r", str(tmp_path)).read().points
+    assert {(one.chart, one.label) for one in points} == {
+        ("evaluation", "click/auc"),
+        ("evaluation", "buy/auc"),
+        ("evaluation:log_loss", "click/log_loss"),
+        ("evaluation:seconds/rmse", "seconds/rmse"),
+        ("evaluation:price/rmse", "price/rmse"),
+        ("evaluation:loss", "loss"),
+    }
+    training = trained(Metrics())
+    training.gauge("train_loss", "").set(0.5)
+    training.gauge("train_metric", "", ["metric"]).set(12.0, metric="seconds/mae")
+    with shown(training) as url:
+        reading = ProcessSource("online", url).read()
+    assert of(reading, "online:loss") == [("", 1_200.0, 0.5)]
+    assert of(reading, "online:seconds/mae") == [("seconds", 1_200.0, 12.0)]
+
+
+def test_a_run_is_up_while_a_process_of_it_is_and_says_how_it_is_otherwise(tmp_path: Path) -> None:
+    now, board = time.time(), StatusBoard(str(tmp_path))
+    timer = Timer()
+
+    def read() -> Any:
+        timer.now += 60
+        return source.read()
+
+    source = RunSource("r", str(tmp_path), timer=timer)
+    assert (read().state, "has not begun" in read().note) == ("not begun", True)
+    board.write(process(time=now))
+    assert read().state == "up"
+    board.write(process(time=now - 600))
+    assert (read().state, "no process was heard of for 10:0" in read().note) == ("silent", True)
+    board.write(process(time=now - 600, state=FAILED))
+    assert read().state == "failed"
+    board.remove("worker", 0)
+    chain(tmp_path)  # four checkpoints, and no process
+    assert read().state == "ended"
+    assert "its last checkpoint is model.ckpt-4, of step 4" in read().note
 
 
 def test_a_run_shows_how_its_publishing_stands_where_it_can_be_asked(tmp_path: Path) -> None:

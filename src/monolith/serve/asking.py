@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.parse import quote, urlsplit
@@ -33,6 +34,7 @@ from monolith.serve.server.http_bodies import TIMEOUT_HEADER
 from monolith.serve.server.tensors import DTYPES, SPLITS, raw_tensor
 from monolith.wire.open_inference import SERVICE, message_types, service_methods
 
+_ISO = re.compile(r"\d{4}-\d\d-\d\d")
 Row = Mapping[str, Any]
 _LARGEST_ANSWER = 1 << 30
 
@@ -130,13 +132,20 @@ def tensors_of(one: AskedTensor, values: Sequence[Any]) -> list[dict[str, Any]]:
     Raises:
         RequestError: A value is of another type than the input.
     """
+    if one.datatype == "INT64" and all(_is_time(value) for value in values):
+        one = replace(one, datatype="BYTES")  # for the server to take or to refuse
     plain = not any(value is None or isinstance(value, list) for value in values)
     if plain and len(one.shape) == 1:
         column = [_value(one, row, value) for row, value in enumerate(values)]
         return [_input(one.name, one.datatype, [len(column)], column)]
     lists = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
+    is_wide = len(one.shape) == 2 and one.shape[1] != -1
+    if is_wide:  # a number that is missing keeps its place, as null
+        lists = [items or [None] * one.shape[1] for items in lists]
+    else:
+        lists = [[item for item in items if item is not None] for items in lists]
     flat = [_value(one, row, item) for row, items in enumerate(lists) for item in items]
-    if len(one.shape) == 2 and one.shape[1] != -1:
+    if is_wide:
         return [_input(one.name, one.datatype, [len(lists), one.shape[1]], flat)]
     ends = np.cumsum([0, *map(len, lists)]).tolist()
     return [
@@ -145,11 +154,20 @@ def tensors_of(one: AskedTensor, values: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _is_time(value: Any) -> bool:
+    """Whether a value is a time as text, or a list of them."""
+    if isinstance(value, list) and value:
+        return all(map(_is_time, value))
+    return isinstance(value, str) and _ISO.match(value) is not None
+
+
 def _input(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
 def _value(one: AskedTensor, row: int, value: Any) -> Any:
+    if value is None:
+        return None
     if one.datatype == "BYTES":
         if isinstance(value, (str, int, float)):
             return str(value)

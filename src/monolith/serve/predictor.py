@@ -122,7 +122,8 @@ class Predictor:
                 rows = self._map_tables(held, opened, verify=verify, show=show)
                 opened.callback(rows.close)
             self._rows = rows
-            self._reader = RequestReader(servable.spec, _ids_of(servable), dense.floats)
+            kinds = {one.name: one.kind for one in signature.inputs}
+            self._reader = RequestReader(servable.spec, _ids_of(servable), dense.floats, kinds)
             self._signature = signature
             self._runner, self._weight_names = self._open_dense(held, dense, rows, allow_module)
             self._opened = opened.pop_all()
@@ -213,12 +214,13 @@ class Predictor:
 
     # Asking
 
-    def predict(self, columns: RawTensors, *, deadline: float | None = None) -> Prediction:
+    def predict(self, columns: RawTensors | Any, *, deadline: float | None = None) -> Prediction:
         """Return what the model says of rows.
 
         Args:
             columns: By name, as `signature` lists them; see `monolith.serve.raw` for their forms. Labels may
-                be among them, and are passed over.
+                be among them, and are passed over. Or a DataFrame of pandas or polars, or an Arrow table;
+                columns that the model does not read are passed over.
             deadline: When the answer is of no use any more, by `time.monotonic`.
 
         Raises:

@@ -7,14 +7,18 @@ A column is one of
     a RaggedTensor              one row of values for each row
     NAME and NAME.row_splits    all values in one, and int64 of shape (rows + 1,): where each row begins
 
-Whatever is wrong with one is a `RequestError` that names the column, and the row where there is one.
+A value that is missing (None, NaN, the NaT and NA of pandas, a row without values, a column that is not
+there) reads as it does in training. Whatever else is wrong is a `RequestError` that names the column, and
+the row where there is one.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from math import nan
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,13 +26,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.data import Records
+from monolith.data.formats.objects import are_whole, is_missing, seconds_of, values_of
+from monolith.data.formats.tables import frame_records
 from monolith.data.records import empty_rows
-from monolith.errors import DataError, MonolithError, RequestError
-from monolith.feature import Batch, FeatureIds, FeatureSpec, FloatFeature, SequenceFeature
+from monolith.errors import ConfigError, DataError, MonolithError, RequestError
+from monolith.feature import Batch, CrossFeature, FeatureIds, FeatureSpec, FloatFeature, SequenceFeature
 from monolith.feature.spec.packing import RawCells
+from monolith.feature.spec.times import TIME
 from monolith.serve.signature import Datatype, TensorSpec
 from monolith.tensors import RaggedTensor
 
+_log = logging.getLogger(__name__)
+
+Kind = Literal["", "scalar", "list"]
 RawTensors = Mapping[str, Any]
 """Columns by name."""
 
@@ -39,8 +49,9 @@ _DATATYPES: Mapping[torch.dtype, Datatype] = {
     torch.uint8: "BYTES",
     torch.int64: "INT64",
     torch.float32: "FP32",
+    TIME: "INT64",
 }
-_DTYPES = {datatype: dtype for dtype, datatype in _DATATYPES.items()}
+_DTYPES: Mapping[Datatype, torch.dtype] = {"BYTES": torch.uint8, "INT64": torch.int64, "FP32": torch.float32}
 _KEPT_SIZES = 256
 """Batch sizes whose row splits are made once."""
 
@@ -52,10 +63,15 @@ class RequestReader:
         spec: How raw columns are read; None where the model reads ids by the names of its features.
         ids: Features of ids that the model reads, where there is no spec.
         floats: Its float features -> their width, where there is no spec.
+        kinds: Column to "scalar" or "list", where the data says which; a request with the other is refused.
     """
 
     def __init__(
-        self, spec: FeatureSpec | None, ids: Iterable[str] = (), floats: Mapping[str, int] | None = None
+        self,
+        spec: FeatureSpec | None,
+        ids: Iterable[str] = (),
+        floats: Mapping[str, int] | None = None,
+        kinds: Mapping[str, Kind] | None = None,
     ) -> None:
         self._splits: dict[int, Tensor] = {}
         self._floats = dict(floats or {})
@@ -74,19 +90,29 @@ class RequestReader:
         else:
             serving = spec.only(spec.features)  # without labels, and event time where nothing reads it
             self._reader = serving.reader
-            self._packs = self._reader.packs_all
-            self.inputs = _inputs_of(serving)
+            self.inputs = _inputs_of(serving, kinds or {})
+            # One plain value for each row is read at once, but not where it should be a list.
+            self._packs = self._reader.packs_all and all(one.kind != "list" for one in self.inputs)
             self._passed_over = frozenset(spec.columns.keys() - serving.inputs.keys())
         self._dtypes = {one.name: _DTYPES[one.datatype] for one in self.inputs}
+        self._kinds: dict[str, Kind] = {one.name: one.kind for one in self.inputs}
         self._names = self._dtypes.keys()
-        self._required = [one.name for one in self.inputs if not one.optional]
+        self._expected = [one.name for one in self.inputs if not one.optional]
+        self._lacked: set[str] = set()
+        """Columns that a request lacked, of which the log says so."""
 
-    def batch(self, columns: RawTensors) -> Batch:
+    def batch(self, columns: RawTensors | Any) -> Batch:
         """Return what the model reads of a request.
+
+        Args:
+            columns: By name; or a DataFrame of pandas or polars, or an Arrow table, whose other columns are
+                passed over.
 
         Raises:
             RequestError: A column is unknown, missing, of another type or length, or has a bad value.
         """
+        if not isinstance(columns, Mapping):
+            columns = self._of_frame(columns)
         if self._packs and (packed := self._packed(columns)) is not None:
             return packed
         made, size = self._columns(columns)
@@ -100,6 +126,17 @@ class RequestReader:
             row = min(reading.bad)
             raise RequestError(f"row {row} of {size}: {reading.bad[row]}")
         return reading.batch()
+
+    def _of_frame(self, frame: Any) -> RawTensors:
+        try:
+            records = frame_records(frame, self._dtypes)
+        except (ConfigError, DataError) as cause:
+            raise RequestError(str(cause)) from cause
+        for name, kind in records.kinds.items():
+            wanted = self._kinds[name]
+            if wanted and wanted != ("scalar" if kind.single else "list"):
+                raise _wrong_kind(name, wanted, None)
+        return records.columns
 
     def _packed(self, columns: RawTensors) -> Batch | None:
         """Return a batch where all columns have one plain value for each row; None leaves it to others."""
@@ -133,7 +170,9 @@ class RequestReader:
             if name not in self._names:
                 self._check_unknown(name, columns)
                 continue
-            column = to_column(name, given, columns.get(name + SPLITS), self._even)
+            splits = columns.get(name + SPLITS)
+            self._check_kind(name, given, splits)
+            column = to_column(name, given, splits, self._even)
             rows = column.nrows
             if not len(column.values) and column.dtype is not self._dtypes[name]:
                 column = empty_rows(self._dtypes[name], rows)  # nothing in it says of what type it is
@@ -142,13 +181,38 @@ class RequestReader:
             elif rows != size:
                 raise RequestError(f"column {name!r} has {rows} rows, and {first!r} has {size}")
             made[name] = column
-        for name in self._required:
-            if name not in made:
-                raise RequestError(
-                    f"column {name!r} is missing; the model reads {', '.join(self._required)}, and the "
-                    f"request has {', '.join(made) or 'none'}"
+        if size is None:
+            raise RequestError(f"the request has no column; the model reads {', '.join(self._names)}")
+        for name in self._expected:
+            if name not in made and name not in self._lacked:
+                self._lacked.add(name)
+                _log.warning(
+                    "requests lack column %r, which the model reads: it counts as missing (said once)", name
                 )
-        return made, 0 if size is None else size
+        return made, size
+
+    def _check_kind(self, name: str, given: Any, splits: Any) -> None:
+        """Refuse a list where the model reads one value, and one value where it reads a list."""
+        kind = self._kinds[name]
+        if not kind or isinstance(given, RaggedTensor) or (kind == "list" and splits is not None):
+            return
+        if splits is not None:
+            lengths = np.diff(np.asarray(splits))
+            if lengths.ndim == 1 and bool((lengths > 1).any()):
+                raise _wrong_kind(name, kind, int((lengths > 1).argmax()))
+            return
+        if isinstance(given, list | tuple):
+            for row, value in enumerate(given):
+                is_list = isinstance(value, list | tuple | np.ndarray)
+                is_none = not len(value) if is_list else is_missing(value)
+                if not is_none and is_list is not (kind == "list"):
+                    raise _wrong_kind(name, kind, row)
+        elif isinstance(given, np.ndarray) and given.dtype == object:
+            self._check_kind(name, given.tolist(), None)
+        elif isinstance(given, np.ndarray | Tensor):
+            is_list = given.ndim == 2 and (kind == "list" or given.shape[1] != 1)
+            if is_list is not (kind == "list"):
+                raise _wrong_kind(name, kind, None)
 
     def _check_unknown(self, name: str, columns: RawTensors) -> None:
         owner = name.removesuffix(SPLITS)
@@ -159,6 +223,8 @@ class RequestReader:
         raise RequestError(f"the model reads no column {name!r}; {hint}")
 
     def _plain(self, columns: Mapping[str, RaggedTensor], size: int) -> Batch:
+        empty = {name: empty_rows(dtype, size) for name, dtype in self._dtypes.items() if name not in columns}
+        columns = {**columns, **empty}
         for name in self._ids:
             if columns[name].dtype is not torch.int64:
                 raise RequestError(f"column {name!r} must hold ids, which are whole numbers")
@@ -168,14 +234,17 @@ class RequestReader:
             if column.dtype is torch.uint8:
                 raise RequestError(f"column {name!r} must hold numbers, and has texts")
             lengths = column.row_lengths()
-            if bool((lengths != width).any()):
-                row = int((lengths != width).nonzero()[0])
+            wrong = (lengths != width) & (lengths != 0)
+            if bool(wrong.any()):
+                row = int(wrong.nonzero()[0])
                 raise RequestError(
                     f"column {name!r}: row {row} has {int(lengths[row])} numbers instead of {width}"
                 )
-            numbers = column.flat_values.to(torch.float32).view(size, width)
-            if not bool(numbers.isfinite().all()):
-                row = int((~numbers.isfinite()).any(1).nonzero()[0])
+            # What is missing reads as 0, as where batches are made by a BatchSpec.
+            values = column.flat_values.to(torch.float32)
+            numbers = column.with_flat_values(torch.where(values.isnan(), 0.0, values)).to_padded(width)
+            if bool(numbers.isinf().any()):
+                row = int(numbers.isinf().any(1).nonzero()[0])
                 raise RequestError(f"column {name!r}: row {row} is {numbers[row].tolist()}")
             floats[name] = numbers
         ids = FeatureIds.pack({name: columns[name] for name in self._ids}, batch_size=size)
@@ -191,7 +260,32 @@ class RequestReader:
         return found
 
 
-def _inputs_of(spec: FeatureSpec) -> tuple[TensorSpec, ...]:
+def _wrong_kind(name: str, wanted: str, row: int | None) -> RequestError:
+    where = "" if row is None else f" in row {row}"
+    if wanted == "list":
+        return RequestError(
+            f"column {name!r} has one value{where}, and the model reads a list: send a list for each row, "
+            f"also where it has one item, as [[...], [...]], or all items with {name + SPLITS!r}"
+        )
+    return RequestError(
+        f"column {name!r} has a list{where}, and the model reads one value: send one value for each row, as "
+        "[..., ...]"
+    )
+
+
+def kinds_of(batch: Batch) -> dict[str, Kind]:
+    """Return which raw columns of a batch are lists and which have one value, where that can be told."""
+    found: dict[str, Kind] = {}
+    for name, column in batch.raw.items():
+        known = batch.raw_kinds.get(name)
+        if known is not None:
+            found[name] = "scalar" if known.single else "list"
+        elif bool((column.row_lengths() > 1).any()):
+            found[name] = "list"
+    return found
+
+
+def _inputs_of(spec: FeatureSpec, kinds: Mapping[str, Kind]) -> tuple[TensorSpec, ...]:
     lists = {
         one.column or name
         for name, one in spec.features.items()
@@ -202,12 +296,30 @@ def _inputs_of(spec: FeatureSpec) -> tuple[TensorSpec, ...]:
         for name, one in spec.features.items()
         if isinstance(one, FloatFeature) and one.separator is None
     }
+    # A text of several items may also come as a list of them: neither is wrong.
+    split = {
+        one.column or name
+        for name, one in spec.features.items()
+        if not isinstance(one, CrossFeature) and one.separator is not None
+    }
     found = []
     for column, dtype in spec.inputs.items():
         width = widths.get(column, 1)
-        shape = (-1, -1) if column in lists else (-1,) if width == 1 else (-1, width)
+        kind: Kind = "list" if column in lists and column in kinds else kinds.get(column, "")
+        if column in split:
+            kind = ""
+        shape: tuple[int, ...] = (-1, -1) if column in lists or kind == "list" else (-1,)
+        if width > 1:
+            kind, shape = "", (-1, width)
         found.append(
-            TensorSpec(name=column, datatype=_DATATYPES[dtype], shape=shape, optional=column in spec.optional)
+            TensorSpec(
+                name=column,
+                datatype=_DATATYPES[dtype],
+                shape=shape,
+                optional=column in spec.optional,
+                kind=kind,
+                meaning="time" if dtype is TIME else "",
+            )
         )
     return tuple(found)
 
@@ -287,6 +399,10 @@ def _values(
     if isinstance(given, np.ndarray):
         if given.dtype == object or given.dtype.kind in "SU":
             given = given.tolist()
+        elif given.dtype.kind == "M":
+            given = seconds_of(given)
+        elif given.dtype == np.float64 and given.ndim == 1 and are_whole(given):
+            given = given.tolist()
         else:
             given = torch.from_numpy(_native(given))
     if isinstance(given, Tensor):
@@ -307,12 +423,24 @@ def _of_list(
     name: str, given: Sequence[Any], even: Callable[[int, int], Tensor]
 ) -> tuple[Tensor | RaggedTensor, Tensor]:
     kinds = set(map(type, given))
-    if kinds <= _SCALARS:
+    # Among others, floats may be NaN; and among themselves, ids or times.
+    if kinds <= _SCALARS and (float not in kinds or (len(kinds) == 1 and not are_whole(np.array(given)))):
         return _flat(name, given, kinds, None), even(len(given), 1)
-    lists = [
-        [] if one is None else list(one) if isinstance(one, list | tuple | np.ndarray) else [one]
-        for one in given
-    ]
+    return _of_lists(name, [values_of(one) for one in given])
+
+
+def _of_lists(name: str, lists: list[list[Any]]) -> tuple[Tensor | RaggedTensor, Tensor]:
+    """Return the values of lists in which None is missing."""
+    kinds = {type(value) for one in lists for value in one}
+    if kinds <= {float, int, _NONE} and float in kinds:
+        there = np.array([value for one in lists for value in one if value is not None], dtype=np.float64)
+        if are_whole(there):
+            lists = [[value if value is None else int(value // 1) for value in one] for one in lists]
+            kinds = {int}
+    if float in kinds:
+        lists = [[nan if value is None else value for value in one] for one in lists]
+    else:
+        lists = [[value for value in one if value is not None] for one in lists]
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     values = [value for one in lists for value in one]
     rows = np.zeros(len(lists) + 1, np.int64)
@@ -321,6 +449,7 @@ def _of_list(
 
 
 _SCALARS = {str, bytes, int, float}
+_NONE = type(None)
 
 
 def _flat(

@@ -80,6 +80,8 @@ def _request(
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(str(np.float32(value)))  # as short as reads back the same
     return bytes(value).decode("utf-8", "surrogateescape") if isinstance(value, list) else value
 
 

@@ -9,7 +9,12 @@ from typing import Any, Literal
 
 from monolith.ui.curves import Distribution
 
-Chart = Literal["auc", "auc_by_step", "evaluation", "examples", "requests", "latency"]
+Chart = str
+"""auc, auc_by_step, evaluation, examples, requests, latency; or `evaluation:AXIS` and `online:AXIS` for
+metrics on another scale than an AUC, see `axis_of`."""
+RunState = Literal["up", "ended", "not begun", "failed", "silent"]
+_ONE_SCALE = ("auc", "gauc", "recall", "ndcg", "hit_rate", "mrr", "log_loss", "ne", "calibration")
+"""Kinds of metrics that mean the same for every label; an rmse of seconds is not one of prices."""
 STAGES = ("read", "train", "publish", "wire", "apply", "total")
 """What an event passes on its way to a changed answer, in this order; a server knows all, a trainer three."""
 STAGE_HISTOGRAMS = ("serve_event_to_served_seconds", "publish_stage_seconds")
@@ -116,6 +121,8 @@ class PageReading:
 
     kind: str
     """What it is: run, trainer, server."""
+    state: RunState = "up"
+    """Whether it runs. A source that cannot be asked at all is down, which the board says."""
     note: str = ""
     """What a person should know besides, such as that a run has ended."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -127,6 +134,12 @@ class PageReading:
     publish: PublishFigures | None = None
     checkpoints: Sequence[CheckpointFigures] = ()
     processes: Sequence[ProcessFigures] = ()
+
+
+def axis_of(metric: str) -> str:
+    """Return the axis that a metric is drawn on: with the same kind of other labels, or alone."""
+    kind = metric.rpartition("/")[2].partition("@")[0]
+    return kind if kind in _ONE_SCALE else metric
 
 
 def plain(value: Any) -> Any:

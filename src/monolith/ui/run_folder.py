@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 from monolith import filesystem
 from monolith.checkpoint.offline.listing import list_checkpoints
 from monolith.cluster.security import SecurityConfig
-from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
+from monolith.cluster.status import FAILED, JobStatus, ProcessStatus, StatusBoard
 from monolith.errors import MonolithError, UnavailableError
+from monolith.observe.progress import describe_seconds
 from monolith.train.evaluation_log import EvaluationLog
-from monolith.ui.figures import CheckpointFigures, CurvePoint, PageReading, PublishFigures
+from monolith.ui.figures import CheckpointFigures, CurvePoint, PageReading, PublishFigures, RunState
 from monolith.ui.run_publishing import PublishOrders, RunPublishing, orders_of
-from monolith.ui.sources import MOST_CURVES, ProcessSource, is_auc, process_figures
+from monolith.ui.sources import MOST_METRICS, ProcessSource, chart_of, is_auc, process_figures
 
 FILES_EVERY = 5.0
 REMOTE_FILES_EVERY = 60.0
@@ -76,19 +77,40 @@ class RunSource:
             self._looked = self._timer()
             self._checkpoints = self._list()
             points += self._evaluations.new()
-        note = reading.note
-        if not job.processes:
-            note = "no process says that it runs: it has ended, or not begun"
+        note, state = reading.note, self._state(job)
+        if state == "ended":
+            note = self._last_words()
+        elif state == "not begun":
+            note = "no process says that it runs: it has not begun, or has ended without a checkpoint"
+        elif state == "silent":
+            age = min(one.age(job.time) for one in job.processes)
+            note = (
+                f"no process was heard of for {describe_seconds(age)}: killed, or it cannot write its status"
+            )
         note = next((one.save_trouble for one in job.processes if one.save_trouble), note)
         return replace(
             reading,
             kind="run",
+            state=state,
             note=note,
             points=points,
             publish=self._published(job) or reading.publish,
             checkpoints=self._checkpoints,
             processes=process_figures(job),
         )
+
+    def _state(self, job: JobStatus) -> RunState:
+        """Return whether the run goes on: a clean end removes status files, others leave them behind."""
+        if not job.processes:
+            return "ended" if self._checkpoints else "not begun"
+        alive = [one for one in job.processes if one.state != FAILED and not one.is_silent(job.time)]
+        if alive:
+            return "up"
+        return "failed" if any(one.state == FAILED for one in job.processes) else "silent"
+
+    def _last_words(self) -> str:
+        last = self._checkpoints[0]  # the newest comes first
+        return f"no process says that it runs; its last checkpoint is {last.name}, of step {last.step:,}"
 
     def _published(self, job: JobStatus) -> PublishFigures | None:
         controlled = any(one.control and not one.is_silent(job.time) for one in job.processes)
@@ -177,8 +199,8 @@ def _evaluated(line: dict[str, object], kind: str) -> list[CurvePoint]:
     metrics = line.get("metrics")
     found = metrics if isinstance(metrics, dict) else {}
     values = {name: value for name, value in found.items() if isinstance(value, int | float)}
-    shown = {name: value for name, value in values.items() if is_auc(name)} or values
+    step = float(str(line["step"]))
     return [
-        CurvePoint("evaluation", f"{name} {kind}".strip(), float(str(line["step"])), float(value))
-        for name, value in sorted(shown.items())[:MOST_CURVES]
+        CurvePoint(chart_of("evaluation", name), f"{name} {kind}".strip(), step, float(value))
+        for name, value in sorted(values.items(), key=lambda one: (not is_auc(one[0]), one[0]))[:MOST_METRICS]
     ]

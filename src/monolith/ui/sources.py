@@ -30,6 +30,7 @@ from monolith.ui.figures import (
     PublishFigures,
     StageFigures,
     TableFigures,
+    axis_of,
 )
 from monolith.ui.process_caller import ProcessCaller
 
@@ -41,6 +42,8 @@ STILL_LOOKS = 5
 """After so many looks with more steps and no newer event, the data has no event time that goes on."""
 MOST_CURVES = 8
 """Of one chart of one source."""
+MOST_METRICS = 24
+"""Of one source, whichever charts they are on."""
 MOST_FED = 10_000
 """Points that a feed holds until somebody looks."""
 
@@ -166,11 +169,20 @@ class ProcessSource:
     def trained(self, scraped: Scraped, now: float) -> list[CurvePoint]:
         """Return the points of a process that trains."""
         chart, at = self._place(scraped)
+        metrics = sorted(scraped.by("train_metric", "metric").items())
         points = [
             CurvePoint(chart, metric.rpartition("/")[0], at, value)
-            for metric, value in sorted(scraped.by("train_metric", "metric").items())
+            for metric, value in metrics
             if is_auc(metric)
         ][:MOST_CURVES]
+        step, loss = scraped.value("train_step"), scraped.value("train_loss")
+        others = [] if loss is None else [("loss", loss)]
+        others += [(metric, value) for metric, value in metrics if not is_auc(metric)]
+        if step is not None:
+            points += [
+                CurvePoint(chart_of("online", metric), metric.rpartition("/")[0], step, value)
+                for metric, value in others[:MOST_METRICS]
+            ]
         if (speed := scraped.value("train_examples_per_s")) is not None:
             points.append(CurvePoint("examples", "", now, speed))
         return points
@@ -333,6 +345,11 @@ def _process(one: ProcessStatus, now: float) -> ProcessFigures:
 def is_auc(metric: str) -> bool:
     """Whether "head/metric" is an AUC."""
     return metric.rpartition("/")[2] == "auc"
+
+
+def chart_of(base: str, metric: str) -> Chart:
+    """Return the chart of a metric: an AUC is on the base chart, and each other scale has axes of its own."""
+    return base if is_auc(metric) else f"{base}:{axis_of(metric)}"
 
 
 def _describe_lag(seconds: float) -> str:

@@ -35,6 +35,7 @@ from monolith.serve.exporting.tracing import TracedDense, collections_of, trace_
 from monolith.serve.operators import OPERATORS
 
 NAMES = ["user", "item", "context"]
+HERE = re.escape(__file__)
 FLOATS = {"price": 1, "where": 2}
 
 
@@ -365,3 +366,71 @@ def test_weights_that_do_not_fit_are_refused(weights, said):
     graph = loaded(traced_own())
     with pytest.raises(RestoreError, match=said):
         graph.swap(weights)
+
+
+# A model of one's own that no graph can hold
+
+
+class _Own(nn.Module):
+    """A model of a person, over embeddings of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DeepFM(NAMES, dim=4, hidden=(4,))
+
+
+class ByValue(_Own):
+    def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.inner(batch)
+        if logits.sum() > 0:  # decides by value
+            return logits
+        return -logits
+
+
+class ByItem(_Own):
+    def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.inner(batch)
+        return logits[: int(logits.max().item())]  # makes a number
+
+
+class ReadsIds(_Own):
+    def forward(self, batch: Batch) -> Tensor:
+        first = batch.ids.first("user")  # looks at ids
+        logits: Tensor = self.inner(batch)
+        return logits + first
+
+
+class Remembers(_Own):
+    def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.inner(batch)
+        return logits * (1 if torch.compiler.is_compiling() else 2)
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("model", "marker", "advice"),
+    [
+        (ByValue, "# decides by value", "use torch.where, or a mask"),
+        (ByItem, "# makes a number", "use torch.where, or a mask"),
+        (ReadsIds, "# looks at ids", "Have it read a float feature or a layout instead"),
+    ],
+)
+def test_an_error_names_the_line_of_the_model_and_what_to_do(
+    model: type[nn.Module], marker: str, advice: str
+) -> None:
+    with pytest.raises(ExportError) as raised:
+        trace_dense(with_rows(model()), outputs)
+    said = str(raised.value)
+    assert said.startswith(f"{__file__}:{line_of('  ' + marker)}, in forward: ")
+    assert advice in said
+    assert "--as-module" in said
+
+
+def test_a_graph_that_says_something_else_names_the_class_of_the_model() -> None:
+    place = f"^{HERE}:{line_of('class Remembers')}, class Remembers: "
+    with pytest.raises(ExportError, match=f"{place}the graph predicts something else.*torch.where"):
+        trace_dense(with_rows(Remembers()), outputs)

@@ -29,7 +29,7 @@ class LinearSignature:
         Spec("price", "FP32", (-1,)),
         Spec("tags", "BYTES", (-1, -1)),
     )
-    outputs: tuple[Spec, ...] = (Spec("score", "FP32", (-1,)), Spec("double", "FP32", (-1,)))
+    outputs: tuple[Spec, ...] = (Spec("score", "FP32", (-1,), "score"), Spec("double", "FP32", (-1,)))
 
 
 @dataclass

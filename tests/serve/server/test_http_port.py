@@ -58,6 +58,7 @@ def test_a_model_says_what_it_takes_and_gives(served):
     assert about["versions"] == ["1", "2"]
     assert about["inputs"][1] == {"name": "item", "datatype": "INT64", "shape": [-1]}
     assert [one["name"] for one in about["outputs"]] == ["score", "double"]
+    assert [one.get("parameters") for one in about["outputs"]] == [{"meaning": "score"}, None]
     assert get(served, "/v2/models/linear/versions/2")[0] == 200
     assert get(served, "/v2/models/linear/versions/3")[0] == 404
 

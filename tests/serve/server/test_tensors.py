@@ -133,10 +133,13 @@ def test_a_row_without_a_value_is_an_empty_cell():
     assert columns.layout == (("item", -1), ("price", -1), ("user", -1))
 
 
-@pytest.mark.parametrize(("datatype", "values"), [("BYTES", ["a", None]), ("FP32", [None, 1.0])])
-def test_a_value_cannot_be_missing_within_a_row(datatype, values):
-    with pytest.raises(RequestError, match=r"input 'x': value \d must be"):
-        listed_tensor("x", datatype, [1, 2], values)
+def test_a_value_that_is_missing_in_a_row_is_left_out_or_nan_among_numbers():
+    texts = listed_tensor("x", "BYTES", [2, 2], ["a", None, None, None])
+    assert texts.values == [b"a"]
+    assert texts.row_ends.tolist() == [0, 1, 1]
+    numbers = listed_tensor("x", "FP32", [1, 2], [None, 1.0])
+    assert numbers.row_ends is None
+    assert np.isnan(numbers.values).tolist() == [True, False]
 
 
 def test_items_and_where_rows_begin_cannot_be_missing():

@@ -34,7 +34,7 @@ from monolith.serve.compiled import compile_graph
 from monolith.serve.exporting.tables import Advance, ExpiredRows, TableCodings, export_table, saved_history
 from monolith.serve.exporting.tracing import Predict, TracedDense, collections_of, trace_dense
 from monolith.serve.predictor import COMPILED, GRAPH, WEIGHTS
-from monolith.serve.raw import RequestReader
+from monolith.serve.raw import Kind, RequestReader
 from monolith.serve.servable.manifest import (
     Servable,
     ServableCollection,
@@ -84,6 +84,8 @@ class ExportModel:
     """package.module:function that makes the module where it is served, for one that no graph can hold."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """What the factory is called with: plain values."""
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """Raw columns that have one value in a row, and those that have a list, where the data said it."""
     requests: Sequence[Mapping[str, Any]] = ()
     """To warm a server up; see `draw_requests`."""
 
@@ -404,7 +406,7 @@ class Exporter:
 
     def _signature(self, dense: ServableDense) -> Signature:
         ids = dict.fromkeys(name for one in self._collections for name in one.features)
-        reader = RequestReader(self._model.spec, ids, self._model.floats)
+        reader = RequestReader(self._model.spec, ids, self._model.floats, self._model.kinds)
         outputs = tuple(
             TensorSpec(name=head, datatype="FP32", shape=(-1,), meaning=self._model.meaning(head))
             for head in dense.outputs

@@ -13,6 +13,7 @@ collections, is told so, and may be served as a Python module.
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from monolith.errors import CorruptFileError, ExportError, MonolithError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection
 from monolith.model.collection import StandIn
+from monolith.observe.own_code import own_frame
 from monolith.serve.dense import DenseGraph, clean_graph
 
 Predict = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
@@ -92,11 +94,14 @@ def trace_dense(
                 dynamic_shapes=shapes,
                 strict=False,
             )
-    except MonolithError:
+    except MonolithError as cause:
+        if isinstance(cause, ExportError) and (place := _place_of(cause)):
+            raise ExportError(f"{place}{cause}") from cause
         raise
     except Exception as cause:
         raise ExportError(
-            f"torch.export cannot trace {type(module).__name__}: {_first_lines(cause)}. {INSTEAD}"
+            f"{_place_of(cause) or _written_at(module)}torch.export cannot trace {type(module).__name__}: "
+            f"{_first_lines(cause)}. {_advice(cause)}{INSTEAD}"
         ) from cause
     program.example_inputs = None  # they would be pickled
     file = io.BytesIO()
@@ -108,7 +113,7 @@ def trace_dense(
             f"{type(module).__name__} cannot be exported as a graph: {cause.reason}. {INSTEAD}"
         ) from cause
     traced = TracedDense(graph, weights, half.heads, (rows, numbers))
-    _compare(half, traced)
+    _compare(half, traced, _written_at(module))
     return traced
 
 
@@ -268,8 +273,12 @@ class _StandInIds:
         )
 
 
-def _compare(half: DenseHalf, traced: TracedDense) -> None:
-    """Refuse a graph that says something else than its model, at any size."""
+def _compare(half: DenseHalf, traced: TracedDense, place: str) -> None:
+    """Refuse a graph that says something else than its model, at any size.
+
+    Args:
+        place: Where the model is written, for the message.
+    """
     graph = DenseGraph(traced.graph, traced.weights)
     for size in _SIZES:
         rows, floats = half.examples(size, seed=size)
@@ -283,9 +292,44 @@ def _compare(half: DenseHalf, traced: TracedDense) -> None:
                 same = torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
             if not same:
                 raise ExportError(
-                    f"the graph predicts something else for {head!r} than the model, for {size} examples: it "
-                    f"takes decisions in Python that a graph has taken once for all. {INSTEAD}"
+                    f"{place}the graph predicts something else for {head!r} than the model, for {size} "
+                    "examples: it takes decisions in Python that a graph has taken once for all. Decide with "
+                    f"torch.where, and by tensors, not by numbers made of them. {INSTEAD}"
                 )
+
+
+_ADVICE = {
+    "data-dependent": (
+        "The line decides in Python by the values of a tensor, as `if x.sum() > 0` or x.item() do, and a "
+        "graph has one way for all examples: use torch.where, or a mask. "
+    ),
+    "Dim": ("The line fixes the number of examples, as x.view(3, -1) does: use -1, or x.shape[0], for it. "),
+}
+"""What to do about an error of torch.export, by a word in it."""
+
+
+def _advice(error: Exception) -> str:
+    text = f"{type(error).__name__} {error}"
+    words = {**_ADVICE, "DataDependent": _ADVICE["data-dependent"], "Constraint": _ADVICE["Dim"]}
+    return next((advice for word, advice in words.items() if word in text), "")
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the line of a person's own code that an error came from, to begin a message with."""
+    frame = own_frame(error)
+    return "" if frame is None else f"{frame.filename}:{frame.lineno}, in {frame.name}: "
+
+
+def _written_at(module: nn.Module) -> str:
+    """Return where a model is written; empty if it is one of ours, or made in an interpreter."""
+    kind = type(module)
+    if kind.__module__.partition(".")[0] == "monolith":
+        return ""
+    try:
+        path, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
+    except (OSError, TypeError):
+        return ""
+    return f"{path}:{line}, class {kind.__name__}: "
 
 
 def _first_lines(error: Exception) -> str:

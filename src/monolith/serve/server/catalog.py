@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from monolith import filesystem
+from monolith.checkpoint import BestCheckpoint, read_best
+from monolith.checkpoint.folder.best import BEST, LATEST
+from monolith.checkpoint.folder.state_files import CHECKPOINT_FILE
+from monolith.checkpoint.offline.listing import is_named
 from monolith.errors import ConfigError, FileMissingError, MonolithError
 from monolith.serve.predictor import Predictor
 from monolith.serve.rows import RowSource
-from monolith.serve.servable.manifest import MANIFEST_NAME, read_servable
+from monolith.serve.servable.manifest import MANIFEST_NAME, Servable, read_servable
 from monolith.serve.servable.versions import ENTRY, describe_withheld, list_versions, withheld_versions
 from monolith.serve.server.config import ServedFolder, VersionPolicy
 from monolith.serve.server.served import ServedModel
 from monolith.serve.warm_up import WARM_UP
+from monolith.sync.run_identity import is_same_run, split_identity
 
 OpenRows = Callable[[str], RowSource]
 """Makes who answers the rows of a version, whose folder it is given."""
@@ -82,10 +88,77 @@ class EntryPredictor(Predictor):
         self._own_rows.close()
 
 
-def served_folder(text: str, policy: VersionPolicy, *, serve_withheld: Collection[str] = ()) -> ServedFolder:
-    """Return what "DIR" or "NAME=DIR" serves: its versions, the one that it is, or those of its entry.
+EXPORTED = "exported_models"
+"""The folder of versions in the folder of a run, where `monolith export` writes if nobody names another."""
+
+
+class BestVersion:
+    """Chooses the version that is of the best checkpoint of its run, as long as the run's folder is there.
 
     Args:
+        root: The folder of versions.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._known: dict[str, Servable] = {}
+
+    def __call__(self, versions: Sequence[str]) -> str | None:
+        """Return the version of the best checkpoint; None if the run names none, or it is not exported."""
+        best = self.best(versions)
+        if best is None:
+            return None
+        run = self._servable(versions[-1]).run
+        for version in reversed(versions):
+            with suppress(MonolithError):  # one that is torn is not the best; loading it says so
+                servable = self._servable(version)
+                if servable.checkpoint == best.name and is_same_run(servable.run, run):
+                    return version
+        return None
+
+    def best(self, versions: Sequence[str]) -> BestCheckpoint | None:
+        """Return the best checkpoint of the run that the newest version is of; None if nothing says."""
+        try:
+            folder, _ = split_identity(self._servable(versions[-1]).run) if versions else ("", "")
+            return read_best(folder) if folder and filesystem.is_folder(folder) else None
+        except MonolithError:
+            return None
+
+    def named(self, name: str, versions: Sequence[str]) -> str | None:
+        """Return the version of the checkpoint that a person names; None if there is none."""
+        found = [one for one in versions if is_named(self._servable(one).checkpoint, name) or one == name]
+        return found[-1] if found else None
+
+    def why(self, version: str, versions: Sequence[str]) -> str:
+        """Return why one of the versions is served, in words."""
+        best = self.best(versions)
+        if best is not None and self._servable(version).checkpoint == best.name:
+            return f"the best by {best.metric}, {best.value:.4f}; --checkpoint latest serves the newest"
+        if best is None or self(versions) is not None:
+            return "the newest"
+        run, _ = split_identity(self._servable(version).run)
+        return f"the newest; the best, {best.name}, is not exported: monolith export {run}"
+
+    def _servable(self, version: str) -> Servable:
+        if version not in self._known:
+            self._known[version] = read_servable(filesystem.join(self._root, version))
+        return self._known[version]
+
+
+def served_folder(
+    text: str,
+    policy: VersionPolicy | None,
+    *,
+    checkpoint: str | None = None,
+    serve_withheld: Collection[str] = (),
+) -> ServedFolder:
+    """Return what "DIR" or "NAME=DIR" serves: its versions, the one that it is, or those of its entry; of the
+    folder of a run, those that were exported there.
+
+    Args:
+        policy: Which versions are served; None for one, that of `checkpoint`.
+        checkpoint: The checkpoint whose version is served: best, latest, its name or step. By default the
+            best, if the run was evaluated, and otherwise the latest.
         serve_withheld: Versions to serve although they are withheld.
 
     Raises:
@@ -101,13 +174,17 @@ def served_folder(text: str, policy: VersionPolicy, *, serve_withheld: Collectio
         root = filesystem.parent(folder)
         policy = VersionPolicy(None, (version,))
     else:
-        entry = filesystem.join(folder, ENTRY)
-        root = entry if not list_versions(folder) and list_versions(entry) else folder
+        exported = filesystem.join(folder, EXPORTED)
+        places = (folder, *(filesystem.join(one, ENTRY) for one in (folder, exported)), exported)
+        root = next((place for place in places if list_versions(place)), folder)
     complete = list_versions(root)
     withheld = {
         one: mark for one, mark in withheld_versions(root, complete).items() if one not in serve_withheld
     }
-    versions = policy.wanted([one for one in complete if one not in withheld])
+    offered = [one for one in complete if one not in withheld]
+    if policy is None:
+        policy = _chosen(root, offered, checkpoint)
+    versions = policy.wanted(offered)
     if not versions and (asked := policy.wanted(list(withheld))):
         raise ConfigError(
             f"there is nothing to serve in {folder}"
@@ -116,10 +193,39 @@ def served_folder(text: str, policy: VersionPolicy, *, serve_withheld: Collectio
     if not versions:
         raise FileMissingError(
             f"there is nothing to serve in {folder}: no folder of a version with a file {MANIFEST_NAME}. "
-            f"Write one with: monolith export RUN --to {folder}"
+            + (
+                f"Write one with: monolith export {folder}"
+                if filesystem.exists(filesystem.join(folder, CHECKPOINT_FILE))
+                else f"Write one with: monolith export RUN --to {folder}"
+            )
         )
     name = name or read_servable(filesystem.join(root, versions[-1])).model
     return ServedFolder(folder=root, name=name, policy=policy)
+
+
+def _chosen(root: str, offered: Sequence[str], checkpoint: str | None) -> VersionPolicy:
+    """Return the policy that serves the version of one checkpoint.
+
+    Raises:
+        ConfigError: There are versions, and none is of it.
+    """
+    best = BestVersion(root)
+    if checkpoint == LATEST:
+        return VersionPolicy()
+    if checkpoint in (None, BEST):
+        if checkpoint == BEST and offered and best(offered) is None:
+            raise ConfigError(
+                f"serve: none of the versions {', '.join(offered)} in {root} is of the best checkpoint of "
+                "its run. Export it with monolith export RUN, or serve the newest with --checkpoint latest"
+            )
+        return VersionPolicy(preferred=best)
+    assert checkpoint is not None
+    named = best.named(checkpoint, offered)
+    if offered and named is None:
+        raise ConfigError(
+            f"serve: no version in {root} is of checkpoint {checkpoint}; there are {', '.join(offered)}"
+        )
+    return VersionPolicy(None, (named or checkpoint,))
 
 
 def example_row(folder: str, model: ServedModel) -> dict[str, Any]:

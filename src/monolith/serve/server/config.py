@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -91,6 +91,8 @@ class VersionPolicy:
     """So many, the newest; None for all."""
     named: tuple[str, ...] = ()
     """These, and no others."""
+    preferred: Callable[[Sequence[str]], str | None] | None = None
+    """Says which of the versions is served in place of the newest; None has the newest."""
 
     @classmethod
     def parse(cls, text: str) -> VersionPolicy:
@@ -110,6 +112,8 @@ class VersionPolicy:
         """Return those to serve of these, which are the oldest first."""
         if self.named:
             return [version for version in versions if version in self.named]
+        if self.preferred is not None and (chosen := self.preferred(versions)) is not None:
+            return [chosen]
         return versions if self.newest is None else versions[-self.newest :]
 
 

@@ -25,7 +25,8 @@ class ServedTensor(Protocol):
 
     @property
     def meaning(self) -> str:
-        """What the numbers of an output are, as `monolith.serve.signature` names it; empty if not said."""
+        """What the numbers of an output are, or that an input holds times, as `monolith.serve.signature`
+        names it; empty if not said."""
 
 
 class ServedSignature(Protocol):

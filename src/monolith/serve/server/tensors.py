@@ -33,6 +33,8 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 """All but BYTES, as they lie in a raw tensor."""
 DATATYPES = ("BYTES", *DTYPES)
+TIME = "time"
+"""The meaning of an input of times, which may be texts."""
 SPLITS = ".row_splits"
 """After the name of an input: where each row's items begin among all items, for lists of any length."""
 _LENGTH_BYTES = 4
@@ -79,7 +81,8 @@ def raw_tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | mem
 def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterable[Any]) -> WireTensor:
     """Return the tensor of plain values, flat: numbers, booleans, or texts for BYTES.
 
-    Where there is one value for each row it may be None: that row has none, as an empty cell of a CSV.
+    A value may be None: it is missing, as an empty cell of a CSV. Where rows have several numbers it keeps
+    its place, as NaN.
 
     Raises:
         RequestError: A value is not of that datatype, or there are more or fewer than the shape says.
@@ -90,8 +93,11 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
     if len(given) != count:
         raise RequestError(f"input {name!r}: shape {list(dims)} takes {count} values, got {len(given)}")
     ends = None
-    if len(dims) == 1 and None in given:
-        ends = np.cumsum([0, *(one is not None for one in given)], dtype=np.int64)
+    if None in given and len(dims) == 2 and datatype in DTYPES and DTYPES[datatype].kind == "f":
+        given = [math.nan if one is None else one for one in given]
+    elif None in given and len(dims) in (1, 2):
+        there = np.array([one is not None for one in given]).reshape(dims[0], -1)
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(there.sum(1), dtype=np.int64)])
     read: Values
     if datatype == "BYTES":
         read = [_text(name, row, one) for row, one in enumerate(given) if one is not None or ends is None]
@@ -162,7 +168,10 @@ def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> Req
         elif found != rows:
             raise RequestError(f"input {name!r} has {found} rows, those before it have {rows}")
         values[name] = column
-        layout.append((name, width))
+        is_text = known[name].datatype != "BYTES" and isinstance(column, list)
+        layout.append(
+            (f"{name} as text" if is_text else name, width)
+        )  # not to be laid end to end with numbers
     layout.sort()
     return RequestColumns(values, rows, tuple(layout))
 
@@ -335,6 +344,8 @@ def _fixed(tensor: WireTensor, spec: ServedTensor) -> tuple[Any, int, int]:
 def _typed(tensor: WireTensor, spec: ServedTensor) -> Any:
     """Return values as a model takes them: texts, int64 or float32."""
     values = tensor.values
+    if isinstance(values, list) and spec.meaning == TIME:
+        return values
     if isinstance(values, list) or spec.datatype == "BYTES":
         if not isinstance(values, list) or spec.datatype != "BYTES":
             raise RequestError(f"input {tensor.name!r} must be {spec.datatype}, got {tensor.datatype}")

@@ -8,7 +8,7 @@ const score = (value) => value.toFixed(4);
 const CHARTS = {
   auc: { title: "AUC, online", unit: "over event time", x: "event", format: score, least: 0.01 },
   auc_by_step: { title: "AUC, online, by step", unit: "by step", x: "step", format: score, least: 0.01 },
-  evaluation: { title: "Evaluations", unit: "by step", x: "step", format: score, least: 0.01 },
+  evaluation: { title: "AUC, evaluated", unit: "by step", x: "step", format: score, least: 0.01 },
   examples: { title: "Examples trained on", unit: "per second", x: "clock", format: count, fromZero: true },
   requests: { title: "Requests served", unit: "per second", x: "clock", format: count, fromZero: true },
   latency: { title: "Latency of answers", unit: "ms", x: "clock", format: count, fromZero: true },
@@ -23,6 +23,19 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
   charts.set(figure.dataset.chart, new LineChart(figure, CHARTS[figure.dataset.chart]));
 }
 
+const SPEED = ["examples", "requests", "latency"];
+const number = (value) => String(+value.toPrecision(5));
+
+// A metric on a scale of its own has a chart of its own, made when its first point comes.
+function chartOf(name) {
+  if (charts.has(name)) return;
+  const [base, axis] = [name.slice(0, name.indexOf(":")), name.slice(name.indexOf(":") + 1)];
+  const figure = make("figure", { "data-chart": name });
+  document.querySelector("#h-quality + .charts").append(figure);
+  const title = `${axis}, ${base === "online" ? "online" : "evaluated"}`;
+  charts.set(name, new LineChart(figure, { title, unit: "by step", x: "step", format: number }));
+}
+
 // What comes
 
 function take(news, fresh) {
@@ -30,6 +43,7 @@ function take(news, fresh) {
   sources = news.sources;
   now = news.time;
   for (const one of news.curves) {
+    chartOf(one.chart);
     const key = JSON.stringify([one.chart, one.source, one.label]);
     const known = curves.get(key);
     const points = one.whole || !known ? one.points : [...known.points, ...one.points];
@@ -45,8 +59,8 @@ function draw() {
   drawPublish();
   drawTables();
   for (const [part, there] of [
-    ["quality", ["auc", "auc_by_step", "evaluation"].some(shown)],
-    ["speed", ["examples", "requests", "latency"].some(shown)],
+    ["quality", [...charts.keys()].some((name) => !SPEED.includes(name) && shown(name))],
+    ["speed", SPEED.some(shown)],
     ["freshness", sources.some((one) => one.stages?.length)],
     ["publish", sources.some((one) => one.publish)],
     ["tables", sources.some((one) => one.tables?.length)],
@@ -87,9 +101,10 @@ function drawSources() {
     () => make("li", {}, make("h3"), make("p"), make("p", { class: "soft" }), make("dl")),
     (item, one) => {
       setText(item.children[0], one.name);
-      const state = one.up ? `${one.kind}, up` : one.heard ? `down since ${moment(one.since)}` : "down";
+      const state = one.up ? `${one.kind}, ${one.state}` : one.heard ? `down since ${moment(one.since)}` : "down";
       setText(item.children[1], state);
-      item.children[1].className = one.up ? "good" : "bad";
+      const kinds = { up: "good", ended: "soft", "not begun": "soft" };
+      item.children[1].className = one.up ? kinds[one.state] ?? "bad" : "bad";
       setText(item.children[2], one.up ? one.note ?? "" : `${one.error}. It is asked again every second.`);
       keep(
         item.children[3],
