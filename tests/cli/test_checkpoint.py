@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from contracts.tables import ids
 from monolith.checkpoint import Listed
 from monolith.cli import checkpoint as command
 from monolith.cli.main import main
+from monolith.data.formats.memory import to_records
+from monolith.feature import BucketFeature, FeatureSpec, IdFeature
 
 
 @pytest.fixture
@@ -116,7 +120,7 @@ def test_a_folder_without_checkpoints_and_no_folder(tmp_path: Path, printed: Any
 
 
 def test_the_latest_checkpoint_of_a_run_is_shown(prefixes: list[str], folder: Path, printed: Any) -> None:
-    text = printed("inspect", str(folder))
+    text = printed("inspect", str(folder), "--details")
     assert prefixes[-1] in text
     assert "model.ckpt-1 < model.ckpt-2 < model.ckpt-3 < model.ckpt-4" in text
     assert "1 x dynamic_wd_adagrad" in text
@@ -124,6 +128,24 @@ def test_the_latest_checkpoint_of_a_run_is_shown(prefixes: list[str], folder: Pa
     assert '{"next": 114}' in text
     assert "filter of item: sliding" in text
     assert "verified: all checksums match" in printed("inspect", str(folder), "--verify")
+
+
+def test_a_checkpoint_is_summed_up_in_a_line_for_each_table_and_part(
+    prefixes: list[str], folder: Path, printed: Any
+) -> None:
+    lines = printed("inspect", str(folder)).splitlines()
+    assert lines[0] == prefixes[-1]
+    assert re.match(r"step 4, saved .* kB", lines[1])
+    assert [line.split() for line in lines if " table " in line] == [
+        ["table", "rows", "dim", "changed", "removed", "size", "newest"]
+    ]
+    (item,) = [line.split() for line in lines if line.startswith("  item ")]
+    assert item[2] == "3"
+    assert [line for line in lines if re.match(r"  dense     \d+ weights in \d+ variables", line)]
+    assert '  position  {"next": 114}' in lines
+    assert [line for line in lines if line.startswith("  filters   item: sliding")]
+    assert lines[-1] == "ok; --verify reads every byte; --details shows every variable, setting and position"
+    assert len(lines) < 20
 
 
 def test_contents_as_json(prefixes: list[str], printed: Any) -> None:
@@ -158,6 +180,44 @@ def test_a_row_that_is_not_there_is_told_with_why(folder: Path, printed: Any) ->
     assert "cleared, at model.ckpt-3" in printed("inspect", str(folder), "--table", "user", "--id", "20")
     assert "no row" in printed("inspect", str(folder), "--table", "item", "--id", "777")
     assert "--table, one of: item, user" in printed("inspect", str(folder), "--id", "1", status=2)
+
+
+def test_a_row_is_found_by_the_value_that_the_data_has(folder: Path, printed: Any) -> None:
+    features = {
+        "user": IdFeature(kind="string"),
+        "item": IdFeature(),
+        "level": BucketFeature(column="price", boundaries=(1.0, 2.0), rows="item"),
+    }
+    spec = FeatureSpec(features=features, labels={})
+    run = SmallRun(folder, spec=spec)
+    user = spec.only(["user"]).make(to_records({"user": ["u_60ef"]})).ids["user"].flat_values
+    run.tables["user"].assign(user, torch.ones(1, run.tables["user"].dim))
+    for _ in range(2):  # an item gets a row when it is seen again
+        run.tables["item"].assign(ids(7, 2), torch.ones(2, run.tables["item"].dim))
+    run.save(1)
+    inspect = partial(printed, "inspect", str(folder), "--id")
+    assert f"user u_60ef (id {user.item()}) in model.ckpt-1: written by" in inspect("u_60ef")
+    found = json.loads(inspect("u_60ef", "--feature", "user", "--json"))
+    assert (found["id"], found["status"], found["feature"]) == (user.item(), "found", "user")
+    assert "item 7 in model.ckpt-1: written by" in inspect("7")
+    assert "item 2.5 (id 2) in model.ckpt-1: written by" in inspect("2.5", "--feature", "level")
+    assert "(id " in (missing := inspect("u_0000"))
+    assert "no row, neither here" in missing
+    assert "777 in model.ckpt-1: no row in any of user, item" in inspect("777")
+    assert f"user {user.item()} in model.ckpt-1: written" in inspect(str(user.item()), "--table", "user")
+    assert "'u_60ef' is no value of item" in inspect("u_60ef", "--feature", "item", status=2)
+    assert "did you mean 'user'?" in inspect("u_60ef", "--feature", "usr", status=2)
+
+
+def test_a_value_that_several_features_have_needs_the_feature(folder: Path, printed: Any) -> None:
+    spec = FeatureSpec(features={"user": IdFeature(), "item": IdFeature()}, labels={})
+    run = SmallRun(folder, spec=spec)
+    for table in (*run.tables.values(), run.tables["item"]):
+        table.assign(ids(7), torch.ones(1, table.dim))
+    run.save(1)
+    said = printed("inspect", str(folder), "--id", "7", status=2)
+    assert "'7' has a row in each of user, item; choose one with --feature" in said
+    assert "item 7 in model.ckpt-1" in printed("inspect", str(folder), "--id", "7", "--feature", "item")
 
 
 def test_a_number_that_is_none_does_not_break_json(folder: Path, printed: Any) -> None:
@@ -197,13 +257,30 @@ def test_what_does_not_exist_is_one_line_with_what_does(
 
 
 def test_what_changed_is_shown(prefixes: list[str], printed: Any) -> None:
-    text = printed("diff", prefixes[0], prefixes[1])
+    text = printed("diff", prefixes[0], prefixes[1], "--details")
     for words in ("moved furthest", "position before", '{"next": 106}', "weight", "changed"):
         assert words in text
     found = json.loads(printed("diff", prefixes[0], prefixes[1], "--json", "--top", "2"))
     item = found["tables"][0]
     assert (item["name"], item["removed"], len(item["largest"])) == ("item", 2, 2)
     assert found["same"] is False
+
+
+def test_a_difference_is_summed_up_in_a_line_for_each_table_and_part(
+    prefixes: list[str], printed: Any
+) -> None:
+    lines = printed("diff", prefixes[0], prefixes[1]).splitlines()
+    assert re.fullmatch(r"model.ckpt-1 \(step 1, .* kB\) and model.ckpt-2 \(step 2, .* kB\)", lines[0])
+    table = [line.split() for line in lines if line.strip().startswith(("table", "item", "user"))]
+    assert table[0][0] == "table"
+    assert " ".join(table[0][1:]) == "rows before rows after added removed changed only time"
+    assert [row[0] for row in table[1:]] == ["item", "user"]
+    assert all(len(row) == 7 for row in table[1:])
+    (dense,) = [line for line in lines if line.startswith("  dense")]
+    assert re.search(r"variables: \d+ changed.*; .* by up to \d", dense)
+    assert '  position  {"next": 100}, then {"next": 106}' in lines
+    assert not [line for line in lines if "moved furthest" in line and "--details" not in line]
+    assert len(lines) < 20
 
 
 def test_equal_checkpoints_are_told_to_be_equal(prefixes: list[str], printed: Any) -> None:
@@ -326,11 +403,11 @@ def test_long_rows_are_cut_for_people() -> None:
 def test_a_checkpoint_of_several_servers_is_shown_as_one(folder: Path, tmp_path: Path, printed: Any) -> None:
     _, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2, filters=True)
     assert f"item {len(contents[-1]['item']):,}" in printed("list", str(folder))
-    text = printed("inspect", str(folder), "--verify")
+    text = printed("inspect", str(folder), "--verify", "--details")
     assert "2 of 2 servers" in text
     assert "filter of item: sliding, of 2 servers" in text
     assert "verified: all checksums match" in text
-    assert "ps-1 cleared first" in printed("inspect", prefixes[2])
+    assert "ps-1 cleared first" in printed("inspect", prefixes[2], "--details")
     for key in (7, 8):
         assert f"user {key} in model.ckpt-4: written by" in printed(
             "inspect", str(folder), "--table", "user", "--id", str(key)

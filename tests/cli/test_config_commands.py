@@ -1,4 +1,7 @@
+import re
+
 import pytest
+from run.config_files import write_project
 
 from monolith.cli import commands, main
 from monolith.cli.commands import Command
@@ -11,7 +14,7 @@ from monolith.cli.options.config import (
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import derive_token
 from monolith.config.fields import leaf_paths
-from monolith.run import RunConfig
+from monolith.run import RunConfig, data_checks
 
 MODULE = "monolith.cli.config_commands"
 CONFIG_COMMANDS = {
@@ -39,7 +42,9 @@ def test_a_written_config_passes_its_check(run, tmp_path, kind):
     file = tmp_path / "run.toml"
     status, out, _ = run("config", "init", "--kind", kind, "--to", str(file))
     assert (status, str(file) in out) == (0, True)
-    assert run("config", "check", str(file)) == (0, f"{file}: no problems\n", "")
+    assert run("config", "check", str(file), "--no-data") == (0, f"{file}: no problems\n", "")
+    status, out, _ = run("config", "check", str(file))  # the task that it names is still to be written
+    assert (status, "there is no module 'tasks' to find a task in" in out) == (1, True)
 
 
 @pytest.mark.parametrize("kind", ["sync", "serve"])
@@ -92,6 +97,125 @@ def test_a_file_that_cannot_be_read_fails_its_check(run, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("[[")
     assert run("config", "check", str(file))[0] == 1
+
+
+BROKEN = {
+    "a missing file": ("clicks.csv", "none.csv", "no file matches"),
+    "a missing column": ("[features.item]", "[features.itme]", "the records have no column 'itme'"),
+    "text as event time": (
+        'event_time = "time"',
+        'event_time = "tags"',
+        "which is no time",
+    ),
+    "din without a sequence": ('"deepfm"', '"din"', "DeepInterest: needs a sequence"),
+    "dlrm without numbers": (
+        '[features.price]\nscale = "standard"\n\n',
+        "",
+        "DLRM: needs float features",
+    ),
+    "a label that is not 0 or 1": (
+        "[labels.click]",
+        '[labels.item]\ncolumn = "item"',
+        "and a class is 0 or 1",
+    ),
+    "candidates that are not there": (
+        "[examples]",
+        '[candidates]\npath = "no_items.csv"\n\n[examples]',
+        "no file matches",
+    ),
+    "evaluation data that is not there": (
+        "split = { evaluate = 0.2 }",
+        'evaluate = "no_evaluation.csv"',
+        "no file matches 'no_evaluation.csv'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_check_refuses_of_the_data_and_the_model_what_a_training_refuses_with_the_same_words(
+    run, tmp_path, what
+):
+    old, new, said = BROKEN[what]
+    file = write_project(tmp_path, more="evaluate = { every_steps = 1 }\n")
+    text = file.read_text()
+    assert old in text
+    text = text.replace(old, new)
+    if what == "dlrm without numbers":
+        text = text.replace('"deepfm"', '"dlrm"').replace("hidden = [8]\n", "")
+    if what.startswith("candidates"):
+        text = text.replace('"deepfm"\ndim = 4', '"two_tower"\nitem = ["item"]\nuser = ["user"]\ndim = 4')
+    file.write_text(text)
+    status, out, _ = run("config", "check", str(file))
+    assert (status, said in out) == (1, True), out
+    assert run("config", "check", str(file), "--no-data")[0] == 0
+    status, _, err = run("train", "--config", str(file), "--quiet")
+    assert (status, f"monolith: {out}" in err) == (2, True), err
+    assert "learning" not in err  # it is refused before a pass over all the data
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_that_goes_on_is_not_checked_again(run, tmp_path, monkeypatch):
+    file = write_project(tmp_path)
+    checked = []
+    found = data_checks.task_problems
+    monkeypatch.setattr(data_checks, "task_problems", lambda *task: checked.append(1) or found(*task))
+    for _ in range(2):  # files that the first used up may be gone
+        assert run("train", "--config", str(file), "--steps", "2", "--quiet")[0] == 0
+        assert checked == [1]
+
+
+def test_a_check_opens_the_files_of_a_task_in_python(run, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from monolith.data import DataConfig\n"
+        "from monolith.train import Task\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Mine(Task):\n"
+        "    data: DataConfig\n"
+        "    rate: float = 0.5\n"
+        '    """How fast it learns. By default not very."""\n'
+        "    def dataset(self, mode):\n"
+        "        return self.data.source(batch_size=2)\n"
+        "    def model(self): ...\n"
+        "    def loss(self, outputs, batch): ...\n"
+    )
+    file = tmp_path / "run.toml"
+    file.write_text(f'[job]\ntask = "{tmp_path}/mine.py:Mine"\n[data]\npath = "{tmp_path}/none.csv"\n')
+    status, out, _ = run("config", "check", str(file))
+    assert (status, "no file matches" in out) == (1, True)
+    (tmp_path / "none.csv").write_text("a\n1\n")
+    assert run("config", "check", str(file))[0] == 0
+    file.write_text(file.read_text() + "[task]\nspeed = 1\n")
+    assert "speed" in run("config", "check", str(file))[1]
+
+    # The same task, explained
+    task = ("--task", f"{tmp_path}/mine.py:Mine")
+    listed = run("config", "explain", "task", *task)[1]
+    assert "task.rate                                How fast it learns. (default: 0.5)" in listed
+    assert "task.data.path" in listed
+    explained = run("config", "explain", "task.rate", *task)[1]
+    assert "How fast it learns. By default not very." in explained
+    assert "default:  0.5" in explained
+
+
+def test_the_keys_of_a_task_by_config_are_explained(run):
+    assert "default:  512" in run("config", "explain", "task.batch_size")[1]
+    listed = run("config", "explain", "task")[1]
+    for key in ("task.batch_size", "task.dense_rate", "task.scores"):
+        assert key in listed
+    status, _, err = run("config", "explain", "task.batch_siz")
+    assert (status, "task.batch_size" in err) == (2, True)
+
+
+def test_lists_show_defaults_and_whole_sentences(run):
+    line = run("config", "explain", "train.keep")[1].splitlines()[0]
+    assert line.endswith("besides exempt ones; 0 keeps all. (default: 10)")
+    for group in ("all", "model", "features", "labels", "task"):
+        lines = run("config", "explain", group)[1].splitlines()
+        listed = [line for line in lines if re.match(r" *[a-z_]+\.[\w.]+ {2,}", line)]
+        assert listed
+        for line in listed:
+            assert re.search(r"[.)`\"] \((default: .*|required)\)$", line), line
 
 
 @pytest.mark.parametrize("name", ["cluster.num_ps", "num_ps", "--cluster.num-ps"])

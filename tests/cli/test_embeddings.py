@@ -54,10 +54,29 @@ def test_a_file_has_id_embedding_and_step_of_each(
     table = pq.read_table(to)
     assert (said["items"], said["step"], table.num_rows) == (50, 10, 50)
     assert set(table.column_names) == {"id", "hash", "embedding", "step"}
-    assert {one.as_py() for one in table["id"]} == {f"item {n}".encode() for n in range(50)}
+    assert set(table["id"].to_pylist()) == {f"item {n}" for n in range(50)}
     assert {len(one) for one in table["embedding"].to_pylist()} == {4}
     assert set(table["step"].to_pylist()) == {10}
     assert [path.name for path in tmp_path.iterdir()] == ["items.parquet"]
+
+
+@pytest.mark.parametrize("fids", [False, True])
+def test_whole_numbers_stay_what_they_are_in_the_data(
+    tmp_path: Path, fids: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = TASK.replace('kind="string"', 'kind="int"').replace('f"item {n % 40 % 10}"', "n % 40 % 10")
+    code = code.replace('optional=("label",)', f'optional=("label",), fids={fids}')
+    (tmp_path / "likes.py").write_text(code.replace('f"item {n}"', "n"))
+    flags = [f"{tmp_path / 'likes.py'}:Likes", "--model-dir", str(tmp_path / "model"), "--quiet"]
+    assert main(["train", *flags, "--steps", "1", "--no-summaries"]) == 0
+    for to in ("items.parquet", "items.jsonl"):
+        assert main(["embeddings", *flags, "--to", str(tmp_path / to)]) == 0
+    capsys.readouterr()
+    table = pq.read_table(tmp_path / "items.parquet")
+    assert sorted(table["id"].to_pylist()) == list(range(50))
+    assert ("hash" in table.column_names) is fids
+    lines = [json.loads(line) for line in (tmp_path / "items.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == table["id"].to_pylist()
 
 
 def test_without_a_file_or_an_index_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,20 @@ def train(model_dir: Path, *flags: str) -> None:
 
 
 def follow(model_dir: Path, *flags: str) -> int:
-    return main(["evaluate", TASK, *SMALL, "--model-dir", str(model_dir), "--follow", "--quiet", *flags])
+    return main(
+        [
+            "evaluate",
+            TASK,
+            *SMALL,
+            "--model-dir",
+            str(model_dir),
+            "--follow",
+            "--quiet",
+            "--log-level",
+            "info",
+            *flags,
+        ]
+    )
 
 
 def lines(model_dir: Path) -> list[dict[str, Any]]:

@@ -234,3 +234,25 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
         process.stdout.close()  # before anything was written
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
+
+
+def test_a_command_may_open_as_many_files_as_its_user_may() -> None:
+    program = """
+import resource
+from monolith.cli.main import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+main(["config", "token", "--help"])
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+main(["data", "head", "/nowhere.jsonl"])
+print("limits", before, resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "limits (256, 4096) (4096, 4096)" in done.stdout
+
+
+def test_a_log_on_a_full_disk_does_not_change_the_exit_status() -> None:
+    with Path("/dev/full").open("w") as full:
+        process = warm.Popen(["-m", "monolith", "top", "/nowhere"], stderr=full)
+        assert process.wait(60) == 2

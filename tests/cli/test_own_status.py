@@ -38,11 +38,13 @@ def own(clock: Clocks | None = None, **settings: Any) -> OwnStatus:
 
 
 def trained(
+    *,
     rows: int = 7,
     traffic: Traffic | None = None,
     max_steps: int | None = None,
     read: Iterator[float] | None = None,
     standbys: str = "",
+    live: bool = True,
 ) -> Any:
     """A run in this process, as far as it is looked at."""
     stats = {"item": SimpleNamespace(rows=rows, bytes_total=70)}
@@ -51,7 +53,9 @@ def trained(
             model=SimpleNamespace(stats=lambda: stats),
             traffic=traffic,
             standbys=standbys,
+            live=live,
             config=TrainConfig(max_steps=max_steps),
+            data=SimpleNamespace(below=SimpleNamespace(trouble="the queue cannot be written")),
             fraction_read=lambda: None if read is None else next(read),
         ),
         barrier=LocalBarrier(1),
@@ -124,8 +128,16 @@ def test_a_worker_s_speed_lag_rows_and_checkpoint_are_known() -> None:
     assert (found.steps_per_s, found.examples_per_s) == (4.0, 40.0)
     assert (found.lag_seconds, found.rows, found.bytes) == (30.0, 7, 70)
     assert found.saved_at == 999_990.0
-    assert found.save_trouble == "the disk is full"
+    assert found.save_trouble == "the disk is full; the queue cannot be written"
     assert found.staleness is None  # there are no others
+
+
+def test_files_of_long_ago_are_not_behind() -> None:
+    status = own()
+    hook = status.watch_worker(trained(live=False))
+    hook.after_create(SimpleNamespace(step=100))
+    step(hook, 101, event_time=999_975)
+    assert status.status().lag_seconds is None
 
 
 def test_steps_of_others_between_two_of_this_worker_are_its_staleness() -> None:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 from monolith.cli.main import main
-from monolith.data import BatchSpec, MemorySource, Pipeline, Stream, format_of
+from monolith.data import BatchSpec, FileSource, MemorySource, Pipeline, Stream, format_of
 from monolith.feature import Batch, hash_strings
 from monolith.model import DeepFM
 from monolith.train import Mode, Task
@@ -26,6 +29,8 @@ class Shop(Task):
     """Two labels; to predict there is data with them, or without."""
 
     labelled: bool = True
+    path: str = ""
+    """A file to predict instead."""
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
         columns: dict[str, Any] = {
@@ -40,6 +45,8 @@ class Shop(Task):
         labels = {"click": ("click", 0), "like": ("like", 0)}
         optional = ["click", "like"] if mode is Mode.PREDICT else []
         spec = BatchSpec(ids=["user"], labels=labels, optional=optional, event_time=None)
+        if self.path:
+            return Pipeline(FileSource([self.path], format_of(self.path), batch_size=8)).to_batches(spec)
         return Pipeline(MemorySource(columns, batch_size=8)).to_batches(spec).prefetch(1)
 
     def model(self) -> nn.Module:
@@ -78,6 +85,54 @@ def test_raw_columns_are_passed_through_as_they_are(trained: str, tmp_path: Path
     assert [bytes(text).decode() for row in rows for text in row["user_id"]] == NAMES
     assert [row["price"] for row in rows] == [[number / 4] for number in range(40)]
     assert {len(row["prediction.click"]) for row in rows} == {1}
+
+
+def write_shop(path: Path) -> pa.Table:
+    """Write forty rows with ids of every kind, as other programs write them; CSV has no lists."""
+    table = pa.table(
+        {
+            "user": pa.array([number % 5 for number in range(40)], pa.int64()),
+            "user_id": pa.array([f"u_{number:02x}ä" for number in range(40)]),
+            "item_id": pa.array([number - 20 for number in range(40)], pa.int32()),
+            "big_id": pa.array([(1 << 64) - 1 - number for number in range(40)], pa.uint64()),
+            "price": pa.array([number / 10 for number in range(40)], pa.float64()),
+            "tags": pa.array([["a"] if number else ["b", "c"] for number in range(40)]),
+        }
+    )
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".csv":
+        table = table.drop(["tags"])
+        table.to_pandas().to_csv(path, index=False)
+    else:
+        table.to_pandas().to_json(path, orient="records", lines=True)
+    return table
+
+
+def read_lines(path: Path) -> pd.DataFrame:
+    return pd.DataFrame([json.loads(line) for line in path.read_text().splitlines()])
+
+
+READERS = {".parquet": pd.read_parquet, ".csv": pd.read_csv, ".jsonl": read_lines}
+
+
+@pytest.mark.parametrize("suffix", READERS)
+@pytest.mark.parametrize("of", READERS)
+def test_predictions_join_with_the_data_by_any_id(trained: str, tmp_path: Path, of: str, suffix: str) -> None:
+    data, to = tmp_path / f"data{of}", tmp_path / f"p{suffix}"
+    table = write_shop(data)
+    names = [name for name in table.column_names if name != "user" and (suffix != ".csv" or name != "tags")]
+    predict(trained, to, "--set", f"path={data}", "--columns", ",".join(names), "--quiet")
+    before, after = READERS[of](data), READERS[suffix](to)
+    for name in names:
+        if name == "tags":
+            assert [list(row) for row in before[name]] == [list(row) for row in after[name]]
+            continue
+        assert len(before.merge(after, on=name)) == 40, name
+    if of == suffix == ".parquet":
+        assert pq.read_schema(to).field("prediction.click").type == pa.float32()
+        for name in names:
+            assert pq.read_schema(to).field(name).type == table.schema.field(name).type
 
 
 def test_the_schema_is_the_same_with_and_without_labels(trained: str, tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
-"""`monolith profile`: traces of a job's processes, by the control server of each."""
+"""`monolith profile`: where the time of a job goes, asked of real jobs, and of control servers elsewhere."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run.config_files import write_project
+from serve.served_tasks import exported, trained
+from services import warm
 
-from monolith.cli.control import control_place
+from monolith.cli.control import control_place, tracer_of
 from monolith.cli.main import main
 from monolith.cli.own_status import OwnStatus
 from monolith.cluster.status import ProcessStatus, Role, StatusBoard
@@ -79,7 +84,7 @@ def test_a_process_that_cannot_do_it_says_why_and_the_others_go_on(job: Path, ca
     assert status == 1
     assert "path" in found["worker-0"]
     assert "takes no steps" in found["ps-0"]["error"]
-    assert "start it with --control" in found["ps-1"]["error"]
+    assert "without a control server; run `monolith profile` there" in found["ps-1"]["error"]
 
 
 def test_a_process_that_is_not_there_is_named_with_those_that_are(job: Path, capsys: Any) -> None:
@@ -95,6 +100,111 @@ def test_who_cannot_read_the_token_of_the_run_is_refused(job: Path, capsys: Any,
     assert "token" in found["ps-0"]["error"]
 
 
+# Jobs of this user, found without a flag
+
+SECONDS = 120.0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A folder of running jobs of its own, and an empty current folder."""
+    folder = tempfile.mkdtemp(prefix="jobs-")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+    monkeypatch.chdir(tmp_path)
+    yield
+    shutil.rmtree(folder)
+
+
+class Running:
+    """A command of Monolith in a process of its own, ended with the block."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = warm.Popen(["-m", "monolith", *words], stderr=warm.DEVNULL, stdout=warm.DEVNULL)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        assert self.process.wait(SECONDS) is not None
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str, processes: int = 1) -> list[dict[str, Any]]:
+    """Profile as soon as so many processes of the job can be asked."""
+    end = time.monotonic() + SECONDS
+    while True:
+        status = main(["profile", *words, "--seconds", "0.3", "--json"])
+        out, err = capsys.readouterr()
+        if status == 0 and len(found := json.loads(out)["profiles"]) == processes:
+            return found
+        assert time.monotonic() < end, (status, out, err)
+        time.sleep(0.2)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_training_is_profiled_by_its_model_dir_its_name_and_its_pid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_project(tmp_path)
+    with Running("train", "--config", str(config), "--epochs", "100000") as training:
+        (one,) = asked(capsys, str(tmp_path / "run"))
+        assert one["process"] == "worker-0"
+        assert one["pid"] == training.process.pid
+        assert Path(one["path"]).parent == tmp_path / "run" / "profile"
+        assert json.loads(Path(one["path"]).read_text())["traceEvents"]
+        main_thread = next(thread for thread in one["threads"] if thread["name"] == "MainThread")
+        assert main_thread["functions"][0]["own"] > 0
+        pid = str(training.process.pid)
+        (again,) = asked(capsys, pid, "--to", str(tmp_path / "mine"))
+        assert Path(again["path"]).parent == tmp_path / "mine"
+        assert main(["profile", "deepfm", "--seconds", "0.3"]) == 0
+        told = capsys.readouterr().out
+        assert "MainThread: " in told
+        assert "own  total  function" in told
+        assert main(["profile", "nonsense"]) == 2
+        assert f"Running now:\n  pid {pid}  worker-0  deepfm {tmp_path / 'run'}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("runtime")
+def test_all_processes_of_a_fleet_are_profiled_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_project(tmp_path)
+    words = ["--launch", "local", "--num-ps", "1", "--num-workers", "2", "--epochs", "100000"]
+    with Running("train", "--config", str(config), *words):
+        found = asked(capsys, str(tmp_path / "run"), processes=3)
+        assert {one["process"] for one in found} == {"worker-0", "worker-1", "ps-0"}
+        assert all(Path(one["path"]).is_file() for one in found)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_server_is_profiled_by_the_folder_that_it_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("uvicorn")
+    exported(trained(tmp_path / "run"), tmp_path / "out", step=3)
+    with Running("serve", str(tmp_path / "out"), "--http-port", "0", "--grpc-port", "0"):
+        (one,) = asked(capsys)  # the only job that runs
+        (one,) = asked(capsys, str(tmp_path / "out"))
+    assert one["process"] == "serve-0"
+    assert (
+        Path(one["path"]).parent == tmp_path / "profile"
+    )  # of the current folder: a server has no model_dir
+    assert any(thread["name"] == "MainThread" for thread in one["threads"])
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_job_that_does_not_run_and_a_process_that_is_none_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["profile", "999999999"]) == 2
+    assert "there is no process 999999999." in capsys.readouterr().err
+    assert main(["profile", "1"]) == 2
+    assert "process 1 " in capsys.readouterr().err
+    assert main(["profile", "/no/such/folder"]) == 2
+    assert "no job of this user here is called '/no/such/folder'" in capsys.readouterr().err
+
+
 # Where a process is controlled
 
 MLP = {
@@ -107,7 +217,7 @@ MLP = {
 
 
 def place(run: RunConfig, environ: dict[str, str] | None = None, *, asked: bool) -> str | None:
-    found = control_place(run, environ or {}, OwnStatus(run), asked=asked)
+    found = control_place(run, environ or {}, tracer_of(run, OwnStatus(run)), asked=asked)
     return None if found is None else found.address
 
 
@@ -122,7 +232,7 @@ def test_a_worker_that_mlp_started_is_controlled_at_its_mlp_port(tmp_path: Path)
     train = TrainConfig(model_dir=str(tmp_path))
     run = RunConfig(train=train, discovery=DiscoveryConfig(kind="mlp"))
     assert place(run, MLP, asked=False) == "10.0.0.7:2000"
-    found = control_place(run, MLP, OwnStatus(run), asked=False)
+    found = control_place(run, MLP, tracer_of(run, OwnStatus(run)), asked=False)
     assert found is not None
     assert found.security is not None
     assert found.security.token is not None  # others can reach it

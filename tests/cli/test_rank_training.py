@@ -70,7 +70,7 @@ class Struck:
             *("train", f"{self.folder}/mine.py:Struck", "--mode", "sync", "--model-dir", str(self.model_dir)),
             *("--set", "batches=36", "--set", f"folder={self.folder}", "--save-steps", "2"),
             *("--train.save.asynchronous", "false"),
-            *("--no-summaries", "--quiet", "--threads", "1", *flags),
+            *("--no-summaries", "--quiet", "--log-level", "info", "--threads", "1", *flags),
         ]
 
     def everything_once(self) -> bool:

@@ -64,6 +64,9 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "train.restore": ("train/*.py", "train/*/*.py", "checkpoint/*.py", "checkpoint/*/*.py"),
     "task": ("cli/task_config.py",),
     "data": ("data/config.py", "data/splitting.py"),
+    **dict.fromkeys(
+        ("data.kafka", "data.kafka.assignment"), ("data/kafka/config.py", "data/kafka/source.py")
+    ),
     "features": ("run/config.py",),
     "labels": ("run/config.py",),
     "examples": ("feature/spec/*.py", "data/spec_batches.py"),
@@ -452,7 +455,7 @@ def test_a_written_config_passes_its_check_and_trains(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     assert main(["config", "init", "--kind", kind, "--to", "run.toml"]) == 0
-    assert main(["config", "check", "run.toml"]) == 0
+    assert main(["config", "check", "run.toml", "--no-data"]) == 0
     capsys.readouterr()
     words = ["train", TASK, "--config", "run.toml", "--json", "--quiet", "--set", "batches=4"]
     if kind == "ps":

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -20,9 +21,10 @@ from services import warm
 from sync.delta_channels import Copy, SmallPublisher
 from sync.delta_channels import until as go_on_until
 
+from monolith.checkpoint import BestCheckpoint, write_best
 from monolith.cli.main import main, parse_options
 from monolith.cli.options.serve import ServeOptions
-from monolith.cli.serve import command_of, peers_of, serve_config
+from monolith.cli.serve import chosen_folder, chosen_text, command_of, peers_of, serve_config
 from monolith.cli.serve_shards import trainer_of
 from monolith.cluster import open_discovery_url
 from monolith.cluster.security import Guard
@@ -30,6 +32,7 @@ from monolith.errors import ConfigError, UnavailableError
 from monolith.serve import Predictor
 from monolith.serve.asking import open_asker
 from monolith.serve.exporting import ExportHow
+from monolith.serve.servable import list_versions
 from monolith.sync.channels import open_writer
 
 pytest.importorskip("grpc")
@@ -46,6 +49,71 @@ def servables(tmp_path_factory) -> Path:
     exported(config, folder / "later", step=6)
     exported(config, folder / "kept", step=6)
     return folder
+
+
+@pytest.fixture
+def evaluated(tmp_path) -> Path:
+    """A run that was exported twice, and whose earlier checkpoint is the best."""
+    config = trained(tmp_path / "run")
+    for step in (3, 6):
+        exported(config, tmp_path / "run" / "exported_models", step=step)
+    best = BestCheckpoint(name="model.ckpt-3", step=3, metric="click/auc", value=0.75)
+    write_best(str(tmp_path / "run"), best)
+    return tmp_path / "run"
+
+
+def chosen(*words: str) -> tuple[list[str], str]:
+    """Return the versions that a server begins with, and why, in words."""
+    options = parse_options("serve", list(words))
+    one = chosen_folder(options.folders[0], options)
+    versions = one.policy.wanted(list_versions(one.folder))
+    return versions, chosen_text(one, options, versions[-1]).strip(" ()")
+
+
+def test_the_best_version_is_served_where_the_run_was_evaluated(evaluated):
+    best = "the best by click/auc, 0.7500; --checkpoint latest serves the newest"
+    for folder in (evaluated, evaluated / "exported_models"):
+        assert chosen(str(folder)) == (["3"], best)
+        assert chosen(str(folder), "--checkpoint", "best") == (["3"], "--checkpoint best")
+        assert chosen(str(folder), "--checkpoint", "latest") == (["6"], "--checkpoint latest")
+        assert chosen(str(folder), "--checkpoint", "model.ckpt-6") == (["6"], "--checkpoint model.ckpt-6")
+        assert chosen(str(folder), "--version-policy", "all")[0] == ["3", "6"]
+    trainer = chosen(str(evaluated), "--follow", "grpc://127.0.0.1:1")
+    assert trainer == (["6"], "the newest, which the trainer continues")
+    assert chosen(str(evaluated / "exported_models" / "6"))[0] == ["6"]
+
+
+def test_another_best_is_served_as_soon_as_the_run_names_it(evaluated):
+    options = parse_options("serve", [str(evaluated)])
+    one = chosen_folder(str(evaluated), options)
+    assert one.policy.wanted(["3", "6"]) == ["3"]
+    better = BestCheckpoint(name="model.ckpt-6", step=6, metric="click/auc", value=0.76)
+    write_best(str(evaluated), better)
+    assert one.policy.wanted(["3", "6"]) == ["6"]
+
+
+def test_without_an_evaluation_or_an_export_of_the_best_the_newest_is_served(evaluated):
+    best = BestCheckpoint(name="model.ckpt-5", step=5, metric="click/auc", value=0.75)
+    write_best(str(evaluated), best)
+    versions, why = chosen(str(evaluated))
+    assert versions == ["6"]
+    assert why == f"the newest; the best, model.ckpt-5, is not exported: monolith export {evaluated}"
+    with pytest.raises(ConfigError, match="is of the best checkpoint of its run"):
+        chosen(str(evaluated), "--checkpoint", "best")
+    (evaluated / "best_checkpoint").unlink()
+    assert chosen(str(evaluated)) == (["6"], "the newest")
+
+
+def test_a_checkpoint_that_is_not_exported_is_refused_with_those_that_are(evaluated, capsys):
+    for words, says in (
+        (["--checkpoint", "77"], "no version in .* is of checkpoint 77; there are 3, 6"),
+        (["--checkpoint", "best", "--version-policy", "all"], "give one of them"),
+    ):
+        assert main(["serve", str(evaluated), *words]) == 2
+        assert re.search(says, capsys.readouterr().err)
+    shutil.rmtree(evaluated / "exported_models")
+    assert main(["serve", str(evaluated)]) == 2
+    assert f"monolith export {evaluated}" in capsys.readouterr().err
 
 
 class Server:
@@ -94,12 +162,25 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
     server = Server(str(root), "--http-port", "0", "--grpc-port", "0", "--poll", "0.05")
     try:
         assert "version 3" in server.said("model")
+        assert server.said("model").endswith("(the newest)")
         words = shlex.split(server.said("ask it"))
         assert words[:2] == ["monolith", "ask"]
         assert main([*words[1:], "--json"]) == 0  # the very line that it told us to type
         first = json.loads(capsys.readouterr().out)
         assert (first["version"], first["step"]) == ("3", 3)
         assert 0 < first["outputs"]["click"][0] < 1
+        about = json.loads(server.get(f"/v2/models/{first['model']}")[1])
+        shapes = {one["name"]: one["shape"] for one in about["inputs"]}
+        assert (shapes["item"], shapes["history"]) == ([-1], [-1, -1])  # one value, and a list
+        with open_asker(server.said("grpc")) as asker:
+            told = {one.name: list(one.shape) for one in asker._wire.inputs(first["model"], "")}
+        assert told == shapes
+        row = json.loads(words[words.index("--row") + 1])
+        for wrong, says in (({"item": [1, 2]}, "reads one value"), ({}, None)):
+            status = main(["ask", server.url, "--row", json.dumps(row | wrong), "--json"])
+            found = capsys.readouterr()
+            assert (status == 0) == (says is None)
+            assert says is None or says in found.err
         assert main(["ask", server.said("grpc"), *words[3:], "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["outputs"] == first["outputs"]
         (servables / "later" / "6").rename(root / "6")

@@ -52,6 +52,31 @@ def test_one_json_object_is_for_programs(tmp_path: Path, capsys: pytest.CaptureF
     assert (found["role"], found["index"], found["rows"]) == ("worker", 0, 5)
 
 
+def test_status_prints_the_job_once_with_failed_saves_and_the_window_without_a_standby(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = StatusBoard(str(tmp_path))
+    board.write(process(job="clicks", num_ps=60, step=1200))
+    for index in range(60):
+        board.write(process("ps", index, num_ps=60, state="serving"))
+    assert main(["status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 1 workers, 60 of 60 servers  step 1,200" in shown
+    assert "ps 59" in shown, "all of them: a script cannot scroll"
+    missing = "shard 3 has no standby for 12 s; its loss would go back to the checkpoint"
+    trouble = "saving fails, attempt 2 of 10, 0 bytes free: cannot write a: No space left on device"
+    board.write(process(num_ps=60, step=1300, save_trouble=trouble, standbys=missing))
+    assert main(["status", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert trouble in shown
+    assert missing in shown
+    assert main(["status", str(tmp_path), "--json"]) == 1
+    chief = next(one for one in json.loads(capsys.readouterr().out)["processes"] if one["role"] == "worker")
+    assert (chief["step"], chief["save_trouble"], chief["standbys"]) == (1300, trouble, missing)
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("how", ["--once", "--json"])
 def test_a_job_with_a_process_in_trouble_is_told_by_the_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str

@@ -71,6 +71,52 @@ def test_a_file_trains_evaluates_and_predicts_without_python(
     assert said(capsys)["run"] == str(tmp_path / "run")
 
 
+def test_quiet_commands_print_their_result_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_project(tmp_path, more="evaluate = { every_steps = 5 }\n"))
+    to = ["--to", str(tmp_path / "found.csv")]
+    for words, result in (
+        (["train", "--config", config, "--steps", "10"], "deepfm\n  ended "),
+        (["evaluate", "--config", config], "deepfm: "),
+        (["predict", "--config", config, *to], ""),
+        (["export", str(tmp_path / "run"), "--config", config], ""),
+        (["insight", str(tmp_path / "run"), "--config", config], None),
+    ):
+        assert main([*words, "--quiet"]) == 0
+        out, err = capsys.readouterr()
+        assert err == "", words
+        assert result is None or (out.startswith(result) and bool(out) == bool(result)), out
+    assert main(["train", "--config", config, "--steps", "1", "--quiet", "--log-level", "info"]) == 0
+    assert "INFO" in capsys.readouterr().err  # who asks for more gets it
+
+
+def test_a_run_warns_once_of_each_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_project(tmp_path, more="epochs = 3\nevaluate = { every_steps = 4 }\n")
+    config.write_text(
+        config.read_text()
+        .replace("[labels.click]", '[features.color]\nkind = "string"\n\n[labels.click]')
+        .replace('group = "user"', 'group = "user"\noptional = ["color"]')
+    )
+    header, *lines = (tmp_path / "clicks.csv").read_text().splitlines()
+    for number in range(0, len(lines), 20):  # no label, or no price
+        user, item, tags, price, when, click = lines[number].split(",")
+        if number % 40:
+            price = ""
+        else:
+            click = ""
+        lines[number] = ",".join([user, item, tags, price, when, click])
+    (tmp_path / "clicks.csv").write_text("\n".join([header, *lines]) + "\n")
+    assert main(["train", "--config", str(config), "--quiet", "--json"]) == 0
+    err = [line.partition(" WARNING ")[2] for line in capsys.readouterr().err.splitlines()]
+    *once, counted = err
+    assert sum("has no column 'color'" in line for line in once) == 1
+    assert sum("label 'click' is empty" in line for line in once) == 2  # the first one, and a count
+    assert sum("have no number in these features: price" in line for line in once) == 1
+    assert len(once) == 4
+    assert "warnings of one cause are shown once; there were" in counted
+
+
 def test_what_is_to_be_predicted_needs_no_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_project(tmp_path))
     assert main(["train", "--config", config, "--steps", "2", "--quiet", "--json"]) == 0
@@ -290,7 +336,8 @@ def test_a_feature_says_what_its_rows_begin_with_and_how_many_to_make_room_for(
         "initial_rows = 1000\n",
     )
     config.write_text(text)
-    assert main(["train", "--config", str(config), "--quiet", "--json", "--max-steps", "3"]) == 0
+    words = ["--quiet", "--json", "--max-steps", "3", "--log-level", "info"]
+    assert main(["train", "--config", str(config), *words]) == 0
     checkpoint = str(said(capsys)["checkpoint"])
     rows = [find_id(checkpoint, "item", item) for item in range(50)]
     met = [[segment.values for segment in row.segments] for row in rows if row.status == "found"]

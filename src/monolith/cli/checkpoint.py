@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from rich.table import Table
 from monolith import checkpoint, filesystem
 from monolith.checkpoint import original
 from monolith.checkpoint.offline.listing import is_named
-from monolith.checkpoint.offline.reading import Damage, SavedTables
+from monolith.checkpoint.offline.reading import Damage, SavedTables, size_of
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from monolith.feature import FeatureSpec
 
 SHOWN_VALUES = 8
+SHOWN_STATE = 80
+"""Characters of a part of plain values; a longer one is shown with --details."""
 SHOWN_TABLES = 3
 
 
@@ -167,22 +170,30 @@ def inspect(options: CheckpointInspectOptions) -> int:
 
 def show_row(prefix: str, options: CheckpointInspectOptions) -> int:
     assert options.id is not None
-    names = SavedTables(checkpoint.read_chain(prefix)).names
-    if options.table is None and len(names) != 1:
-        raise ConfigError(f"checkpoint inspect: --id needs --table, one of: {', '.join(names) or 'none'}")
-    found = checkpoint.find_id(prefix, options.table or names[0], options.id)
+    rows = checkpoint.find_value(prefix, options.id, feature=options.feature, table=options.table)
+    known = [row for row in rows if row.prefix is not None]
+    if len(known) > 1:
+        of = ", ".join(row.feature or row.table for row in known)
+        raise ConfigError(
+            f"checkpoint inspect: {options.id!r} has a row in each of {of}; choose one with --feature"
+        )
+    found = rows[0]
     if options.json:
-        print_json({"checkpoint": prefix, **asdict(found)})
+        print_json({"checkpoint": prefix, "value": options.id, **asdict(found)})
         return 0
     console = Console()
-    say(console, row_heading(prefix, found))
+    if not known and len(rows) > 1:
+        of = ", ".join(row.feature or row.table for row in rows)
+        say(console, f"{options.id} in {short(prefix)}: no row in any of {of}")
+        return 0
+    say(console, row_heading(prefix, found, options.id))
     if found.status == "found":
         console.print(row_table(found))
     return 0
 
 
-def row_heading(prefix: str, found: FoundRow) -> str:
-    whose = f"{found.table} {found.id} in {short(prefix)}"
+def row_heading(prefix: str, found: FoundRow, value: str) -> str:
+    whose = f"{found.table} {value}{'' if value == str(found.id) else f' (id {found.id})'} in {short(prefix)}"
     if found.prefix is None:
         return f"{whose}: no row, neither here nor in the checkpoints it continues"
     where = filesystem.base_name(found.prefix)
@@ -215,13 +226,20 @@ def show_contents(prefix: str, options: CheckpointInspectOptions) -> int:
     console = Console()
     say(console, contents_heading(found))
     if tables:
-        console.print(contents_table(tables))
-    if options.table is None:
+        console.print(contents_table(tables, details=options.details))
+    if options.table is None and options.details:
         show_rest(console, found, options.variables)
+    elif options.table is None:
+        for name, words in summary(found).items():
+            say(console, f"  {name:<9} {words}")
     for problem in found.problems:
         say(console, f"damaged: {problem}", style="red")
     if not found.problems:
-        say(console, "verified: all checksums match" if found.verified else "ok; --verify reads every byte")
+        more = "" if options.details else "; --details shows every variable, setting and position"
+        say(
+            console,
+            ("verified: all checksums match" if found.verified else "ok; --verify reads every byte") + more,
+        )
     return 1 if found.problems else 0
 
 
@@ -235,7 +253,64 @@ def contents_heading(found: Contents) -> str:
     return "\n".join(lines)
 
 
-def contents_table(tables: Iterable[TableContents]) -> Table:
+def summary(found: Contents) -> dict[str, str]:
+    """Return a line for each part of a checkpoint next to its tables."""
+    lines: dict[str, str] = {}
+    if found.variables:
+        weights = sum(math.prod(one.shape) for one in found.variables if one.same_as is None)
+        lines["dense"] = f"{weights:,} weights in {len(found.variables):,} variables"
+        lines["dense"] += f", and {found.training_tensors:,} tensors of optimizers" * bool(
+            found.training_tensors
+        )
+    for one in found.filters:
+        if one.kind != "none":
+            used = "" if one.cells is None else f", {one.cells:,} of {one.capacity:,} cells in use"
+            lines["filters"] = "; ".join(
+                filter(None, [lines.get("filters"), f"{one.table}: {one.kind}{used}"])
+            )
+    for name, value in found.states.items():
+        if name == checkpoint.FEATURES:
+            spec = checkpoint.saved_spec(found.prefix, value).to_dict()
+            lines["features"] = ", ".join(spec["features"])
+            lines["labels"] = ", ".join(spec["labels"])
+        else:
+            lines[name] = state_words(name, value)
+    return {name: words for name, words in lines.items() if words}
+
+
+def state_words(name: str, value: Any) -> str:
+    """Return what a person wants to know of one part of plain values."""
+    if name == "metrics" and isinstance(value, dict) and isinstance(value.get("set"), dict):
+        last = {metric: one.get("last") for metric, one in value["set"].items() if isinstance(one, dict)}
+        known = [f"{metric} {number:.4f}" for metric, number in last.items() if isinstance(number, float)]
+        return ", ".join(known) or f"{len(last)}, none of them over a whole window yet"
+    if name == "progress" and isinstance(value, dict) and "examples" in value:
+        skipped = f", {value['skipped']:,} skipped" if value.get("skipped") else ""
+        return f"{value['examples']:,} examples trained{skipped}"
+    if name == "position" and (file := _found(value, "file")) is not None:
+        return f"in {file}" + (f", round {rounds}" if (rounds := _found(value, "round")) else "")
+    text = json.dumps(plain(value))
+    return text if len(text) <= SHOWN_STATE else f"{len(text):,} characters"
+
+
+def _found(value: Any, key: str) -> Any:
+    """Return what a key has in nested tables: stages of a pipeline hold the position of their source."""
+    while isinstance(value, dict):
+        if key in value:
+            return value[key]
+        value = value.get("source")
+    return None
+
+
+def contents_table(tables: Iterable[TableContents], *, details: bool) -> Table:
+    if not details:
+        shown = new_table("", "table", ">rows", ">dim", ">changed", ">removed", ">size", "newest")
+        for one in tables:
+            changes = ("", "") if one.kind == "full" else (f"{one.changed or 0:,}", f"{one.removed or 0:,}")
+            newest = "" if one.newest_event_time is None else moment(one.newest_event_time)
+            dim = one.layout.partition(" ")[0]  # "9 values + 9 state (...)"
+            shown.add_row(one.name, f"{one.rows:,}", dim, *changes, decimal(one.bytes), newest)
+        return shown
     shown = new_table("", "table", ">rows", "holds", ">files", ">size", "newest", "a row")
     for one in tables:
         holds = "all"
@@ -306,17 +381,21 @@ def diff(options: CheckpointDiffOptions) -> int:
         if options.json:
             print_json({**asdict(found), "same": found.same})
         else:
-            show_difference(Console(), found, options.variables)
+            show_difference(Console(), found, options)
         return 0
 
     return guarded(f"{before} and {after}", options.json, work)
 
 
-def show_difference(console: Console, found: Difference, most: int) -> None:
+def show_difference(console: Console, found: Difference, options: CheckpointDiffOptions) -> None:
     names = [short(path) for path in (found.before, found.after)]
     if names[0] == names[1]:
         names = [found.before, found.after]
-    say(console, f"{names[0]} (step {found.steps[0]:,}) and {names[1]} (step {found.steps[1]:,})")
+    sizes = [decimal(size_of(path)) for path in (found.before, found.after)]
+    before, after = (
+        f"{name} (step {step:,}, {size})" for name, step, size in zip(names, found.steps, sizes, strict=True)
+    )
+    say(console, f"{before} and {after}")
     if found.same:
         say(console, "the two are identical, bit for bit")
         return
@@ -330,20 +409,39 @@ def show_difference(console: Console, found: Difference, most: int) -> None:
     for one in found.tables:
         if one.layout is not None:
             say(console, f"rows of {one.name}: {one.layout[0]}, then {one.layout[1]}")
-        if one.largest:
+        if one.largest and options.details:
             table = new_table(
                 f"{one.name}: moved furthest", ">id", ">distance", ">norm before", ">norm after"
             )
             for row in one.largest:
                 table.add_row(str(row.id), *(f"{n:.4g}" for n in (row.distance, row.before, row.after)))
             console.print(table)
+    if not options.details:
+        show_changes(console, found)
+        return
     if found.variables:
-        console.print(variable_changes(found.variables, most, found.variables_same))
+        console.print(variable_changes(found.variables, options.variables, found.variables_same))
     elif found.variables_same:
         say(console, f"{found.variables_same:,} dense variables are the same")
     for name, values in found.states.items():
         for label, value in zip(("before", "after"), values, strict=True):
             say(console, f"{name} {label}: {json.dumps(plain(value))}")
+
+
+def show_changes(console: Console, found: Difference) -> None:
+    """Say in a line each what differs next to tables."""
+    kinds = Counter(one.kind for one in found.variables)
+    if found.variables_same:
+        kinds["the same"] = found.variables_same
+    if kinds:
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        furthest = max(found.variables, key=lambda one: one.largest or 0.0, default=None)
+        by = f"; {furthest.name} by up to {furthest.largest:.4g}" if furthest and furthest.largest else ""
+        say(console, f"  dense     variables: {counts}{by}")
+    for name, values in found.states.items():
+        before, after = ("none" if value is None else state_words(name, value) for value in values)
+        say(console, f"  {name:<9} " + (before if before == after else f"{before}, then {after}"))
+    say(console, "--details shows the rows and variables that moved furthest, and positions in full")
 
 
 def variable_changes(changes: Sequence[VariableDifference], most: int, same: int) -> Table:

@@ -66,7 +66,7 @@ from monolith.cli.options.publish import (
 )
 from monolith.cli.options.serve import AskOptions, ServeOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
-from monolith.cli.options.top import TopOptions
+from monolith.cli.options.top import StatusOptions, TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
 from monolith.cli.options.ui import UiOptions
 
@@ -106,6 +106,7 @@ COMMANDS = {
     "freshness": Command(FreshnessOptions, "monolith.cli.freshness", positional=True),
     "export": Command(ExportOptions, "monolith.cli.export"),
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
+    "status": Command(StatusOptions, "monolith.cli.top", "status", positional=True),
     "ui": Command(UiOptions, "monolith.cli.ui", positional=True),
     "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
     "publish status": Command(PublishStatusOptions, "monolith.cli.publish", "status", positional=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -41,7 +42,7 @@ def init(options: ConfigInitOptions) -> int:
         raise ConfigError(f"cannot write {options.to}: it exists; remove it first, or choose another name")
     with filesystem.atomic_write(options.to) as file:
         file.write(text.encode())
-    _say(f"wrote {options.to}; check it with: monolith config check {options.to}")
+    _say(f"wrote {options.to}; name your task in it, then check it with: monolith config check {options.to}")
     return 0
 
 
@@ -71,7 +72,7 @@ def explain(options: ConfigExplainOptions) -> int:
     exact = {info.path: info for info in fields}
     alias = OLD_NAMES.get(name)
     if name in exact:
-        keys = _listed_by_type(name, typed_keys(name))
+        keys = _listed_by_type(name, typed_keys(name, options.task))
         _say("\n".join([_explained(exact[name]), *([""] if keys else []), *keys]))
     elif isinstance(alias, Renamed):
         _say(f"{name} is the old name of {alias.path}.\n\n{_explained(exact[alias.path])}")
@@ -82,7 +83,7 @@ def explain(options: ConfigExplainOptions) -> int:
     elif name in moved_fields():
         place = moved_fields()[name]
         _say(f"{name} is {place}." if isinstance(place, str) else f"{name} is gone: {place.reason}.")
-    elif (said := _explained_by_type(name, exact)) is not None:
+    elif (said := _explained_by_type(name, exact, options.task)) is not None:
         _say(said)
     else:
         group = [info for info in fields if name == "all" or info.path.startswith(f"{name}.")]
@@ -95,16 +96,21 @@ def explain(options: ConfigExplainOptions) -> int:
 def check(options: ConfigCheckOptions) -> int:
     """Name everything for which `monolith train` would refuse a file; status 1 if there is something."""
     warnings: list[str] = []
+    problems: list[str] = []
     try:
-        check_run(read_run(options.file, {}, warn=warnings.append))
+        run = read_run(options.file, {}, warn=warnings.append)
+        check_run(run)
+        if not options.no_data and run.job.task:  # else the task is named when training starts
+            from monolith.cli.task_config import make_task
+            from monolith.run.data_checks import task_problems
+
+            problems = [str(error) for error in task_problems(make_task(run, options.file), run)]
     except ConfigError as error:
-        problem = str(error)
-    else:
-        problem = ""
+        problems = [str(error)]
     for warning in warnings:
         _say(f"warning: {warning}")
-    _say(problem or f"{options.file}: no problems")
-    return 1 if problem else 0
+    _say("\n".join(problems) or f"{options.file}: no problems")
+    return 1 if problems else 0
 
 
 def show(options: ConfigShowOptions) -> int:
@@ -120,7 +126,7 @@ def _explained(info: FieldInfo) -> str:
     ]
     facts = {
         "type": info.type_text,
-        "default": "(required)" if info.default is MISSING else info.default_text or "(empty)",
+        "default": _default(info),
         "flag": flag_name(info.path),
         "variable": variable_name("MONOLITH", info.path),
         "old name": ", ".join(old),
@@ -134,14 +140,20 @@ def _paragraph(path: str, doc: str, facts: Mapping[str, str]) -> str:
 
 
 def _listed(info: FieldInfo) -> str:
-    return _line(info.path, info.doc)
+    return _line(info.path, info.doc, _default(info))
 
 
-def _line(path: str, doc: str) -> str:
-    return f"{path:<40} {textwrap.shorten(doc, 80, placeholder=' ...')}"
+def _line(path: str, doc: str, default: str) -> str:
+    """One line for each key, however long: the first sentence of its text is never cut."""
+    first = re.split(r"(?<=[.])\s+(?=[A-Z])", " ".join(doc.split()), maxsplit=1)[0]
+    return f"{path:<40} {first} (default: {default})".replace("(default: (required))", "(required)")
 
 
-def _explained_by_type(name: str, exact: Collection[str]) -> str | None:
+def _default(info: FieldInfo) -> str:
+    return "(required)" if info.default is MISSING else info.default_text or "(empty)"
+
+
+def _explained_by_type(name: str, exact: Collection[str], task: str | None) -> str | None:
     """What a key does whose table is of a type, such as model.dim or features.user.kind; or the keys of a
     table. None where it is of no such table.
 
@@ -149,7 +161,7 @@ def _explained_by_type(name: str, exact: Collection[str]) -> str | None:
         ConfigError: There is no such key.
     """
     group, _, rest = name.partition(".")
-    if group not in exact or not (keys := typed_keys(group)):
+    if group not in exact or not (keys := typed_keys(group, task)):
         return None
     table = f"{group}.{rest.partition('.')[0]}" if group in BY_NAME else group
     key = name.removeprefix(table).removeprefix(".")
@@ -178,7 +190,10 @@ def _listed_by_type(table: str, keys: Sequence[TypedKey]) -> list[str]:
     return [
         line
         for of, inside in itertools.groupby(keys, lambda one: one.of)
-        for line in (f"{of}:", *(f"  {_line(f'{table}.{one.name}', one.doc)}" for one in inside))
+        for line in (
+            f"{of}:",
+            *(f"  {_line(f'{table}.{one.name}', one.doc, one.default_text)}" for one in inside),
+        )
     ]
 
 

@@ -1,8 +1,9 @@
 """What lets an operator reach a process of a run: halt, resume and save at the chief, profile everywhere.
 
-A process is reached by its control server, and found by what it says of itself in status/ of the model_dir.
-There is one where --control asks for it, and where MLP started the process: a worker then has it at its
-MLP_PORT, so that those who help the run see whether the chief lives.
+On its own machine its user can profile every process, see `monolith.cli.profile`. From other machines a
+process is reached by its control server, and found by its file in status/ of the model_dir. It has one if
+--control asks for it, and if MLP started the process: a worker then has it at its MLP_PORT, so that processes
+that help the run see whether the chief lives.
 """
 
 from __future__ import annotations
@@ -37,8 +38,16 @@ class ControlPlace:
     tracer: Tracer
 
 
+def tracer_of(run: RunConfig, status: OwnStatus) -> Tracer:
+    """Return what records the traces of this process, for all callers: torch records one at a time."""
+    cluster, model_dir = run.cluster, run.train.model_dir
+    steps = (lambda: status.status().step or 0) if cluster.role == "worker" else None
+    folder = filesystem.join(model_dir, FOLDER) if model_dir else ""
+    return Tracer(folder, f"{cluster.role}_{cluster.index}", steps=steps)
+
+
 def control_place(
-    run: RunConfig, environ: Mapping[str, str], status: OwnStatus, *, asked: bool
+    run: RunConfig, environ: Mapping[str, str], tracer: Tracer, *, asked: bool
 ) -> ControlPlace | None:
     """Return where this process is to be controlled; None where nobody wants that.
 
@@ -52,8 +61,6 @@ def control_place(
     if not model_dir or not (asked or by_mlp):
         return None
     cluster = run.cluster
-    steps = (lambda: status.status().step or 0) if cluster.role == "worker" else None
-    tracer = Tracer(filesystem.join(model_dir, FOLDER), f"{cluster.role}_{cluster.index}", steps=steps)
     security = run.security if is_guarded(run.security) else None
     if not by_mlp:
         return ControlPlace(ANY_PORT, security, tracer)

@@ -6,9 +6,11 @@ The format is told by the name of a file where it can be, and otherwise by `--fo
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -24,9 +26,9 @@ from monolith.cli.options.data_files import (
     DataValidateOptions,
 )
 from monolith.data import Chunk, Format, Records
-from monolith.data.formats import CsvFormat, format_of
-from monolith.data.records import known_columns, not_finite
-from monolith.data.statistics import Statistics
+from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat, format_of
+from monolith.data.records import infinite_rows, known_columns
+from monolith.data.statistics import ColumnStatistics, Statistics
 from monolith.errors import ConfigError, CorruptFileError, DataError, MissingExtraError
 from monolith.observe import progress
 from monolith.tensors import RaggedTensor
@@ -64,31 +66,51 @@ def stats(options: DataStatsOptions) -> int:
     """Count what each column of some files holds."""
     paths = expanded(options.paths)
     statistics = Statistics()
-    for _, chunk in read(paths, options.format, options.columns, "Counting"):
-        statistics.add(chunk.records)
+    bad = 0
+    for path, form, chunk in read(paths, options.format, options.columns, "Counting"):
+        bad += len(chunk.bad)
+        statistics.add(chunk.records, form.times(path) if isinstance(form, ParquetFormat) else ())
     if options.plot is not None:
         plot(statistics, options.plot)
     if options.json:
         sys.stdout.write(json.dumps(statistics.to_json(), indent=2) + "\n")
         return 0
     table = Table(box=box.SIMPLE_HEAD, title=f"{statistics.records:,} records", title_justify="left")
-    for heading in ("column", "kind", "filled", "per record", "most", "distinct", "low", "mean", "high"):
+    headings = ("column", "kind", "missing", "values per record", "distinct", "min", "mean", "max")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading in ("column", "kind") else "right")
     for name, column in sorted(statistics.columns.items()):
-        share = column.filled / max(statistics.records, 1)
+        each = column.values / max(statistics.records, 1)
         table.add_row(
             name,
-            column.kind,
-            f"{share:.1%}",
-            f"{column.values / max(statistics.records, 1):.2f}",
-            f"{column.most:,}",
-            f"{len(column.distinct):,}",
-            *("" if column.kind == "ids" else f"{n:.4g}" for n in (column.low, column.mean, column.high)),
+            "integers" if column.kind == "ids" else column.kind,
+            f"{1 - column.filled / max(statistics.records, 1):.1%}",
+            f"{each:.2f}, at most {column.most:,}" if column.most > 1 else f"{each:.2f}",
+            f"{'' if column.distinct.is_exact else 'about '}{len(column.distinct):,}",
+            *(described(column, number) for number in (column.span.low, column.span.mean, column.span.high)),
         )
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width
+        console.width = max(console.width, 140)
+    console.print(table)
+    if bad:
+        console.print(f"{bad:,} malformed records are not counted; `monolith data validate` says which")
+    if any(not column.distinct.is_exact for column in statistics.columns.values()):
+        console.print("about: estimated within one percent")
     if options.plot is not None:
         Console(stderr=True).print(f"drawn to {options.plot}")
     return 0
+
+
+def described(column: ColumnStatistics, number: float) -> str:
+    """Return the least, mean or greatest of a column: a number, a time, or the length of a text."""
+    if not math.isfinite(number):
+        return ""
+    if column.kind == "times":
+        return f"{datetime.fromtimestamp(number, UTC):%Y-%m-%d %H:%M:%S}"
+    if column.kind == "strings":
+        return f"{number:.3g} bytes"
+    return f"{number:,.0f}" if column.kind == "ids" and number == int(number) else f"{number:,.6g}"
 
 
 def convert(options: DataConvertOptions) -> int:
@@ -100,7 +122,7 @@ def convert(options: DataConvertOptions) -> int:
         raise ConfigError(f"data convert: {options.to} is both input and output")
     written = bad = 0
     with format_of(options.to, options.to_format).writer(options.to) as file:
-        for _, chunk in read(paths, options.format, options.columns, "Converting"):
+        for _, _, chunk in read(paths, options.format, options.columns, "Converting"):
             bad += len(chunk.bad)
             if len(chunk.records):
                 file.write(chunk.records)
@@ -116,9 +138,10 @@ def convert(options: DataConvertOptions) -> int:
 
 
 def validate(options: DataValidateOptions) -> int:
-    """Read files to their end and say what is wrong with them; 1 where something is."""
+    """Read files to their end and say what is wrong with them; 1 where something is. A column whose type may
+    be a mistake is noted: it is good data if it is meant."""
     console = Console()
-    records = wrong = 0
+    records = wrong = notes = 0
 
     def tell(fault: str) -> None:
         nonlocal wrong
@@ -131,14 +154,17 @@ def validate(options: DataValidateOptions) -> int:
         for path in paths:
             first, before = 0, records + wrong
             try:
-                kind = format_of(path, options.format)
-                if isinstance(kind, CsvFormat):
-                    for odd in kind.odd_values(path):
-                        tell(f"{path}: {odd}")
+                kind = thorough(format_of(path, options.format))
+                for odd in kind.odd_values(path) if isinstance(kind, CsvFormat) else ():
+                    if odd.is_slip:
+                        tell(f"{path}: {odd.text}")
+                    else:
+                        notes += 1
+                        console.print(f"note: {path}: {odd.text}", highlight=False, soft_wrap=True)
                 for chunk in bar.watched(path, kind.chunks(path)):
                     for one in chunk.bad:
                         tell(f"{path}: {one.reason}")
-                    found = list(not_numbers(chunk.records))
+                    found = list(infinities(chunk.records))
                     for number, what in found:
                         tell(f"{path}: record {first + number}: {what}")
                     first += len(chunk.records)
@@ -149,16 +175,17 @@ def validate(options: DataValidateOptions) -> int:
                 tell(f"{path}: the file is empty: it has no records")
     if wrong > options.most:
         console.print(f"... and {wrong - options.most:,} more")
-    console.print(f"{records:,} good records, {wrong:,} faults")
+    more = f", {notes:,} note{'' if notes == 1 else 's'}" if notes else ""
+    console.print(f"{records:,} good records, {wrong:,} faults{more}")
     return 1 if wrong else 0
 
 
-def not_numbers(records: Records) -> Iterator[tuple[int, str]]:
-    """Yield which records have a float that is NaN or infinite, from 0, and in which column."""
+def infinities(records: Records) -> Iterator[tuple[int, str]]:
+    """Yield which records have an infinite float, from 0, and in which column."""
     for name in records.columns:
-        for number in not_finite(records[name]).nonzero().squeeze(1).tolist():
+        for number in infinite_rows(records[name]).nonzero().squeeze(1).tolist():
             values = records.slice(number, number + 1)[name].flat_values
-            yield number, f"column {name!r} is {values[~values.isfinite()][0].item()}"
+            yield number, f"column {name!r} is {values[values.isinf()][0].item()}"
 
 
 # Reading
@@ -177,14 +204,19 @@ def expanded(patterns: Sequence[str]) -> list[str]:
 
 def read(
     paths: Sequence[str], kind: str | None, columns: Sequence[str], label: str
-) -> Iterator[tuple[Format, Chunk]]:
-    """Yield the chunks of files, one after another, with progress."""
+) -> Iterator[tuple[str, Format, Chunk]]:
+    """Yield the chunks of files, one after another, with their path and format, and progress."""
     with FilesBar(paths, label) as bar:
         for path in paths:
-            format_ = format_of(path, kind)
+            format_ = thorough(format_of(path, kind))
             for chunk in bar.watched(path, format_.chunks(path, columns=list(columns) or None)):
                 check_columns(chunk, columns, format_, path)
-                yield format_, chunk
+                yield path, format_, chunk
+
+
+def thorough(form: Format) -> Format:
+    """Return a format that gets types from all of a file: whole numbers may be followed by others."""
+    return form.inferring(sys.maxsize) if isinstance(form, CsvFormat | JsonLinesFormat) else form
 
 
 class FilesBar(ExitStack):

@@ -23,7 +23,7 @@ from monolith import filesystem
 from monolith.cli.data_service import dispatcher_answers, show_dispatched, told_to_stop
 from monolith.cli.extra_workers import extra_data_workers
 from monolith.cli.own_status import OwnStatus
-from monolith.cli.task_config import say
+from monolith.cli.task_config import say, warn
 from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, locator
 from monolith.cluster.run_token import TOKEN_FILE, read_token, run_security, shared_security, user_security
 from monolith.cluster.security import SecurityConfig, derive_token, guard_caller, guard_listener
@@ -243,7 +243,7 @@ def served_task(
     service = run.data_service
     if run.cluster.role != "worker" or service is None or not service.enabled:
         if run.cluster.role == "worker" and run.discovery.kind == "mlp" and environ.get("MLP_DISPATCHER_NUM"):
-            say(
+            warn(
                 "MLP has started a data service, and this run does not read from it; to use it set "
                 "data_service.enabled (--dataset_use_dataservice)"
             )

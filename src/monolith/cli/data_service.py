@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.options.security import SecurityOptions, guard_of, limits_of, security_of
+from monolith.cli.profile import profiled_by_user
 from monolith.cli.stop_signals import STOP_SIGNALS
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
 
@@ -59,6 +60,7 @@ def dispatcher(options: DataDispatcherOptions) -> int:
     guard = data_guard(options.security, options.host, os.environ)
     with ExitStack() as open_things:
         stop = open_things.enter_context(told_to_stop(os.environ))
+        open_things.enter_context(profiled_by_user("dispatcher-0", os.environ, name="data dispatcher"))
         running = open_things.enter_context(
             Dispatcher(
                 config,
@@ -127,6 +129,7 @@ def worker(options: DataWorkerOptions) -> int:
     patience = timedelta(seconds=options.patience)
     with ExitStack() as open_things:
         stop = open_things.enter_context(told_to_stop(os.environ))
+        open_things.enter_context(profiled_by_user("data_worker-0", os.environ, name="data worker"))
         where = dispatcher_address(options, open_things)
         if not dispatcher_answers(where, patience, stop):
             return 0

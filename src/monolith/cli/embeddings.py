@@ -12,10 +12,9 @@ from monolith.cli.ann_index import LIBRARIES, chosen_library, index_recall
 from monolith.cli.evaluation import ReadingBar, settled
 from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.task_config import load_reading, say
-from monolith.data import Records, Stream, keep_columns
-from monolith.data.formats import ParquetFormat
+from monolith.data import Records, Stream, format_of, keep_columns
 from monolith.errors import ConfigError
-from monolith.feature import Batch, IdFeature
+from monolith.feature import Batch, ColumnKind, IdFeature
 from monolith.tensors import RaggedTensor
 from monolith.train import Candidates, Task, Trainer
 
@@ -29,7 +28,8 @@ def run(options: EmbeddingsOptions) -> int:
     library = chosen_library(options.library) if options.index else None
     task, config = load_reading(options)
     checkpoint, step, why = settled(config)
-    column = text_column(task)
+    kind = format_of(options.to or "", None if (options.to or "").endswith(".jsonl") else "parquet")
+    column = id_column(task)
     with ReadingBar(options, "Embedding") as shown:
 
         def on_open(data: Stream[Batch]) -> None:
@@ -51,7 +51,7 @@ def run(options: EmbeddingsOptions) -> int:
         "items": len(found),
     }
     if options.to:
-        with ParquetFormat(single=("id", "hash", "step")).writer(options.to) as file:
+        with kind.writer(options.to) as file:
             file.write(to_records(found, step, column))
         said["file"] = options.to
     status = 0
@@ -76,23 +76,30 @@ def run(options: EmbeddingsOptions) -> int:
     return status
 
 
-def text_column(task: Task) -> str | None:
-    """Return the column with the ids of items as texts; None where they are numbers, or nothing says."""
+def id_column(task: Task) -> str | None:
+    """Return the column with the ids of items as the data has them; None where nothing says."""
     model = task.model()
     spec, name = getattr(model, "spec", None), getattr(model, "item_id", None)
     feature = None if spec is None or name is None else spec.features.get(name)
-    if not isinstance(feature, IdFeature) or feature.kind != "string":
-        return None
-    return feature.column or name
+    return (feature.column or name) if isinstance(feature, IdFeature) else None
 
 
 def to_records(found: Candidates, step: int, column: str | None) -> Records:
     """Return a record for each candidate: what it is called, its embedding, and the step that it is of."""
     count, width = found.vectors.shape
     ids = one_each(found.ids)
-    named = {"id": ids} if column is None else {"id": found.raw[column], "hash": ids}
+    named = {"id": ids}
+    kinds = {name: ColumnKind("int64") for name in ("id", "hash", "step")}
+    if column is not None and column in found.raw:
+        named = {"id": found.raw[column]}
+        kinds["id"] = found.raw_kinds.get(column, kinds["id"])
+        # Whole numbers are their own ids, unless they carry a slot; `hash` is what an index answers with.
+        if named["id"].dtype is not torch.int64 or not torch.equal(named["id"].flat_values, found.ids):
+            named["hash"] = ids
     vectors = RaggedTensor.from_row_lengths(found.vectors.cpu().reshape(-1), torch.full((count,), width))
-    return Records(count, {**named, "embedding": vectors, "step": one_each(torch.full((count,), step))})
+    columns = {**named, "embedding": vectors, "step": one_each(torch.full((count,), step))}
+    kinds["embedding"] = ColumnKind("float", single=False)
+    return Records(count, columns, kinds={name: kinds[name] for name in columns})
 
 
 def one_each(values: torch.Tensor) -> RaggedTensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -23,6 +24,7 @@ from monolith.checkpoint import checkpoint_exists, named_checkpoint, read_best, 
 from monolith.cli.following import follow
 from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
+from monolith.cli.profile import profiled_by_user
 from monolith.cli.task_config import load_reading, say
 from monolith.data import (
     Format,
@@ -53,7 +55,10 @@ def evaluate(options: EvaluateOptions) -> int:
     if options.follow:
         return follow(options, task, config, lambda: ReadingBar(options, "Evaluating"))
     checkpoint, step, why = settled(config)
-    with ReadingBar(options, "Evaluating") as shown:
+    with (
+        ReadingBar(options, "Evaluating") as shown,
+        profiled_by_user("evaluate-0", os.environ, name=task.name),
+    ):
         found = Trainer(task, config).evaluate(
             steps=options.steps,
             checkpoint=checkpoint,
@@ -90,6 +95,7 @@ def predict(options: PredictOptions) -> int:
     checkpoint, step, why = settled(config)
     examples = 0
     with ExitStack() as open_things:
+        open_things.enter_context(profiled_by_user("predict-0", os.environ, name=task.name))
         shown = open_things.enter_context(ReadingBar(options, "Predicting"))
         file: RecordWriter | None = None
         columns = [name for given in options.columns for name in given.split(",") if name]
@@ -174,7 +180,7 @@ def to_records(batch: Batch, predictions: Mapping[str, Tensor], columns: Sequenc
     wanted = [name for name in ids.names if name not in raw and (name.startswith(LINE_ID) or name in columns)]
     shared = {name for name, alone in zip(ids.names, ids.shared, strict=True) if alone and name in wanted}
     passed = {name: raw[name] if name in raw else ids[name] for name in [*columns, *wanted]}
-    return Records(len(batch), {**made, **passed}, frozenset(shared))
+    return Records(len(batch), {**made, **passed}, frozenset(shared), kinds=batch.raw_kinds)
 
 
 def column_of(kind: str, head: str) -> str:

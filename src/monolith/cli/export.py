@@ -14,9 +14,9 @@ from typing import Any, get_args
 from monolith import filesystem
 from monolith.cli.evaluation import settled
 from monolith.cli.options.export import ExportOptions
-from monolith.cli.options.train import EvaluateOptions, TrainOptions
-from monolith.cli.task_config import load_reading_run, say
-from monolith.errors import ConfigError, MonolithError
+from monolith.cli.options.train import EvaluateOptions
+from monolith.cli.task_config import load_reading_run, say, train_options, warn
+from monolith.errors import ConfigError
 from monolith.observe import Progress, progress
 from monolith.observe.progress import describe_bytes
 from monolith.run import RunConfig
@@ -52,7 +52,7 @@ def run(options: ExportOptions) -> int:
                 factory=FACTORY if options.as_module else None,
                 arguments=module_arguments(options, settings),
                 warm_up=not options.no_warm_up,
-                say=say,
+                say=warn,
             )
         )
         shown: Progress | None = None
@@ -134,18 +134,6 @@ def as_trained(options: ExportOptions, command: str = "export") -> ExportOptions
         )
     say(f"the task is as {options.run} was trained: {trained.task or trained.config}")
     return replace(options, task=trained.task, config=trained.config, set=(*trained.set, *options.set))
-
-
-def train_options(command: Sequence[str]) -> TrainOptions | None:
-    """Return the options of a recorded command line; None where it is no `monolith train`."""
-    from monolith.cli.main import parse_options, shared_parser, split_command
-
-    try:
-        name, flags = split_command(shared_parser().parse_known_args(list(command)[1:])[1])
-        found = parse_options(name, flags, list(command)[1:]) if name == "train" else None
-    except (MonolithError, SystemExit, IndexError):
-        return None
-    return found if isinstance(found, TrainOptions) else None
 
 
 def reading_options(options: ExportOptions) -> EvaluateOptions:

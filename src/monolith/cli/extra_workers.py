@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from monolith.cli.launching import without_flags
-from monolith.cli.task_config import say
+from monolith.cli.task_config import warn
 from monolith.cli.train_report import MARK
 from monolith.cluster import MLPEnv
 from monolith.cluster.launch import Member
@@ -56,7 +56,7 @@ def extra_data_workers(
             members, output=sys.stderr, grace=GRACE, restarts=run.failover.max_retries, events=events
         )
         if outcome.failed is not None:
-            say(f"{outcome.text}; this worker goes on with what other data workers read")
+            warn(f"{outcome.text}; this worker goes on with what other data workers read")
 
     thread = threading.Thread(target=look_after, name="extra-data-workers")
     thread.start()

@@ -91,6 +91,8 @@ def launch(options: TrainOptions, environ: Mapping[str, str]) -> int:
             )
     if report.found is not None:
         write_report(report.found, options, {})
+        if report.found.get("save_trouble") and not run.train.save.ignore_errors:
+            return 2  # the report has said it, in its last line
     if outcome.status:
         sys.stderr.write(f"monolith: {outcome.text}\n{how_to_go_on(options, run.train.model_dir)}\n")
     return outcome.status

@@ -24,8 +24,8 @@ from monolith import __version__
 from monolith.cli.commands import COMMANDS
 from monolith.cli.options.flag_values import check_flags
 from monolith.cli.options.run_flags import split_run_flags
-from monolith.cli.own_code import describe_own_error
 from monolith.errors import ConfigError, MonolithError, RetryableError
+from monolith.observe.own_code import describe_own_error
 
 TRACEBACK = "--traceback"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -75,9 +75,10 @@ def answer(words: Sequence[str]) -> int:
             raise
         said = own if TRACEBACK in words else f"{own} ({TRACEBACK} shows the whole traceback)"
         found = error
-    if TRACEBACK in words:
-        traceback.print_exception(found)
-    sys.stderr.write(f"monolith: {said}\n")
+    with suppress(OSError):  # a log on the disk that is full must not change the exit status
+        if TRACEBACK in words:
+            traceback.print_exception(found)
+        sys.stderr.write(f"monolith: {said}\n")
     return let_down_status(words) if isinstance(found, RetryableError) else 2
 
 
@@ -101,7 +102,9 @@ def run(argv: Sequence[str]) -> int:
 
     from monolith import observe
 
-    observe.configure_logging(shared.log_level, json=shared.json_logs)
+    quiet = getattr(options, "quiet", False)
+    observe.configure_logging(shared.log_level or ("warning" if quiet else "info"), json=shared.json_logs)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells standard error of every start
     observe.install_stack_dump()
     raise_file_limit()
     if is_rank_of_mpi():
@@ -109,7 +112,10 @@ def run(argv: Sequence[str]) -> int:
 
         abort_on_exception(os.environ)
     command = COMMANDS[name]
-    status: int = getattr(importlib.import_module(command.module), command.function)(options)
+    try:
+        status: int = getattr(importlib.import_module(command.module), command.function)(options)
+    finally:
+        observe.say_repeats()
     return status
 
 
@@ -135,7 +141,7 @@ def shared_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"monolith {__version__}")
     parser.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="info", help="how much to log; default: info"
+        "--log-level", choices=LOG_LEVELS, help="how much to log; default: info, with --quiet warning"
     )
     parser.add_argument("--json-logs", action="store_true", help="log one JSON object per line")
     parser.add_argument(TRACEBACK, action="store_true", help="print the traceback of an error")

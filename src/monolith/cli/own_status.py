@@ -101,6 +101,7 @@ class OwnStatus:
 
     def watch_worker(self, local: LocalRun) -> Hook:
         """Return what counts the steps of an attempt to train, which is looked at from now on."""
+        from monolith.data.layers import data_trouble
         from monolith.train.hooks.reports.outlook import Outlook
         from monolith.train.hooks.reports.step_counts import StepCountsHook
         from monolith.train.publishing.hold_file import describe_publishing
@@ -113,6 +114,7 @@ class OwnStatus:
             timer=self._timer,
         )
         counts = StepCountsHook(outlook.begin)
+        live = local.session.live
         rates, bytes_rates = Rates(clock=self._timer), Rates(clock=self._timer)
         moved: list[float] = [0, self._timer()]  # the steps when there was last one more, and when that was
 
@@ -126,13 +128,16 @@ class OwnStatus:
             received, sent = _wire_rates(bytes_rates, local.session.traffic)
             rows, memory = (None, None) if self._distributed else _tables(local)
             ahead = outlook.look(counts.step) if counts.steps and counts.step is not None else None
+            troubles = ["" if local.save is None else local.save.trouble, data_trouble(local.session.data)]
             return replace(
                 status,
                 state=_worker_state(counts, local, now - moved[1]),
                 step=counts.step,
                 examples_per_s=grown.get("examples"),
                 steps_per_s=grown.get("steps"),
-                lag_seconds=max(status.time - counts.event_time, 0.0) if counts.event_time > 0 else None,
+                lag_seconds=max(status.time - counts.event_time, 0.0)
+                if live and counts.event_time > 0
+                else None,
                 staleness=self._staleness(grown),
                 rows=rows,
                 bytes=memory,
@@ -141,7 +146,7 @@ class OwnStatus:
                 data_read=None if ahead is None else ahead.data_read,
                 seconds_left=None if ahead is None else ahead.seconds_left,
                 saved_at=None if local.save is None else local.save.saved_at,
-                save_trouble="" if local.save is None else local.save.trouble,
+                save_trouble="; ".join(filter(None, troubles)),
                 publishing="" if local.publish is None else describe_publishing(local.publish.standing),
                 standbys=local.session.standbys,
             )

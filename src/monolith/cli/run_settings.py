@@ -10,6 +10,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from monolith.checkpoint import start_named
+from monolith.checkpoint.folder.state_files import absolute_path
 from monolith.cli.options.train import TrainOptions
 from monolith.config import parse_duration
 from monolith.errors import ConfigError
@@ -70,6 +72,15 @@ def run_of(
     run = read_run(
         options.config, environ, flags=options.run_flags, code={**_said(options), **(decided or {})}
     )
+    if options.from_ is not None:
+        if not run.train.model_dir:
+            raise ConfigError("train: --from needs a folder for the new run: --model-dir, or train.model_dir")
+        if absolute_path(run.train.model_dir) == absolute_path(run.train.restore.dir or ""):
+            raise ConfigError(
+                f"train: --from {options.from_} would start a run from itself: its model_dir is "
+                f"{run.train.model_dir}, too. Give the new run a folder of its own with --model-dir, or "
+                "leave --from out to resume"
+            )
     if options.summaries and run.train.summary_every_steps is None:
         train = replace(run.train, summary_every_steps=TrainConfig().summary_every_steps)
         return replace(run, train=train)
@@ -88,6 +99,15 @@ def _said(options: TrainOptions) -> dict[str, Any]:
         said["cluster.mode" if options.mode in ("async", "sync") else "job.mode"] = options.mode
     if options.restore_checkpoint is not None:
         said["train.restore.required"] = True  # a person named it
+    if options.from_ is not None:
+        if options.restore_dir is not None or options.restore_checkpoint is not None:
+            raise ConfigError(
+                "train: --from says what to start from; leave out --restore-dir and --restore-checkpoint"
+            )
+        folder, name = start_named(options.from_)
+        said |= {"train.restore.dir": folder, "train.restore.fit": True, "train.restore.restart_data": True}
+        if name is not None:
+            said |= {"train.restore.checkpoint": name, "train.restore.required": True}
     if options.metric_window is not None:
         said["train.metric_window"] = _window(options.metric_window)
     if options.max_time is not None:

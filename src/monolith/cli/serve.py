@@ -23,11 +23,13 @@ from typing import Any
 from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.security import SecurityOptions, guard_of, security_of
 from monolith.cli.options.serve import ServeOptions
+from monolith.cli.profile import profiled_by_user
 from monolith.cli.serve_shards import follow_config, remote_rows, serve_rows, trainer_of
 from monolith.cluster.launch.processes import Member, launch
 from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import ClockWatch
+from monolith.serve.servable.versions import list_versions
 from monolith.serve.server import (
     BatchingConfig,
     InferenceServer,
@@ -38,7 +40,7 @@ from monolith.serve.server import (
     ServePeers,
     VersionPolicy,
 )
-from monolith.serve.server.catalog import ServableCatalog, example_row, served_folder
+from monolith.serve.server.catalog import BestVersion, ServableCatalog, example_row, served_folder
 from monolith.wire.ports import bound_socket, join_address
 
 READY = "ready"
@@ -56,11 +58,11 @@ def run(options: ServeOptions) -> int:
             "serve: --metrics-port is for --role ps; others show metrics at /metrics of their port for HTTP"
         )
     if options.role == "ps":
-        return serve_rows(options)
+        with profiled_by_user(f"serving-server-{options.shard}", os.environ, serves=options.folders):
+            return serve_rows(options)
     if options.processes > 1:
         return serve_together(options)
-    policy = VersionPolicy.parse(options.version_policy)
-    folders = [served_folder(text, policy, serve_withheld=options.serve_withheld) for text in options.folders]
+    folders = [chosen_folder(text, options) for text in options.folders]
     names = [one.name for one in folders]
     if len(set(names)) < len(names):
         raise ConfigError(f"serve: two folders hold models of one name ({', '.join(names)}); write NAME=DIR")
@@ -69,7 +71,11 @@ def run(options: ServeOptions) -> int:
     control = guard.for_role("control")
     context = ssl_context(security_of(options.security, os.environ), server=True)
     index, count, folder = peers_of(options.peers)
-    with told_to_stop(os.environ) as stop, trainer_of(options) as trainer:
+    with (
+        told_to_stop(os.environ) as stop,
+        trainer_of(options) as trainer,
+        profiled_by_user(f"serve-{index}", os.environ, serves=[one.folder for one in folders]),
+    ):
         catalog = ServableCatalog(
             threads=options.predict_threads,
             allow_module=options.allow_module,
@@ -96,6 +102,28 @@ def run(options: ServeOptions) -> int:
                 stop.wait()
             sys.stderr.write("stopping: not ready any more; answering what is in flight\n")
     return 0
+
+
+def chosen_folder(text: str, options: ServeOptions) -> ServedFolder:
+    """Return the folder that a word of the command line names, with the versions that flags choose."""
+    if options.checkpoint is not None and options.version_policy is not None:
+        raise ConfigError("serve: --checkpoint and --version-policy both choose a version; give one of them")
+    policy = None
+    if options.version_policy is not None or (options.follow is not None and options.checkpoint is None):
+        policy = VersionPolicy.parse(options.version_policy or "latest")  # a trainer continues its latest
+    return served_folder(text, policy, checkpoint=options.checkpoint, serve_withheld=options.serve_withheld)
+
+
+def chosen_text(one: ServedFolder, options: ServeOptions, version: str) -> str:
+    """Return why a version is served, in words."""
+    if options.checkpoint is not None:
+        return f"  (--checkpoint {options.checkpoint})"
+    if options.version_policy is not None:
+        return f"  (--version-policy {options.version_policy})"
+    if options.follow is not None:
+        return "  (the newest, which the trainer continues)"
+    chosen = BestVersion(one.folder)
+    return f"  ({chosen.why(version, list_versions(one.folder))})"
 
 
 def serve_config(options: ServeOptions) -> ServeConfig:
@@ -148,7 +176,8 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
         lines.append(f"grpc     {grpc}")
     for one in folders:
         versions = ", ".join(server.inference.repository.versions(one.name)) or "none that can be loaded"
-        lines.append(f"model    {one.name}  version {versions}  from {one.folder}")
+        why = chosen_text(one, options, versions) if server.inference.repository.is_ready(one.name) else ""
+        lines.append(f"model    {one.name}  version {versions}  from {one.folder}{why}")
     if options.follow is not None:
         lines.append(f"follows  {options.follow}")
     first = folders[0]
@@ -227,6 +256,11 @@ def together_banner(options: ServeOptions) -> list[str]:
         lines.append(f"http     {scheme}://{join_address(host, http)}  (/docs, /metrics, /v2/health/ready)")
     if grpc is not None:
         lines.append(f"grpc     grpc://{join_address(host, grpc)}")
+    for one in (chosen_folder(text, options) for text in options.folders):
+        versions = list_versions(one.folder)
+        version = ", ".join(one.policy.wanted(versions))
+        why = chosen_text(one, options, version)
+        lines.append(f"model    {one.name}  version {version}  from {one.folder}{why}")
     return [*lines, f"serving  with {options.processes} processes from {', '.join(options.folders)}"]
 
 

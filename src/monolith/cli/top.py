@@ -1,4 +1,4 @@
-"""`monolith top RUN|URL`: a training job, watched.
+"""`monolith top RUN|URL`: a training job, watched; `monolith status RUN|URL`: the same once.
 
 What is shown is what the processes of the run say of themselves, see `monolith.cluster.status`. Nothing is
 asked of those that train. A process that is not heard of any more stays on the list, and comes first.
@@ -12,13 +12,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Protocol
 
 from rich.console import Console, RenderableType
 
 from monolith import filesystem
-from monolith.cli.options.top import TopOptions
+from monolith.cli.options.top import StatusOptions, TopOptions
 from monolith.cli.top_frame import frame, is_well
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.cluster.status import STATUS_PATH, JobStatus, StatusBoard
@@ -28,6 +28,11 @@ ANSWER_SECONDS = 10.0
 LARGEST_ANSWER = 64 << 20
 LOG_WIDTH = 160
 """Columns, where there is no terminal."""
+
+
+def status(options: StatusOptions) -> int:
+    """Show how a job stands, once: all of its processes."""
+    return run(TopOptions(**asdict(options), once=True, rows=0))
 
 
 def run(options: TopOptions) -> int:
@@ -104,7 +109,7 @@ class FolderSource:
         if not job.processes and not job.unreadable:
             there = filesystem.is_folder(self.name)
             raise UnavailableError(
-                f"top: no process of a run says how it stands in {self.name!r}: "
+                f"no process of a run says how it stands in {self.name!r}: "
                 + ("it has ended" if there else "there is no such folder")
                 + ". Give the --model-dir of a run that goes on (metrics.status_every of its config must not "
                 "be 0), or the URL of a process that was started with --metrics-port."
@@ -119,7 +124,7 @@ class UrlSource:
         scheme, _, rest = url.partition("://")
         host = rest.partition("/")[0]
         if not host or "@" in host:
-            raise ConfigError(f"top: {url!r} is no URL of a process; give http://host:port")
+            raise ConfigError(f"{url!r} is no URL of a process; give http://host:port")
         self.name = f"{scheme}://{host}"
         self._url = f"{self.name}{STATUS_PATH}"
         self._context = ssl_context(security, server=False) if scheme == "https" else None
@@ -133,19 +138,19 @@ class UrlSource:
                 text = answer.read(LARGEST_ANSWER)
         except urllib.error.HTTPError as cause:
             if cause.code == 401:
-                raise ConfigError(f"top: {self.name} wants the run's token; give --token-file") from cause
-            raise UnavailableError(f"top: {self.name} answered {cause.code} {cause.reason}") from cause
+                raise ConfigError(f"{self.name} wants the run's token; give --token-file") from cause
+            raise UnavailableError(f"{self.name} answered {cause.code} {cause.reason}") from cause
         except (OSError, ValueError) as cause:
             why = getattr(cause, "reason", None) or cause
             raise UnavailableError(
-                f"top: {self.name} cannot be reached: {why}. Start the run with --metrics-port PORT, which "
+                f"{self.name} cannot be reached: {why}. Start the run with --metrics-port PORT, which "
                 "says where it listens; or give its model_dir instead."
             ) from cause
         try:
             return JobStatus.from_json(text)
         except RequestError as cause:
             raise UnavailableError(
-                f"top: {self._url} shows no status of a run: {cause}. It must be the metrics port of "
+                f"{self._url} shows no status of a run: {cause}. It must be the metrics port of "
                 "`monolith train`, of this version."
             ) from cause
 

@@ -22,13 +22,14 @@ from typing import TextIO
 
 from monolith import filesystem
 from monolith.checkpoint import read_checkpoint_state
-from monolith.cli.control import ControlPlace, control_place, profiled_on_demand
+from monolith.cli.control import ControlPlace, control_place, profiled_on_demand, tracer_of
 from monolith.cli.data_roles import data_security, read_for_others, secured, served_task
 from monolith.cli.failover import Failover
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.own_status import OwnStatus
+from monolith.cli.profile import profiled_by_user
 from monolith.cli.stop_signals import StopSignals
-from monolith.cli.task_config import Training, load_training, say
+from monolith.cli.task_config import Training, load_training, say, warn
 from monolith.cli.train_report import MARK, to_json, write_report
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.mpi import keys_are_named
@@ -109,7 +110,13 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             return dump_features(training)
         chief = run.cluster.role == "worker" and run.cluster.index == 0
         controlled = options.control or (chief and is_to_be_held(run))
-        control = control_place(run, environ, status, asked=controlled)
+        tracer = tracer_of(run, status)
+        own_name = f"{run.cluster.role}-{run.cluster.index}"
+        name, model_dir = run.job.name or training.task.name, run.train.model_dir
+        open_things.enter_context(
+            profiled_by_user(own_name, environ, name=name, model_dir=model_dir, make=lambda: tracer)
+        )
+        control = control_place(run, environ, tracer, asked=controlled)
         open_things.enter_context(status.written())
         if not chief:
             open_things.enter_context(profiled_on_demand(control, run, status))
@@ -154,7 +161,7 @@ def is_to_be_held(run: RunConfig) -> bool:
     if not run.publish.enabled or not run.train.model_dir:
         return False
     if find_spec("grpc") is None:
-        say("`monolith publish` cannot reach this run without grpcio (pip install 'monolith-recsys[grpc]')")
+        warn("`monolith publish` cannot reach this run without grpcio (pip install 'monolith-recsys[grpc]')")
         return False
     return True
 
@@ -173,7 +180,7 @@ def last_checkpoint_said(run: RunConfig, environ: Mapping[str, str]) -> Iterator
                 state = read_checkpoint_state(run.train.model_dir)
                 if state is not None:
                     last = state.model_checkpoint_path
-                    say(f"the last checkpoint is {last}; the same command goes on from it")
+                    warn(f"the last checkpoint is {last}; the same command goes on from it")
         raise
 
 
@@ -320,7 +327,7 @@ def train(
         if chief and run.export.when_saving:
             from monolith.run.servables import exports_when_saving
 
-            exports = exports_when_saving(task, config, run.export, metrics=metrics, say=say)
+            exports = exports_when_saving(task, config, run.export, metrics=metrics, say=warn)
             listeners = open_things.enter_context(exports)
         signals = open_things.enter_context(StopSignals(stopper, say))
 
@@ -340,7 +347,7 @@ def train(
         if run.distributed and run.cluster.mode == "sync":
             from monolith.cli.rank_training import as_rank
 
-            failover = Failover(run.failover, metrics, say=say, pause=stopper.asked.wait)
+            failover = Failover(run.failover, metrics, say=warn, pause=stopper.asked.wait)
             report = as_rank(
                 attempt,
                 run,
@@ -361,6 +368,8 @@ def train(
         say(f"worker {run.cluster.index} ended at step {report.step:,}: {report.stop_reason}{left}")
     if report.departed:
         return 0
+    if report.save_trouble and not config.save.ignore_errors:
+        return 2  # what servers wait for is not there, however well the training went
     return signals.status(report.stop_reason) or (0 if report.finished else os.EX_TEMPFAIL)
 
 
@@ -414,7 +423,7 @@ def with_failover(
     status: OwnStatus,
 ) -> TrainReport:
     """Train; where others were lost, wait and go on from the last checkpoint, as often as is allowed."""
-    failover = Failover(run.failover, metrics, say=say, pause=stopper.asked.wait)
+    failover = Failover(run.failover, metrics, say=warn, pause=stopper.asked.wait)
     while True:
         fleet = fleet_of(run, discovery, metrics, stopper)  # servers that do not come in time will not come
         try:
@@ -506,6 +515,7 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
         max_steps=config.max_steps,
         read=run.session.fraction_read,
         epochs=config.epochs or 1,
+        live=run.session.live,
     )
 
 

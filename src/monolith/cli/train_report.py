@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.train import TrainOptions
 from monolith.observe.progress import describe_rate, describe_seconds
-from monolith.train.evaluate_config import HEADLINES
+from monolith.train.evaluate_config import LOSS, headlines
 from monolith.train.hook import DATA_ENDED
 from monolith.train.lost import describe_uncounted
 
@@ -49,6 +49,7 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "finished": report.finished,
         "restored_from": report.restored_from,
         "checkpoint": report.checkpoint,
+        "save_trouble": report.save_trouble,
         "refused": dict(report.refused),
         "overdue": dict(report.overdue),
         "lost_servers": [asdict(one) for one in report.lost.servers],
@@ -69,10 +70,14 @@ def write_report(report: Mapping[str, Any], options: TrainOptions, environ: Mapp
     if environ.get(MARK):
         sys.stdout.write(f"{environ[MARK]} {json.dumps(report)}\n")
         sys.stdout.flush()
-    elif options.json:
+        return
+    if options.json:
         sys.stdout.write(json.dumps(report) + "\n")
     else:
         print_report(report, options)
+    if trouble := report.get("save_trouble"):
+        sys.stdout.flush()
+        sys.stderr.write(f"monolith: the run ended, and {trouble}\n")
 
 
 def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
@@ -87,16 +92,17 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
         "examples": f"{report['examples']:,}, {describe_rate(report['examples_per_s'], 'examples')}",
         **({} if report["loss"] is None else {"loss": f"{report['loss']:.4f}, {_LAST_STEPS}"}),
         **{
-            name.replace("/", " "): f"{value:.4f}"
-            for name, value in report["metrics"].items()
-            if name.endswith(HEADLINES) and value is not None
+            name.replace("/", " "): f"{report['metrics'][name]:.4f}"
+            for name in headlines(report["metrics"])
+            if report["metrics"][name] is not None
         },
     }
     if report.get("evaluation") is not None:
+        metrics = report["evaluation"]["metrics"]
         facts |= {
-            f"eval {name.replace('/', ' ')}": f"{value:.4f}"
-            for name, value in report["evaluation"]["metrics"].items()
-            if value is not None and ("/" not in name or name.endswith(HEADLINES))
+            f"eval {name.replace('/', ' ')}": f"{metrics[name]:.4f}"
+            for name in [*headlines(metrics), LOSS]
+            if metrics.get(name) is not None
         }
     if best := report.get("best"):
         facts["best"] = f"{best['metric'].replace('/', ' ')} {best['value']:.4f} at step {best['step']:,}"

@@ -175,6 +175,12 @@ class RunConfig(Checked):
                 ("data", "model", "job.task"),
                 'a model without a task of its own reads files; say which, as in [data] path = "clicks.csv"',
             )
+        if self.data is not None and self.data.live and self.train.epochs is not None:
+            yield Problem(
+                ("train.epochs", "data.watch", "data.kafka"),
+                "a stream is read once, as it comes: leave train.epochs out; or, to read the files that are "
+                "there several times, give them as data.path",
+            )
         if self.retrieves and self.candidates is None:
             yield Problem(
                 ("candidates", "model", "job.task"),
@@ -186,7 +192,8 @@ class RunConfig(Checked):
                 ("candidates", "model", "job.task"),
                 f'candidates are of a model with type = "{TWO_TOWER}"; this one scores what the data has',
             )
-        for name in () if self.kafka is None else self.kafka.settings:
+        topics = [self.kafka, None if self.data is None else self.data.kafka]
+        for name in [name for one in topics if one is not None for name in one.settings]:
             if re.search("password|secret|token", name) and not name.endswith("location"):
                 yield Problem(
                     ("kafka.settings",), f"{name!r} would be printed; give a password as kafka.password"

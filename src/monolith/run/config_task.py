@@ -14,7 +14,8 @@ With a two-tower model it is a `ConfigRetrievalTask`, which has `[candidates]`, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from monolith.data import DataConfig, Pipeline, Stream
 from monolith.data.config import Part
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec
-from monolith.model import TwoTower
+from monolith.feature.spec import RowSettings
+from monolith.model import TwoTower, UpdateConfig
 from monolith.model.by_name import ModelConfig
 from monolith.nn.losses import Target
-from monolith.nn.optimizers import EagerAdam
 from monolith.run.config import TWO_TOWER
+from monolith.run.dense_optimizers import DenseAdam, DenseRule
+from monolith.table import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.task import Mode, Task
@@ -52,7 +55,16 @@ class ConfigTask(Task):
     batch_size: int = 512
     """How many examples a step trains on."""
     dense_rate: float = 1e-3
-    """The learning rate of dense weights, by Adam. Rows have their own, of their optimizers."""
+    """The learning rate of dense weights; train.schedule moves it. Rows have their own, of their
+    optimizers."""
+    optimizer: DenseRule = field(default_factory=DenseAdam)
+    """What trains dense weights: a type (DenseAdam, DenseAdamW, DenseSgd, DenseAdagrad, DenseRMSprop,
+    DenseAdamom, DenseShampoo) and its settings."""
+    gradients: UpdateConfig = field(default_factory=UpdateConfig)
+    """What is done to gradients before they are applied: clipping, weight decay."""
+    admission: AdmissionConfig | None = None
+    """How sightings of ids are counted, for features that have an occurrence_threshold and do not say;
+    `[admission]` of a file."""
     scores: tuple[str, ...] = ()
     """The metrics of each label. By default auc, log_loss and calibration of classes, and gauc with groups;
     rmse, mae and calibration of numbers."""
@@ -77,9 +89,10 @@ class ConfigTask(Task):
             spec = replace(spec, optional=tuple(dict.fromkeys([*spec.optional, *spec.targets])))
         return self.records(mode).to_batches(spec)
 
-    @property
+    @cached_property
     def _read_by(self) -> FeatureSpec:
-        """The features, with labels that are checked against their losses as they are read."""
+        """The features, with labels that are checked against their losses as they are read. One for all
+        passes over the data: its reader knows what it has said already."""
         labels = {
             name: replace(label, loss=label.loss or "binary") for name, label in self.features.labels.items()
         }
@@ -97,11 +110,21 @@ class ConfigTask(Task):
         }
 
     def model(self) -> nn.Module:
-        return self.network.make(self.features, seed=torch.initial_seed() % (1 << 31))
+        features = {
+            name: replace(one, admission=self.admission)
+            if isinstance(one, RowSettings) and one.shares is None and one.admission is None
+            else one
+            for name, one in self.features.features.items()
+        }
+        made = replace(self.features, features=features)
+        return self.network.make(made, seed=torch.initial_seed() % (1 << 31))
 
     def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         weights = list(model.parameters())
-        return EagerAdam(weights, lr=self.dense_rate) if weights else None
+        return self.optimizer.make(weights, self.dense_rate) if weights else None
+
+    def updates(self) -> UpdateConfig:
+        return self.gradients
 
     def metrics(self, mode: Mode) -> Mapping[str, Sequence[str]] | Sequence[str]:  # noqa: ARG002
         if self.scores:
@@ -132,7 +155,7 @@ class ConfigRetrievalTask(ConfigTask, RetrievalTask):
         if self.barred is not None:
             self.features.id_feature(self.barred, "candidates.barred")
 
-    @property
+    @cached_property
     def _read_by(self) -> FeatureSpec:
         return self.features  # a label says which items were wanted, by any number above 0
 

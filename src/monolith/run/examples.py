@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,7 +11,12 @@ class ExamplesConfig:
     """Settings of the examples that features are read of; see `FeatureSpec`."""
 
     event_time: str | None = None
-    """A column of Unix seconds, by which rows expire and time gaps are measured."""
+    """The column of each example's time, by which rows expire and time gaps are measured: texts in ISO 8601,
+    which are UTC without a zone, timestamps, dates, or Unix times. An example without one does not move the
+    clock."""
+    event_time_unit: Literal["auto", "iso", "s", "ms", "us", "ns"] = "auto"
+    """What numbers in columns of times count: seconds, milliseconds, microseconds or nanoseconds; or "iso"
+    for texts in ISO 8601 alone. "auto" recognises each by its size or form, and a line of the log says so."""
     group: str | None = None
     """The feature of ids that groups examples for metrics by group, such as the user."""
     fids: bool = False

@@ -16,7 +16,7 @@ from monolith import filesystem
 from monolith.checkpoint import read_manifest, saved_spec
 from monolith.checkpoint.part import FEATURES
 from monolith.data import fraction_read
-from monolith.errors import ConfigError, RestoreError
+from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
 from monolith.run.config import RunConfig
@@ -61,8 +61,10 @@ def with_learned_features(
     if found is None and run.distributed and (run.cluster.role != "worker" or run.cluster.index):
         found = _awaited(spec, config, run.timeouts.start, clock, sleep)
     if found is None:
+        for kept in _kept(config):  # of a run that this one starts from: its ids keep their meaning
+            spec = take_learned(spec, kept)
         say(f"learning {', '.join(spec.to_learn)} in one pass over the training data")
-        with_data = task.records(Mode.TRAIN)
+        with_data = _to_learn_from(task).records(Mode.TRAIN)
         try:
             found = spec.fit(with_data, fraction=lambda: fraction_read(with_data, with_data.position()))
         finally:
@@ -70,6 +72,25 @@ def with_learned_features(
     if trains and config.model_dir and run.cluster.role == "worker" and not run.cluster.index:
         _keep(config.model_dir, found)
     return replace(task, features=found)
+
+
+def _to_learn_from(task: ConfigTask) -> ConfigTask:
+    """Return the task over what there is to read now, and to its end.
+
+    Raises:
+        ConfigError: It reads a stream of which nothing is there.
+    """
+    names = ", ".join(task.features.to_learn)
+    try:
+        data = task.data.at_rest()
+        if task.data.live:
+            data.files()
+    except (ConfigError, DataError) as cause:
+        raise ConfigError(
+            f"{names}: means or quantiles are learned of the data before training, and there is none yet: "
+            f"{cause}. Give boundaries, or mean and std, in the config; or train first on files."
+        ) from cause
+    return replace(task, data=data)
 
 
 def take_learned(spec: FeatureSpec, kept: FeatureSpec) -> FeatureSpec:

@@ -18,14 +18,14 @@ from monolith import filesystem
 from monolith.checkpoint import Saver
 from monolith.checkpoint.offline.reading import complete_names
 from monolith.data import fraction_read, keep_columns, known_size
-from monolith.errors import ConfigError, ExportError, MonolithError
+from monolith.errors import ConfigError, DataError, ExportError, MonolithError
 from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
 from monolith.run.export_config import EXPORTED, ExportConfig
 from monolith.serve.exporting import ExportedServable, Exporter, ExportHow, ExportModel, TableCodings
-from monolith.serve.raw import RequestReader
+from monolith.serve.raw import Kind, RequestReader, kinds_of
 from monolith.serve.servable.manifest import read_servable
 from monolith.serve.servable.versions import (
     ENTRY,
@@ -152,6 +152,7 @@ class _Sample:
     floats: Mapping[str, int] = field(default_factory=dict)
     labels: Sequence[str] = ()
     requests: Sequence[Mapping[str, Any]] = ()
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
 
 
 @contextmanager
@@ -188,6 +189,7 @@ def task_exporter(
             meaning=task.meaning,
             factory=factory,
             arguments=arguments or {},
+            kinds=sample.kinds,
             requests=sample.requests if warm_up else (),
         )
         yield Exporter(model, how, restore, withhold=withheld_export(config.model_dir))
@@ -212,17 +214,26 @@ def _sample_of(
         return _Sample(floats=floats)
     floats = {name: tensor.shape[1] for name, tensor in batch.floats.items()}
     ids = [] if spec is not None else _features_of(module)
-    requests = draw_requests(batch, RequestReader(spec, ids, floats).inputs, raw=spec is not None)
-    return _Sample(floats=floats, labels=tuple(batch.labels), requests=requests)
+    kinds = kinds_of(batch)
+    requests = draw_requests(batch, RequestReader(spec, ids, floats, kinds).inputs, raw=spec is not None)
+    return _Sample(floats=floats, labels=tuple(batch.labels), requests=requests, kinds=kinds)
 
 
 def _first_batch(task: Task, spec: FeatureSpec | None, say: Callable[[str], object]) -> Batch | None:
+    if spec is not None and spec.optional:
+        with suppress(DataError):  # the data may lack them
+            return _read_first(task, list(spec.inputs), say)
+    names = [] if spec is None else [name for name in spec.inputs if name not in spec.optional]
+    return _read_first(task, names, say)
+
+
+def _read_first(task: Task, names: Sequence[str], say: Callable[[str], object]) -> Batch | None:
     with closing(task.dataset(Mode.EVALUATE)) as data:
         if known_size(data) is None and fraction_read(data, data.position()) is None:
             say("no warm-up requests: nobody knows whether the evaluation data ends")
             return None
-        if spec is not None:
-            keep_columns(data, [name for name in spec.inputs if name not in spec.optional])
+        if names:
+            keep_columns(data, names)
         return next(iter(data), None)
 
 
@@ -236,7 +247,8 @@ def _features_of(module: nn.Module) -> list[str]:
 
 
 class ExportListener(SaveListener):
-    """Exports each checkpoint that is saved. A failure is logged and counted; the next save exports again.
+    """Exports each checkpoint that is saved. A failure is logged, counted and retried, with the next save or
+    at the end of the run.
 
     Args:
         root: The folder of versions.
@@ -263,21 +275,28 @@ class ExportListener(SaveListener):
         self._latest = metrics.gauge("export_models_latest_version", "Step of the newest servable")
         self.newest: ExportedServable | None = None
         """What was exported last."""
+        self._failed_step: int | None = None
+
+    def retry(self) -> None:
+        if self._failed_step is not None:
+            self.after_save(self._failed_step)
 
     def after_save(self, step: int) -> bool | None:
         try:
             self._export(step)
-            self.trouble = ""
+            self.trouble, self._failed_step = "", None
         except Exception as error:
             self._failed.inc()
             for root in self._roots:  # half of a version would fill the disk that the next save needs
                 with suppress(OSError, MonolithError):
                     remove_leftovers(root)
+            self._failed_step = step
             self.trouble = f"step {step} is saved, and not exported to {self._root}: {error}"
             unexpected = None if isinstance(error, MonolithError) else error
             _log.error(
                 "the checkpoint of step %d is saved, and could not be exported to %s: %s Training continues, "
-                "and the next save is exported again; `monolith export` exports this one.",
+                "and the next save is exported again, at the end of a run the last one; `monolith export` "
+                "exports this one.",
                 step,
                 self._root,
                 error,

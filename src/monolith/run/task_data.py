@@ -92,6 +92,11 @@ def data_of(task: Task) -> TaskData:
             f"task {task.name!r} cannot be read by a data service: its dataset() makes {found} of settings "
             "of type DataConfig, and must make one, as in `self.data.source(batch_size=512)`"
         )
+    if noted[0].config.live:
+        raise ConfigError(
+            "data.watch and data.kafka: a data service hands out files that are there. Leave data_service "
+            "out, and have the workers read the stream themselves"
+        )
     if noted[0].config.queue is not None:
         raise ConfigError("data.queue: a data service hands out the files itself; leave the queue out")
     return noted[0]

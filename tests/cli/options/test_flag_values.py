@@ -13,10 +13,6 @@ from monolith.cli.main import main
         (["train", "t.py:T", "--steps", "ten"], "train: --steps must be a whole number, got 'ten'"),
         (["train", "t.py:T", "--steps=1.5"], "train: --steps must be a whole number, got '1.5'"),
         (["train", "t.py:T", "--save-secs", "1h"], "train: --save-secs must be a number, got '1h'"),
-        (
-            ["checkpoint", "inspect", "m", "--id", "user-00001"],
-            "--id must be a whole number, got 'user-00001'",
-        ),
         (["bench", "table", "--threads", "1", "many"], "--threads must be a whole number, got 'many'"),
         (
             ["train", "t.py:T", "--launch", "locl"],
@@ -35,7 +31,7 @@ def test_a_wrong_value_is_told_in_one_line(
 
 @pytest.mark.parametrize(
     "more",
-    [["--id", "-5"], ["--id", "18446744073709551615"], ["--id", "None"], ["--id=7", "--table", "ten"]],
+    [["--id", "-5"], ["--id", "user-00001"], ["--id", "None"], ["--id=7", "--table", "ten"]],
 )
 def test_what_a_flag_takes_goes_through(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", "/no/such/folder", *more]) == 2

@@ -24,7 +24,7 @@ from typing import Self
 
 import torch
 
-from monolith.cli.control import control_place
+from monolith.cli.control import control_place, tracer_of
 from monolith.cli.demo.live_stream import LiveScript
 from monolith.cli.demo.task import DemoJob, LiveTask
 from monolith.cli.own_status import OwnStatus
@@ -232,7 +232,7 @@ def main(arguments: list[str]) -> None:
         assert served is not None  # the run names a port
         opened.enter_context(served)
         status.metrics_url = served.url
-        place = control_place(run, os.environ, status, asked=True)
+        place = control_place(run, os.environ, tracer_of(run, status), asked=True)
         assert place is not None  # there is a model_dir
         opened.enter_context(status.written())
 

@@ -42,12 +42,16 @@ class CheckpointInspectOptions(CheckpointOfRun):
     """A run's folder or config file, or a checkpoint such as runs/1/model.ckpt-100."""
     table: str | None = None
     """The table to show; by default all."""
-    id: int | None = None
-    """Show what the table holds for this id, and which checkpoint wrote it."""
+    id: str | None = None
+    """Show the row of this value, as it is in the data, or of this 64-bit id, and where it was written."""
+    feature: str | None = None
+    """The feature whose value --id is, where several features have a row for it."""
     verify: bool = False
     """Read and check every byte, also of the checkpoints that this one continues."""
+    details: bool = False
+    """Show dense variables, the settings of features and the position in the data, not only a summary."""
     variables: int = 20
-    """Dense variables to show; 0 shows all."""
+    """Dense variables to show with --details; 0 shows all."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -62,10 +66,12 @@ class CheckpointDiffOptions(CheckpointOfRun):
     """The checkpoint to compare it with, or a run's folder."""
     tables: tuple[str, ...] = ()
     """Tables to compare; by default all."""
+    details: bool = False
+    """Show the rows and variables that changed most and positions in the data, not only a summary."""
     top: int = 5
-    """Rows to show of each table: those that changed most."""
+    """Rows to show of each table with --details: those that changed most."""
     variables: int = 20
-    """Dense variables to show; 0 shows all."""
+    """Dense variables to show with --details; 0 shows all."""
     json: bool = False
     """Print one JSON object instead of tables."""
 

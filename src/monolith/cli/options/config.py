@@ -23,7 +23,10 @@ class ConfigExplainOptions:
 
     field: str
     """A field such as train.save.steps or num_ps, a group such as train.save, or all; or a key that depends
-    on a type, such as model.dim, model.two_tower (all of a type) or features.user.kind."""
+    on a type, such as model.dim, model.two_tower (all of a type), features.user.kind or task.batch_size."""
+    task: str | None = None
+    """Your own task, package.module:Name or path/to/file.py:Name, whose settings task.* are; by default those
+    of a task by config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +43,16 @@ class ConfigTokenOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigCheckOptions:
-    """List everything for which `monolith train` would refuse a config file. The task is not imported."""
+    """List everything for which `monolith train` would refuse a config file, or the data it names.
+
+    Makes the task and its model, opens the data and reads a sample of it: files and columns that are missing,
+    values of the wrong kind, labels that do not fit their loss.
+    """
 
     file: Path
     """A config file, TOML or JSON."""
+    no_data: bool = False
+    """Check the file alone: the task is not imported and no data is opened."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

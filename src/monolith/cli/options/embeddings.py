@@ -15,16 +15,16 @@ from monolith.cli.options.train import Settings
 class EmbeddingsOptions:
     """Write the embeddings of all candidates of a retrieval task, and an index to search them by.
 
-    The file has the columns id, embedding and step, and hash, the id that the index answers with, where ids
-    are strings. What the index finds is compared with an exact search, and the share of it that is right is
-    reported.
+    The file has the columns id, as it is in the data, embedding and step, and hash, the id that the index
+    answers with, where that is another one, as for strings. What the index finds is compared with an exact
+    search, and the share of it that is right is reported.
     """
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
     """The task: package.module:Name or path/to/file.py:Name of a RetrievalTask, a subclass, or a function
     that returns one; by default job.task of the config."""
     to: str | None = None
-    """The Parquet file to write; it appears when all is written."""
+    """The file to write: JSON lines if its name ends in .jsonl, otherwise Parquet."""
     index: str | None = None
     """The file of the index to write, for FAISS or hnswlib; None writes none."""
     library: Literal["faiss", "hnswlib"] | None = None
@@ -47,6 +47,6 @@ class EmbeddingsOptions:
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
     quiet: bool = False
-    """Show no progress."""
+    """Show the result alone, and on standard error only warnings and errors."""
     json: bool = False
     """Say what was written as one JSON object on standard output."""

@@ -59,6 +59,6 @@ class ExportOptions:
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
     quiet: bool = False
-    """Show no progress."""
+    """Show the result alone, and on standard error only warnings and errors."""
     json: bool = False
     """Say what was exported as one JSON object on standard output."""

@@ -27,7 +27,7 @@ class InsightOptions:
     """Read what a layer of the model listened to from the summaries of training instead (insight_every_steps,
     NAS weights); it does not say whether that helped."""
     quiet: bool = False
-    """Show no progress."""
+    """Show the result alone, and on standard error only warnings and errors."""
     png: str | None = None
     """Also draw a picture to this file."""
     json: bool = False

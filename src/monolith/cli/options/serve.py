@@ -16,8 +16,9 @@ class ServeOptions:
     """Serve exported models over the Open Inference Protocol: HTTP and gRPC."""
 
     folders: tuple[str, ...]
-    """Folders that `monolith export` wrote, each of one model: DIR, or NAME=DIR to choose its name. Of each,
-    the newest complete version is served, and a newer one as soon as it is there."""
+    """Folders that `monolith export` wrote, each of one model, or of runs that were exported: DIR, or
+    NAME=DIR to choose its name. Of each, one version is served: that of the best checkpoint, if the run was
+    evaluated, else the newest. A better one, or a newer one, is served as soon as it is there."""
     role: Literal["all", "entry", "ps"] = "all"
     """What this process does: all; entry, which answers requests with rows of serving servers; or ps, which
     answers lookups in the rows of one shard. For the last two, export with --shards."""
@@ -61,8 +62,12 @@ class ServeOptions:
     """Let clients that have the control token (--token-file) load and unload models."""
     processes: int = 1
     """The number of processes that share the ports; one that is killed is restarted."""
-    version_policy: str = "latest"
-    """The versions that are served: latest, latest:2 (the two newest), all, or specific:120,140."""
+    checkpoint: str | None = None
+    """The checkpoint whose version is served: best, latest, or its name or step, such as 30. By default the
+    best, if the run was evaluated; with --follow the latest."""
+    version_policy: str | None = None
+    """The versions that are served, in place of --checkpoint: latest, latest:2 (the two newest), all, or
+    specific:120,140."""
     serve_withheld: tuple[str, ...] = ()
     """Versions to serve although they are withheld: while publishing is paused, a run marks the versions
     whose rows it does not trust, and servers do not take them. Give their names, such as 600."""

@@ -71,6 +71,11 @@ class TrainOptions:
     """How many checkpoints to keep; 0 keeps all."""
     full_every: int | None = None
     """How many checkpoints there are to one that is full; the others hold only the rows that changed."""
+    from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN")] = None
+    """Start a changed model from another run: RUN, RUN/best, RUN/latest, RUN/STEP or the path of a
+    checkpoint; RUN alone is its best, if it was evaluated, or its latest. What fits is loaded, the rest
+    starts fresh, and a table says which is which. The new run needs a --model-dir of its own, from which it
+    resumes later."""
     restore_dir: str | None = None
     """Another model_dir to start from, where this one has no checkpoint of its own."""
     restore_checkpoint: str | None = None
@@ -86,7 +91,7 @@ class TrainOptions:
     continue_training: bool = False
     """Keep the step of the checkpoint with --clear-nn, instead of counting from 0."""
     prefetch: int | None = None
-    """The number of batches whose rows are looked up ahead; 0 for none."""
+    """The number of batches that are read and prepared ahead; 0 for none."""
     no_async_push: bool = False
     """Update rows before the next batch is computed, instead of beside it."""
     evict_every_steps: int | None = None
@@ -111,7 +116,7 @@ class TrainOptions:
     """The address of the metrics port, by default 127.0.0.1. Another one needs certificates or a token: see
     the group security of the config."""
     quiet: bool = False
-    """Show no progress."""
+    """Show the result alone, and on standard error only warnings and errors."""
     json: bool = False
     """Print the report as one JSON object on standard output."""
     run_flags: Unparsed = ()
@@ -159,7 +164,7 @@ class EvaluateOptions:
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
     quiet: bool = False
-    """Show no progress."""
+    """Show the result alone, and on standard error only warnings and errors."""
     json: bool = False
     """Print one JSON object on standard output instead of a table."""
     run_flags: Unparsed = ()
@@ -199,7 +204,7 @@ class PredictOptions:
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
     quiet: bool = False
-    """Show no progress."""
+    """Show the result alone, and on standard error only warnings and errors."""
     json: bool = False
     """Say what was written as one JSON object on standard output."""
     run_flags: Unparsed = ()
