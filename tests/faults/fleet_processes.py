@@ -53,7 +53,7 @@ class FleetProcesses:
             *("-m", "monolith", "train", *self.task),
             *("--set", f"batches={self.batches}", "--model-dir", str(self.model_dir)),
             *(*self.SHAPE, "--save-steps", "20", "--no-summaries", "--threads", "1"),
-            *("--quiet", "--failover.wait", "0.5s", *self._flags, *more),
+            *("--quiet", "--log-level", "info", "--failover.wait", "0.5s", *self._flags, *more),
         ]
 
     def start(self, command: list[str]) -> warm.Popen:

@@ -30,7 +30,16 @@ PATIENCE = 120
 TASK, MODEL = "faults.step_rows:StepRows", "step_rows"
 FLAGS = (
     *("--train.save.steps", "60", "--export.when-saving", "--export.keep", "6"),
-    *("--publish.interval", "20ms", "--publish.dense-interval", "100ms", "--no-summaries", "--quiet"),
+    *(
+        "--publish.interval",
+        "20ms",
+        "--publish.dense-interval",
+        "100ms",
+        "--no-summaries",
+        "--quiet",
+        "--log-level",
+        "info",
+    ),
 )
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
 
@@ -194,4 +203,31 @@ def test_no_row_breaks_the_claim_of_its_answer(stack: ExitStack, tmp_path: Path,
         run.publish("resume")
         asker.steps.clear()
         until(lambda back=back: asker.reaches(int(back) + 60), "the server does not follow the resumed run")
+    check([asker])
+
+
+@pytest.mark.soak
+def test_no_row_breaks_the_claim_of_an_entry_that_asks_serving_servers(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    run = StepRun(stack, tmp_path, "--export.shards", "2")
+    until(lambda: run.versions("entry"), "nothing was exported")
+    found = ("--discovery", f"files://{tmp_path}/registry")
+    for shard in ("0", "1"):
+        ServeProcess(stack, run, "--role", "ps", "--shard", shard, *found, until_line="rows")
+    asker = Asker(ServeProcess(stack, run, "--role", "entry", *found).port)
+    stack.callback(asker.close)
+    newest = int(run.versions("entry")[-1])
+    until(lambda: asker.reaches(newest + 30), "the entry does not follow")
+    run.kill()
+    time.sleep(0.2)
+    reached = max(asker.steps)
+    until(lambda: asker.reaches(reached + 30), "the entry does not follow the restart")
+    back = run.versions("entry")[-2]
+    run.publish("rollback", version=back)
+    asker.steps.clear()
+    until(lambda: int(back) in asker.steps, "the entry is not rolled back")
+    run.publish("resume")
+    asker.steps.clear()
+    until(lambda: asker.reaches(int(back) + 60), "the entry does not follow the resumed run")
     check([asker])

@@ -7,33 +7,44 @@ the same to a trainer without the command.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
 import signal
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from faults.fleet_processes import LIMIT, FleetProcesses, LaunchedFleet, LaunchedRanks
-from serve.served_tasks import Served
+from serve.served_tasks import SPEC, Served, columns
 from services import warm
 from sync.shares import held, make_table, write
 
+from monolith.cli.main import main
 from monolith.cli.top_frame import is_well, totals
 from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
+from monolith.data import FileSource, Pipeline, Stream, format_of
+from monolith.data.files.work_queue import SharedFileQueue
+from monolith.errors import DataError, TransientFilesystemError
+from monolith.feature import Batch
+from monolith.observe import Metrics
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import exports_when_saving
 from monolith.serve.servable.versions import list_versions
 from monolith.sync import Publisher, Subscriber, TableTarget
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
-from monolith.train import Hook, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer
 
+ENDS_WITHIN = 10.0
+"""Seconds from a SIGTERM, with the settings that a run has by default."""
 RETRYING = ("--train.save.retry-secs", "0.1", "--train.save.max-failures", "1000")
 
 
@@ -72,6 +83,7 @@ class SmallDisk:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     disk = SmallDisk(tmp_path / "disk")
+    (disk.path / "output.txt").symlink_to(tmp_path / "output.txt")  # what a run says must find room
     yield disk
     disk.close()
 
@@ -161,12 +173,14 @@ def test_a_run_trains_on_says_so_and_its_next_save_holds_every_record(disk: Smal
 def test_a_run_that_cannot_save_its_end_says_what_is_missing_and_resumes_from_what_is_there(
     disk: SmallDisk,
 ) -> None:
-    with OneProcess(disk.path, 200, "--train.save.last-secs", "0.5") as run:
+    with OneProcess(disk.path, 200) as run:
         run.wait_for_another_checkpoint()
         disk.fill()
         run.wait_for_failures(1)
         os.kill(run.process.pid, signal.SIGTERM)
+        stopped = time.monotonic()
         assert run.wait_for_end(run.process) == 2
+        assert time.monotonic() - stopped < ENDS_WITHIN
         assert "without a checkpoint of it" in run.output
         assert "start the run again: it resumes from there" in run.output
         disk.empty()
@@ -264,6 +278,174 @@ def test_a_failed_export_leaves_no_half_version_and_the_next_save_exports_again(
     assert listener.trouble == ""
     assert list_versions(str(folder)) == ["2", "6"]
     assert "the next save is exported again" in caplog.text
+
+
+class After(Hook):
+    """Does something once, after a step."""
+
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self.step, self.act = step, act
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        if run.step == self.step:
+            self.act()
+
+
+@pytest.mark.parametrize("space_returns", [True, False])
+def test_the_export_of_the_last_save_is_retried_and_its_failure_is_in_the_report(
+    disk: SmallDisk, tmp_path: Path, space_returns: bool
+) -> None:
+    folder = disk.path / "to"
+    save = SaveConfig(steps=2, last_secs=60 if space_returns else 0.3)
+    config = TrainConfig(model_dir=str(tmp_path / "run"), steps=4, summary_every_steps=None, save=save)
+    with exports_when_saving(Served(), config, ExportConfig(when_saving=True, dir=str(folder))) as listeners:
+        (listener,) = listeners
+        returns = threading.Thread(target=lambda: (until(lambda: bool(listener.trouble)), disk.empty()))
+
+        def fill() -> None:
+            disk.fill(room=20_000)
+            if space_returns:
+                returns.start()
+
+        report = Trainer(Served(), config, listeners=listeners, hooks=[After(3, fill)]).train()
+    if space_returns:
+        returns.join()
+        assert (list_versions(str(folder)), report.save_trouble) == (["2", "4"], "")
+    else:
+        assert list_versions(str(folder)) == ["2"]
+        assert "step 4 is saved, and not exported to" in report.save_trouble
+        assert "The disk is full" in report.save_trouble
+
+
+def test_a_run_whose_last_export_failed_says_so_in_its_last_line_and_exits_with_2(
+    disk: SmallDisk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk.fill()
+    command = ["train", "serve.served_tasks:Served", "--model-dir", str(tmp_path / "run"), "--steps", "2"]
+    command += ["--export.when-saving", "--export.dir", str(disk.path / "to"), "--train.save.last-secs", "0"]
+    assert main([*command, "--no-summaries", "--json"]) == 2
+    shown = capsys.readouterr()
+    last = shown.err.splitlines()[-1]
+    assert last.startswith("monolith: the run ended, and step 2 is saved, and not exported to")
+    assert "The disk is full" in last
+    report = json.loads(shown.out)
+    assert report["checkpoint"].endswith("model.ckpt-2")
+    assert report["save_trouble"] in last
+    disk.empty()  # what was saved can be exported at any time
+    assert main(["export", "--task", command[1], *command[2:4], "--to", str(disk.path / "to")]) == 0
+
+
+# A queue of files
+
+
+class Time:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+def queue_on(disk: SmallDisk, clock: Time) -> SharedFileQueue:
+    lease = timedelta(seconds=60)
+    return SharedFileQueue(str(disk.path / "queue"), lease=lease, clock=clock, timer=clock, pause=clock.sleep)
+
+
+def test_a_queue_keeps_what_workers_say_while_its_disk_is_full_and_writes_it_when_there_is_room(
+    disk: SmallDisk, clock: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, other = queue_on(disk, clock), queue_on(disk, clock)
+    mine.add(["a", "b", "c", "d", "e"])
+    a, b, c, theirs = mine.take("w"), mine.take("w"), mine.take("w"), other.take("v")
+    assert a and b and c and theirs  # noqa: PT018 - for the types
+    disk.fill()
+    assert mine.finish(a)
+    assert mine.report(b, {"record": 7})
+    mine.give_back(c)
+    with pytest.raises(TransientFilesystemError, match="cannot be written"):
+        mine.take("w")
+    for _ in range(12):  # two minutes, in which no lease of a minute can be renewed on disk
+        clock.sleep(10)
+        renewed, held = mine.renew(b), other.renew(theirs)
+        assert renewed and held  # noqa: PT018
+        b, theirs = renewed, held
+    assert "The disk is full" in mine.trouble
+    assert caplog.text.count("Training continues with the files") == 2, "once for each worker"
+    disk.empty()
+    clock.sleep(2)
+    mine.flush()
+    assert (mine.trouble, mine.unwritten) == ("", 0)
+    again = other.take("v")
+    assert again is not None
+    assert again.path == "c", "what was given back comes first"
+    found = queue_on(disk, clock).state()
+    assert found["waiting"] == [[1, "b", {"record": 7}], [2, "c", {}], [3, "d", {}]], "and a is finished"
+    assert other.renew(theirs) is not None, "no lease ran out meanwhile"
+
+
+def test_a_queue_that_stays_full_is_an_error_after_a_bound_and_a_worker_that_ends_says_what_follows(
+    disk: SmallDisk, clock: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = queue_on(disk, clock)
+    queue.add(["a", "b"])
+    assert queue.take("w") is not None
+    lease = queue.take("v")
+    assert lease is not None
+    disk.fill()
+    queue.release("w")
+    began = clock.now
+    queue.flush()
+    assert clock.now - began <= 3
+    assert "The files of this worker are handed out again when its leases run out" in caplog.text
+    for _ in range(34):
+        clock.sleep(60)
+        assert queue.report(lease, {"record": 1}), "it is kept"
+    clock.sleep(60)
+    with pytest.raises(DataError, match=r"retried for 2\d\d\d s. Make room there and start the run again"):
+        queue.report(lease, {"record": 1})
+
+
+def test_a_run_trains_on_while_the_queue_of_its_files_is_on_a_full_disk(
+    disk: SmallDisk, tmp_path: Path
+) -> None:
+    for number in range(4):
+        rows = columns(160, seed=number)
+        lines = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    queue = SharedFileQueue(str(disk.path / "queue"))
+    queue.add(sorted(map(str, tmp_path.glob("*.jsonl"))))
+    metrics, shown = Metrics(), []
+
+    def empty() -> None:
+        until(lambda: bool(queue.trouble))
+        shown.append(metrics.render().decode())
+        disk.empty()
+
+    empties = threading.Thread(target=empty)
+
+    def fill() -> None:
+        disk.fill()
+        empties.start()
+
+    class FromQueue(Served):
+        def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+            return Pipeline(FileSource(queue, format_of("a.jsonl"), batch_size=16)).to_batches(SPEC)
+
+    config = TrainConfig(model_dir=str(tmp_path / "run"), summary_every_steps=None, save=SaveConfig(steps=2))
+    report = Trainer(FromQueue(), config, hooks=[After(5, fill)], metrics=metrics).train()
+    empties.join()
+    assert "monolith_data_trouble 1.0" in shown[0]
+    assert "monolith_data_trouble 0.0" in metrics.render().decode()
+    assert (report.examples, report.finished) == (640, True)
+    ((_, path, reached),) = queue.state()["waiting"]  # all files are finished, or were read to their end
+    assert reached["place"] == Path(path).stat().st_size
 
 
 def until(condition: Callable[[], bool], act: Callable[[], object] = lambda: None) -> None:

@@ -26,6 +26,7 @@ from faults.network import why_no_network
 from train.fleets import Tallied, read_model
 
 from monolith.cluster import fetch_ps_cluster
+from monolith.cluster.status import StatusBoard
 
 BLOWS = 20
 """Of each fleet; eight fleets are hit."""
@@ -96,17 +97,38 @@ def test_a_killed_server_is_served_by_its_standby(tmp_path: Path) -> None:
         assert check_lost_no_more_than_said(fleet) == 2
 
 
+@pytest.mark.soak
+def test_two_standbys_outlive_two_losses_before_another_copy_is_made(tmp_path: Path) -> None:
+    with LaunchedFleet(tmp_path, 600, *KEEP_GOING, "--cluster.standbys", "2") as fleet:
+        fleet.wait_for(lambda: copied(fleet).issuperset({0, 1}), "each share to have a copy")
+        fleet.wait_for(
+            lambda: not StatusBoard(str(fleet.model_dir)).read().processes[0].standbys, "all of the standbys"
+        )
+        fleet.wait_for_another_checkpoint()
+        for loss in (1, 2):  # the second hits the standby that has just taken over
+            fleet.hit(serving(fleet, 1, of=6))
+            fleet.wait_for(
+                lambda loss=loss: fleet.output.count(TAKEN_OVER) == loss, "the standby to take over"
+            )
+        fleet.finish()
+        assert fleet.output.count(TAKEN_OVER) == 2
+        assert check_lost_no_more_than_said(fleet) == 2
+
+
+TAKEN_OVER = "its share taken over by its standby at"
+
+
 def copied(fleet: FleetProcesses) -> set[int]:
     """Shares of which a standby has had a whole copy."""
     said = re.findall(r"standbys have whole copies of the parameter servers ([\d, ]+)", fleet.output)
     return {int(share) for one in said for share in one.split(", ")}
 
 
-def serving(fleet: FleetProcesses, share: int) -> Place:
+def serving(fleet: FleetProcesses, share: int, of: int = 4) -> Place:
     """Which process serves a share, as the chief lists it."""
     (listed,) = (fleet.model_dir / "ps_cluster_dir").iterdir()
     address = re.escape(fetch_ps_cluster(str(listed))[share])
-    found = re.search(rf"parameter server (\d+) of 4(?:, a spare,)? listens on {address}\b", fleet.output)
+    found = re.search(rf"parameter server (\d+) of {of}(?:, a spare,)? listens on {address}\b", fleet.output)
     assert found is not None, fleet.output
     return "ps", int(found[1])
 

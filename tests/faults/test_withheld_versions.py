@@ -27,7 +27,16 @@ SAVE_EVERY = 10
 FLAGS = (
     *("--train.save.steps", str(SAVE_EVERY), "--export.when-saving", "--export.keep", "4"),
     *("--publish.interval", "20ms", "--publish.dense-interval", "50ms"),
-    *("--publish.guard.window", "256", "--publish.guard.warm-up", "1024", "--no-summaries", "--quiet"),
+    *(
+        "--publish.guard.window",
+        "256",
+        "--publish.guard.warm-up",
+        "1024",
+        "--no-summaries",
+        "--quiet",
+        "--log-level",
+        "info",
+    ),
 )
 
 
@@ -41,9 +50,10 @@ def until(condition: Any, what: str = "") -> None:
 class PoisonedRun:
     """A trainer process that goes as far as it is allowed to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str, root: str = "") -> None:
         self.model_dir, self.log = str(folder / "run"), str(folder / "log")
         self.exports = str(folder / "run" / "exported_models")
+        self._root = f"{self.exports}/{root}"
         self._allowed = folder / "allowed"
         self.reached = 0
         self.allow(0)
@@ -58,6 +68,7 @@ class PoisonedRun:
                 "--publish.to",
                 self.log,
                 *FLAGS,
+                *flags,
             ],
             env={
                 **os.environ,
@@ -72,10 +83,10 @@ class PoisonedRun:
         part.replace(self._allowed)
 
     def versions(self) -> list[str]:
-        return list_versions(self.exports)
+        return list_versions(self._root)
 
     def withheld(self) -> list[str]:
-        return list(withheld_versions(self.exports, self.versions()))
+        return list(withheld_versions(self._root, self.versions()))
 
     def newest(self) -> int:
         return max(map(int, self.versions()), default=0)
@@ -124,7 +135,7 @@ class ServeProcess:
         for line in self._process.stdout:
             if line.startswith("http"):
                 self._port = int(line.split()[1].rpartition(":")[2])
-            elif line.startswith("ask it"):
+            elif line.startswith(("ask it", "rows")):
                 break
 
     def index(self) -> dict[str, tuple[str, str]]:
@@ -204,3 +215,36 @@ def test_no_server_serves_a_version_of_the_bad_steps(stack: ExitStack, tmp_path:
     publish(run, "release")
     assert run.withheld() == []
     until(lambda: servers[1].version == later)
+
+
+@pytest.mark.soak
+def test_no_entry_and_no_serving_server_serves_a_version_of_the_bad_steps(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    run = PoisonedRun(tmp_path, "--export.shards", "2", root="entry")
+    stack.callback(run.close)
+    good = run.train_on(5)
+    found = ("--discovery", f"files://{tmp_path}/registry")
+
+    def start() -> ServeProcess:
+        for shard in ("0", "1"):
+            ServeProcess(stack, run, "--role", "ps", "--shard", shard, *found)
+        return ServeProcess(stack, run, "--role", "entry", *found)
+
+    entry = start()
+    until(lambda: entry.version == good)
+    run.train_until_paused()
+    last = run.train_on(5)
+    kept = HoldFile(run.model_dir).read()
+    assert kept is not None
+    assert kept.first_bad_step is not None
+    assert kept.first_bad_step <= BAD_FROM
+    assert run.withheld() == [one for one in run.versions() if int(one) >= kept.first_bad_step]
+    for shard in ("ps_0", "ps_1"):  # each part of a version is withheld, not the entry's alone
+        root = f"{run.exports}/{shard}"
+        assert last in withheld_versions(root, list_versions(root))
+    newest_good = str(max(int(one) for one in run.versions() if one not in run.withheld()))
+    until(lambda: entry.version == newest_good, "a withheld version is served")
+    publish(run, "resume")
+    good = run.train_on(1)
+    until(lambda: entry.version == good, "the resumed run is not served")
