@@ -77,6 +77,10 @@ def pytest_collection_finish() -> None:
 def root_logger() -> Iterator[logging.Logger]:
     """The root logger, put back as it was: a command under test configures it for its whole process."""
     root = logging.getLogger()
+    # A command that a fixture of a module ran has left its handler, and with --quiet its level.
+    for handler in [one for one in root.handlers if one.get_name() == "monolith"]:
+        root.removeHandler(handler)
+        root.setLevel(logging.WARNING)
     handlers, level = list(root.handlers), root.level
     yield root
     root.handlers[:] = handlers

@@ -163,6 +163,12 @@ def _watched(folder: Path, *, batch_size: int = 4, **options: Any) -> Source:
     return FileSource(watch, PARQUET, batch_size=batch_size, **options)
 
 
+def _grown(folder: Path, *, batch_size: int = 4, **options: Any) -> Source:
+    write_files(folder, CSV)
+    watch = Watch(str(folder / "*.csv"), grows=True, stop_after=timedelta(0))
+    return FileSource(watch, CSV, batch_size=batch_size, **options)
+
+
 class _WithItsQueue:
     """A file source with a queue of its own: the two positions together, as a checkpoint has them."""
 
@@ -355,6 +361,7 @@ SOURCES: dict[str, Case] = {
     "example": Case(_files(TfRecordFormat("example", ids=())), options=ALL),
     "example_batch": Case(_files(TfRecordFormat("example_batch", ids=())), options=ALL),
     "watched files": Case(_watched, options=frozenset({"worker"})),
+    "growing files": Case(_grown, options=frozenset({"worker"})),
     "queue, committing by itself": Case(_queued(True), options=frozenset({"seed"}), shares=None),
     "queue, committed by the caller": Case(_queued(False), options=frozenset({"seed"}), shares=None),
     "kafka": Case(_kafka, service="kafka", shares={"assignment": None}),

@@ -212,6 +212,10 @@ def test_a_position_of_something_else_is_refused(make: Maker) -> None:
     assert sorted(ids_of(source)) == sorted(make.case.ids)
 
 
+NEW = ("pass",)
+"""Keys that positions of older versions do not have."""
+
+
 def test_a_position_with_nonsense_in_it_is_refused(make: Maker) -> None:
     source = make()
     some(source, 1)
@@ -221,6 +225,8 @@ def test_a_position_with_nonsense_in_it_is_refused(make: Maker) -> None:
             for nonsense in (-1, "1", None, 1.5):
                 with pytest.raises(RestoreError):
                     source.restore({**position, name: nonsense})
+        if name in NEW:
+            continue
         with pytest.raises(RestoreError):
             source.restore({other: value for other, value in position.items() if other != name})
 

@@ -38,7 +38,7 @@ class Processes:
                     *("--discovery.kind", "files", "--discovery.folder", str(self.folder / "registry")),
                     *("--cluster.role", role, "--cluster.index", str(index)),
                     *("--cluster.listen", "127.0.0.1", "--failover.wait", "0.1s"),
-                    *("--threads", "1", "--no-summaries", "--quiet", *self._flags),
+                    *("--threads", "1", "--no-summaries", "--quiet", "--log-level", "info", *self._flags),
                 ],
                 cwd=TESTS,
                 env={
