@@ -55,3 +55,13 @@ def test_a_sweep_shows_nothing_of_the_test(
 def test_defaults_stand_beside_the_recipe(wheel: str, capsys: pytest.CaptureFixture[str]) -> None:
     results = report(capsys, "--wheel", wheel, "--protocols", "stream", "--defaults")["results"]
     assert [one["settings"] for one in results] == ["recipe", "defaults"]
+
+
+def test_prefetch_with_fresh_rows_is_compared_with_none_and_with_rows_looked_up_ahead(
+    wheel: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh, none, ahead = report(capsys, "--wheel", wheel, "--prefetch")["results"]
+    assert [one["settings"] for one in (fresh, none, ahead)] == list(quality.PREFETCH)
+    assert (fresh["valid"], fresh["test"]) == (none["valid"], none["test"])
+    assert fresh["test"] != ahead["test"]
+    assert all(one["examples_per_s"] > 0 for one in (fresh, none, ahead))

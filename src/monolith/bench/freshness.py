@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from monolith.bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
-from monolith.bench.marked_events import NOBODY, FreshnessJob, MarkedClicks
+from monolith.bench.marked_events import NOBODY, EventsWriter, FreshnessJob, MarkedClicks
 from monolith.bench.marked_trainer import FillTables, TrainerProcess, publish_plan_to
 from monolith.bench.options import BenchFreshnessOptions, BenchServeOptions
 from monolith.bench.report import Report
@@ -40,10 +40,13 @@ from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainCon
 
 ANSWER = "event to answer"
 SAVING = "event to answer, while checkpoints are saved"
+FILE = "event to answer, {:,} lines/s of a growing file"
 ALONE = "training, nothing published"
 AT_REST = "requests, nothing applied"
 ROLLBACK_ROWS = 10_000_000
 _PATIENCE = 300.0
+_FILE_SECONDS = 20
+"""How long events of a file are waited for at most."""
 
 
 def run(options: BenchFreshnessOptions) -> int:
@@ -53,12 +56,14 @@ def run(options: BenchFreshnessOptions) -> int:
     report = Report("freshness")
     with tempfile.TemporaryDirectory(prefix="monolith-bench-", dir=options.folder) as folder:
         root = Path(folder)
-        if {"answers", "training"} & set(options.parts):
+        if {"answers", "file", "training"} & set(options.parts):
             job, exported = job_of(options, root), root / "exported"
             report.say(f"making and exporting a model of {2 * job.rows:,} rows")
             export_filled(job, exported)
             if "answers" in options.parts:
                 measure_answers(report, job, exported, options)
+            if "file" in options.parts:
+                measure_file(report, job, exported, options)
             if "training" in options.parts:
                 measure_training(report, job, exported, options)
         if "serving" in options.parts:
@@ -89,7 +94,18 @@ def quick(options: BenchFreshnessOptions) -> BenchFreshnessOptions:
 
 def check(options: BenchFreshnessOptions) -> None:
     """Refuse what cannot be measured."""
-    counts = ("rate", "marks", "marks_per_second", "batch", "dim", "train_batch", "applied", "connections")
+    counts = (
+        "rate",
+        "file_rate",
+        "file_batch",
+        "marks",
+        "marks_per_second",
+        "batch",
+        "dim",
+        "train_batch",
+        "applied",
+        "connections",
+    )
     for name in (*counts, "request_rows", "repeats", "rows"):
         least = 1000 if name == "rows" else 1
         if getattr(options, name) < least:
@@ -172,6 +188,38 @@ def measure_answers(report: Report, job: FreshnessJob, root: Path, options: Benc
     add_marks(report, SAVING, saved, stages, beside=quiet)
     report.add("checkpoints saved meanwhile", "count", len(trainer.saves), "checkpoints")
     report.show("The same while checkpoints are saved")
+
+
+def measure_file(report: Report, job: FreshnessJob, root: Path, options: BenchFreshnessOptions) -> None:
+    """Wait for marked events that are lines of a file which grows, slowly enough that no batch is full."""
+    per_second = min(options.marks_per_second, options.file_rate)
+    job = replace(
+        job,
+        model_dir=f"{job.model_dir}-of-a-file",
+        batch=options.file_batch,
+        rate=options.file_rate,
+        mark_every=options.file_rate // per_second,
+        file=str(root.parent / "events.csv"),
+    )
+    marks = min(options.marks, _FILE_SECONDS * per_second)
+    report.say(f"{options.file_rate:,} events/s are lines of a file that grows")
+    with (
+        free_url() as url,
+        EventsWriter(job) as events,
+        TrainerProcess(job, url, interval_of(options)) as trainer,
+        served(root, follow=url) as ports,
+        asking(ports["http"]) as wire,
+    ):
+        trainer.wait_until_started()
+        watch = MarkWatch(job, events.began, wire, NAME)
+        wait_for(lambda: followed(watch.ask([NOBODY]).parameters), "the server does not follow")
+        watch.pass_over()
+        watch.watch(max(1, marks // 20))  # to warm up
+        report.say(f"waiting for {marks} marked events")
+        seen = watch.watch(marks)
+    add_marks(report, FILE.format(options.file_rate), seen, lambda one: one.stages())
+    report.add("marked lines that no answer knew of in time", "lost", watch.lost, "events")
+    report.show("From a line of a file to an answer that knows of it")
 
 
 StagesOf = Callable[[MarkSeen], Mapping[str, float]]

@@ -30,13 +30,18 @@ class MarkSeen:
     def seconds(self) -> float:
         return self.answered - self.happened
 
-    def stages(self, read: float, trained: float) -> dict[str, float]:
-        """Return the seconds of each stage, given when its batch was read and trained on.
+    def stages(self, read: float | None = None, trained: float | None = None) -> dict[str, float]:
+        """Return the seconds of each stage.
 
         The rest is of the answer's stamps: of the delta that brought it, or a later one that came at the same
         time.
+
+        Args:
+            read, trained: When its batch was; None takes the stamps for that, too.
         """
         up_to = up_to_of(self.parameters)
+        read = up_to.learned.read_at if read is None else read
+        trained = up_to.learned.trained_at if trained is None else trained
         ends = (
             *(self.happened, read, trained, up_to.learned.published_at),
             *(up_to.received_at, up_to.applied_at, self.answered),

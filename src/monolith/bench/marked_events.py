@@ -7,17 +7,21 @@ number.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from monolith.bench.ids import zipf
-from monolith.data import Pipeline, Position, Records, Stream
+from monolith.data import DataConfig, Pipeline, Position, Records, Stream
 from monolith.data.records import LABEL, LINE_ID, BatchSpec
 from monolith.feature import Batch
 from monolith.model import DeepFM
@@ -33,6 +37,7 @@ NOBODY = 1 << 50
 """The id of a user, and of an item, that no event has."""
 _TIME = LINE_ID + "req_time"
 _SPEC = BatchSpec(ids=FEATURES, labels={HEAD: (LABEL, 0)}, event_time=_TIME)
+_TYPES = {"user": torch.int64, "item": torch.int64, LABEL: torch.float32, _TIME: torch.int64}
 _DRAWN = 1 << 17
 
 
@@ -51,6 +56,8 @@ class FreshnessJob:
     mark_every: int = 200
     """Events from one that is marked to the next; 0 marks none."""
     seed: int = 0
+    file: str = ""
+    """The file that others append the events to, in place of a stream within the process."""
 
     def mark_at(self, number: int) -> float:
         """Return how many seconds after the beginning a marked event happens."""
@@ -71,6 +78,7 @@ class MarkedEvents:
     """
 
     repeats = True
+    live = True
 
     def __init__(
         self,
@@ -138,6 +146,48 @@ class MarkedEvents:
         """Do nothing: nothing is open."""
 
 
+class EventsWriter:
+    """Appends events to a CSV file as they happen, one line each, in a thread of its own.
+
+    Args:
+        job: Names the file.
+    """
+
+    def __init__(self, job: FreshnessJob) -> None:
+        assert job.rate is not None, "events have a pace"
+        self._job = job
+        self._events = MarkedEvents(job)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="events", daemon=True)
+        self.began = self._events.began = time.time()
+        """When the first event happened."""
+        with Path(job.file).open("w") as file:
+            file.write(",".join(_TYPES) + "\n")
+
+    def _write(self) -> None:
+        job = self._job
+        assert job.rate is not None
+        with Path(job.file).open("a", buffering=1) as file:  # a line at a time
+            for first in itertools.count(0, job.batch):
+                records = self._events.records(first)
+                columns = [records[name].flat_values.tolist() for name in _TYPES]
+                for number, values in enumerate(zip(*columns, strict=True), first):
+                    ahead = self.began + number / job.rate - time.time()
+                    if self._closed.wait(max(ahead, 0.0)):
+                        return
+                    file.write(",".join(map(str, values)) + "\n")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._thread.join()
+
+
 class MarkedClicks(Task):
     """Learns from live events.
 
@@ -150,6 +200,9 @@ class MarkedClicks(Task):
         self._events = events
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+        if self._job.file:
+            files = DataConfig(watch=self._job.file, columns=tuple(_TYPES))
+            return Pipeline(files.source(self._job.batch, types=_TYPES)).to_batches(_SPEC)
         return Pipeline(MarkedEvents(self._job) if self._events is None else self._events).to_batches(_SPEC)
 
     def model(self) -> nn.Module:

@@ -130,15 +130,18 @@ class TrainerProcess:
 
 
 class _Teller(Hook):
-    """Tells when each batch was read and trained on."""
+    """Tells when each batch was read and trained on; of events from a file, only of the first."""
 
-    def __init__(self, events: MarkedEvents) -> None:
+    def __init__(self, events: MarkedEvents | None) -> None:
         self._events = events
         self._told = 0
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
         if not self._told:
-            _tell({"began": self._events.began})
+            _tell({"began": time.time() if self._events is None else self._events.began})
+        if self._events is None:
+            self._told += 1
+            return
         _tell({"batch": [self._events.read[self._told], time.time()]})
         self._told += 1
 
@@ -170,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     """Train until standard input ends."""
     job, url, interval = FreshnessJob(**json.loads(arguments[0])), arguments[1], float(arguments[2])
     torch.set_num_threads(1)  # the other core is the server's
-    events = MarkedEvents(job)
+    events = None if job.file else MarkedEvents(job)
     config = TrainConfig(
         model_dir=job.model_dir,
         save=SaveConfig(asynchronous=True),

@@ -321,6 +321,9 @@ class ExperimentMovielensOptions:
     sweep: bool = False
     """Measure what models begin with, and some twenty changes of it, instead of the recipes: on
     the valid part alone, so that one can choose by it."""
+    prefetch: bool = False
+    """Measure predict-then-train as `monolith train` does it, instead of the recipes: with batches read ahead
+    and rows fresh, without prefetch, and with rows looked up ahead."""
     json: bool = False
     """Print one JSON object on standard output; the table goes to standard error."""
 
@@ -367,8 +370,8 @@ class BenchFreshnessOptions:
     """The number of events with a new id to wait for, and as many while checkpoints are saved."""
     marks_per_second: int = 25
     """How many of the events have a new id."""
-    interval_ms: float = 100.0
-    """Milliseconds between two deltas."""
+    interval_ms: float = 50.0
+    """The least milliseconds between two deltas."""
     batch: int = 250
     """The number of events in a training step."""
     rows: int = 1_000_000
@@ -387,8 +390,18 @@ class BenchFreshnessOptions:
     """How long a window is, of training and of requests; the best window of each counts."""
     repeats: int = 5
     """The number of such windows."""
-    parts: tuple[Literal["answers", "training", "serving"], ...] = ("answers", "training", "serving")
-    """What to measure: from events to answers, training beside publishing, serving beside applying."""
+    parts: tuple[Literal["answers", "file", "training", "serving"], ...] = (
+        "answers",
+        "file",
+        "training",
+        "serving",
+    )
+    """What to measure: from events to answers, the same where events are lines of a file that grows, training
+    beside publishing, serving beside applying."""
+    file_rate: int = 200
+    """Lines per second that the file grows by."""
+    file_batch: int = 512
+    """The most events in a training step then; with so few a step has what came within data.max_wait."""
     rollback: bool = False
     """Also measure how soon a server is back at an exported version, of 10 M rows (with --quick, fewer)."""
     folder: str | None = None
