@@ -181,7 +181,7 @@ def flag_names(options: type) -> frozenset[str]:
     """Return the fields of a command's options, and of options that are part of them."""
     hints = get_type_hints(options)
     inner = [kind for hint in hints.values() for kind in (hint, *get_args(hint)) if is_dataclass(kind)]
-    own = {field.name for field in fields(as_dataclass(options))}
+    own = {field.name.rstrip("_") for field in fields(as_dataclass(options))}  # from_ is --from
     return frozenset(own.union(*(flag_names(kind) for kind in inner if isinstance(kind, type))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def check_models(names: dict[str, Any]) -> None:
     assert names["mine"].embeddings.features == ("history", "item")
     assert [tuple(scores.shape) for scores in names["scores"]] == [(512,)] * 10
     assert names["sparse"].global_step == 110  # those of the first loop, and those of the lane
+
+
+def check_live(names: dict[str, Any]) -> None:
+    newest = (names["folder"] / "live" / "checkpoint").read_text().split('"')[1]
+    parts = read_manifest(str(names["folder"] / "live" / Path(newest).name)).manifest.parts
+    places = {Path(path).name: place for path, place in parts["position"]["value"]["grown"].items()}
+    assert set(places) == {"monday.csv", "tuesday.csv"}
+    assert all(place == size and not skip for place, size, skip in places.values())
 
 
 def check_data(names: dict[str, Any]) -> None:
@@ -108,6 +117,16 @@ def check_targets(names: dict[str, Any]) -> None:
     assert 0 < measured["within_20_percent"] <= 1
 
 
+def check_changing(names: dict[str, Any]) -> None:
+    runs = names["folder"] / "runs"
+    old = read_run_manifest(str(runs / "1"))
+    steps = [start["from_step"] for start in read_run_manifest(str(runs / "2"))]
+    best = json.loads((runs / "1" / "best_checkpoint").read_text())["step"]
+    assert steps[-1] == best  # the newest start is first
+    assert steps[0] > best  # it resumed its own
+    assert len(old) == 1
+
+
 def check_retrieval(names: dict[str, Any]) -> None:
     assert names["scores"]["recall@5"] > 0.3  # by chance 0.1
     assert names["candidates"].vectors.shape == (50, 16)
@@ -130,7 +149,7 @@ def check_serving(names: dict[str, Any]) -> None:
     clicks = names["clicks"].tolist()
     assert len(set(clicks)) == 3
     assert all(0 < click < 1 for click in clicks)
-    assert names["said"] == "row 0 of 1: features.price: column 'price' is [nan]"
+    assert names["said"] == "row 0 of 1: features.price: column 'price' is [inf]"
     served = names["served_clicks"]
     assert served[0] > served[1]  # u0004 likes drama, u0001 does not like westerns
     assert names["served"]["parameters"]["step"] > 0
@@ -150,11 +169,13 @@ def check_publishing(names: dict[str, Any]) -> None:
 
 
 CLAIMS = {
+    "changing.md": check_changing,
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
     "features.md": check_features,
     "first-hour.md": check_first_hour,
     "data.md": check_data,
+    "live.md": check_live,
     "evaluation.md": check_evaluation,
     "page.md": check_page,
     "publishing.md": check_publishing,
