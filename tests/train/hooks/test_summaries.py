@@ -161,7 +161,7 @@ def tracked_train(folder: Path, steps: int, **tracking: Any) -> None:
         summary_every_steps=2,
         tracking=TrackingConfig(**tracking),
     )
-    Trainer(Clicks(), config).tracked_train()
+    Trainer(Clicks(), config).train()
 
 
 def test_mlflow_has_the_loss_of_every_summary_in_one_run_over_a_restart(tmp_path: Path) -> None:
