@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from monolith.cli import tour as tours
 from monolith.cli.main import main
 from monolith.table import Rows
+from monolith_bench.examples import tour as tours
 from monolith_bench.options import TourOptions
 
 STOPS = ["Insert", "Look up", "Train", "Admit", "Expire", "Save", "Refuse damage", "Restore"]
