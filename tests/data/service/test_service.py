@@ -21,7 +21,7 @@ from monolith.data.redistribution import redistributed
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
 from monolith.data.service.flight import DataCaller
 from monolith.errors import ConfigError, DataError, ListenError, NotRepeatableError, RestoreError
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 pytest.importorskip("pyarrow")
 
@@ -246,7 +246,7 @@ def test_with_certificates_every_record_arrives_and_who_has_none_does_not_come_i
     dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), guard=guard))
     add_worker(stack, dispatcher, guard=guard)
     assert sorted(read(trainer(dispatcher, guard=guard))) == ALL
-    with pytest.raises(DataError, match=r"nobody answers at .*, or it expects other certificates"):
+    with pytest.raises(DataError, match=r"no answer from .*, or it expects other certificates"):
         list(trainer(dispatcher, patience=timedelta()))
     with pytest.raises(ConfigError, match="refused the shared token"):
         list(trainer(dispatcher, guard=guard_caller(tls)))
