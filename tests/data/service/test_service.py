@@ -254,7 +254,7 @@ def test_with_certificates_every_record_arrives_and_who_has_none_does_not_come_i
 
 def test_a_dispatcher_that_cannot_be_trusted_is_named_at_once(stack, dispatcher, tls, certificates, tmp_path):
     patient = {"patience": timedelta(minutes=5)}
-    with pytest.raises(ConfigError, match="is not to be trusted: it speaks no TLS"):
+    with pytest.raises(ConfigError, match="is not trusted: it speaks no TLS"):
         list(trainer(dispatcher, guard=guard_caller(tls), **patient))
     strange = replace(tls, cert=certificates / "other-node.crt", key=certificates / "other-node.key")
     other = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path / "2"), guard=guard_caller(strange)))

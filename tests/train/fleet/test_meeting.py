@@ -339,7 +339,7 @@ def test_of_an_earlier_run_nothing_is_taken(running: Caller, name: str, body: di
         (
             "arrive",
             {"worker": 1, "halt": 1, "state": {**state(), "examples": -1}},
-            "state.examples: expected int",
+            "state.examples: expected",
         ),
         ("leave", {"worker": 1}, "state: it is missing"),
         ("halt", {"worker": 1}, "worker: unknown key"),
