@@ -238,7 +238,7 @@ class ServerGroup:
                 return {server: _Failure(error, place, passing, was_connected=False)}
             return {}
 
-        self._with_retries(attempt, [server])
+        self._persist(attempt, [server])
         return answers[server]
 
     def _call_once(self, server: int, kind: Kind, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,7 +366,7 @@ class ServerGroup:
             asked = {server: requests[server] for server in servers}
             return self._ask(name, asked, answers, numbers=numbers, runs=runs, hurry=hurry)
 
-        self._with_retries(attempt, requests.keys())
+        self._persist(attempt, requests.keys())
         for server, answer in answers.items():
             self._heard(server, answer.body, overtaken=name in _OVERTAKEN)
         return answers

@@ -43,7 +43,7 @@ from monolith.store import LocalStore, MakeStore
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
-from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
+from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost

@@ -71,7 +71,7 @@ from monolith.train.fleet.recovery import ServerRecovery, restore_dense
 from monolith.train.fleet.returning import WorkerReturn
 from monolith.train.fleet.standbys import ShardStandbys
 from monolith.train.fleet.table_work import TableWork, on_each
-from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
+from monolith.train.hooks.barrier import HealthStatus, MachineHealth
 from monolith.train.lost import Lost, LostServer
 from monolith.train.peers import LastCheckpoint, Start, WorkerState
 from monolith.wire.messages import Nothing, write_message

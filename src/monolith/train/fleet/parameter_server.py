@@ -80,7 +80,7 @@ from monolith.train.fleet.standby_bodies import (
     TakeOverShare,
 )
 from monolith.train.fleet.standby_copies import CopiedShare, CopyPlan, StandbyCopy
-from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
+from monolith.train.hooks.barrier import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.publishing.bodies import HoldersTold, PublishedShares, PublishOrder, WeightsTold, sound
 from monolith.train.publishing.share import PublishPlan

@@ -28,7 +28,7 @@ from monolith.train.fleet.keep_going import LOOK_EVERY
 from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.fleet.standbys import describe_standbys
 from monolith.train.hook import DATA_ENDED, Run
-from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost
