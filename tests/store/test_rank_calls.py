@@ -119,6 +119,6 @@ def test_no_message_ends_what_answers(ranks: Sequence[RankGroups]) -> None:
         for wrong in bodies:
             with pytest.raises(RequestError):
                 caller.call("ask", **wrong)
-        with pytest.raises(SERVICE.failure, match="see error .* in its log"):
+        with pytest.raises(SERVICE.failure, match="see error"):
             caller.call("ask", call="save", body={})  # raises a KeyError there
     assert ranks[0].calls.ask_all("save", {"path": "p"}) == [{"path": "p"}] * 3
