@@ -71,6 +71,7 @@ OWNERS = {
     "kazoo": {"cluster"},
     "matplotlib": {"monolith_bench"},
     "mpi4py": {"cluster"},
+    "msgspec": {"config", "wire"},
     "prometheus_client": {"observe"},
     "pyarrow": {"data", "store", "sync"},
     "ray": {"cluster"},

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from monolith.train import Hook, LocalRun
     from monolith.train.fleet.parameter_server import ServedShare
     from monolith.train.hooks.live_line import StepCountsHook
-    from monolith.wire.traffic import Traffic
+    from monolith.wire.bulk import Traffic
 
 IDLE_SECONDS = 15.0
 """A worker that has taken no step for so long is said to have taken none."""

@@ -50,8 +50,8 @@ from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders, OwnRows
 from monolith.train.publishing.share import PublishPlan, SharePublisher
-from monolith.wire.bodies import Count
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
+from monolith.wire.messages import Count
 
 Item = TypeVar("Item")
 

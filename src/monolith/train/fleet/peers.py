@@ -44,7 +44,7 @@ from monolith.train.peers import (
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.served_rows import RowsOfServers
 from monolith.train.publishing.share import PublishPlan
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ from monolith.train.ranks.config import RanksConfig
 from monolith.train.ranks.parts import RankDense
 from monolith.train.ranks.rows import RankRows, RowsOnRanks, RowsOnServers
 from monolith.train.ranks.words import NOTHING, Word, hear_from_first, say_to_all
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 Item = TypeVar("Item")
 

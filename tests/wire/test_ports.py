@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 from data.service.loopback import until
 
-from monolith.wire.doorkeeper import Doorkeeper
-from monolith.wire.limits import Limits
+from monolith.wire.ports import ConnectionGuard, Limits
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux counts what a connection has sent"
@@ -35,10 +34,10 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 
 @pytest.fixture(autouse=True)
-def keeper(listener: socket.socket) -> Iterator[Doorkeeper]:
-    keeper = Doorkeeper(listener.getsockname()[1], Limits(stranger_bytes=MOST))
-    yield keeper
-    keeper.close()
+def guard(listener: socket.socket) -> Iterator[ConnectionGuard]:
+    guard = ConnectionGuard(listener.getsockname()[1], Limits(stranger_bytes=MOST))
+    yield guard
+    guard.close()
 
 
 def connect(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
@@ -74,18 +73,18 @@ def test_who_sends_too_much_is_cut_off_and_who_sends_little_is_not(listener: soc
 
 
 def test_who_was_let_in_may_send_what_it_likes_and_the_next_at_its_place_may_not(
-    listener: socket.socket, keeper: Doorkeeper
+    listener: socket.socket, guard: ConnectionGuard
 ) -> None:
     guest, served = connect(listener)
     with guest, served:
-        keeper.admit(peer_of(guest))
+        guard.admit(peer_of(guest))
         guest.sendall(bytes(5 * MOST))
         stranger, other = connect(listener)
         with stranger, other:
             stranger.sendall(bytes(MOST + 1))
             until(lambda: is_cut(other))  # so it has looked since
         assert not is_cut(served)
-    until(lambda: not keeper._admitted)
+    until(lambda: not guard._admitted)
 
 
 def test_other_sockets_of_the_process_are_none_of_its_business(listener: socket.socket) -> None:
@@ -103,8 +102,8 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_to_watch_a_connection_costs_no_file(listener: socket.socket, keeper: Doorkeeper) -> None:
-    keeper.look()
+def test_to_watch_a_connection_costs_no_file(listener: socket.socket, guard: ConnectionGuard) -> None:
+    guard.check()
     before = open_files()
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, "w"), ExitStack() as stack:
@@ -112,10 +111,10 @@ def test_to_watch_a_connection_costs_no_file(listener: socket.socket, keeper: Do
             for line in connect(listener):
                 stack.enter_context(line)
         for _ in range(3):
-            keeper.look()
-        assert len(keeper._connections) == 10
+            guard.check()
+        assert len(guard._connections) == 10
         assert open_files() == before + 2 + 20
-    keeper.look()
+    guard.check()
     assert open_files() == before
 
 
@@ -129,9 +128,9 @@ class Clock:
         return self.now
 
 
-def watched(listener: socket.socket, clock: Clock, **limits: object) -> Doorkeeper:
+def watched(listener: socket.socket, clock: Clock, **limits: object) -> ConnectionGuard:
     """Return a doorkeeper that looks when it is told to."""
-    made = Doorkeeper(listener.getsockname()[1], Limits(**limits), clock=clock)  # type: ignore[arg-type]
+    made = ConnectionGuard(listener.getsockname()[1], Limits(**limits), clock=clock)  # type: ignore[arg-type]
     made._closing.set()
     made._thread.join()
     made._closing.clear()
@@ -140,26 +139,26 @@ def watched(listener: socket.socket, clock: Clock, **limits: object) -> Doorkeep
 
 def test_a_connection_without_an_admitted_call_is_closed_after_a_while(listener: socket.socket) -> None:
     clock = Clock()
-    keeper = watched(listener, clock, admit_within=timedelta(seconds=10))
+    guard = watched(listener, clock, admit_within=timedelta(seconds=10))
     silent, served_silent = connect(listener)
     guest, served_guest = connect(listener)
     with silent, served_silent, guest, served_guest:
-        keeper.admit(peer_of(guest))
+        guard.admit(peer_of(guest))
         for clock.now in (0.0, 10.0):
-            keeper.look()
+            guard.check()
         assert not is_cut(served_silent)
         clock.now = 10.1
-        keeper.look()
+        guard.check()
         assert is_cut(served_silent)
         assert not is_cut(served_guest)
-    keeper.close()
+    guard.close()
 
 
 @pytest.mark.parametrize("limit", ["connections", "peer_connections"])
 def test_beyond_the_limit_the_oldest_strangers_go_first_and_guests_last(
     listener: socket.socket, limit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = watched(listener, Clock(), **{limit: 3})
+    guard = watched(listener, Clock(), **{limit: 3})
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
         lines = []
         for number in range(5):
@@ -167,38 +166,38 @@ def test_beyond_the_limit_the_oldest_strangers_go_first_and_guests_last(
             stack.enter_context(caller)
             lines.append(stack.enter_context(served))
             if number == 0:
-                keeper.admit(peer_of(caller))
-            keeper.look()
+                guard.admit(peer_of(caller))
+            guard.check()
         assert [is_cut(one) for one in lines] == [False, True, True, False, False]
         assert f"limits.{limit}" in caplog.text
-    keeper.close()
+    guard.close()
 
 
 def test_many_closed_connections_are_one_line_a_second(
     listener: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    keeper = watched(listener, clock, connections=1)
+    guard = watched(listener, clock, connections=1)
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
         for number in range(20):
             clock.now = number * 0.01
             for line in connect(listener):
                 stack.enter_context(line)
-            keeper.look()
+            guard.check()
         clock.now = 1.5
-        keeper.look()
+        guard.check()
     assert len(caplog.records) == 2
     assert "18 beyond" in caplog.text
-    keeper.close()
+    guard.close()
 
 
 def test_closing_closes_the_connections_of_strangers_and_no_other(listener: socket.socket) -> None:
-    keeper = watched(listener, Clock())
+    guard = watched(listener, Clock())
     silent, served_silent = connect(listener)
     guest, served_guest = connect(listener)
     with silent, served_silent, guest, served_guest:
-        keeper.admit(peer_of(guest))
-        keeper.close()
+        guard.admit(peer_of(guest))
+        guard.close()
         assert is_cut(served_silent)
         assert not is_cut(served_guest)
 
@@ -208,14 +207,14 @@ def test_connections_are_closed_when_the_process_has_no_file_left() -> None:
     program = """
         import os, resource, socket, sys
         from datetime import timedelta
-        from monolith.wire.doorkeeper import Doorkeeper
-        from monolith.wire.limits import Limits
+        from monolith.wire.ports import ConnectionGuard
+        from monolith.wire.ports import Limits
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         listener = socket.create_server(("127.0.0.1", 0))
-        keeper = Doorkeeper(listener.getsockname()[1], Limits(connections=4))
-        keeper._closing.set()
-        keeper._thread.join()
+        guard = ConnectionGuard(listener.getsockname()[1], Limits(connections=4))
+        guard._closing.set()
+        guard._thread.join()
         lines = []
         for _ in range(10):
             caller = socket.create_connection(listener.getsockname())
@@ -224,7 +223,7 @@ def test_connections_are_closed_when_the_process_has_no_file_left() -> None:
             while True:
                 os.open(os.devnull, os.O_RDONLY)
         except OSError:
-            keeper.look()
+            guard.check()
         for _, served in lines:
             served.settimeout(0)
         def is_cut(served):
@@ -245,6 +244,6 @@ def test_connections_are_closed_when_the_process_has_no_file_left() -> None:
 
 
 def test_a_port_has_a_quarter_of_the_files_of_its_process_at_most(listener: socket.socket) -> None:
-    keeper = watched(listener, Clock(), connections=1 << 30)
-    assert keeper._most == resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-    keeper.close()
+    guard = watched(listener, Clock(), connections=1 << 30)
+    assert guard._most == resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+    guard.close()
