@@ -66,6 +66,7 @@ OWNERS = {
     "kazoo": {"cluster"},
     "matplotlib": {"cli"},
     "mpi4py": {"cluster"},
+    "msgspec": {"config", "wire"},
     "prometheus_client": {"observe"},
     "pyarrow": {"data", "store", "sync"},
     "ray": {"cluster"},

@@ -34,7 +34,7 @@ from monolith.errors import TrainingError
 from monolith.observe import Metrics, configure_logging
 from monolith.run.publishing import publish_plan
 from monolith.train import Hook, LocalRun, Run, StepResult, Trainer, WindowRow
-from monolith.train.hooks.reports.live_line import gauge_standing
+from monolith.train.hooks.live_line import gauge_standing
 
 _log = logging.getLogger(__name__)
 
