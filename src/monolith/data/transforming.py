@@ -295,7 +295,7 @@ def _check_new(source: Stream[Any], added: Sequence[Stateful]) -> None:
     """Refuse a transform that remembers and is a stage already: the two would see each other's records."""
     below: Stream[Any] | None = source
     while below is not None:
-        there = below.transforms if isinstance(below, Transformed) else ()
+        there: Sequence[object] = below.transforms if isinstance(below, Transformed) else ()
         for one in added:
             if any(other is one for other in there):
                 raise ConfigError(
