@@ -92,6 +92,12 @@ class RunConfig(Checked):
         return not alone and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
 
     @property
+    def model_name(self) -> str:
+        """The name of the model in the labels of metrics."""
+        task = (self.job.task or "").rpartition(":")[2].rpartition(".")[2]
+        return self.train.model_name or self.job.name or f"di_name_{task}"
+
+    @property
     def has_data_service(self) -> bool:
         """Whether the run has a data service of its own, whose dispatcher its processes find."""
         service = self.data_service
