@@ -130,7 +130,7 @@ def test_one_snapshot_at_a_time(table: Any) -> None:
 def test_a_table_is_not_cleared_under_a_snapshot(table: Any) -> None:
     train(table, 1)
     snapshot = table.snapshot()
-    with pytest.raises(TableArgumentError, match="snapshot of this table is open"):
+    with pytest.raises(TableArgumentError, match="of this table is open"):
         table.clear()
     snapshot.close(saved=False)
     snapshot.close(saved=False)
