@@ -23,7 +23,7 @@ from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfi
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.store.dense_config import DenseConfig
 from monolith.sync.publish_config import PublishConfig
-from monolith.table.admission_config import AdmissionConfig
+from monolith.table.config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import TrainConfig
 from monolith.train.ranks.config import RanksConfig
