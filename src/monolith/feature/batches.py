@@ -169,7 +169,7 @@ class Batch:
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     """By task: float32 of shape (examples,)."""
     raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
-    """Columns of the data as they were read, for whoever asked for some beside the batch: not for models."""
+    """Columns of the data as they were read, if the caller asked for some; models do not read them."""
     raw_kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
     """How the data holds the columns of `raw`, where that is known."""
     group: str | None = None

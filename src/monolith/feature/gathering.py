@@ -42,7 +42,7 @@ class Gatherer:
         self.groups = _group_uses(plan)
 
     def read(self, batch: FeatureIds) -> GatheredBatch:
-        """Find the distinct ids of a batch. Features the model does not read are passed over.
+        """Find the distinct ids of a batch. Features the model does not read are ignored.
 
         Raises:
             FeatureError: The splits do not fit the ids, or the number of examples.
@@ -159,7 +159,7 @@ class GatheredBatch:
         return out
 
     def _empty(self, *shape: int) -> Tensor:
-        """Return a tensor to be filled, in memory that earlier batches have used and let go of."""
+        """Return a tensor to be filled, in memory that earlier batches have used and released."""
         return torch.from_numpy(self._gatherer.memory.floats(math.prod(shape)).reshape(shape))
 
     # By torch

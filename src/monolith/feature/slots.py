@@ -46,7 +46,7 @@ _FOREVER = timedelta(days=36500)
 ROW_OPTIMIZER = Adagrad()
 """What trains rows where nothing else is said, of ready models and of slots made by hand. Meant for gradients
 that are summed over a batch, as `EmbeddingOptimizer` applies them: their mean over a thousand examples would
-be lost beside the first accumulator."""
+be lost next to the first accumulator."""
 BIAS_OPTIMIZER = Ftrl(initial_accumulator_value=1e-6, beta=1.0)
 """What trains the bias of a slot that is made by hand, as upstream does it; ready models train theirs by
 `ROW_OPTIMIZER`. This is the one default that stays apart: Ftrl keeps other state than Adagrad, so that making

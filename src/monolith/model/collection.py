@@ -62,7 +62,7 @@ class PreparedBatch:
     gathered: GatheredBatch | DeviceBatch | HostRowBatch
     keys: TableIds
     rows: Tensor | None
-    """None where they are on their way to a device: `HostRowBatch.rows` waits for them."""
+    """None while they are on their way to a device: `HostRowBatch.rows` waits for them."""
     event_time: int
 
 
@@ -84,7 +84,7 @@ class _Held:
         return cls(ids, _versions(ids), prepared, otherwise)
 
     def fits(self, ids: FeatureIds) -> bool:
-        """Whether the rows are those of these ids: the same tensors, to which nobody has written."""
+        """Whether the rows are those of these ids: the same tensors, unchanged since."""
         known = self.ids
         return (
             (ids.ids is known.ids and ids.splits is known.splits and ids.names == known.names)
@@ -104,7 +104,7 @@ class Watcher(Protocol):
     """Told of every batch of rows that training may give a gradient."""
 
     def watch(self, collection: EmbeddingCollection, rows: Tensor, prepared: PreparedBatch) -> None:
-        """Hear of rows, which stand in for those that were prepared."""
+        """Take rows in place of those that were prepared."""
 
     def row_scale(self, examples: int) -> float:
         """Return by what backward multiplies the gradient of rows of so many examples."""
@@ -115,10 +115,10 @@ class EmbeddingCollection(nn.Module):
 
     Args:
         layouts: The tensors to make, over slices of features.
-        store: Where rows live, with the tables the slots need. Without it, whoever runs the model says by
-            `bind`; if nobody does, they live in a `LocalStore` from their first use on.
+        store: Where rows live, with the tables the slots need. Without it, the run sets it by
+            `bind`; otherwise they live in a `LocalStore` from their first use on.
         device: Where the outputs are wanted. On a CUDA device the distinct rows are looked up into pinned
-            memory, copied there beside what it computes, and combined there; see `HostRowGatherer`. With a
+            memory, copied there while it computes, and combined there; see `HostRowGatherer`. With a
             store on a CUDA device they are where its rows are: ids go up, rows and gradients never come down,
             and no call waits for the device.
         seed: For random initializers.
@@ -160,7 +160,7 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def store(self) -> Store:
-        """Where its rows live. One that nobody has bound makes a `LocalStore` when it is first asked."""
+        """Where its rows live. An unbound collection makes a `LocalStore` when it is first asked."""
         if self._store is None:
             self.bind(LocalStore.from_configs)
         assert self._store is not None
@@ -185,7 +185,7 @@ class EmbeddingCollection(nn.Module):
         self._gatherer = Gatherer(self._plan(dims), self._workers)
 
     def bind(self, make: MakeStore) -> None:
-        """Let `make` decide where rows live: called by whoever runs the model, before it is used.
+        """Let `make` decide where rows live: called by the run before the model is used.
 
         A collection that has a store keeps it.
 
@@ -212,7 +212,7 @@ class EmbeddingCollection(nn.Module):
 
     @property
     def transfers(self) -> Transfers | None:
-        """What brings rows of host memory to a device and gradients back; None where neither goes there."""
+        """What brings rows of host memory to a device and gradients back; None if neither is copied there."""
         return self._gatherer.transfers if isinstance(self._gatherer, HostRowGatherer) else None
 
     def _reader(self) -> Gatherer | DeviceGatherer | HostRowGatherer:
@@ -266,7 +266,7 @@ class EmbeddingCollection(nn.Module):
     def gather(self, batch: Input) -> GatheredBatch | None:
         """Find the distinct ids of a batch for `prepare`, and look at no row; from any thread.
 
-        None where a device reads the batch: `prepare` then does all of it.
+        None if a device reads the batch: `prepare` then does all of it.
         """
         reader = self._reader()
         return reader.read(_ids(batch)) if isinstance(reader, Gatherer) else None
@@ -298,7 +298,7 @@ class EmbeddingCollection(nn.Module):
         Rows belong to ids: a batch with other labels or floats and the same ids has the same. Where its ids
         were changed, they are looked up in the step, and a line in the log says so once.
 
-        One batch at a time: those held before are let go. None lets go of all.
+        One batch at a time: those held before are released. None releases all.
 
         Args:
             otherwise: Called before such a lookup, to see that the updates it should find are done.

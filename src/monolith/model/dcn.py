@@ -68,7 +68,7 @@ class DCNv2Dense(WatchedDense):
 
 
 class DCNv2(WatchedModel):
-    """Explicit crosses of ever higher order beside an MLP.
+    """Explicit crosses of ever higher order next to an MLP.
 
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says

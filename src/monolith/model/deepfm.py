@@ -75,7 +75,7 @@ class DeepFM(WatchedModel):
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
             all of them, and the numbers, too.
-        dim: Width of each feature's vector, beside its bias.
+        dim: Width of each feature's vector, in addition to its bias.
         hidden: Widths of the MLP's hidden layers.
         bias_optimizer: The optimizer of biases; by default that of vectors.
         options: See `ModelOptions`.

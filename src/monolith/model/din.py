@@ -82,7 +82,7 @@ class DeepInterestDense(WatchedDense):
 
 
 class DeepInterest(WatchedModel):
-    """Plain features beside sequences, whose items are weighted by how they relate to another feature.
+    """Plain features next to sequences, whose items are weighted by how they relate to another feature.
 
     A sequence is a feature that keeps its ids: a `SequenceFeature` without combiner, or a `Feature` with
     `FirstN`. Where it has time gaps, their vectors are added to those of its items.

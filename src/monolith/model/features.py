@@ -2,7 +2,7 @@
 
 Slots and feature columns say everything there is to say about rows, and a model of thirty
 features would say it thirty times. A `Feature` is a name with what is special about it;
-a `FeatureSet` gives the rest, and hands out slices by name:
+a `FeatureSet` gives the rest, and returns slices by name:
 
     features = FeatureSet(["user", "item", Feature(name="clicked", shares="item", combiner=Mean())])
     vectors = features.slices(["user", "item", "clicked"], "vector", 16)
@@ -226,7 +226,7 @@ class FeatureSet:
     Raises:
         DuplicateNameError: Two features have one name.
         UnknownFeatureError: A feature shares the rows of one that is not there.
-        ConfigError: Features share each other's rows in a circle, so that nobody owns them.
+        ConfigError: Features share each other's rows in a circle, so that no feature owns them.
     """
 
     def __init__(

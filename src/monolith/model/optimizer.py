@@ -138,7 +138,7 @@ class EmbeddingOptimizer(EagerOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply every gradient since the last `zero_grad`, one step for each distinct id.
 
-        Rows without a gradient are left alone. What was applied is forgotten: a second call in a row
+        Rows without a gradient are left alone. Applied gradients are dropped: a second call in a row
         does nothing but count.
         """
         loss = None
@@ -154,7 +154,7 @@ class EmbeddingOptimizer(EagerOptimizer):
         So rows can be updated while the next batch is computed. Their gradients are gone from here.
 
         Args:
-            step: Which step of the model this is, from 1, where somebody else counts; by default the one
+            step: Which step of the model this is, from 1, if the coordinator counts; by default the one
                 after the last. Learning rates are those of the steps before it.
         """
         if step is not None:
@@ -185,7 +185,7 @@ class EmbeddingOptimizer(EagerOptimizer):
         """Send all gradients to the processes that hold the rows; return what came for those that are here.
 
         One tensor for each collection, with its gradient under `grad`. What is done to that before `take`
-        is done to the gradient of everybody.
+        is done to the gradient over all ranks.
         """
         for collection in self._pending:
             update = self._update(collection)
@@ -202,7 +202,7 @@ class EmbeddingOptimizer(EagerOptimizer):
         """Bring the gradients of equal ids together, so that norms are those of what rows are trained by.
 
         In host memory they are together already. On a device an id has a gradient for each place at which it
-        stands in a batch; afterwards the first of them has the sum, and the others are zeros. What `step`
+        stands in a batch; afterwards the first of them has the sum, and its repeats zeros. What `step`
         does is the same; call it before clipping by hand. Nothing is waited for.
         """
         for pending in self._pending.values():
@@ -261,7 +261,7 @@ class EmbeddingOptimizer(EagerOptimizer):
 
     @torch.no_grad()
     def _update(self, collection: EmbeddingCollection) -> _Update | None:
-        """Return what a store is to be told of a collection's gradients; None where there are none.
+        """Return what a store is to be told of a collection's gradients; None if there are none.
 
         From a device they are then on their way to where the store takes them.
         """

@@ -164,7 +164,7 @@ class FloatFeatures:
     def read(
         self, batch: ModelInput, floats: Mapping[str, Tensor] | None, device: torch.device
     ) -> Tensor | None:
-        """Return float32 of shape (examples, width), or None where the model has no float features.
+        """Return float32 of shape (examples, width), or None if the model has no float features.
 
         Args:
             floats: Those of the batch, where it does not hold them itself; of a `Batch` they may be left out.

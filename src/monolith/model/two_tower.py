@@ -103,7 +103,7 @@ class TwoTower(nn.Module):
         chosen, numbers = inputs.features, inputs.floats.widths
         sides = _sides(list(chosen.names), list(numbers), user, item)
         self.spec = chosen.spec
-        """What turns raw data into what it reads, and what its checkpoints keep; None where it was made of
+        """What turns raw data into what it reads, and what its checkpoints keep; None if it was made of
         features by hand."""
         self.item_features = sides[ITEM]
         """The features of the item tower."""
@@ -114,7 +114,7 @@ class TwoTower(nn.Module):
         if user_id is None and self.spec is not None:
             user_id = self.spec.group
         self.user_id = user_id
-        """The feature that says whose example it is; None where nothing does."""
+        """The feature that says whose example it is; None if nothing does."""
         self.out = out
         self.similarity, self.temperature, self.negatives = similarity, temperature, negatives
         layouts, widths = [], chosen.widths(dim)

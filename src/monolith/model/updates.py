@@ -69,20 +69,20 @@ class WeightOptimizer(Protocol):
 
 
 class Together(Protocol):
-    """Those who take every step together, each with a batch of its own: one step with the mean of all."""
+    """The processes that take every step together, each with its own batch: one step with the mean of all."""
 
     def begin(self, examples: int) -> None:
-        """Hear of a step before its backward pass, and how many examples this process has of it."""
+        """Learn of a step before its backward pass, and how many examples this process has of it."""
 
     def finish(self, trouble: str | None) -> str | None:
-        """Give each weight the gradient over everybody's examples; return why nobody takes this step.
+        """Give each weight the gradient over the examples of all processes; return why the step is skipped.
 
         Args:
             trouble: Why this process cannot.
         """
 
     def add_up(self, squares: Tensor) -> Tensor:
-        """Return the sums over everybody of numbers that each has some of."""
+        """Return the sums over all processes of numbers that each has some of."""
 
 
 def apply_gradients(
@@ -102,7 +102,7 @@ def apply_gradients(
     gradient that is not finite is not applied, nor is anything else of the batch.
 
     Args:
-        together: Those who take this step, too. Then norms are those of the gradient over everybody's
+        together: The processes that take this step, too. Then norms are those of the gradient over all
             examples, and a batch of one that is not finite is skipped by all.
         examples: How many the loss is a mean of, which weighs it against those of others.
         push: Given a function that updates the rows, to be called in time; by default it is called here.
@@ -114,7 +114,7 @@ def apply_gradients(
 
     Raises:
         NonFiniteError: The loss or a gradient is NaN or infinite. Nothing was changed, no step was counted,
-            and all gradients were cleared: go on with the next batch, or do not.
+            and all gradients were cleared: continue with the next batch, or stop.
     """
     config = UpdateConfig() if config is None else config
     if config.multiply_rows_by is not None:
@@ -138,7 +138,7 @@ def apply_gradients(
             raise NonFiniteError(trouble)
         add_up = None
         if together is not None and (_limits_rows(config) or config.min_norms):
-            # What is done to rows is done where they are, to the gradients of everybody.
+            # What is done to rows is done where they are, to the gradients of all processes.
             rows, add_up = sparse.exchange(), together.add_up
         if _limits_rows(config) and not config.min_norms:
             sparse.sum_equal()
@@ -184,9 +184,9 @@ def _limits_rows(config: UpdateConfig) -> bool:
 def find_non_finite(
     loss: Tensor, dense: Sequence[Tensor | None], rows: Sequence[Tensor | None]
 ) -> str | None:
-    """Return what of a batch is NaN or infinite, in words; None where all is finite.
+    """Return what of a batch is NaN or infinite, in words; None if all is finite.
 
-    The one verdict on a batch: whoever trains together has to agree on it before anybody applies anything.
+    The one verdict on a batch: processes that train together must agree on it before applying anything.
     It adds everything up, which NaN and infinity survive, and looks closer only where the sum is not finite.
     Of what is on a device, that is one number to wait for.
 

@@ -86,7 +86,7 @@ class GradClipType(Enum):
 
 
 class ClippedGradients(NamedTuple):
-    """Gradients after clipping, and the norms before it; None where none was taken."""
+    """Gradients after clipping, and the norms before it; None if none was taken."""
 
     dense: list[Tensor]
     sparse: list[Tensor]

@@ -28,7 +28,7 @@ class RateSchedule(LRScheduler):
         optimizer: Any torch optimizer whose `lr` is a number.
         rates: One function of the step for all groups, or one per group. Those of
             `monolith.table` will do: `PolynomialDecay`, `ConstantRate`, `warmup(...)`.
-        last_epoch: The last step taken, when going on with a run; -1 starts at step 0.
+        last_epoch: The last step taken, when a run is resumed; -1 starts at step 0.
     """
 
     def __init__(

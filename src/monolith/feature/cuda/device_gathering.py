@@ -1,6 +1,6 @@
 """Gathering on a CUDA device: ids go up, and from then on everything of a batch is there.
 
-Nobody finds distinct ids: rows are looked up as ids occur, table after table, and a gradient belongs to an
+Duplicates are not removed: rows are looked up as ids occur, table after table, and a gradient belongs to an
 occurrence. So the host knows all sizes without asking the device, and never waits for it. One launch fills
 all outputs of a model, another brings their gradients back (a third, before it, where features are shared).
 """
@@ -52,7 +52,7 @@ class DeviceGatherer:
         in_place_of_ids: Callable[[Tensor], None] | None = None,
         one_each: bool | None = None,
     ) -> DeviceBatch:
-        """Bring a batch to the device. Features the model does not read are passed over.
+        """Bring a batch to the device. Features the model does not read are ignored.
 
         It is on its way when this returns, by a stream of its own, for which the current one waits.
 
@@ -104,7 +104,7 @@ class DeviceGatherer:
         )
 
     def sum_equal(self, ids: Tensor, sizes: Tensor, gradients: Tensor) -> Tensor:
-        """Give the first of equal ids of a table the sum of their gradients, and the others zeros.
+        """Give the first of equal ids of a table the sum of their gradients, and the repeats zeros.
 
         So norms are those of what rows are trained by, and what is applied is the same.
 
@@ -155,7 +155,7 @@ class DeviceGatherer:
         self.on_device.kernels.launch(kernel, blocks, *arguments, stream=stream)
 
     def _sent(self, staged: Tensor) -> Tensor:
-        """Return what was staged, on its way to the device."""
+        """Return the staged tensors, on their way to the device."""
         device = self.device
         with device.active():
             with device.on(self._upload):

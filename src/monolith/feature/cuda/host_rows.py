@@ -1,7 +1,7 @@
 """Rows in host memory for a model on a device: distinct rows go up once, and all else is done there.
 
 The host finds the distinct ids of a batch and looks their rows up, straight into pinned memory. What the
-device is told of the batch beside them is the number of each occurrence's id: with that it repeats rows as
+device is told of the batch in addition is the number of each occurrence's id: with that it repeats rows as
 ids occur and lays them out as if they had been looked up there. On the way back it adds up the gradients of
 each row.
 """

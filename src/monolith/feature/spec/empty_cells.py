@@ -1,7 +1,7 @@
 """Empty cells: numbers that were not there and read as the `missing` of their feature, said aloud.
 
-A column that lost half of its numbers trains as well as a whole one, without an error; nobody should have to
-find out from the model.
+A column that lost half of its numbers trains as well as a whole one, without an error; a user should
+not have to find out from the model.
 """
 
 from __future__ import annotations

@@ -474,7 +474,7 @@ def _said(dtype: torch.dtype) -> str:
 
 
 def _kind(one: AnyFeature) -> str:
-    """Return what the ids of a feature are, for whoever would share its rows."""
+    """Return what the ids of a feature are, for features that share its rows."""
     if isinstance(one, IdFeature | SequenceFeature):
         return {"int": "whole numbers", "string": "hashes of strings"}[one.kind]
     return "buckets" if isinstance(one, BucketFeature) else "crosses"

@@ -282,7 +282,7 @@ class CrossFeature(RowSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceFeature(RowSettings):
-    """Ids in order, of which some are kept: what somebody did last, or first."""
+    """Ids in order, of which some are kept: the last actions of a user, or the first."""
 
     column: str | None = None
     """The column it reads; by default that of its name."""

@@ -73,7 +73,7 @@ _Plan = tuple[
     int | None,
 ]
 """How the core reads a feature, as `native.IdPacker` has it: as which kind a column of texts, of whole
-numbers and of numbers, each None where it cannot hold that; boundaries of the last two; separator, slot."""
+numbers and of numbers, each None if it cannot hold that; boundaries of the last two; separator, slot."""
 
 
 def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
@@ -110,7 +110,7 @@ class Packer:
         """Whether all features are plain."""
 
     def ids(self, records: RawColumns) -> PackedIds | None:
-        """Return the ids of all plain features; None where something is odd."""
+        """Return the ids of all plain features; None if something is odd."""
         columns: dict[str, RawCells] = {}
         for column in self._columns.values():
             raw = records.columns.get(column)
@@ -131,7 +131,7 @@ class Packer:
         return PackedIds(self._names, torch.from_numpy(packed[0]), torch.from_numpy(packed[1]), rows)
 
     def floats(self, records: RawColumns) -> dict[str, Tensor] | None:
-        """Return the numbers of all plain features, before they are scaled; None where something is odd."""
+        """Return the numbers of all plain features, before they are scaled; None if something is odd."""
         if not self._floats:
             return None
         columns: dict[str, RawCells] = {}

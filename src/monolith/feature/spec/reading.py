@@ -1,7 +1,7 @@
 """Reading raw columns by a feature spec: texts, numbers and lists become a batch.
 
 Columns are worked on whole: the core hashes and splits their bytes, and no value is a Python object. A value
-that cannot be read does not end a run; its record is named, with the reason, and whoever reads a stream
+that cannot be read does not end a run; its record is named, with the reason, and the caller that reads a stream
 leaves it out.
 
 A missing value is not one that cannot be read. It is a row without values, or NaN where numbers keep their
@@ -99,7 +99,7 @@ class Reading:
     bad: dict[int, str] = field(default_factory=dict)
     """Record to why it cannot be trained on; the first reason found."""
     packed: PackedIds | None = None
-    """Features that were read at once; the others are in `ids`."""
+    """Features that were read at once; the remaining ones are in `ids`."""
     ids: dict[str, RaggedTensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
@@ -201,7 +201,7 @@ class RawReader:
         return self.batch(reading)
 
     def batch(self, reading: Reading) -> Batch:
-        """Return a batch of what was read, none of it bad, and count what was empty."""
+        """Return a batch of the records read, none of them bad, and count the empty cells."""
         self.empty.note(reading.empty, reading.size)
         return reading.batch()
 
@@ -211,7 +211,7 @@ class RawReader:
         return self._unlearned is None and self._packer.packs_all and not self._spec.labels
 
     def pack(self, columns: Mapping[str, RawCells], size: int) -> Batch | None:
-        """Return a batch of columns in the core's form, by two calls into it; None where something is odd.
+        """Return a batch of columns in the core's form, by two calls into it; None if something is odd.
 
         Args:
             columns: All that the spec reads, and perhaps more.
@@ -599,7 +599,7 @@ def _present(numbers: RaggedTensor) -> RaggedTensor:
 
 
 def _only_rows(column: RaggedTensor, kept: Tensor) -> RaggedTensor:
-    """Return a column with the values of some rows alone; the others are empty."""
+    """Return a column with the values of some rows alone; all other rows are empty."""
     if bool(kept.all()):
         return column
     lengths = torch.where(kept, column.row_lengths(), 0)

@@ -7,7 +7,7 @@
     1714557600000                1714557600      milliseconds; microseconds and nanoseconds likewise
 
 The unit of a number follows from its size alone, unless it is declared: in each unit, times from March 1973
-to 2106 are numbers that are no time in any of the others. So a record reads the same in whatever batch it is.
+to 2106 are numbers that are no time in any other form. So a record reads the same in whatever batch it is.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReadTimes(NamedTuple):
     wrong: Tensor
     """Bool for each value: whether it is no time at all."""
     forms: dict[str, str]
-    """What was recognised, as a person would say it -> the `TimeUnit` that declares it; not plain seconds."""
+    """The recognised form, in plain words -> the `TimeUnit` that declares it; not plain seconds."""
 
 
 def read_times(raw: RaggedTensor, unit: TimeUnit = "auto", separator: str | None = None) -> ReadTimes:
@@ -196,7 +196,7 @@ def _cut_zones(matrix: NDArray[np.uint8], fine: NDArray[np.bool_]) -> NDArray[np
 
 
 class WholeTexts(NamedTuple):
-    """Which texts are whole numbers, and what they are; 0 for the others."""
+    """Which texts are whole numbers, and what they are; 0 for all other texts."""
 
     are: NDArray[np.bool_]
     values: NDArray[np.int64]
@@ -285,7 +285,7 @@ def split_texts(column: RaggedTensor, separator: str) -> RaggedTensor:
 
 
 class Recognised:
-    """Says what was recognised in a column of times, each form once. Safe from any thread."""
+    """Reports the forms recognised in a column of times, each form once. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows

@@ -106,7 +106,7 @@ class CDot(nn.Module):
     """Compressed dot: features meet a few learned combinations of themselves.
 
     The n features are projected to `project_dim` combinations, an MLP bends these, and
-    each feature's dot products with the result go out beside the result itself.
+    each feature's dot products with the result are returned with the result itself.
 
     Args:
         dim: Width of every feature.

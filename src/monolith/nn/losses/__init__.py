@@ -1,7 +1,7 @@
 """Losses: scalars to minimise, computed so that no logit is too large for them.
 
 In-batch losses compare the rows of a batch, classification heads return a prediction
-beside their loss, and ranking losses look at lists.
+in addition to their loss, and ranking losses look at lists.
 """
 
 from monolith.nn.losses.classification import LossAndPred, sigmoid_loss_and_pred, softmax_loss_and_pred

@@ -119,7 +119,7 @@ def _classes(label: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _InBatchAuc(torch.autograd.Function):
-    """Computes the gradient beside the value, since both need all pairs and it is only (batch,) large."""
+    """Computes the gradient with the value, since both need all pairs and it is only (batch,) large."""
 
     @staticmethod
     def forward(ctx: Any, label: Tensor, logit: Tensor, neg_weight: float) -> Tensor:

@@ -123,7 +123,7 @@ class Target:
         each = _KINDS[self.loss].loss
         if not self.optional:
             # The mean of torch itself: other sums differ in the last bit, of which Adam's first steps make
-            # whole steps, and a run of before would not go on as it was.
+            # whole steps, and an older run would not resume as it was.
             return each(output, label, self.delta, "mean") * self.weight
         there = ~label.isnan()
         # The label is replaced before the loss, not after: NaN times 0 would put NaN into the gradient.

@@ -1,6 +1,6 @@
 """Dense optimizers: AdaMom, RMSProp and Shampoo, as torch optimizers.
 
-For Adagrad and the others use torch's own, and for Adam `EagerAdam`, which is torch's and starts
+For Adagrad and other optimizers use torch's own, and for Adam `EagerAdam`, which is torch's and starts
 sooner; with `RateSchedule` they follow the same schedules.
 """
 

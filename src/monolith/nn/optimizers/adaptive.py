@@ -128,7 +128,7 @@ class RMSprop(DenseOptimizer):
         weight_decay: Pull towards 0, as part of the gradient.
         update_slots: False does the last line alone: the parameter glides on by the
             `m` it has, whatever the gradient and the rate. Upstream then changes
-            nothing at all, which nobody needs an optimizer for; this is what the
+            nothing at all, which needs no optimizer; this is what the
             same switch does in `Adamom`.
         use_v2: Sums squares, `v = beta2 * v + g^2`, and adds `epsilon` after the
             root: `sqrt(v) + epsilon`.

@@ -74,7 +74,7 @@ State: TypeAlias = dict[str, Any]
 def rest_of(decay: float, dtype: torch.dtype) -> float:
     """Return `1 - decay` for the decay that is really applied.
 
-    In single precision that is not 0.999 but 0.99900001: with 0.001 beside it the
+    In single precision that is not 0.999 but 0.99900001: with 0.001 next to it the
     weights of an average would not sum to 1, and v would settle 13 millionths off.
     """
     return 1 - (decay if dtype is torch.float64 else float(np.float32(decay)))
@@ -116,7 +116,7 @@ class DenseOptimizer(EagerOptimizer, ABC):
         """Take one step with many parameters of one device and dtype."""
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters with settings of their own; they count steps on from where the others are."""
+        """Add parameters with settings of their own; their step count starts at that of the existing ones."""
         if self.param_groups:
             param_group.setdefault("step", self.param_groups[0]["step"])
         super().add_param_group(param_group)
