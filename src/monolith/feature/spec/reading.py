@@ -1,7 +1,7 @@
 """Reading raw columns by a feature spec: texts, numbers and lists become a batch.
 
 Columns are worked on whole: the core hashes and splits their bytes, and no value is a Python object. A value
-that cannot be read does not end a run; its record is named, with the reason, and the caller that reads a stream
+that cannot be read does not end a run; its record is named, with the reason, and a reader of a stream
 leaves it out.
 
 A missing value is not one that cannot be read. It is a row without values, or NaN where numbers keep their
