@@ -46,6 +46,7 @@ ROWS = (
     {"serve"},
     {"ui"},
     {"run"},
+    {"runtime"},
     {"bench", "compat"},
     {"cli"},
 )

@@ -71,7 +71,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "labels": ("run/config.py",),
     "examples": ("feature/spec/*.py", "data/spec_batches.py"),
     "model": ("run/config.py",),
-    "candidates": ("run/config_task.py",),
+    "candidates": ("runtime/config_task.py",),
     "export": ("run/servables.py", "cli/export.py"),
     "kafka": ("data/kafka/config.py", "data/kafka/source.py"),
     "data_service": ("data/config.py", "cli/data_roles.py", "cli/extra_workers.py"),

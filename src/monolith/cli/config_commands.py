@@ -102,7 +102,7 @@ def check(options: ConfigCheckOptions) -> int:
         check_run(run)
         if not options.no_data and run.job.task:  # else the task is named when training starts
             from monolith.cli.task_config import make_task
-            from monolith.run.data_checks import task_problems
+            from monolith.runtime.task_data import task_problems
 
             problems = [str(error) for error in task_problems(make_task(run, options.file), run)]
     except ConfigError as error:

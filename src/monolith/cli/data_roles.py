@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from monolith import filesystem
 from monolith.cli.data_service import dispatcher_answers, show_dispatched, told_to_stop
 from monolith.cli.extra_workers import extra_data_workers
-from monolith.cli.own_status import OwnStatus
 from monolith.cli.task_config import say, warn
 from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, locator
 from monolith.cluster.run_token import TOKEN_FILE, read_token, run_security, shared_security, user_security
@@ -32,7 +31,8 @@ from monolith.data.config import DataServiceConfig
 from monolith.errors import ConfigError, MonolithError
 from monolith.run import RunConfig
 from monolith.run.runtime import dispatcher_address, listen_address, open_discovery
-from monolith.run.task_data import TaskData, data_of, read_from_service
+from monolith.runtime.status import OwnStatus
+from monolith.runtime.task_data import TaskData, data_of, read_from_service
 
 if TYPE_CHECKING:
     from monolith.cli.options.train import TrainOptions

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 
-from monolith.cli.failover import Failover
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import get_local_host
 from monolith.cluster.mpi import is_restarted_by_launcher, keys_are_named, world_from_environment
@@ -15,6 +14,7 @@ from monolith.cluster.security import guard_caller, guard_listener
 from monolith.errors import FailedPeerError, RetryableError
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
+from monolith.runtime.retries import Failover
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_calls import RankPort
 from monolith.train import Peers, TrainReport

@@ -20,9 +20,8 @@ from monolith.cli.run_settings import run_of
 from monolith.errors import ConfigError, MonolithError
 from monolith.observe.logs import only_warnings, process_label
 from monolith.run import RunConfig, ThreadsConfig, check_run, read_run
-from monolith.run.data_checks import check_before_training
-from monolith.run.learned_features import with_learned_features
-from monolith.run.task_settings import with_job, with_task
+from monolith.runtime.task_data import check_before_training
+from monolith.runtime.task_setup import with_job, with_learned_features, with_task
 from monolith.train import Task, TrainConfig, load_task
 from monolith.train.accelerator import accelerator_of
 from monolith.train.manifest import read_run_manifest

@@ -22,12 +22,8 @@ from typing import TextIO
 
 from monolith import filesystem
 from monolith.checkpoint import read_checkpoint_state
-from monolith.cli.control import ControlPlace, control_place, profiled_on_demand, tracer_of
 from monolith.cli.data_roles import data_security, read_for_others, secured, served_task
-from monolith.cli.failover import Failover
 from monolith.cli.options.train import TrainOptions
-from monolith.cli.own_status import OwnStatus
-from monolith.cli.profile import profiled_by_user
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say, warn
 from monolith.cli.train_report import MARK, to_json, write_report
@@ -42,8 +38,12 @@ from monolith.observe.logs import logs_json, name_process
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
 from monolith.run import RunConfig
-from monolith.run.publishing import publish_plan
 from monolith.run.runtime import listen_address, open_discovery
+from monolith.runtime.control import ControlPlace, control_place, profiled_on_demand, tracer_of
+from monolith.runtime.local_profile import profiled_by_user
+from monolith.runtime.publish import publish_plan
+from monolith.runtime.retries import Failover
+from monolith.runtime.status import OwnStatus
 from monolith.train import (
     Fleet,
     FleetPeers,
@@ -325,7 +325,7 @@ def train(
 
         listeners: list[SaveListener] = []
         if chief and run.export.when_saving:
-            from monolith.run.servables import exports_when_saving
+            from monolith.runtime.export import exports_when_saving
 
             exports = exports_when_saving(task, config, run.export, metrics=metrics, say=warn)
             listeners = open_things.enter_context(exports)

@@ -24,15 +24,15 @@ from typing import Self
 
 import torch
 
-from monolith.cli.control import control_place, tracer_of
 from monolith.cli.demo.live_stream import LiveScript
 from monolith.cli.demo.task import DemoJob, LiveTask
-from monolith.cli.own_status import OwnStatus
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.train import GAUGE_EVERY, control_hooks, line_hook, serve_metrics
 from monolith.errors import TrainingError
 from monolith.observe import Metrics, configure_logging
-from monolith.run.publishing import publish_plan
+from monolith.runtime.control import control_place, tracer_of
+from monolith.runtime.publish import publish_plan
+from monolith.runtime.status import OwnStatus
 from monolith.train import Hook, LocalRun, Run, StepResult, Trainer, WindowRow
 from monolith.train.hooks.live_line import gauge_standing
 

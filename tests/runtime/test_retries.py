@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from monolith.cli.failover import STEADY, UNCOUNTED, Failover
 from monolith.errors import UnavailableError
 from monolith.observe import Metrics
 from monolith.run import FailoverConfig
+from monolith.runtime.retries import STEADY, UNCOUNTED, Failover
 
 LOST = UnavailableError("server 1 is gone")
 

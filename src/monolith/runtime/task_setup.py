@@ -1,29 +1,94 @@
-"""Means and quantiles that a run's features need: learned once, at its first start, and kept.
-
-They are in `features.json` of the model_dir, and in every checkpoint. Whoever comes later, a restart, another
-process of the run, `monolith evaluate` or `monolith predict`, reads them there: quantiles of other data would
-make other ids of the same values.
-"""
+"""What a run changes of its task once it is made, and what the task knows better than the run."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from monolith import filesystem
 from monolith.checkpoint import read_manifest, saved_spec
 from monolith.checkpoint.part import FEATURES
 from monolith.data import fraction_read
+from monolith.data.config import DataConfig
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
 from monolith.run.config import RunConfig
-from monolith.run.config_task import ConfigTask
+from monolith.run.processes import JobConfig
+from monolith.runtime.config_task import ConfigTask
 from monolith.train.config import TrainConfig
 from monolith.train.keeping import newest_checkpoint
 from monolith.train.task import Mode, Task
+
+if TYPE_CHECKING:
+    from monolith.train.task import Task
+
+_log = logging.getLogger(__name__)
+
+CPU_TEST_BATCH = 128
+"""The most examples of a batch where a task is tried on a CPU."""
+
+Warn = Callable[[str], None]
+
+
+def with_job(task: Task, job: JobConfig, warn: Warn = _log.warning) -> Task:
+    """Return the task with the end date, and the small batches of a test, that the job asks for.
+
+    Args:
+        warn: Told what the job asks for and the task has no setting for.
+    """
+    if job.end_date is not None:
+        task = _changed(task, _end_dates(task, job.end_date), f"job.end_date {job.end_date}", warn)
+    if job.cpu_test:
+        batch_size = getattr(task, "batch_size", CPU_TEST_BATCH)
+        if isinstance(batch_size, int) and batch_size > CPU_TEST_BATCH:
+            task = _changed(task, {"batch_size": CPU_TEST_BATCH}, "the batch size of job.cpu_test", warn)
+    return task
+
+
+def with_task(run: RunConfig, task: Task) -> RunConfig:
+    """Return the run, which saves as often as its task says, if the task says so."""
+    steps, save = task.save_steps, run.train.save
+    if steps is None or (save.steps, save.secs) == (steps, None):
+        return run
+    _log.info("saving every %d steps, as the task says, which beats train.save", steps)
+    return replace(run, train=replace(run.train, save=replace(save, steps=steps, secs=None)))
+
+
+def _end_dates(task: Task, day: str) -> dict[str, Any]:
+    """Return the settings of a task that have an end date, with that one."""
+    settings = {field: getattr(task, field) for field in _fields(task)}
+    found: dict[str, Any] = {
+        name: replace(value, end_date=day)
+        for name, value in settings.items()
+        if isinstance(value, DataConfig) and value.start_date is not None
+    }
+    return found | ({"end_date": day} if "end_date" in settings else {})
+
+
+def _changed(task: Task, settings: dict[str, Any], what: str, warn: Warn) -> Task:
+    if not settings or not _fields(task):
+        warn(f"{what} changes nothing: task {task.name!r} is no dataclass with a setting for it")
+        return task
+    changed: Task = dataclasses.replace(task, **settings)  # type: ignore[type-var]
+    return changed
+
+
+def _fields(task: Task) -> list[str]:
+    return [field.name for field in dataclasses.fields(task)] if dataclasses.is_dataclass(task) else []
+
+
+# Means and quantiles that a run's features need: learned once, at its first start, and kept.
+#
+# They are in `features.json` of the model_dir, and in every checkpoint. Whoever comes later, a restart,
+# another process of the run, `monolith evaluate` or `monolith predict`, reads them there: quantiles of
+# other data would make other ids of the same values.
+
 
 SPEC_FILE = "features.json"
 """In the model_dir: the features of the run, with what was learned."""

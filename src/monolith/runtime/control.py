@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from monolith import filesystem
-from monolith.cli.own_status import OwnStatus
 from monolith.cluster import concat_ip_and_port
 from monolith.cluster.run_token import is_guarded
 from monolith.cluster.security import SecurityConfig
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
+from monolith.runtime.status import OwnStatus
 from monolith.train.hooks.control_server import ControlServer, control_token
 from monolith.train.hooks.profiling import FOLDER, Tracer
 
