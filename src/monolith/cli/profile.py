@@ -21,6 +21,7 @@ from monolith.cluster.local_jobs import LocalProcess, ask_process, local_process
 from monolith.cluster.security import SecurityConfig
 from monolith.cluster.status import ProcessStatus
 from monolith.errors import ConfigError, MonolithError, UnavailableError
+from monolith.runtime.local_profile import absolute_folder
 
 if TYPE_CHECKING:
     pass
@@ -108,7 +109,7 @@ def job_of(here: Sequence[LocalProcess], wanted: str) -> list[LocalProcess]:
         if not (found := [one for one in here if one.pid == int(wanted)]):
             raise ConfigError(f"profile: {_why_not(int(wanted))} {_listed(here)}")
         return found
-    folder = _absolute(wanted)
+    folder = absolute_folder(wanted)
     found = [one for one in here if folder == one.folder or folder in one.serves]
     found = found or [one for one in here if wanted in (one.name, Path(one.folder).name)]
     if len({_job(one) for one in found}) > 1:
@@ -175,12 +176,12 @@ def ask_local(
     one: LocalProcess, label: str, options: ProfileOptions, environ: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the profile of a process on this machine, or why there is none."""
-    folder = filesystem.join(one.folder, "profile") if one.folder else _absolute("profile")
+    folder = filesystem.join(one.folder, "profile") if one.folder else absolute_folder("profile")
     request = {
         "do": "profile",
         "seconds": options.seconds,
         "steps": options.steps,
-        "folder": folder if options.to is None else _absolute(str(options.to)),
+        "folder": folder if options.to is None else absolute_folder(str(options.to)),
     }
     try:
         found = ask_process(one.pid, request, environ, timeout=options.seconds + _WRITE_SECONDS)

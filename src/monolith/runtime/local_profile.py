@@ -58,8 +58,8 @@ def profiled_by_user(
         pid=os.getpid(),
         process=process,
         name=name,
-        folder=_absolute(model_dir),
-        serves=tuple(_absolute(str(folder)) for folder in serves),
+        folder=absolute_folder(model_dir),
+        serves=tuple(absolute_folder(str(folder)) for folder in serves),
         started=time.time(),
     )
     return listening(about, answer, environ)
@@ -71,5 +71,5 @@ def _tracer(process: str) -> Tracer:
     return Tracer("", process.replace("-", "_"))
 
 
-def _absolute(folder: str) -> str:
+def absolute_folder(folder: str) -> str:
     return folder if "://" in folder or not folder else str(Path(folder).resolve())
