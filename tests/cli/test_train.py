@@ -405,7 +405,7 @@ def test_a_person_sees_it_drawn_unless_logs_are_json(monkeypatch: pytest.MonkeyP
     observe.configure_logging("info", json=True, stream=stream)
     with ExitStack() as open_things:
         assert command.live_line(Clicks(), TrainConfig(), stream, open_things) == (
-            command.log_standing,
+            command.log_status,
             TrainConfig().report_every,
         )
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from run.config_files import write_project
 
-from monolith.cli.task_config import make_task
 from monolith.data import DataConfig
 from monolith.run import RunConfig, read_run
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_data import check_before_training, task_problems
+from monolith.runtime.task_setup import make_task
 from monolith.train.task import Mode
 
 

@@ -97,7 +97,7 @@ COMMANDS = {
     "new": Command(NewOptions, "monolith.cli.new_project", positional=True),
     "demo": Command(DemoOptions, "monolith.cli.demo.command"),
     "tour": Command(TourOptions, "monolith.cli.tour"),
-    "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True, let_down_status=os.EX_TEMPFAIL),
+    "train": Command(TrainOptions, "monolith.cli.train", run_flags=True, let_down_status=os.EX_TEMPFAIL),
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate", run_flags=True),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict", run_flags=True),
     "embeddings": Command(EmbeddingsOptions, "monolith.cli.embeddings"),

@@ -11,7 +11,8 @@ import torch
 from monolith.cli.ann_index import LIBRARIES, chosen_library, index_recall
 from monolith.cli.evaluation import ReadingBar, settled
 from monolith.cli.options.embeddings import EmbeddingsOptions
-from monolith.cli.task_config import load_reading, say
+from monolith.cli.task_config import load_reading
+from monolith.cli.terminal import say
 from monolith.data import Records, Stream, format_of, keep_columns
 from monolith.errors import ConfigError
 from monolith.feature import Batch, ColumnKind, IdFeature

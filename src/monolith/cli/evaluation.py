@@ -24,7 +24,8 @@ from monolith.checkpoint import checkpoint_exists, named_checkpoint, read_best, 
 from monolith.cli.following import follow
 from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
-from monolith.cli.task_config import load_reading, say
+from monolith.cli.task_config import load_reading
+from monolith.cli.terminal import say
 from monolith.data import (
     Format,
     Records,

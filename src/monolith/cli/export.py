@@ -15,7 +15,8 @@ from monolith import filesystem
 from monolith.cli.evaluation import settled
 from monolith.cli.options.export import ExportOptions
 from monolith.cli.options.train import EvaluateOptions
-from monolith.cli.task_config import load_reading_run, say, train_options, warn
+from monolith.cli.task_config import load_reading_run, train_options
+from monolith.cli.terminal import say, warn
 from monolith.errors import ConfigError
 from monolith.observe import Progress, progress
 from monolith.observe.progress import describe_bytes

@@ -1,14 +1,17 @@
-"""What a run changes of its task once it is made, and what the task knows better than the run."""
+"""Makes the task of a run ready to train: from its name and settings, with learned means and quantiles."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from monolith import filesystem
 from monolith.checkpoint import read_manifest, saved_spec
@@ -18,15 +21,16 @@ from monolith.data.config import DataConfig
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
+from monolith.run import ThreadsConfig
 from monolith.run.config import RunConfig
 from monolith.run.processes import JobConfig
 from monolith.runtime.config_task import ConfigTask
+from monolith.runtime.task_data import check_before_training
+from monolith.train.accelerator import accelerator_of
 from monolith.train.config import TrainConfig
 from monolith.train.keeping import newest_checkpoint
 from monolith.train.task import Mode, Task
-
-if TYPE_CHECKING:
-    from monolith.train.task import Task
+from monolith.train.task_loading import load_task
 
 _log = logging.getLogger(__name__)
 
@@ -224,3 +228,81 @@ def _keep(model_dir: str, spec: FeatureSpec) -> None:
     filesystem.make_dirs(model_dir)
     with filesystem.atomic_write(path) as file:
         file.write(text)
+
+
+# Making the task
+
+
+def prepared_task(
+    task: Task | Callable[[RunConfig], Task] | None,
+    config: RunConfig,
+    *,
+    say: Warn = _log.info,
+    warn: Warn = _log.warning,
+) -> tuple[Task, RunConfig]:
+    """Return the task of a run, ready to train, and the run as the task changes it.
+
+    Args:
+        task: The task, or what makes it; None makes the one that the config names or describes.
+
+    Raises:
+        ConfigError: There is no such task, a setting is wrong, or its data cannot be trained on.
+    """
+    if config.cluster.role == "worker":
+        accelerator_of(config.train.accelerator)  # or an error, before anything is made
+    if task is None:
+        task = make_task(config)
+    elif not isinstance(task, Task):
+        task = task(config)
+    task = with_job(task, config.job, warn)
+    check_before_training(task, config)
+    task = with_learned_features(task, config, trains=True, say=say)
+    return task, with_task(config, task)
+
+
+def make_task(run: RunConfig, config: Path | None = None, texts: Sequence[str] = ()) -> Task:
+    """Return the task that a run names, or that its config says.
+
+    Args:
+        config: The file of the run, for messages.
+        texts: Settings of the task as key=value.
+
+    Raises:
+        ConfigError: There is no such task, or a setting is wrong.
+    """
+    if not run.job.task:
+        raise ConfigError(
+            "name the task: package.module:Name or path/to/file.py:Name, or job.task in the config; or say "
+            "what it is in the config: [model], [features] and [data]"
+        )
+    source = f"[task] of {config}" if config else "task"
+    return load_task(
+        run.job.task,
+        _nested(run.task),
+        texts=texts,
+        source=source,
+        inputs=run.inputs,
+        optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
+    )
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the task, with a table for each dotted name."""
+    nested: dict[str, Any] = {}
+    for path, value in settings.items():
+        *above, last = path.split(".")
+        table = nested
+        for key in above:
+            inner = table.get(key)
+            table[key] = dict(inner) if isinstance(inner, Mapping) else {}
+            table = table[key]
+        table[last] = value
+    return nested
+
+
+def set_threads(threads: ThreadsConfig) -> None:
+    """Set the threads of torch's own operations, of this process."""
+    if threads.intra_op is not None:
+        torch.set_num_threads(threads.intra_op)
+    if threads.inter_op is not None and torch.get_num_interop_threads() != threads.inter_op:
+        torch.set_num_interop_threads(threads.inter_op)

@@ -26,15 +26,15 @@ import torch
 
 from monolith.cli.demo.live_stream import LiveScript
 from monolith.cli.demo.task import DemoJob, LiveTask
-from monolith.cli.stop_signals import StopSignals
-from monolith.cli.train import GAUGE_EVERY, control_hooks, line_hook, serve_metrics
+from monolith.cli.terminal import StopSignals
 from monolith.errors import TrainingError
 from monolith.observe import Metrics, configure_logging
-from monolith.runtime.control import control_place, tracer_of
+from monolith.runtime.control import control_hooks, control_place, tracer_of
+from monolith.runtime.process import GAUGE_EVERY, line_hook, serve_metrics
 from monolith.runtime.publish import publish_plan
 from monolith.runtime.status import OwnStatus
 from monolith.train import Hook, LocalRun, Run, StepResult, Trainer, WindowRow
-from monolith.train.hooks.live_line import gauge_standing
+from monolith.train.hooks.live_line import gauge_status
 
 _log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def main(arguments: list[str]) -> None:
         def hooks(local: LocalRun) -> list[Hook]:
             return [
                 *control_hooks(local, run, place, status),
-                line_hook(local, run.train, gauge_standing(metrics), GAUGE_EVERY),
+                line_hook(local, run.train, gauge_status(metrics), GAUGE_EVERY),
                 status.watch_worker(local),
                 *teller.hooks(local),
             ]

@@ -12,8 +12,8 @@ from services.ray import RayCluster
 from train.fleets import TalliedFiles, read_model
 
 from monolith.cli.main import main
-from monolith.cli.rank_training import rank_host
 from monolith.run import read_run
+from monolith.runtime.attempts import rank_host
 
 TESTS = Path(__file__).parents[1]
 

@@ -17,8 +17,6 @@ from services import warm
 from services.servers import free_port, wait_until
 from train.tasks import Clicks
 
-from monolith.cli.data_roles import data_security, secured, state_folder, stopped_with_chief
-from monolith.cli.extra_workers import extra_members
 from monolith.cli.options.train import TrainOptions
 from monolith.cluster.run_token import RUN_TOKEN, TOKEN_FILE, read_token, user_security
 from monolith.cluster.security import SecurityConfig, derive_token
@@ -29,6 +27,8 @@ from monolith.data.formats import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
 from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig, load_run_config
+from monolith.runtime.data_service import data_security, secured, state_folder, stopped_with_chief
+from monolith.runtime.launch import extra_members
 from monolith.train import Mode, TrainConfig
 
 pytest.importorskip("pyarrow")
