@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from monolith.cli.launching import ChiefReport, members_of
+from monolith.runtime.launch import ChiefReport, members_of
 from services import warm
 from services.ray import RayCluster
 from train.tasks import Clicks
 
 from monolith.checkpoint import read_checkpoint_state
-from monolith.cli import launching
+from monolith.runtime import launch
 from monolith.cli.main import main, parse_options
 from monolith.cli.run_settings import run_of
 from monolith.cluster.launch import LaunchOutcome

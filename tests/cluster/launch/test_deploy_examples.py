@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from monolith.cli.commands import COMMANDS
-from monolith.cli.launching import check
+from monolith.runtime.launch import check
 from monolith.cli.main import parse_options, split_command
 from monolith.cli.run_settings import run_of
 from monolith.cluster.launch.ray import RayPlacement

@@ -43,7 +43,7 @@ from monolith.train.publishing.rank_rows import RowsOfRanks
 from monolith.train.publishing.served_rows import RowsOfServers
 from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.train.ranks.parts import RankShare, RankTables
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
 
