@@ -92,7 +92,7 @@ def how_to_resume(options: TrainOptions, config: RunConfig) -> str:
     state = read_checkpoint_state(config.train.model_dir)
     command = shlex.join(["monolith", *without_flags(options.words, "restore_checkpoint")])
     if state is None:
-        return f"monolith: there is no checkpoint yet; this command restarts the run: {command}"
+        return f"monolith: there is no checkpoint yet; this restarts it: {command}"
     return f"monolith: the last checkpoint is {state.model_checkpoint_path}; this resumes from it: {command}"
 
 

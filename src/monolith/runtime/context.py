@@ -94,7 +94,7 @@ class Launch:
     ray_address: str | None = None
     """The Ray cluster: auto, host:port or ray://host:port; None starts one on this machine for the run."""
     command: tuple[str, ...] = ()
-    """The words of the command line that trains this run, from `train` on. By default the config is written
+    """The words of the command line that trains this run, after `monolith`. By default the config is written
     into the model_dir, and the processes are told to read it."""
     flags: tuple[str, ...] = ()
     """The flags among these words that set fields of the config; a launcher refuses those that it decides."""

@@ -20,7 +20,7 @@ from monolith.cluster.security import SecurityConfig
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
 from monolith.runtime.status import OwnStatus
-from monolith.train import Hook, LocalRun, Run
+from monolith.train import Hook, LocalRun, TrainingRun
 from monolith.train.hooks import ActionFileHook, BarrierHook, ControllerHook, ControlServerHook
 from monolith.train.hooks.control_server import ControlServer, control_token
 from monolith.train.hooks.controller import ACTION_FILE
@@ -127,6 +127,6 @@ class _ReportAddress(Hook):
         self._server = server
         self._say = say
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         path = filesystem.join(run.model_dir, ACTION_FILE)
         self._say(f"control on {self._server.address}, and by the file {path}")

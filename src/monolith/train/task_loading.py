@@ -131,7 +131,7 @@ def _find(name: str) -> Any:
     return found
 
 
-MOVED = {"monolith.runtime.config_task": "monolith.runtime.config_task"}
+MOVED = {"monolith.run.config_task": "monolith.runtime.config_task"}
 """Modules of tasks that run manifests and scripts written by an earlier release name."""
 
 

@@ -28,7 +28,7 @@ from monolith.observe.progress import (
 )
 from monolith.table import TableStats
 from monolith.train.evaluate_config import LOSS, headlines
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 
 _log = logging.getLogger(__name__)
 
@@ -139,12 +139,12 @@ class LiveLineHook(Hook):
         self._seen: deque[tuple[float, int]] = deque()
         """When, and after how many examples, it was shown of late."""
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._outlook.begin(run.step)
         self._shown = self._timer()
         self._seen = deque([(self._shown, self._examples)])
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._examples += result.examples
         self._event_time = max(self._event_time, result.batch.ids.event_time)
         loss = result.loss.detach().double()
@@ -157,7 +157,7 @@ class LiveLineHook(Hook):
         if now - self._shown >= self._every:
             self._tell(result.step, now)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         if self._spoke and self._losses:
             self._tell(run.step, self._timer())
 
@@ -428,16 +428,16 @@ class StepCountsHook(Hook):
         self.event_time = 0
         """The newest event trained on, in Unix seconds; 0 where the data does not say."""
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._on_begin(run.step)
         self.step = run.step
         self.state = "training"
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.step = result.step
         self.steps += 1
         self.examples += result.examples
         self.event_time = max(self.event_time, result.batch.ids.event_time)
 
-    def end(self, run: Run) -> None:  # noqa: ARG002
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         self.state = "ending"

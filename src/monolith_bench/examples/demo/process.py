@@ -31,7 +31,7 @@ from monolith.runtime.control import control_hooks, control_place, tracer_of
 from monolith.runtime.process import GAUGE_EVERY, line_hook, serve_metrics
 from monolith.runtime.publish import publish_plan
 from monolith.runtime.status import OwnStatus
-from monolith.train import Hook, LocalRun, Run, StepResult, Trainer, WindowRow
+from monolith.train import Hook, LocalRun, StepResult, Trainer, TrainingRun, WindowRow
 from monolith.train.hooks.live_line import gauge_status
 from monolith_bench.examples.demo.live_stream import LiveScript
 from monolith_bench.examples.demo.task import DemoJob, LiveTask
@@ -187,10 +187,10 @@ class _Teller(Hook):
         self._run = run
         return [self]
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         _tell(Started(at=time.time(), step=run.step, next_record=self._next_record()))
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         end = self._next_record()
         first = end - result.examples
         _tell(Stepped(at=time.time(), step=run.step, first=first, end=end, loss=float(result.loss)))
@@ -238,7 +238,7 @@ def main(arguments: list[str]) -> None:
 
         def hooks(local: LocalRun) -> list[Hook]:
             return [
-                *control_hooks(local, run, place, status),
+                *control_hooks(local, run, place, status, _log.info),
                 line_hook(local, run.train, gauge_status(metrics), GAUGE_EVERY),
                 status.watch_worker(local),
                 *teller.hooks(local),
