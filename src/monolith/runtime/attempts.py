@@ -163,7 +163,7 @@ class SharedTraining:
             measure_ps=cluster.measure_ps,
             use_ps=cluster.use_ps,
             metrics=self.metrics,
-            model_name=config.job.model_name,
+            model_name=config.model_name,
             cluster_type=cluster.kind,
             say=self.output.say,
             guard=guard_caller(config.security),
@@ -176,11 +176,11 @@ class SharedTraining:
             half_rows=cluster.half_rows,
             on_waiting=self.on_waiting,
         )
-        if config.job.submitted_at is not None:
+        if config.train.submitted_at is not None:
             ready = self.metrics.gauge(
                 "container_ready_seconds", "Seconds from the job's submission until its servers were there."
             )
-            ready.set(time.time() - config.job.submitted_at)
+            ready.set(time.time() - config.train.submitted_at)
         return fleet
 
     def train_as_rank(self, attempt: Attempt, discovery: Discovery | None) -> TrainReport:
@@ -208,7 +208,7 @@ class SharedTraining:
                 "timeout": timeouts.exchange,
                 "silence": timeouts.silence,
                 "backend": config.ranks.backend,
-                "rows_backend": config.ranks.backend if config.train.rows_on == "device" else "gloo",
+                "rows_backend": config.ranks.backend if config.train.embedding_device == "device" else "gloo",
             },
             on_waiting=self.on_waiting,
         )

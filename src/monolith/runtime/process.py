@@ -395,7 +395,7 @@ def serve_metrics(
         return None
     guard = guard_listener(config.metrics.host, config.security)
     labels = {
-        "model_name": config.job.model_name,
+        "model_name": config.model_name,
         "role": config.cluster.role,
         "cluster_type": config.cluster.kind,
     }
