@@ -17,7 +17,7 @@ from monolith.errors import ConfigError
 from monolith.serve.asking import Answered, open_asker
 
 SHOWN_FIRST = ("step", "watermark", "staleness")
-"""Of what a server says beside an answer. The times of its stages are for --json and `monolith query freshness`."""
+"""Fields of an answer that the table shows; the times of its stages are for --json and `query freshness`."""
 SHOWN_COLUMNS = 6
 """Columns of a row that the table shows beside its predictions."""
 
