@@ -20,7 +20,7 @@ from monolith.bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob, Mar
 from monolith.bench.row_feed import START, RowFeed
 from monolith.cli.main import main
 from monolith.data.records import LABEL
-from monolith.serve.asking import Answered
+from monolith.serve.client import Answered
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.messages import Delta, PublishState
 

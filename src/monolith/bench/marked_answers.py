@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from monolith.bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob
-from monolith.serve.asking import Answered, HttpWire
-from monolith.serve.following.freshness import STAGES
+from monolith.serve.client import Answered, HttpWire
 from monolith.serve.freshness_probe import up_to_of
+from monolith.serve.rows import STAGES
 
 STAGES_OF_MARKS = (*STAGES, "ask")
 """And from there until who asks has the answer."""

@@ -11,7 +11,7 @@ from typing import Self
 from monolith.cli.demo.live_stream import NEW_ITEM
 from monolith.cli.demo.story import ProbeAnswer
 from monolith.errors import MonolithError
-from monolith.serve.asking import Asker
+from monolith.serve.client import Asker
 
 AskScores = Callable[[], tuple[float, float, int]]
 """Returns the served scores of the new item and of one nobody knows, and the step they were learned up to."""
