@@ -41,7 +41,7 @@ from monolith.serve.versions import (
 )
 from monolith.sync.run_identity import is_same_run, run_identity
 from monolith.train import Mode, Task, TrainConfig, Trainer
-from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.hooks.save_timing import SaveListener
 from monolith.train.publishing.hold_file import HoldFile, KeptHold
 
 _log = logging.getLogger(__name__)

@@ -43,15 +43,15 @@ from monolith.store import LocalStore, MakeStore
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
-from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
+from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders, OwnRows
 from monolith.train.publishing.share import PublishPlan, SharePublisher
-from monolith.wire.bodies import Count
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
+from monolith.wire.messages import Count
 
 Item = TypeVar("Item")
 

@@ -46,7 +46,7 @@ from monolith.train.positions import joined_positions, order_of, positions_of, s
 from monolith.train.publishing.learning import Learned, newest_event
 from monolith.train.skipping import Skipping, check_not_all_skipped
 from monolith.train.task import Mode, Outputs, Task
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
 

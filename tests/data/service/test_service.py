@@ -21,7 +21,7 @@ from monolith.data.redistribution import redistributed
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
 from monolith.data.service.flight import DataCaller
 from monolith.errors import ConfigError, DataError, ListenError, NotRepeatableError, RestoreError
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 pytest.importorskip("pyarrow")
 
@@ -246,7 +246,7 @@ def test_with_certificates_every_record_arrives_and_who_has_none_does_not_come_i
     dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), guard=guard))
     add_worker(stack, dispatcher, guard=guard)
     assert sorted(read(trainer(dispatcher, guard=guard))) == ALL
-    with pytest.raises(DataError, match=r"nobody answers at .*, or it expects other certificates"):
+    with pytest.raises(DataError, match=r"no answer from .*, or it expects other certificates"):
         list(trainer(dispatcher, patience=timedelta()))
     with pytest.raises(ConfigError, match="refused the shared token"):
         list(trainer(dispatcher, guard=guard_caller(tls)))
@@ -254,7 +254,7 @@ def test_with_certificates_every_record_arrives_and_who_has_none_does_not_come_i
 
 def test_a_dispatcher_that_cannot_be_trusted_is_named_at_once(stack, dispatcher, tls, certificates, tmp_path):
     patient = {"patience": timedelta(minutes=5)}
-    with pytest.raises(ConfigError, match="is not to be trusted: it speaks no TLS"):
+    with pytest.raises(ConfigError, match="is not trusted: it speaks no TLS"):
         list(trainer(dispatcher, guard=guard_caller(tls), **patient))
     strange = replace(tls, cert=certificates / "other-node.crt", key=certificates / "other-node.key")
     other = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path / "2"), guard=guard_caller(strange)))

@@ -27,8 +27,8 @@ from monolith.cluster import Discovery
 from monolith.errors import MonolithError, UnavailableError
 from monolith.serve.config import ShardsConfig
 from monolith.serve.shards.protocol import SERVICE, ShardAbout, misfit, shard_part, shard_role
-from monolith.wire.bodies import read_body
 from monolith.wire.flight import Caller, CallStream, PortGuard
+from monolith.wire.messages import read_message
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Replica:
             SERVICE, self.address, guard=self._guard, timeout=timedelta(seconds=max(seconds, 0.001))
         )
         try:
-            about = read_body(ShardAbout, caller.call("hello", version=self._wanted["version"]))
+            about = read_message(ShardAbout, caller.call("hello", version=self._wanted["version"]))
             if (wrong := misfit(about, self._wanted)) is not None:
                 raise UnavailableError(f"the server at {self.address} is another one: {wrong}")
             return ShardLine(self, caller, caller.open_stream())

@@ -80,16 +80,15 @@ from monolith.train.fleet.standby_bodies import (
     TakeOverShare,
 )
 from monolith.train.fleet.standby_copies import CopiedShare, CopyPlan, StandbyCopy
-from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
+from monolith.train.hooks.barrier import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.publishing.bodies import HoldersTold, PublishedShares, PublishOrder, WeightsTold, sound
 from monolith.train.publishing.share import PublishPlan
 from monolith.train.task import Mode, Task
-from monolith.wire.bodies import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
-from monolith.wire.byte_messages import Bytes
-from monolith.wire.flight import typed_exchange
-from monolith.wire.limits import Limits
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Bytes, Traffic
+from monolith.wire.flight_server import typed_exchange
+from monolith.wire.messages import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
+from monolith.wire.ports import Limits
 
 _log = logging.getLogger(__name__)
 

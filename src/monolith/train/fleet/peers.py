@@ -28,7 +28,7 @@ from monolith.train.fleet.keep_going import LOOK_EVERY
 from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.fleet.standbys import describe_standbys
 from monolith.train.hook import DATA_ENDED, Run
-from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost
@@ -44,7 +44,7 @@ from monolith.train.peers import (
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.served_rows import RowsOfServers
 from monolith.train.publishing.share import PublishPlan
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
 

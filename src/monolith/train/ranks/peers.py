@@ -37,8 +37,7 @@ from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.buffers import merge_buffers
 from monolith.train.hook import Run
-from monolith.train.hooks.control.barrier import Barrier
-from monolith.train.hooks.control.ps_health import MachineHealth
+from monolith.train.hooks.barrier import Barrier, MachineHealth
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost
@@ -61,7 +60,7 @@ from monolith.train.ranks.config import RanksConfig
 from monolith.train.ranks.parts import RankDense
 from monolith.train.ranks.rows import RankRows, RowsOnRanks, RowsOnServers
 from monolith.train.ranks.words import NOTHING, Word, hear_from_first, say_to_all
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 Item = TypeVar("Item")
 
