@@ -16,8 +16,7 @@ from data.service.processes import ALL, CONFIG, SPLITS, Counting, open_split
 
 from monolith.cluster.security import Guard, SecurityConfig, guard_caller
 from monolith.config import Secret
-from monolith.data import Epochs, Share, read_epochs, share_out
-from monolith.data.redistribution import redistributed
+from monolith.data import Epochs, Shard
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
 from monolith.data.service.flight import DataCaller
 from monolith.errors import ConfigError, DataError, ListenError, NotRepeatableError, RestoreError
@@ -62,7 +61,7 @@ def test_every_epoch_brings_everything_once(stack, tmp_path):
 
 def test_how_often_it_is_read_is_said_to_the_service_and_not_to_its_source():
     with pytest.raises(NotRepeatableError, match=r"counts epochs itself.*to the dispatcher as --epochs"):
-        read_epochs(DataServiceSource("127.0.0.1:1", "trainer"), Epochs(count=2))
+        DataServiceSource("127.0.0.1:1", "trainer").read_epochs(Epochs(count=2))
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
@@ -145,7 +144,7 @@ def test_another_number_of_trainers_is_given_what_was_not_saved(stack, dispatche
         found, stands = [], []
         for worker in range(workers):
             source = trainer(dispatcher, prefetch=1)
-            share_out(source, Share(worker, workers))
+            source.read_shard(Shard(worker, workers))
             if positions:
                 source.restore(positions[worker])
             for records in itertools.islice(source, chunks):
@@ -155,8 +154,8 @@ def test_another_number_of_trainers_is_given_what_was_not_saved(stack, dispatche
 
     def moved(positions, workers):
         chief = trainer(dispatcher)
-        share_out(chief, Share(0, workers))
-        return redistributed(chief, positions, workers)
+        chief.read_shard(Shard(0, workers))
+        return chief.redistribute(positions, workers)
 
     first, saved = some(2, None, 3)
     some(3, moved(saved, 3), 2)

@@ -605,7 +605,7 @@ class Fleet:
         return whether there was any.
 
         Args:
-            give_back: That of the data; see `HandsOut`.
+            give_back: That of the data; see `WorkQueueSource`.
         """
         found = [(worker, one, self._ready(worker, one)) for worker, one in self._departing()]
         for worker, departure, state in found:
@@ -657,7 +657,7 @@ class Fleet:
 
         Args:
             mine: How the chief stands.
-            deal, give_back: Those of the data; see `DealsOut`.
+            deal, give_back: Those of the data; see `WorkQueueSource`.
 
         Returns:
             Where the chief goes on; None where all keep what they have.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from monolith.checkpoint import Part
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.errors import ClusterError, ConfigError, RetryableError
 from monolith.model import WeightOptimizer
@@ -79,8 +79,8 @@ class FleetPeers:
         return self._fleet.is_chief
 
     @property
-    def share(self) -> Share:
-        return Share(self._fleet.index, self._fleet.max_workers)
+    def share(self) -> Shard:
+        return Shard(self._fleet.index, self._fleet.max_workers)
 
     @property
     def may_change(self) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from monolith.checkpoint import Part
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.errors import ConfigError, RetryableError, UnavailableError
 from monolith.model import WeightOptimizer
@@ -121,8 +121,8 @@ class RankPeers:
         return self._groups.rank == 0
 
     @property
-    def share(self) -> Share:
-        return Share(self._groups.rank, self._groups.size)
+    def share(self) -> Shard:
+        return Shard(self._groups.rank, self._groups.size)
 
     @property
     def finished(self) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from monolith.data import DriftConfig, DriftingStream, Position, Records
+from monolith.data import DriftConfig, DriftingStream, Position, Records, Source
 from monolith.data.records import LABEL, LINE_ID, make_batch
 from monolith.data.synthetic.drift import SPEC
 from monolith.feature import Batch
@@ -115,7 +115,7 @@ class CueSheet:
         return self._cues
 
 
-class LiveClicks:
+class LiveClicks(Source):
     """A source of what happens, as it happens. Its position is the number of the next record.
 
     Args:
@@ -124,7 +124,7 @@ class LiveClicks:
         sleep: Waits so many seconds.
     """
 
-    repeats = True
+    repeats_order = True
 
     def __init__(
         self,
@@ -157,12 +157,6 @@ class LiveClicks:
 
     def restore(self, position: Position) -> None:
         self._stream.restore(position)
-
-    def commit(self, position: Position) -> None:
-        """Do nothing: any stretch can be had again."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
 
     def _staged(self, records: Records, first: int) -> Records:
         """Return records, of which the first has this number, with what is staged in them."""

@@ -1,47 +1,48 @@
-"""Stages that hold records back: batches of another size, records in another order, only the first ones.
+"""Stages that buffer records: batches of another size, records in another order, only the first records.
 
-The source of such a stage has come further than whoever reads from it. So its position is one of the source,
-from before the oldest record that is held, and how many of those after it were delivered.
+The upstream of such a stage has come further than its consumer. So the position of the stage is one of the
+upstream, from before the oldest buffered record, and how many of the records after it were yielded:
+
+    upstream position          stage position                upstream's current position
+         |  skip records: yielded  |  buffered, not yielded yet  |
+         +-------------------------+-----------------------------+
+
+Restoring reads the `skip` records again and drops them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
-from monolith.data.epochs import Epochs, read_epochs
-from monolith.data.format import BadRecord
-from monolith.data.iteration import closed_after
-from monolith.data.layers import fraction_read, known_size
 from monolith.data.records import Records
-from monolith.data.redistribution import adopted, redistributed
-from monolith.data.share import Share, share_out
-from monolith.data.shuffling import ShuffleConfig, permutation
-from monolith.data.source import Position, Source, commit_to, repeats_order, set_bad_aside
+from monolith.data.shuffling import Batcher, Block, Epochs, ShuffleConfig, Shuffler, Stretch, permutation
+from monolith.data.source import Position, Stage, WorkQueueSource, closed_after
 from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """A place between two records: so many after a position of the source.
+class _Cursor:
+    """A cursor: so many records after a position of the upstream.
 
-    Where the number of workers has changed, what a stage of one of the old ones held back comes first:
+    After the number of workers has changed, a new worker first reads what the stages of some old workers had
+    buffered. Each of these is a detour, read from the old worker's position; then the worker's own data
+    follows.
 
-        detour ──its records are read──► next detour ──...──► `then`, where the source goes on by itself
+        detour ──all its records──► next detour ──...──► `then`: the worker's own position of the upstream
     """
 
     source: Position
     skip: int = 0
     numbers: Mapping[str, int] = field(default_factory=dict)
-    """What the stage goes on with here, where a detour begins; see `Holding._numbers`."""
+    """The numbers of the stage where a detour begins; see `BufferedStage._numbers`."""
     detour: int | None = None
-    """Records from the position of the source to the end of a detour; None where this is not in one."""
+    """Records from the position of the upstream to the end of the detour; None outside of detours."""
     detours: tuple[Position, ...] = ()
-    """Those that come after this one, as positions of the stage."""
+    """The detours after this one, as positions of the stage."""
     then: Position | None = None
-    """Where the source goes on after all detours."""
+    """The position of the upstream after all detours."""
 
     def saved(self) -> Position:
         found: Position = {"source": self.source, "skip": self.skip}
@@ -53,55 +54,45 @@ class _Mark:
     def detours_left(self) -> int:
         return 0 if self.detour is None else 1 + len(self.detours)
 
-    def after_detour(self) -> _Mark:
-        """Return the place after the detour that this is in."""
+    def after_detour(self) -> _Cursor:
+        """Return the cursor after the current detour."""
         assert self.then is not None
         if not self.detours:
-            return _Mark(self.then)
+            return _Cursor(self.then)
         first, *rest = self.detours
         numbers = {
             name: one for name, one in first.items() if name not in ("stage", "source", "skip", "detour")
         }
-        return _Mark(first["source"], first["skip"], numbers, first["detour"], tuple(rest), self.then)
+        return _Cursor(first["source"], first["skip"], numbers, first["detour"], tuple(rest), self.then)
 
-    def within(self, source: Position, skip: int, passed: int) -> _Mark:
-        """Return a place in the same detour, if this is in one, so many records further on."""
+    def within(self, source: Position, skip: int, passed: int) -> _Cursor:
+        """Return a cursor `passed` records further, in the same detour if this is in one."""
         if self.detour is None:
-            return _Mark(source, skip)
+            return _Cursor(source, skip)
         if not passed and skip == self.skip:
             return self  # with the numbers of its beginning
         return replace(self, source=source, skip=skip, numbers={}, detour=self.detour - passed)
 
 
-class Holding:
-    """A stage whose source has come further than its consumer."""
+class BufferedStage(Stage[Records, Records]):
+    """A stage whose upstream has come further than its consumer."""
 
     kind = ""
+    """The name of the stage in positions."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._mark: _Mark | None = None  # None: where the source stands
-
-    def read_share(self, share: Share) -> None:
-        share_out(self._source, share)
-
-    def read_epochs(self, epochs: Epochs) -> None:
-        read_epochs(self._source, epochs)
+    def __init__(self, source: Iterable[Records]) -> None:
+        super().__init__(source)
+        self._here: _Cursor | None = None  # None: nothing is buffered, so it is where the upstream is
 
     @property
-    def below(self) -> Source:
-        return self._source
+    def work_queue(self) -> WorkQueueSource | None:
+        return None  # the buffered records cannot be given back
 
-    @property
-    def repeats(self) -> bool:
-        return repeats_order(self._source)
-
-    def fraction(self, position: Position, records: int = 0) -> float | None:
-        """Return which part of the input is done; see `fraction_read`."""
-        return fraction_read(self._source, position["source"], position["skip"] + records)
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        return self._source.fraction_read(position["source"], position["skip"] + records)
 
     def position(self) -> Position:
-        return {"stage": self.kind, **self._stand().saved(), **self._numbers()}
+        return {"stage": self.kind, **self._cursor().saved(), **self._numbers()}
 
     def restore(self, position: Position) -> None:
         names = ("skip", *self._numbers())
@@ -113,55 +104,64 @@ class Holding:
         if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
             raise RestoreError(f"cannot restore a pipeline: stage {self.kind!r} finds {numbers}")
         self._check(numbers)
-        mark = self._read_mark(position)
-        self._source.restore(mark.source)
-        self._mark = mark
+        cursor = self._read_cursor(position)
+        self._source.restore(cursor.source)
+        self._here = cursor
         self._set_numbers(numbers)
 
-    def _read_mark(self, position: Position) -> _Mark:
+    def _read_cursor(self, position: Position) -> _Cursor:
         below: Any = position.get("source")
-        mark = _Mark(below, int(position["skip"]))
+        cursor = _Cursor(below, int(position["skip"]))
         if "then" not in position:
-            return mark
+            return cursor
         detour, detours = position.get("detour"), position.get("detours")
         if not isinstance(detour, int) or not isinstance(detours, list):
             raise RestoreError(f"cannot restore a pipeline: stage {self.kind!r} finds malformed detours")
-        return replace(mark, detour=detour, detours=tuple(detours), then=position["then"])
+        return replace(cursor, detour=detour, detours=tuple(detours), then=position["then"])
 
     def commit(self, position: Position) -> None:
-        if "then" not in position:  # what is left of others was theirs to commit
-            commit_to(self._source, position["source"])
+        # In a detour the position of the upstream is one of an old worker, which has committed it already.
+        if "then" not in position:
+            self._source.commit(position["source"])
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
-        """Have the source share out what nobody has read, and the new workers what was held back."""
+        """Redistribute the unread data of the upstream; buffered records become detours of new workers."""
         detours: list[Position] = []
         ends: list[Position] = []
         for position in positions:
-            held = self._held(position)
-            detours += held[:-1]
-            ends.append(held[-1])
+            *buffered, end = self._split_off_buffered(position)
+            detours += buffered
+            ends.append(end)
         return [
             self._begin(detours[worker::workers], below)
-            for worker, below in enumerate(redistributed(self._source, ends, workers))
+            for worker, below in enumerate(self._source.redistribute(ends, workers))
         ]
 
     def adopt(self, position: Position, end: Position | None = None) -> Position:
         if "then" in position:  # its detours were adopted already
-            return {**position, "then": adopted(self._source, position["then"])}
-        # Where records are held at the end, the source had come further, nobody knows how far.
+            return {**position, "then": self._source.adopt(position["then"])}
+        # If records are buffered at the end, the upstream had come further, and no one knows how far.
         until = None if end is None or end["skip"] or end.get("length") else end["source"]
-        return {**position, "source": adopted(self._source, position["source"], until)}
+        return {**position, "source": self._source.adopt(position["source"], until)}
 
-    def _held(self, position: Position) -> list[Position]:
-        """Return what was held back at a position, as detours; and last, that of the source after it."""
+    def _split_off_buffered(self, position: Position) -> list[Position]:
+        """Return what was buffered at a position as detours; and last, the position of the upstream after it.
+
+        To find that last position, the upstream is read from the old worker's position once more.
+        """
         if not (position.get("skip") or position.get("length") or "then" in position):
             return [position["source"]]
-        self.restore(adopted(self, position))
-        mark = self._stand()
-        if mark.then is not None:
-            first = {"stage": self.kind, "source": mark.source, "skip": mark.skip, "detour": mark.detour}
-            return [{**first, **self._numbers()}, *mark.detours, mark.then]
-        wanted, passed = mark.skip + self._numbers().get("length", 0), 0
+        self.restore(self.adopt(position))
+        cursor = self._cursor()
+        if cursor.then is not None:
+            first = {
+                "stage": self.kind,
+                "source": cursor.source,
+                "skip": cursor.skip,
+                "detour": cursor.detour,
+            }
+            return [{**first, **self._numbers()}, *cursor.detours, cursor.then]
+        wanted, passed = cursor.skip + self._numbers().get("length", 0), 0
         with closed_after(self._source) as batches:
             while passed < wanted:
                 records = next(batches, None)
@@ -169,67 +169,61 @@ class Holding:
                     raise _changed(wanted - passed)
                 passed += len(records)
             end = self._source.position()
-        if passed == mark.skip:
+        if passed == cursor.skip:
             return [end]
-        begin = adopted(self._source, mark.source, end)
+        begin = self._source.adopt(cursor.source, end)
         return [
-            {"stage": self.kind, "source": begin, "skip": mark.skip, "detour": passed, **self._numbers()},
+            {"stage": self.kind, "source": begin, "skip": cursor.skip, "detour": passed, **self._numbers()},
             end,
         ]
 
     def _begin(self, detours: Sequence[Position], below: Position) -> Position:
-        """Return the position of a new worker, whose source begins at `below`."""
+        """Return the position of a new worker, whose upstream begins at `below`."""
         fresh: Position = {"stage": self.kind, "source": below, "skip": 0, **self._fresh()}
         if not detours:
             return fresh
         return {**fresh, **detours[0], "detours": list(detours[1:]), "then": below}
 
     def _fresh(self) -> dict[str, int]:
-        """Return what belongs to a position where nothing is held back."""
+        """Return the numbers of a position at which nothing is buffered."""
         return {}
 
-    def set_aside(self, bad: Sequence[BadRecord]) -> None:
-        set_bad_aside(self._source, bad)
-
-    def close(self) -> None:
-        self._source.close()
-
     def _numbers(self) -> dict[str, int]:
-        """Return what else belongs to a position."""
+        """Return the numbers that a position has in addition to `skip`."""
         return {}
 
     def _check(self, numbers: Mapping[str, Any]) -> None:
         """Refuse numbers that make no sense."""
 
     def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Go on from these."""
+        """Resume from these numbers."""
 
-    def _stand(self) -> _Mark:
-        return _Mark(self._source.position()) if self._mark is None else self._mark
+    def _cursor(self) -> _Cursor:
+        return _Cursor(self._source.position()) if self._here is None else self._here
 
-    def _blocks(self, *, length: int = 0, taken: int = 0) -> Iterator[Block[_Mark]]:
-        """Yield what the source has from where this stage stands.
+    def _blocks(self, *, length: int = 0, taken: int = 0) -> Iterator[Block[_Cursor]]:
+        """Yield the blocks of the upstream from the current cursor on.
 
         Args:
-            length, taken: Of the stretch that begins there, where one was begun.
+            length, taken: Of the stretch that starts there, if one was started before a restart.
         """
-        stand = self._stand()
-        while stand.detour is not None:
-            yield from self._blocks_from(stand, length, taken)
-            stand = stand.after_detour()
-            length, taken = stand.numbers.get("length", 0), stand.numbers.get("taken", 0)
-        yield from self._blocks_from(stand, length, taken)
+        here = self._cursor()
+        while here.detour is not None:
+            yield from self._blocks_from(here, length, taken)
+            here = here.after_detour()
+            length, taken = here.numbers.get("length", 0), here.numbers.get("taken", 0)
+        yield from self._blocks_from(here, length, taken)
 
-    def _blocks_from(self, stand: _Mark, length: int, taken: int) -> Iterator[Block[_Mark]]:
-        """Yield what the source has from a place on, to the end of the detour if that is in one."""
-        if self._source.position() != stand.source:
-            self._source.restore(stand.source)  # it was read further than what was delivered
-        before, passed = stand, 0
+    def _blocks_from(self, here: _Cursor, length: int, taken: int) -> Iterator[Block[_Cursor]]:
+        """Yield blocks from a cursor on: to the end of the data, or of the detour if the cursor is in one."""
+        if self._source.position() != here.source:
+            self._source.restore(here.source)  # it was read further than what was yielded
+        before, passed = here, 0
         with closed_after(self._source) as batches:
             for records in batches:
                 first = max(before.skip - passed, 0)
                 if first < len(records):
-                    yield Block(records, self._places(before, passed, len(records)), first, length, taken)
+                    yield Block(records, self._cursors(before, passed, len(records)), first, length, taken)
                     length = taken = 0
                 passed += len(records)
                 if before.detour is not None and passed >= before.detour:
@@ -239,17 +233,17 @@ class Holding:
         if before.skip or before.detour is not None:
             raise _changed((before.detour or before.skip) - passed)
 
-    def _places(self, before: _Mark, passed: int, size: int) -> Callable[[int], _Mark]:
-        """Return the places in a batch that begins so many records after a mark."""
+    def _cursors(self, before: _Cursor, passed: int, size: int) -> Callable[[int], _Cursor]:
+        """Return the cursors within a batch that begins `passed` records after another cursor."""
 
-        def place(number: int) -> _Mark:
+        def cursor(number: int) -> _Cursor:
             if number < size:
                 return before.within(before.source, passed + number, 0)
             if before.detour is not None and passed + size >= before.detour:
                 return before.after_detour()
             return before.within(self._source.position(), 0, passed + size)
 
-        return place
+        return cursor
 
 
 def _changed(missing: int) -> DataError:
@@ -258,10 +252,12 @@ def _changed(missing: int) -> DataError:
     )
 
 
-class Rebatched(Holding):
+class Rebatched(BufferedStage):
+    """Batches of exactly `size` records; only the last is shorter."""
+
     kind = "rebatch"
 
-    def __init__(self, source: Source, size: int, drop_remainder: bool) -> None:
+    def __init__(self, source: Iterable[Records], size: int, drop_remainder: bool) -> None:
         super().__init__(source)
         if size < 1:
             raise ConfigError(f"pipeline: a batch needs a record at least, got {size}")
@@ -269,31 +265,31 @@ class Rebatched(Holding):
         self._drop_remainder = drop_remainder
 
     def __iter__(self) -> Iterator[Records]:
-        batcher: Batcher[_Mark] = Batcher(self._size)
+        batcher: Batcher[_Cursor] = Batcher(self._size)
         with closed_after(self._blocks()) as blocks:
             for block in blocks:
-                for batch, self._mark in batcher.add(block):
+                for batch, self._here in batcher.add(block):
                     yield batch
-        self._mark = None
+        self._here = None
         if (rest := batcher.rest()) is not None and not self._drop_remainder:
             yield rest
 
 
-class Shuffled(Holding):
-    """Stretches of `buffer` records, each in an order that follows from the seed and its number."""
+class Shuffled(BufferedStage):
+    """Stretches of `buffer` records, each permuted by the seed and its number."""
 
     kind = "shuffle"
 
-    def __init__(self, source: Source, config: ShuffleConfig) -> None:
+    def __init__(self, source: Iterable[Records], config: ShuffleConfig) -> None:
         super().__init__(source)
         self._config = config
         self._number = self._taken = self._length = 0
 
     def read_epochs(self, epochs: Epochs) -> None:
-        read_epochs(self._source, replace(epochs, buffer=0))  # each stretch has an order of its own here
+        super().read_epochs(replace(epochs, buffer=0))  # this stage shuffles, so the source need not
 
     def __iter__(self) -> Iterator[Records]:
-        shuffler: Shuffler[_Mark] = Shuffler(
+        shuffler: Shuffler[_Cursor] = Shuffler(
             self._config.buffer,
             lambda _, size: permutation(size, self._config.seed, self._number),
             lambda _: "pipeline: the source",
@@ -302,33 +298,34 @@ class Shuffled(Holding):
         with closed_after(self._blocks(length=self._length, taken=self._taken)) as blocks:
             for block in blocks:
                 step = max(step, len(block.records) - block.first)
-                begun, here = shuffler.begin, block.place(block.first)
+                begun, here = shuffler.begin, block.cursor(block.first)
                 if begun is not None and begun.detours_left != here.detours_left:
-                    short = shuffler.end(here)  # or it could not be moved with its detour
+                    # A stretch ends with its detour: it could not be moved to another worker otherwise.
+                    short = shuffler.end(here)
                     assert short is not None
                     yield from self._in_batches(short, step)
                 for stretch in shuffler.add(block):
                     yield from self._in_batches(stretch, step)
-        last = shuffler.end(_Mark(self._source.position()))
+        last = shuffler.end(_Cursor(self._source.position()))
         if last is not None:
             yield from self._in_batches(last, step)
-        self._mark = None
+        self._here = None
 
-    def _in_batches(self, stretch: Stretch[_Mark], step: int) -> Iterator[Records]:
+    def _in_batches(self, stretch: Stretch[_Cursor], step: int) -> Iterator[Records]:
         """Yield a stretch in batches as large as they came in."""
         size = len(stretch.records)
         for first in range(stretch.first, size, step):
             last = min(first + step, size)
             if last < size:
-                self._mark, self._taken, self._length = stretch.begin, last, size
+                self._here, self._taken, self._length = stretch.begin, last, size
             else:
-                self._mark, numbers = stretch.end, stretch.end.numbers
+                self._here, numbers = stretch.end, stretch.end.numbers
                 self._taken, self._length = numbers.get("taken", 0), numbers.get("length", 0)
                 self._number = numbers.get("number", self._number + 1)
             yield stretch.records.slice(first, last)
 
-    def fraction(self, position: Position, records: int = 0) -> float | None:
-        return super().fraction(position, position["taken"] + records)
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        return super().fraction_read(position, position["taken"] + records)
 
     def _numbers(self) -> dict[str, int]:
         seed = self._config.seed
@@ -348,10 +345,12 @@ class Shuffled(Holding):
         self._number, self._taken, self._length = numbers["number"], numbers["taken"], numbers["length"]
 
 
-class Taken(Holding):
+class Taken(BufferedStage):
+    """The first `records` records."""
+
     kind = "take"
 
-    def __init__(self, source: Source, records: int) -> None:
+    def __init__(self, source: Iterable[Records], records: int) -> None:
         super().__init__(source)
         if records < 0:
             raise ConfigError(f"pipeline: cannot take {records} records")
@@ -359,14 +358,14 @@ class Taken(Holding):
         self._taken = 0
 
     def size(self) -> int | None:
-        below = known_size(self._source)
+        below = super().size()
         return None if below is None else min(below, self._records)
 
-    def fraction(self, position: Position, records: int = 0) -> float | None:
-        """Return which part is done: of the records to take, or of the input where that ends first."""
-        below = super().fraction(position, records)
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        """Return the fraction of the records to take, or of the input if that ends first."""
+        below = super().fraction_read(position, records)
         taken = (position["taken"] + records) / self._records if self._records else 1.0
-        return taken if below is None else max(taken, below)
+        return min(1.0, taken if below is None else max(taken, below))
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
         raise NotRepeatableError(
@@ -381,7 +380,7 @@ class Taken(Holding):
             for block in blocks:
                 end = min(len(block.records), block.first + self._records - self._taken)
                 self._taken += end - block.first
-                self._mark = None if end == len(block.records) else block.place(end)
+                self._here = None if end == len(block.records) else block.cursor(end)
                 yield block.records.slice(block.first, end)
                 if self._taken == self._records:
                     return

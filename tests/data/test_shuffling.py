@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.formats.memory import to_records
 from monolith.data.records import Records
+from monolith.data.shuffling import Batcher, Block, Shuffler, Stretch
 from monolith.errors import DataError
 
 
