@@ -58,7 +58,7 @@ def how_to_export(export: ExportConfig, train: TrainConfig, *, as_module: bool =
         missing_rows=export.missing_rows,
         as_module=as_module,
         evicts=train.keep.evict or train.evict_every_steps is not None,
-        max_share=train.expiry.max_share,
+        max_share=train.expiry.max_fraction,
     )
 
 

@@ -19,8 +19,8 @@ from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table,
 from monolith.errors import ExportError
 from monolith.serve.manifest import Coding, ServableFile, ServableTable
 from monolith.table import Expiry, FrozenInfo, FrozenSegment, Rows, TableConfig, open_frozen_writer
-from monolith.table.lazy_decay import caught_up, decays_lazily
 from monolith.table.row_streams import newest_rows
+from monolith.table.update_rules import caught_up, decays_lazily
 
 Advance = Callable[[int], object]
 """Told how many rows were read."""

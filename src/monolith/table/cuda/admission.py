@@ -1,7 +1,7 @@
-"""Newcomers: ids of a batch without a row, and which of them get one.
+"""Admission of new ids to a device table: which ids of a batch without a row get one.
 
-A table with an admission filter or a byte budget has to know them before it writes, so this is worked out on
-the host. Tables without either never come here.
+A table with an admission filter or a memory budget has to know them before it writes, so this is computed on
+the host. Tables without either do not call it.
 """
 
 from __future__ import annotations
@@ -9,32 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
-class RefusesSightings(Protocol):
-    """What a table asks of an admission filter."""
-
-    def refuse(self, ids: Tensor, counts: Tensor | None = None) -> Tensor: ...
+from monolith.table.admission import AdmissionFilter
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a filter said."""
+    """The answer of a filter."""
 
     waits: NDArray[np.bool_]
-    """For each sighting, whether it passes without effect."""
+    """For each sighting, whether it was refused and has no effect."""
     filtered: int
-    """How many sightings those stand for."""
+    """How many sightings were refused, by their counts."""
 
 
 def ask_filter(
-    admission: RefusesSightings, ids: NDArray[np.int64], counts: NDArray[np.int64], *, together: bool
+    admission: AdmissionFilter, ids: NDArray[np.int64], counts: NDArray[np.int64], *, together: bool
 ) -> Verdict:
     """Ask about ids without a row. An id that was let in is not asked about again.
 
@@ -70,7 +65,7 @@ def in_order(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return ordered
 
 
-def parts(ids: NDArray[np.int64], size: int) -> Iterator[NDArray[np.bool_]]:
+def parts_of_batch(ids: NDArray[np.int64], size: int) -> Iterator[NDArray[np.bool_]]:
     """Yield masks of the parts of a batch: up to `size` distinct ids each, in the order of first sight."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
@@ -80,7 +75,7 @@ def parts(ids: NDArray[np.int64], size: int) -> Iterator[NDArray[np.bool_]]:
         yield number == part
 
 
-def runs(ids: Tensor, zero: Tensor) -> Iterator[tuple[Tensor, bool]]:
+def runs_by_kind(ids: Tensor, zero: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """Yield masks of positions to write or to remove, such that equal ids keep their order."""
     if len(torch.unique(ids)) == len(ids):
         for kind in (True, False):
@@ -107,7 +102,7 @@ def _turns(inverse: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
 
 
 def _refused(
-    admission: RefusesSightings, ids: NDArray[np.int64], counts: NDArray[np.int64]
+    admission: AdmissionFilter, ids: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     waits: NDArray[np.bool_] = admission.refuse(torch.from_numpy(ids), torch.from_numpy(counts)).numpy()
     return waits

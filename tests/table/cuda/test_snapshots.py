@@ -1,4 +1,4 @@
-"""What a cut of a device table does beyond the contract: copies on the device, growth and shrinking."""
+"""What a snapshot of a device table does beyond the contract: copies on the device, growth and shrinking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from monolith.table import (
     TableConfig,
     iterate,
 )
-from monolith.table.cuda import aside
+from monolith.table.cuda import snapshots
 
 SEGMENT = Segment(dim=3, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.5)
 CONFIG = TableConfig(name="item", segments=(SEGMENT,), expiry=Expiry.days(1))
@@ -42,10 +42,10 @@ def content(chunks: Any) -> dict[int, tuple[Any, ...]]:
     return found
 
 
-def scanned(cut: Any, limit: int = 100, **how: Any) -> Any:
+def scanned(snapshot: Any, limit: int = 100, **how: Any) -> Any:
     cursor: int | None = None
     while True:
-        scan: Scan = cut.scan(cursor, limit=limit, **how)
+        scan: Scan = snapshot.scan(cursor, limit=limit, **how)
         assert len(scan.rows) <= limit
         yield scan.rows
         if scan.cursor is None:
@@ -61,54 +61,54 @@ def train(table: Any, ids: Any, time: int = 1) -> None:
 def test_copies_that_the_device_has_no_room_for_go_to_the_host(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aside, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(aside, "_MOST_BYTES", 0)
-    monkeypatch.setattr(aside, "_LEAST_ROWS", 64)
+    monkeypatch.setattr(snapshots, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(snapshots, "_MOST_BYTES", 0)
+    monkeypatch.setattr(snapshots, "_LEAST_ROWS", 64)
     table = CudaTable(CONFIG, device=device)
     train(table, range(1000))
     before = content(iterate(table))
-    cut = table.cut()
+    snapshot = table.snapshot()
     for first in range(0, 1000, 200):
         train(table, range(first, first + 250), time=5)
         table.remove(torch.arange(first, first + 20))
-    assert content(scanned(cut)) == before
-    assert cut.captured_bytes == 1000 * (8 + 4 + 1 + 24)
-    cut.close(saved=True)
+    assert content(scanned(snapshot)) == before
+    assert snapshot.captured_bytes == 1000 * (8 + 4 + 1 + 24)
+    snapshot.close(saved=True)
 
 
-def test_a_cut_outlives_growth_and_shrinking(device: Device) -> None:
+def test_a_snapshot_outlives_growth_and_shrinking(device: Device) -> None:
     table = CudaTable(CONFIG, device=device)
     table.track_changes()
     train(table, range(150))
     before = content(iterate(table))
-    cut = table.cut()
+    snapshot = table.snapshot()
     train(table, range(140, 4000), time=100)  # grows
-    assert content(scanned(cut)) == before
+    assert content(scanned(snapshot)) == before
     table.evict(now=100 + 10**9)  # shrinks
     assert len(table) == 0
     train(table, range(50), time=10**9)
-    assert content(scanned(cut)) == before
-    assert content(scanned(cut, changed_only=True)) == before
-    cut.close(saved=False)
-    again = table.cut()
+    assert content(scanned(snapshot)) == before
+    assert content(scanned(snapshot, changed_only=True)) == before
+    snapshot.close(saved=False)
+    again = table.snapshot()
     assert set(content(scanned(again, changed_only=True))) == set(range(50))
     assert set(again.removed().tolist()) == set(range(4000))
     again.close(saved=True)
 
 
-def test_a_table_that_serves_codes_is_cut_as_what_they_say(device: Device) -> None:
+def test_a_table_that_serves_codes_is_snapshot_as_what_they_say(device: Device) -> None:
     config = TableConfig(name="item", segments=(Segment(dim=3, compressor=Fp16()),), serving=True)
     table = CudaTable(config, device=device)
     table.assign(torch.arange(50), torch.randn(50, 3), event_time=3)
     before = content(iterate(table))
-    cut = table.cut()
+    snapshot = table.snapshot()
     table.assign(torch.arange(25), torch.randn(25, 3), event_time=4)
-    assert content(scanned(cut, limit=7)) == before
+    assert content(scanned(snapshot, limit=7)) == before
 
 
 def test_what_is_scanned_is_on_the_host(device: Device) -> None:
     table = CudaTable(CONFIG, device=device)
     train(table, range(5))
-    cut = table.cut()
-    rows: Rows = cut.scan().rows
+    snapshot = table.snapshot()
+    rows: Rows = snapshot.scan().rows
     assert {column.device.type for column in (rows.ids, rows.event_times, rows.values, rows.state)} == {"cpu"}

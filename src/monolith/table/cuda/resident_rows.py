@@ -18,10 +18,10 @@ from torch import Tensor
 
 from monolith.cuda.device import Device
 from monolith.errors import AcceleratorError, TableClosedError
-from monolith.table.admission import AdmissionFilter
+from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.config import TableConfig
-from monolith.table.cuda import newcomers
-from monolith.table.cuda.fill import Counted, Fill
+from monolith.table.cuda.admission import ask_filter, in_order, parts_of_batch
+from monolith.table.cuda.growth import Counted, FillCounters, Growth
 from monolith.table.cuda.layout import DeviceRowLayout
 from monolith.table.cuda.memory import (
     BESIDE,
@@ -35,12 +35,10 @@ from monolith.table.cuda.memory import (
     Ages,
     Claimed,
     DeviceMemory,
+    Recency,
     Times,
 )
-from monolith.table.cuda.recency import Recency
-from monolith.table.cuda.room import Room
-from monolith.table.cuda.watch import RowWatch
-from monolith.table.refusals import Refusals
+from monolith.table.cuda.tracking import ChangeTracker
 
 _CLEANED = 0.95  # in use, marks included: then marks are cleared away
 _SPARE = 2  # batches that find room without a question
@@ -63,11 +61,11 @@ class WriteBatch:
     know before asks."""
 
 
-class HeldRows:
+class ResidentRows:
     """The rows of one table. Not thread-safe; every call is on the current stream.
 
     Args:
-        tell: Has touched sets told what waits for them; see `RowWatch`.
+        tell: Has touched sets told what waits for them; see `ChangeTracker`.
 
     Attributes:
         filtered, refused, evicted, removed: As in `TableStats`.
@@ -92,9 +90,11 @@ class HeldRows:
         self._refusals = Refusals(config)
         by_slot = config.expiry.seconds_by_slot() if config.expiry.per_slot else None
         self._live_by_slot = None if by_slot is None else torch.from_numpy(by_slot).to(self._device)
-        self.room = Room(config, layout.bytes_per_place + (RECENCY_BYTES if remembers_use else 0))
-        self.watch = RowWatch(device, tell)
-        self.fill = Fill(config.name, torch.zeros(COUNTERS, dtype=torch.int64, device=self._device), device)
+        self.growth = Growth(config, layout.bytes_per_place + (RECENCY_BYTES if remembers_use else 0))
+        self.watch = ChangeTracker(device, tell)
+        self.fill = FillCounters(
+            config.name, torch.zeros(COUNTERS, dtype=torch.int64, device=self._device), device
+        )
         self.filtered = self.refused = self.evicted = self.removed = 0
         self._memory: DeviceMemory | None = self._new_memory(config.initial_rows)
         self._next: DeviceMemory | None = None  # which rows are about to move to
@@ -134,7 +134,7 @@ class HeldRows:
             self._write_full(batch, skip)
             return
         keys = batch.ids.cpu().numpy()
-        for part in newcomers.parts(keys, max(1, self.limit // _PART)):
+        for part in parts_of_batch(keys, max(1, self.limit // _PART)):
             outside = torch.from_numpy(np.where(part, 0, ELSEWHERE).astype(np.uint8)).to(self._device)
             self._write_full(batch, outside if skip is None else skip | outside)
 
@@ -146,7 +146,7 @@ class HeldRows:
         if not unknown.any():
             return skip
         seen = np.ones(len(unknown), np.int64) if counts is None else counts.numpy()
-        verdict = newcomers.ask_filter(
+        verdict = ask_filter(
             self._admission, batch.ids.cpu().numpy()[unknown], seen[unknown], together=batch.dedup
         )
         self.filtered += verdict.filtered
@@ -195,19 +195,19 @@ class HeldRows:
     def _newcomers(self, batch: WriteBatch, skip: Tensor | None) -> tuple[NDArray[np.int64], int]:
         """Return ids without a row, in the order of first sight, and how many may have one."""
         ids = batch.ids[self._unknown(batch, skip)].cpu().numpy()
-        return newcomers.in_order(ids), max(0, self.limit - self.fill.read().rows)
+        return in_order(ids), max(0, self.limit - self.fill.read().rows)
 
     # Room
 
     @property
     def limit(self) -> int:
         """Places that may be in use."""
-        return self.room.limit(self.memory.places)
+        return self.growth.limit(self.memory.places)
 
     @property
     def writes_alone(self) -> bool:
         """Whether what is written needs more than places, so that it cannot be written with other tables'."""
-        return self._admission is not None or self.room.bounded or self._remembers_use
+        return self._admission is not None or self.growth.bounded or self._remembers_use
 
     def reserve(self, ids: int) -> None:
         """Grow if so many ids may not find room, such that some batches more will before it comes to that."""
@@ -218,7 +218,7 @@ class HeldRows:
             self.memory.tidy()
             seen = self.fill.read()
         if seen.counters[USED] + _SPARE * ids > self.limit:
-            wanted = self.room.reserved(self.memory.places, seen.rows, 2 * _SPARE * ids)
+            wanted = self.growth.reserved(self.memory.places, seen.rows, 2 * _SPARE * ids)
             if not self._prepares(wanted, seen, ids):
                 self._move(wanted, seen.rows, ids)
 
@@ -238,9 +238,9 @@ class HeldRows:
             seen = self.fill.read()
         if seen.counters[USED] + coming <= self.limit:
             return True
-        if not self.room.grows(self.memory.places):
+        if not self.growth.grows(self.memory.places):
             return False
-        wanted = self.room.grown(self.memory.places, seen.rows + coming)
+        wanted = self.growth.grown(self.memory.places, seen.rows + coming)
         if self._prepares(wanted, seen, coming):
             return True
         self._move(wanted, seen.rows, coming)
@@ -250,22 +250,22 @@ class HeldRows:
         """Take the memory that a large table moves to, and leave moving to the next call; False where it is
         there, or moving cannot wait."""
         used = seen.counters[USED] + coming
-        if self._next is not None or not self.room.may_wait(self.memory.places, used):
+        if self._next is not None or not self.growth.may_wait(self.memory.places, used):
             return False
-        self._next = self._taken(self.room.sizes(wanted, seen.rows + coming))
+        self._next = self._taken(self.growth.sizes(wanted, seen.rows + coming))
         return True
 
     def _shrink(self) -> None:
         """Give memory back that nearly nobody uses."""
         rows = self.fill.read().rows
-        places = self.room.shrunk(self.memory.places, rows)
+        places = self.growth.shrunk(self.memory.places, rows)
         if places is not None:
             self._next = None
             self._move(places, rows)
 
     def _move(self, places: int, rows: int, coming: int = 0) -> None:
         """Move all rows to a memory of about this size, which has room for those that come."""
-        before, sizes = self.memory, self.room.sizes(places, rows + coming)
+        before, sizes = self.memory, self.growth.sizes(places, rows + coming)
         new, self._next = self._next, None
         if new is None or new.places < sizes[-1]:
             new = None
@@ -282,7 +282,7 @@ class HeldRows:
         return self.memory.empty(sizes[-1])
 
     def _new_memory(self, rows: int) -> DeviceMemory:
-        places, stream = self.room.first(rows), self._owner.current_stream().handle
+        places, stream = self.growth.first(rows), self._owner.current_stream().handle
         memory = DeviceMemory(self._layout, self.fill.counters, places, device=self._owner, stream=stream)
         if self._remembers_use:
             memory.recency = Recency(places + BESIDE, self._device)
@@ -334,7 +334,7 @@ class HeldRows:
         """Drop everything.
 
         Raises:
-            TableArgumentError: A cut is open.
+            TableArgumentError: A snapshot is open.
         """
         self.watch.clearing(self.memory, self.fill.read().rows)
         self.memory.keep_for(self._owner.current_stream())

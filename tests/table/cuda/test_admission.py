@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.table.cuda.newcomers import ask_filter, in_order, parts
+from monolith.table.cuda.admission import ask_filter, in_order, parts_of_batch
 
 
 class AfterSightings:
@@ -55,4 +55,4 @@ def test_newcomers_are_let_in_as_they_came() -> None:
 
 def test_a_batch_is_divided_by_ids_and_none_is_in_two_parts() -> None:
     ids = array(5, 6, 5, 7, 8, 6, 9)
-    assert [ids[part].tolist() for part in parts(ids, 2)] == [[5, 6, 5, 6], [7, 8], [9]]
+    assert [ids[part].tolist() for part in parts_of_batch(ids, 2)] == [[5, 6, 5, 6], [7, 8], [9]]

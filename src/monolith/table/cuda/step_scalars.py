@@ -1,7 +1,7 @@
-"""Paces: what of a table's training changes from step to step, as the host knows it and kernels are told.
+"""Step scalars: the numbers of a table that change from step to step, which every launch is given.
 
-Learning rates come with each step. How steep one_bit segments are follows from the steps, and rows that decay
-lazily are shown by the newest step and its rates.
+Learning rates are given with each step. The scale of one_bit segments follows from the steps, and rows with
+lazy decay are shown as of the newest step and its rates.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from monolith.table.config import TableConfig
 from monolith.table.update_rules import last_steps
 
 
-class Paces:
-    """Of one table. Not thread-safe.
+class StepScalars:
+    """The rates, scales and decays of one table, by segment. Not thread-safe.
 
     Attributes:
         scales: One per segment: how steep a one_bit segment has become.
@@ -32,13 +32,13 @@ class Paces:
         self._name = config.name
         self._segments = config.segments
         self._lazy = lazy
-        self._alike = _trained_alike(config)
+        self._one_rule = _has_one_rule(config)
         self.scales = [float(np.float32(s.compressor.initial_scale)) for s in config.segments]
         self._decays = self._decays_at([segment.decay_rate for segment in config.segments])
         self._steps = 0  # one more than the newest
 
     def set_scales(self, scales: Sequence[float]) -> None:
-        """Be as steep as that.
+        """Set the scale of each segment.
 
         Raises:
             TableArgumentError: There is not one for each segment.
@@ -50,7 +50,7 @@ class Paces:
         self.scales = [float(np.float32(scale)) for scale in scales]
 
     def begin(self, step: int, rates: Sequence[float]) -> None:
-        """Take note of a step that is about to be taken."""
+        """Record a step that is about to be taken."""
         if self._lazy:
             self._decays = self._decays_at(rates)
             self._steps = max(self._steps, step + 1)
@@ -63,7 +63,7 @@ class Paces:
                 )
 
     def note(self, state: NDArray[np.float32] | None) -> None:
-        """Be at the newest step of rows that come from elsewhere, by their state."""
+        """Advance to the newest step in the state of restored rows."""
         if not self._lazy or state is None or not len(state):
             return
         begin = 0
@@ -74,11 +74,11 @@ class Paces:
             begin += segment.state_dim
 
     def forget(self) -> None:
-        """Take note that there are no rows any more."""
+        """Reset the step after the table was cleared."""
         self._steps = 0
 
     def scalars(self, rates: Sequence[float] | None = None) -> ctypes.Structure:
-        """Return what kernels are told: struct Scalars in rows.cu."""
+        """Return the argument of a launch: struct Scalars in rows.cuh."""
         n = len(self._segments)
         told: Any = _scalars_type(n, self._lazy)()
         told.rates = (ctypes.c_float * n)(*(rates or ()))
@@ -90,9 +90,9 @@ class Paces:
         return structure
 
     def stay_finite(self, rates: Sequence[float]) -> bool:
-        """Whether steps by usable gradients leave every row finite, so that nobody has to look."""
+        """Whether steps by usable gradients leave every row finite, so that kernels need not check."""
         decay = getattr(self._segments[0].optimizer.rule, "weight_decay", 0.0)
-        return self._alike and all(rate == rates[0] for rate in rates) and not abs(rates[0] * decay) > 1
+        return self._one_rule and all(rate == rates[0] for rate in rates) and not abs(rates[0] * decay) > 1
 
     def _decays_at(self, rates: Sequence[float]) -> list[float]:
         """Return the share that a step at these rates takes of a value, by segment, as float32 has it."""
@@ -109,7 +109,8 @@ def _scalars_type(segments: int, lazy: bool) -> Any:
     return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
 
 
-def _trained_alike(config: TableConfig) -> bool:
+def _has_one_rule(config: TableConfig) -> bool:
+    """Whether all values of a row are trained by one rule that keeps them finite; see `stay_finite`."""
     first = config.segments[0].optimizer
     alike = all(s.optimizer == first and not isinstance(s.compressor, OneBit) for s in config.segments)
     by_value = first.state_dim(2) in (0, 2) and first.rule.kind != "batch_softmax"

@@ -1,14 +1,13 @@
-"""Who watches: those who keep track of the rows of a device table, and what they are told.
+"""Tracking: who is told about changed rows of a device table, and what.
 
-Sets of touched keys are told the ids whose rows changed or went. What they are to be told waits on the device
-until somebody looks into one of them: a step waits for nothing. A cut has rows copied aside before they
-change, and a table that tracks changes remembers which rows changed since the last cut and which ids went.
+Touched sets are told the ids whose rows changed or were removed. Those ids wait on the device until a set is
+read: a training step waits for nothing. A snapshot has rows copied before they change. A table that tracks
+changes remembers which rows changed since the last snapshot and which ids were removed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,24 +15,15 @@ from torch import Tensor
 
 from monolith.cuda.device import Device
 from monolith.errors import TableArgumentError
-from monolith.table.cuda.aside import Aside
 from monolith.table.cuda.memory import BEFORE, CHANGED, NONE, Claimed, DeviceMemory
+from monolith.table.cuda.snapshots import CopiedRows, Removed
 from monolith.table.hashing import unmix
 from monolith.table.touched_keys import TouchedKeySet
 
 _MOST_UNTOLD = 1 << 22  # ids of batches that may wait on the device
 
 
-@dataclass(slots=True)
-class Gone:
-    """What a table lost since some moment."""
-
-    ids: list[Tensor] = field(default_factory=list)
-    cleared: bool = False
-    """Everything from before is gone."""
-
-
-class RowWatch:
+class ChangeTracker:
     """Who watches one table. Not thread-safe.
 
     Args:
@@ -46,8 +36,8 @@ class RowWatch:
         self._touched: list[TouchedKeySet] = []
         self._untold: list[tuple[Tensor, Tensor]] = []
         self._untold_ids = 0
-        self._gone: Gone | None = None  # None tracks nothing
-        self._aside: Aside | None = None  # None while no cut is open
+        self._removed: Removed | None = None  # None tracks nothing
+        self._copies: CopiedRows | None = None  # None while no snapshot is open
 
     @property
     def idle(self) -> bool:
@@ -78,45 +68,45 @@ class RowWatch:
 
     def track(self, memory: DeviceMemory, *, on: bool) -> None:
         """Forget what changed; remember it from now on, or not."""
-        self._gone = Gone() if on else None
+        self._removed = Removed() if on else None
         self._set_flags(memory)
         if memory.flags is not None:
             memory.flags.bitwise_and_(0xFF ^ CHANGED)
 
-    def open_cut(self, memory: DeviceMemory, rows: int) -> Gone | None:
-        """Have rows copied before they change; return what went since the cut before, where that is known.
+    def open_snapshot(self, memory: DeviceMemory, rows: int) -> Removed | None:
+        """Copy rows before they change, from now on; return the ids removed since the snapshot before.
 
         Raises:
-            TableArgumentError: Another cut is open.
+            TableArgumentError: Another snapshot is open.
         """
-        if self._aside is not None:
-            raise TableArgumentError("table: a cut is open already; close it first")
-        self._aside = Aside(memory, self._device, rows)
+        if self._copies is not None:
+            raise TableArgumentError("table: a snapshot is open already; close it first")
+        self._copies = CopiedRows(memory, self._device, rows)
         self._set_flags(memory)
         assert memory.flags is not None
         memory.flags.bitwise_and_(CHANGED).mul_(BEFORE // CHANGED)
-        before = self._gone
-        self._gone = None if before is None else Gone()
+        before = self._removed
+        self._removed = None if before is None else Removed()
         return before
 
     @property
-    def aside(self) -> Aside | None:
-        """The copies of the open cut."""
-        return self._aside
+    def copies(self) -> CopiedRows | None:
+        """The copies of the open snapshot."""
+        return self._copies
 
-    def close_cut(self, memory: DeviceMemory | None, unsaved: Gone | None) -> None:
-        """Let the copies go; what went and changed up to the cut counts again, where it is not saved."""
-        aside, self._aside = self._aside, None
-        if aside is not None:
-            aside.keep_for_current()
+    def close_snapshot(self, memory: DeviceMemory | None, unsaved: Removed | None) -> None:
+        """Let the copies go; what went and changed up to the snapshot counts again, where it is not saved."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.keep_for_current()
         flags = None if memory is None else memory.flags
         if memory is None or flags is None:
             return
-        again = unsaved is not None and self._gone is not None and not self._gone.cleared
+        again = unsaved is not None and self._removed is not None and not self._removed.cleared
         flags.bitwise_and_(CHANGED | BEFORE if again else CHANGED).ne_(0).mul_(CHANGED)
-        if unsaved is not None and self._gone is not None and again:
-            self._gone.ids = unsaved.ids + self._gone.ids
-            self._gone.cleared = unsaved.cleared
+        if unsaved is not None and self._removed is not None and again:
+            self._removed.ids = unsaved.ids + self._removed.ids
+            self._removed.cleared = unsaved.cleared
         self._set_flags(memory)
 
     # What happens to rows
@@ -125,8 +115,8 @@ class RowWatch:
         """Rows of a batch are about to be written."""
         if self._keeps_flags:
             memory.note_writes(claimed)
-        if self._aside is not None:
-            self._aside.capture(memory, claimed.places)
+        if self._copies is not None:
+            self._copies.capture(memory, claimed.places)
 
     def wrote(self, ids: Tensor, places: Tensor) -> None:
         """Rows of a batch were written, at these places. Nobody else writes into either."""
@@ -139,22 +129,22 @@ class RowWatch:
 
     def dropping(self, memory: DeviceMemory, places: Tensor) -> None:
         """Rows at int64 places are about to go."""
-        if self._aside is not None:
-            self._aside.capture(memory, places.to(torch.int32))
-        if self._touched or self._gone is not None:
+        if self._copies is not None:
+            self._copies.capture(memory, places.to(torch.int32))
+        if self._touched or self._removed is not None:
             ids = _ids(memory.hashes_at(places))
             self._insert(ids)
-            if self._gone is not None:
-                self._gone.ids.append(ids)
+            if self._removed is not None:
+                self._removed.ids.append(ids)
 
     def clearing(self, memory: DeviceMemory, rows: int) -> None:
         """All rows are about to go.
 
         Raises:
-            TableArgumentError: A cut is open.
+            TableArgumentError: A snapshot is open.
         """
-        if self._aside is not None:
-            raise TableArgumentError("clear: a cut of this table is open; close it first")
+        if self._copies is not None:
+            raise TableArgumentError("clear: a snapshot of this table is open; close it first")
         self.tell_touched()
         if self._touched:
             # So many at most: the set is full then, loses them by the last, and says so.
@@ -162,8 +152,8 @@ class RowWatch:
             ids = _ids(memory.listed(min(rows, most), ordered=False)[0])
             self._insert(ids[:-1])
             self._insert(ids[-1:])
-        if self._gone is not None:
-            self._gone = Gone(cleared=True)
+        if self._removed is not None:
+            self._removed = Removed(cleared=True)
 
     def follow(self, memory: DeviceMemory) -> None:
         """A table without rows got another memory."""
@@ -173,7 +163,7 @@ class RowWatch:
 
     @property
     def _keeps_flags(self) -> bool:
-        return self._gone is not None or self._aside is not None
+        return self._removed is not None or self._copies is not None
 
     def _set_flags(self, memory: DeviceMemory) -> None:
         if self._keeps_flags != (memory.flags is not None):

@@ -1,4 +1,4 @@
-"""What a cut of a table is, for every table that can be cut. Read the names in order."""
+"""What a snapshot of a table is, for every table that can be snapshot. Read the names in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from monolith.table import (
     Segment,
     TableConfig,
     dump_changes,
-    dump_cut,
+    dump_snapshot,
     iterate,
     load,
     load_changes,
@@ -62,11 +62,11 @@ def content(table: Any) -> Content:
     return read(iterate(table))
 
 
-def scanned(cut: Any, **how: Any) -> Content:
+def scanned(snapshot: Any, **how: Any) -> Content:
     def chunks() -> Iterator[Any]:
         cursor = None
         while True:
-            scan = cut.scan(cursor, limit=3, **how)
+            scan = snapshot.scan(cursor, limit=3, **how)
             yield scan.rows
             cursor = scan.cursor
             if cursor is None:
@@ -79,89 +79,89 @@ def train(table: Any, *keys: int, time: int = 1) -> None:
     table.apply_gradients(ids(*keys), torch.ones(len(keys), 2), event_time=time, dedup=True)
 
 
-def test_a_cut_shows_what_the_table_held_when_it_was_opened(table: Any) -> None:
+def test_a_snapshot_shows_what_the_table_held_when_it_was_opened(table: Any) -> None:
     train(table, *range(10))
     before = content(table)
-    cut = table.cut()
+    snapshot = table.snapshot()
     train(table, 3, 4, 100, time=5)
     table.remove(ids(5, 6))
     table.assign(ids(7), rows([9.0, 9.0]), event_time=7)
     table.reinitialize(ids(8), now=9)
     train(table, 5)  # one that went and came back is another row
-    assert scanned(cut) == before
-    assert len(cut) == 10
-    assert cut.max_event_time == 1
+    assert scanned(snapshot) == before
+    assert len(snapshot) == 10
+    assert snapshot.max_event_time == 1
 
 
-def test_a_cut_outlives_the_eviction_of_all_its_rows(table: Any) -> None:
+def test_a_snapshot_outlives_the_eviction_of_all_its_rows(table: Any) -> None:
     train(table, *range(5))
     before = content(table)
-    cut = table.cut()
+    snapshot = table.snapshot()
     assert table.evict(now=1000) == 5
     train(table, *range(50, 60), time=1000)  # where the old ones were
-    assert scanned(cut) == before
+    assert scanned(snapshot) == before
 
 
-def test_shards_of_a_cut_are_disjoint_and_cover_it(table: Any) -> None:
+def test_shards_of_a_snapshot_are_disjoint_and_cover_it(table: Any) -> None:
     train(table, *range(30))
     before = content(table)
-    cut = table.cut()
+    snapshot = table.snapshot()
     train(table, *range(15, 45))
-    shards = [scanned(cut, shard=shard, num_shards=3) for shard in range(3)]
+    shards = [scanned(snapshot, shard=shard, num_shards=3) for shard in range(3)]
     assert sum(map(len, shards)) == 30
     assert shards[0] | shards[1] | shards[2] == before
 
 
-def test_a_cut_can_be_read_again(table: Any) -> None:
+def test_a_snapshot_can_be_read_again(table: Any) -> None:
     train(table, *range(10))
-    cut = table.cut()
+    snapshot = table.snapshot()
     train(table, *range(5))
-    assert scanned(cut) == scanned(cut)
+    assert scanned(snapshot) == scanned(snapshot)
 
 
-def test_one_cut_at_a_time(table: Any) -> None:
-    cut = table.cut()
-    with pytest.raises(TableArgumentError, match="a cut is open already"):
-        table.cut()
-    cut.close(saved=True)
-    table.cut().close(saved=True)
+def test_one_snapshot_at_a_time(table: Any) -> None:
+    snapshot = table.snapshot()
+    with pytest.raises(TableArgumentError, match="is open already"):
+        table.snapshot()
+    snapshot.close(saved=True)
+    table.snapshot().close(saved=True)
 
 
-def test_a_table_is_not_cleared_under_a_cut(table: Any) -> None:
+def test_a_table_is_not_cleared_under_a_snapshot(table: Any) -> None:
     train(table, 1)
-    cut = table.cut()
-    with pytest.raises(TableArgumentError, match="cut of this table is open"):
+    snapshot = table.snapshot()
+    with pytest.raises(TableArgumentError, match="of this table is open"):
         table.clear()
-    cut.close(saved=False)
-    cut.close(saved=False)
+    snapshot.close(saved=False)
+    snapshot.close(saved=False)
     table.clear()
 
 
-def test_a_closed_cut_is_not_read(table: Any) -> None:
-    cut = table.cut()
-    cut.close(saved=True)
+def test_a_closed_snapshot_is_not_read(table: Any) -> None:
+    snapshot = table.snapshot()
+    snapshot.close(saved=True)
     with pytest.raises(TableArgumentError, match="closed"):
-        cut.scan()
+        snapshot.scan()
 
 
 def test_changes_are_told_only_by_a_table_that_tracks_them(table: Any) -> None:
-    cut = table.cut()
-    assert not cut.tracked
+    snapshot = table.snapshot()
+    assert not snapshot.tracked
     with pytest.raises(TableArgumentError, match="does not keep track"):
-        cut.scan(changed_only=True)
+        snapshot.scan(changed_only=True)
 
 
-def test_a_cut_tells_what_changed_since_the_one_before(table: Any) -> None:
+def test_a_snapshot_tells_what_changed_since_the_one_before(table: Any) -> None:
     train(table, *range(10))
     table.track_changes()
     train(table, 3, 11)
     table.remove(ids(4))
-    cut = table.cut()
-    train(table, 5)  # after the cut: the next one's business
-    assert sorted(scanned(cut, changed_only=True)) == [3, 11]
-    assert cut.removed().tolist() == [4]
-    cut.close(saved=True)
-    again = table.cut()
+    snapshot = table.snapshot()
+    train(table, 5)  # after the snapshot: the next one's business
+    assert sorted(scanned(snapshot, changed_only=True)) == [3, 11]
+    assert snapshot.removed().tolist() == [4]
+    snapshot.close(saved=True)
+    again = table.snapshot()
     assert sorted(scanned(again, changed_only=True)) == [5]
     assert again.removed().tolist() == []
 
@@ -171,18 +171,18 @@ def test_evicted_ids_count_as_removed(table: Any) -> None:
     train(table, 3, time=200)
     table.track_changes()
     table.evict()
-    assert sorted(table.cut().removed().tolist()) == [1, 2]
+    assert sorted(table.snapshot().removed().tolist()) == [1, 2]
 
 
-def test_changes_of_a_cut_that_was_not_saved_are_told_again(table: Any) -> None:
+def test_changes_of_a_snapshot_that_was_not_saved_are_told_again(table: Any) -> None:
     train(table, *range(10))
     table.track_changes()
     train(table, 1)
     table.remove(ids(2))
-    cut = table.cut()
+    snapshot = table.snapshot()
     train(table, 3)
-    cut.close(saved=False)
-    again = table.cut()
+    snapshot.close(saved=False)
+    again = table.snapshot()
     assert sorted(scanned(again, changed_only=True)) == [1, 3]
     assert again.removed().tolist() == [2]
 
@@ -215,20 +215,20 @@ def test_base_and_changes_make_the_table_whatever_happened(data: st.DataObject) 
                 table.clear()
             else:
                 truth = content(table)
-                cut = table.cut()
+                snapshot = table.snapshot()
                 train(table, *keys, time=40 * time)
                 if what == "save":
-                    if cut.cleared:
+                    if snapshot.cleared:
                         copy.clear()
-                    for key in cut.removed().tolist():
+                    for key in snapshot.removed().tolist():
                         copy.pop(key, None)
-                    copy |= scanned(cut, changed_only=True)
+                    copy |= scanned(snapshot, changed_only=True)
                     assert copy == truth
-                cut.close(saved=what == "save")
+                snapshot.close(saved=what == "save")
         table.close()
 
 
-def test_a_cut_is_of_one_moment_while_others_write(make: Any) -> None:
+def test_a_snapshot_is_of_one_moment_while_others_write(make: Any) -> None:
     table = make()
     train(table, *range(200))
     stop = threading.Event()
@@ -242,10 +242,10 @@ def test_a_cut_is_of_one_moment_while_others_write(make: Any) -> None:
         thread.start()
     try:
         for _ in range(5):
-            cut = table.cut()
-            first = scanned(cut, num_shards=1)
-            assert scanned(cut) == first
-            cut.close(saved=True)
+            snapshot = table.snapshot()
+            first = scanned(snapshot, num_shards=1)
+            assert scanned(snapshot) == first
+            snapshot.close(saved=True)
     finally:
         stop.set()
         for thread in threads:
@@ -253,17 +253,17 @@ def test_a_cut_is_of_one_moment_while_others_write(make: Any) -> None:
     table.close()
 
 
-def test_a_table_that_is_held_still_can_be_cut(table: Any) -> None:
-    """Tables that must agree are held still together, then cut."""
+def test_a_table_that_is_frozen_can_be_snapshotted(table: Any) -> None:
+    """Tables that must agree are held still together, then snapshot."""
     train(table, 1, 2, 3)
     found: list[Content] = []
 
     def cut_it() -> None:
         with table.frozen():
-            cut = table.cut()
+            snapshot = table.snapshot()
             table.track_changes()
-        found.append(scanned(cut))
-        cut.close(saved=True)
+        found.append(scanned(snapshot))
+        snapshot.close(saved=True)
 
     thread = threading.Thread(target=cut_it, daemon=True)
     thread.start()
@@ -274,36 +274,41 @@ def test_a_table_that_is_held_still_can_be_cut(table: Any) -> None:
 # On disk
 
 
-def test_all_rows_of_a_cut_are_written_unless_a_time_is_given(make: Any, tmp_path: Path) -> None:
+def test_all_rows_of_a_snapshot_are_written_unless_a_time_is_given(make: Any, tmp_path: Path) -> None:
     table, base = make(), str(tmp_path / "item")
     train(table, 1, 2, time=0)
     train(table, 3, time=100)
-    cut = table.cut()
-    assert dump_cut(cut, base).rows == 3
+    snapshot = table.snapshot()
+    assert dump_snapshot(snapshot, base).rows == 3
     seen: list[int] = []
-    report = dump_cut(cut, base, expire_at=100, written=lambda keys: seen.extend(keys.tolist()))
+    report = dump_snapshot(snapshot, base, expire_at=100, written=lambda keys: seen.extend(keys.tolist()))
     assert (report.rows, report.expired, seen) == (1, 2, [3])
 
 
 def test_rows_of_files_that_are_kept_count_as_written(make: Any, tmp_path: Path) -> None:
     table, base = make(), str(tmp_path / "item")
     train(table, *range(20))
-    cut = table.cut()
-    dump_cut(cut, base, num_shards=3, stamp="now")
+    snapshot = table.snapshot()
+    dump_snapshot(snapshot, base, num_shards=3, stamp="now")
     seen: list[int] = []
-    report = dump_cut(
-        cut, base, num_shards=3, stamp="now", resume=True, written=lambda keys: seen.extend(keys.tolist())
+    report = dump_snapshot(
+        snapshot,
+        base,
+        num_shards=3,
+        stamp="now",
+        resume=True,
+        written=lambda keys: seen.extend(keys.tolist()),
     )
     assert (report.skipped, sorted(seen)) == (3, list(range(20)))
 
 
-def test_a_dump_of_a_cut_is_of_its_moment(make: Any, tmp_path: Path) -> None:
+def test_a_dump_of_a_snapshot_is_of_its_moment(make: Any, tmp_path: Path) -> None:
     table, base = make(), str(tmp_path / "item")
     train(table, *range(20))
     before = content(table)
-    cut = table.cut()
+    snapshot = table.snapshot()
     train(table, *range(10, 30), time=50)
-    report = dump_cut(cut, base, num_shards=3)
+    report = dump_snapshot(snapshot, base, num_shards=3)
     assert (report.rows, report.expired) == (20, 0)
     other = make()
     load(other, base)
@@ -314,14 +319,14 @@ def test_a_base_and_its_changes_make_the_table(make: Any, tmp_path: Path) -> Non
     table, base, more = make(), str(tmp_path / "a" / "item"), str(tmp_path / "b" / "item")
     table.track_changes()
     train(table, *range(20))
-    cut = table.cut()
-    dump_cut(cut, base)
-    cut.close(saved=True)
+    snapshot = table.snapshot()
+    dump_snapshot(snapshot, base)
+    snapshot.close(saved=True)
     train(table, 3, 50, time=60)
     table.remove(ids(4, 5))
-    cut = table.cut()
-    report = dump_changes(cut, more)
-    cut.close(saved=True)
+    snapshot = table.snapshot()
+    report = dump_changes(snapshot, more)
+    snapshot.close(saved=True)
     assert (report.changed.rows, report.removed, report.cleared) == (2, 2, False)
     other = make()
     load(other, base)
@@ -333,13 +338,13 @@ def test_changes_of_a_table_that_was_cleared_start_anew(make: Any, tmp_path: Pat
     table, base, more = make(), str(tmp_path / "a" / "item"), str(tmp_path / "b" / "item")
     table.track_changes()
     train(table, *range(20))
-    cut = table.cut()
-    dump_cut(cut, base)
-    cut.close(saved=True)
+    snapshot = table.snapshot()
+    dump_snapshot(snapshot, base)
+    snapshot.close(saved=True)
     table.clear()
     train(table, 7)
-    cut = table.cut()
-    report = dump_changes(cut, more)
+    snapshot = table.snapshot()
+    report = dump_changes(snapshot, more)
     other = make()
     load(other, base)
     load_changes(other, more, cleared=report.cleared)
@@ -351,7 +356,7 @@ def test_damaged_changes_touch_nothing(make: Any, tmp_path: Path) -> None:
     table.track_changes()
     train(table, 1, 2)
     table.remove(ids(2))
-    dump_changes(table.cut(), more)
+    dump_changes(table.snapshot(), more)
     other = make()
     train(other, 2)
     before = content(other)
@@ -373,4 +378,4 @@ def test_damaged_changes_touch_nothing(make: Any, tmp_path: Path) -> None:
 
 def test_changes_are_not_dumped_from_a_table_that_does_not_track_them(table: Any, tmp_path: Path) -> None:
     with pytest.raises(TableArgumentError, match=r"track_changes\(\)"):
-        dump_changes(table.cut(), str(tmp_path / "item"))
+        dump_changes(table.snapshot(), str(tmp_path / "item"))
