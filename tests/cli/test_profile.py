@@ -1,4 +1,4 @@
-"""`monolith status profile`: where the time of a job goes, asked of real jobs, and of control servers elsewhere."""
+"""`monolith status profile`: where the time of a job goes, asked of real jobs and of control servers."""
 
 from __future__ import annotations
 
