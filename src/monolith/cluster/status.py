@@ -191,8 +191,8 @@ class StatusBoard:
                 unfinished.replace(path)
         except TransientFilesystemError:
             # `monolith status` must be able to report a full disk. A file of less than a block can be
-            # rewritten in place without new blocks, so the old one is overwritten. A reader may see a torn
-            # one, and then reads it again.
+            # rewritten in place without new blocks, so the old one is overwritten. A reader may see a
+            # torn one.
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             _write_over(path, text)
