@@ -28,9 +28,8 @@ from torch import Tensor
 from monolith import filesystem
 from monolith.data.records import Records, concat
 from monolith.errors import ConfigError, CorruptFileError, DataError, MonolithError, RestoreError
-from monolith.table.numbered_files import find_sharded, replace_sharded
-from monolith.table.tfrecords import records as read_records
-from monolith.table.tfrecords import tfrecord
+from monolith.table.sharded_files import find_sharded, replace_sharded, tfrecord
+from monolith.table.sharded_files import records as read_records
 from monolith.tensors import RaggedTensor
 
 _SPARE_ROWS = 4096
