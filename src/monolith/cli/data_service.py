@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
-from monolith.cli.options.security import SecurityOptions, guard_of, limits_of, security_of
+from monolith.cli.options.data import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.options.flags import SecurityOptions, guard_of, limits_of, security_of
 from monolith.cli.terminal import STOP_SIGNALS
 from monolith.errors import ConfigError
 from monolith.runtime.data_service import dispatcher_answers, show_dispatched, stop_with_chief

@@ -385,7 +385,7 @@ def _ended(process: Process, report: TrainReport) -> RunResult:
 def serve_metrics(
     metrics: Metrics, config: RunConfig, status: OwnStatus | None = None
 ) -> MetricsServer | None:
-    """Serve metrics to Prometheus, and the status to `monolith top`, if the config asks for it.
+    """Serve metrics to Prometheus, and the status to `monolith status watch`, if the config asks for it.
 
     Raises:
         ConfigError: Other machines can reach the address, and callers need no token.
