@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from monolith.serve.claims import UNKNOWN, ClaimCell, RowsClaim, spanning, together
 from monolith.serve.shards.service import pack_claim, read_claim
-from monolith.store.rows import RowFlags, pack_answer
+from monolith.store.row_requests import RowFlags, pack_answer
 
 EXPORT = RowsClaim(100, 100, 1000.0)
 

@@ -28,7 +28,7 @@ from monolith.errors import (
 from monolith.serve.servable.versions import remove_versions
 from monolith.serve.shards import ServingServer, shard_role
 from monolith.serve.shards.service import SERVICE, ShardAbout, ShardStatus
-from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes
+from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes
 from monolith.wire.bodies import read_body
 from monolith.wire.flight import Caller
 from monolith.wire.limits import Limits

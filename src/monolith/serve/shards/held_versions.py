@@ -24,7 +24,7 @@ from monolith.serve.servable.manifest import MANIFEST_NAME
 from monolith.serve.servable.versions import check_version, describe_withheld, withheld_versions
 from monolith.serve.shards.service import ShardAbout, shard_part
 from monolith.store import TableIds
-from monolith.store.rows import incarnation_bytes
+from monolith.store.row_requests import incarnation_bytes
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
 
 _log = logging.getLogger(__name__)

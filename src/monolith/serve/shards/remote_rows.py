@@ -41,8 +41,15 @@ from monolith.serve.shards.legs import NEVER, Floats, Leg, Minder, ShardAnswer
 from monolith.serve.shards.replicas import Replica, ReplicaMap, ShardLine, WantedRows
 from monolith.serve.shards.service import read_claim
 from monolith.store import TableIds
-from monolith.store.routes import Routes
-from monolith.store.rows import ANSWER_BYTES, RowCall, RowHeader, RowRequest, incarnation_bytes, read_answer
+from monolith.store.row_requests import (
+    ANSWER_BYTES,
+    Routes,
+    RowCall,
+    RowHeader,
+    RowRequest,
+    incarnation_bytes,
+    read_answer,
+)
 from monolith.table import arguments
 from monolith.wire.flight import Answer, PortGuard
 

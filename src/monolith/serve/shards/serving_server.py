@@ -47,7 +47,7 @@ from monolith.serve.shards.service import (
     shard_role,
 )
 from monolith.store import TableIds
-from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
+from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
 from monolith.sync.channel import OpenReader
 from monolith.wire.bodies import Nothing, typed_calls
 from monolith.wire.byte_messages import Bytes
