@@ -21,8 +21,8 @@ from monolith.store import LocalStore, ParameterServer, ParameterServerStore, Se
 from monolith.table import Segment, TableConfig
 from monolith.train import TrainConfig
 from monolith.train.fleet.parameter_server import ShareFigures
-from monolith.train.hooks.control.barrier import LocalBarrier
-from monolith.wire.traffic import Traffic
+from monolith.train.hooks.barrier import LocalBarrier
+from monolith.wire.bulk import Traffic
 
 
 class Clocks:

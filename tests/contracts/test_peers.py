@@ -12,7 +12,7 @@ import torch
 from contracts.peers import CREWS, Crew, Process
 from train.runs import FakeRun
 
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.errors import RetryableError
 from monolith.train.hook import DATA_ENDED
 from monolith.train.peers import Gathered, Start
@@ -115,7 +115,7 @@ def stopped(reason: str, *, interrupted: bool = False) -> FakeRun:
 
 def test_the_first_one_leads_and_each_reads_a_share_of_its_own(crew: Crew) -> None:
     assert [one.peers.leads for one in crew] == [True, *[False] * (len(crew) - 1)]
-    assert [one.peers.share for one in crew] == [Share(index, len(crew)) for index in range(len(crew))]
+    assert [one.peers.share for one in crew] == [Shard(index, len(crew)) for index in range(len(crew))]
 
 
 def test_what_trains_the_weights_trains_those_of_the_model(crew: Crew) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from monolith.compat.sharding import shard_of_ids
+
 from monolith.errors import TableArgumentError
 from monolith.store.row_requests import Routes
 

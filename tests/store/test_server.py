@@ -30,7 +30,7 @@ from monolith.errors import (
 )
 from monolith.store import DenseShard, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
 from monolith.store.row_requests import RowCall, RowHeader, RowRequest
-from monolith.store.server import ExtraCalls
+from monolith.wire.flight_server import Handlers
 
 pytest.importorskip("pyarrow")
 
@@ -71,7 +71,7 @@ def test_calls_that_others_plug_in_are_answered_and_their_errors_too(stack: Exit
 
 def test_a_call_may_not_take_the_name_of_the_servers_own() -> None:
     with pytest.raises(ConfigError, match="a call 'describe' of its own"):
-        ParameterServer([], shard=(0, 1), extra=ExtraCalls(calls={"describe": lambda _: {}}))
+        ParameterServer([], shard=(0, 1), extra=Handlers(calls={"describe": lambda _: {}}))
 
 
 @pytest.mark.parametrize("shard", [(1, 1), (-1, 2), (0, 0)])
@@ -222,7 +222,7 @@ def test_with_certificates_rows_come_and_go_and_who_has_none_does_not_come_in(
     store = ParameterServerStore(group_of(stack, *servers, guard=guard), 0, CONFIGS)
     store.apply_gradients(keys(1, 2), torch.ones(4))
     assert store.lookup(keys(2, 1)).tolist() == [-1] * 4
-    with pytest.raises(RetryableError, match=r"nobody answers at .*, or it expects other certificates"):
+    with pytest.raises(RetryableError, match=r"no answer from .*, or it expects other certificates"):
         group_of(stack, *servers).describe()
     strange = replace(tls, ca=certificates / "other.crt")
     with pytest.raises(ConfigError, match="another authority than ours signed its certificate"):

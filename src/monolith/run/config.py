@@ -27,7 +27,7 @@ from monolith.table.admission_config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import TrainConfig
 from monolith.train.ranks.config import RanksConfig
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 if TYPE_CHECKING:
     from monolith.feature import FeatureSpec

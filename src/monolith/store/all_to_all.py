@@ -48,8 +48,8 @@ from monolith.store.row_requests import (
 )
 from monolith.store.store import Store, TableIds, add_stats
 from monolith.table import TableConfig, TableStats, arguments
-from monolith.wire.bodies import Bounds, Count, Name, read_body
-from monolith.wire.byte_messages import Bytes
+from monolith.wire.bulk import Bytes
+from monolith.wire.messages import Bounds, Count, Name, read_message
 
 _ALIGNMENT = 8
 _REFUSED = bytes(HEADER_BYTES)
@@ -451,9 +451,9 @@ class AllToAllStore(RankStore):
         self._call_in: Callable[[int], None] | None = None
         groups.calls.offer(
             {
-                f"stats/{number}": lambda body: self._own_stats(read_body(RankStoreCall, body)),
-                f"count_expired/{number}": lambda body: self._count(read_body(CountRankRows, body)),
-                f"evict/{number}": lambda body: self._drop(read_body(EvictRankRows, body)),
+                f"stats/{number}": lambda body: self._own_stats(read_message(RankStoreCall, body)),
+                f"count_expired/{number}": lambda body: self._count(read_message(CountRankRows, body)),
+                f"evict/{number}": lambda body: self._drop(read_message(EvictRankRows, body)),
             }
         )
 

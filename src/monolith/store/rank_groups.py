@@ -44,7 +44,7 @@ from monolith.errors import (
 )
 from monolith.store.rank_calls import RankCalls, RankPort
 from monolith.store.rank_keys import Keys, RankKeys, prefixed
-from monolith.wire.traffic import Traffic, TrafficMeter
+from monolith.wire.bulk import Traffic, TrafficMeter
 
 
 class Collective:

@@ -29,7 +29,7 @@ from monolith import native
 from monolith.errors import RequestError, TableArgumentError
 from monolith.store.store import TableIds
 from monolith.table import TableConfig, arguments
-from monolith.wire.byte_messages import Bytes
+from monolith.wire.bulk import Bytes
 
 _MAGIC, _VERSION = b"MRow", 1
 _HEADER = struct.Struct("<4sBBHIIQQqQ8s8sQ")
@@ -39,7 +39,7 @@ ANSWER_BYTES = _ANSWER.size
 """Bytes of the header of an answer; serving servers append a claim to it."""
 _ANYTHING = bytes(8)
 _MOST_PADDING = 8
-"""A header is followed by fewer than this many bytes of padding. See `ByteMessages.padded`."""
+"""A header is followed by fewer than this many bytes of padding. See `BulkMessages.padded`."""
 _MOST = 1 << 53
 _MOST_BATCHES = 1 << 20
 

@@ -42,11 +42,11 @@ from monolith.store.row_requests import (
     pack_answer,
 )
 from monolith.store.store import TableIds
-from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, typed
-from monolith.wire.byte_messages import Bytes
-from monolith.wire.flight import Exchange, PortGuard, Server, Service, typed_exchange
-from monolith.wire.limits import Limits
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Bytes, Traffic
+from monolith.wire.flight import PortGuard, Service
+from monolith.wire.flight_server import Exchange, Handlers, Server, typed_exchange
+from monolith.wire.messages import Bounds, Call, Count, Name, Nothing, typed
+from monolith.wire.ports import Limits
 
 SERVICE = Service(
     name="parameter server",
@@ -264,18 +264,6 @@ class _ServedState:
         return incarnation in (incarnation_bytes(None), incarnation_bytes(self.incarnation))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExtraCalls:
-    """Calls that the owner of a `ParameterServer` answers on the same port."""
-
-    calls: Mapping[str, Call] = field(default_factory=dict)
-    """From JSON to JSON, each on its own thread: one may take as long as 30 seconds and delays no other."""
-    polls: Mapping[str, Poll] = field(default_factory=dict)
-    """Like `calls`, and can check while they wait whether their caller has disconnected."""
-    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
-    """From JSON and bytes to JSON and bytes."""
-
-
 class ParameterServer:
     """Serves one shard of a model until it is closed.
 
@@ -295,7 +283,7 @@ class ParameterServer:
         host: The address to listen on; only this machine by default.
         port: 0 lets the system choose.
         guard: The credentials that callers must present.
-        extra: More calls on the same port.
+        extra: More calls, polls and exchanges on the same port.
         limits: Bounds on the requests of one caller.
 
     Raises:
@@ -313,14 +301,14 @@ class ParameterServer:
         host: str = "127.0.0.1",
         port: int = 0,
         guard: PortGuard | None = None,
-        extra: ExtraCalls | None = None,
+        extra: Handlers | None = None,
         limits: Limits | None = None,
     ) -> None:
         _check_shard(shard)
         self._shard = shard
         self.process = secrets.token_hex(8)
         """A random ID of this server process."""
-        extra = extra or ExtraCalls()
+        extra = extra or Handlers()
         # One reference that `replace` swaps at once; each request reads it once, so no lock is needed.
         self._state = self._state_of(secrets.token_hex(8), stores, dense, shard)
         self._limits = limits or Limits()
@@ -347,10 +335,7 @@ class ParameterServer:
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
         self._server = Server(
             SERVICE,
-            own | dict(extra.calls),
-            polls=extra.polls,
-            exchanges=bulky,
-            message=self._rows,
+            Handlers(calls=own | dict(extra.calls), polls=extra.polls, exchanges=bulky, message=self._rows),
             host=host,
             port=port,
             guard=guard,

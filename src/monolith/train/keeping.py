@@ -39,7 +39,7 @@ from monolith.train.hooks import (
     SaveHook,
     SaveMemory,
 )
-from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.hooks.save_timing import SaveListener
 from monolith.train.peers import LastCheckpoint
 from monolith.train.session import Session
 

@@ -36,22 +36,22 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint import Part, RestoreOptions
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.model import Together, WeightOptimizer
 from monolith.store import LocalStore, MakeStore
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
-from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
+from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders, OwnRows
 from monolith.train.publishing.share import PublishPlan, SharePublisher
-from monolith.wire.bodies import Count
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
+from monolith.wire.messages import Count
 
 Item = TypeVar("Item")
 
@@ -142,10 +142,10 @@ class Participant(Stepper, Protocol):
     """What those ask besides who may come and go."""
 
     def give_back(self, position: Position) -> Position:
-        """Have the data hand out what one of the others has not done; see `HandsOut`."""
+        """Have the data hand out what one of the others has not done; see `WorkQueueSource`."""
 
     def deal(self, positions: Sequence[Position], workers: int) -> list[Position]:
-        """Have the data deal what some workers had to so many; see `DealsOut`."""
+        """Have the data deal what some workers had to so many; see `WorkQueueSource`."""
 
     def move_to(self, position: Position) -> None:
         """Go on from what was dealt to this process, all updates done; what it read ahead is dropped."""
@@ -159,7 +159,7 @@ class Peers(Protocol):
         """Whether it is this process that restores and saves."""
 
     @property
-    def share(self) -> Share:
+    def share(self) -> Shard:
         """Which share of the data this process reads."""
 
     @property
@@ -372,8 +372,8 @@ class Alone:
         self._barrier = LocalBarrier(1)
 
     @property
-    def share(self) -> Share:
-        return Share()
+    def share(self) -> Shard:
+        return Shard()
 
     @property
     def make_store(self) -> MakeStore:

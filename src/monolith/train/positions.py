@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from monolith.data.redistribution import redistributed
+from monolith.data import Stream
 from monolith.data.source import Position
 from monolith.errors import RestoreError
 from monolith.train.config import TrainConfig
@@ -59,7 +59,7 @@ def same_order(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -
 
 
 def split_position(
-    position: Position, workers: int, data: object, *, resumed: bool = False
+    position: Position, workers: int, data: Stream[Any], *, resumed: bool = False
 ) -> list[Position]:
     """Return the position of each worker.
 
@@ -81,7 +81,7 @@ def split_position(
             "of its workers together."
         )
     try:
-        return redistributed(data, found, workers)
+        return data.redistribute(found, workers)
     except RestoreError as cause:
         raise RestoreError(
             f"cannot resume the data: the checkpoint was saved by {len(found)} workers, each with its own "

@@ -25,7 +25,7 @@ from monolith.train import TrainConfig, join_fleet
 from monolith.train.fleet.choosing import ServerCalls, ServerChoice, Spares
 from monolith.train.fleet.parameter_server import ServedShare, ServerEnd
 from monolith.train.fleet.standby_bodies import FollowShare
-from monolith.wire.bodies import write_body
+from monolith.wire.messages import write_message
 
 TASK = Tallied(batches=6)
 GONE = "127.0.0.1:1"
@@ -294,7 +294,7 @@ def test_a_spare_that_keeps_the_copy_of_another_share_takes_over_only_where_no_o
         CALLS(
             pool.addresses[spare],
             "standby.follow",
-            **write_body(FollowShare("run", share, 2, pool.addresses[share], "incarnation")),
+            **write_message(FollowShare("run", share, 2, pool.addresses[share], "incarnation")),
         )
     assert pool.choice().take_over(1, pool.addresses[:2]) == pool.addresses[taken]
     assert pool.shares_of([pool.addresses[taken]]) == [[1, 2]]

@@ -13,10 +13,10 @@ from monolith.train.fleet.bodies import Departure
 from monolith.train.fleet.departures import Departures
 from monolith.train.fleet.meeting import Meeting
 from monolith.train.peers import Start, WorkerState
-from monolith.wire.bodies import write_body
+from monolith.wire.messages import write_message
 
 BEGUN = tuple({"next": 0, "worker": worker} for worker in range(4))
-START = write_body(Start(step=7, positions=BEGUN, hands_out=True))
+START = write_message(Start(step=7, positions=BEGUN, hands_out=True))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import nn
 from train.fleets import PATIENT, TALLY, Outcome, Tallied, TalliedFiles, TalliedModel, read_model, run_fleet
 
 from monolith.cluster import MemoryDiscovery, Waiting
-from monolith.data import ClickLog, ClickLogConfig, Share, Stream, share_out
+from monolith.data import ClickLog, ClickLogConfig, Shard, Stream
 from monolith.errors import (
     BarrierAlreadyPlacedError,
     ClusterError,
@@ -290,8 +290,8 @@ class _Waiting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def read_share(self, share: Share) -> None:
-        share_out(self._inner, share)
+    def read_shard(self, share: Shard) -> None:
+        self._inner.read_shard(share)
         self._waits = share.worker == 1
 
     def __iter__(self) -> Iterator[Batch]:
@@ -458,7 +458,7 @@ class Alone(Task):
 
 
 def test_workers_that_would_all_read_the_same_are_refused(tmp_path: Path) -> None:
-    refused(run_fleet(Alone(), tmp_path), "2 workers would each train on all of it.*read_share")
+    refused(run_fleet(Alone(), tmp_path), "2 workers would each train on all of it.*read_shard")
     outcome = run_fleet(Alone(), tmp_path, num_workers=1)
     assert outcome.chief.steps == 1
 

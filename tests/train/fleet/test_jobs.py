@@ -12,7 +12,7 @@ import pytest
 from monolith.errors import ClusterError, SaveError
 from monolith.train.fleet.bodies import CALLS
 from monolith.train.fleet.jobs import KEPT, Jobs
-from monolith.wire.bodies import Call, typed_calls
+from monolith.wire.messages import Call, typed_calls
 
 PATIENT = 10.0
 

@@ -6,7 +6,7 @@ import threading
 
 from monolith.errors import BarrierAlreadyPlacedError
 from monolith.train.fleet.fleet import Fleet
-from monolith.train.hooks.control.barrier import Placement
+from monolith.train.hooks.barrier import Placement
 
 
 class FleetBarrier:

@@ -1,4 +1,4 @@
-"""What the processes of a fleet say to each other, beside the calls of the store: see `monolith.wire.bodies`.
+"""What the processes of a fleet say to each other, beside calls of the store; see `monolith.wire.messages`.
 
 Each call takes one of the requests here, and is answered by one of the answers, or by nothing. A call
 that is not in one of the tables is not served.
@@ -15,7 +15,7 @@ from monolith.data.source import Position
 from monolith.train.fleet.push_bodies import CopiedPushes, PushesTold
 from monolith.train.peers import Start, WorkerState
 from monolith.train.publishing.bodies import HoldersTold, PublishOrder
-from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, Text
+from monolith.wire.messages import Bounds, Count, Json, Name, Nothing, Seconds, Text
 
 WorkName = Literal["tables.write", "tables.restore", "dense.restore"]
 """What takes a server longer than a call may."""

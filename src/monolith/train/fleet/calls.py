@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from monolith.store import ServerGroup
 from monolith.train.fleet.bodies import JobResult, StartJob, WaitForJob, WorkName
-from monolith.wire.bodies import read_body, write_body
+from monolith.wire.messages import read_message, write_message
 
 A = TypeVar("A")
 
@@ -22,19 +22,19 @@ def ask(group: ServerGroup, server: int, name: str, request: object, kind: type[
         MonolithError: What the server raised.
         RequestError: The answer is of another kind.
     """
-    return read_body(kind, group.call(server, name, **write_body(request)))
+    return read_message(kind, group.call(server, name, **write_message(request)))
 
 
 def tell(group: ServerGroup, server: int, name: str, request: object) -> None:
     """Make a call whose answer says nothing."""
-    group.call(server, name, **write_body(request))
+    group.call(server, name, **write_message(request))
 
 
 def run_job(group: ServerGroup, server: int, work: WorkName, request: object, kind: type[A]) -> A:
     """Have a server do what takes longer than a call may; return its answer when it is done."""
     job = secrets.token_hex(8)
-    tell(group, server, "job.start", StartJob(work, write_body(request), job))
+    tell(group, server, "job.start", StartJob(work, write_message(request), job))
     while True:
         result = ask(group, server, "job.wait", WaitForJob(job, POLL), JobResult)
         if result.done:
-            return read_body(kind, result.answer)
+            return read_message(kind, result.answer)

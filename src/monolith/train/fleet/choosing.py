@@ -29,8 +29,8 @@ from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, Un
 from monolith.store.server import SERVICE
 from monolith.train.fleet.bodies import AssignShare, EndRun
 from monolith.train.fleet.standby_bodies import StandbyStanding
-from monolith.wire.bodies import read_body, write_body
 from monolith.wire.flight import Caller
+from monolith.wire.messages import read_message, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ServerCalls:
             ClusterError: It holds another one in a run.
             UnavailableError: It is gone.
         """
-        self(address, "server.assign", **write_body(AssignShare(share, num_ps)))
+        self(address, "server.assign", **write_message(AssignShare(share, num_ps)))
 
     def answers(self, address: str) -> bool:
         """Whether somebody is there. One that is only slow is."""
@@ -233,7 +233,7 @@ class ServerChoice:
     def _copied_by(self, address: str) -> int | None:
         """Return the share of which a server keeps the copy; None where it keeps none, or does not answer."""
         with suppress(ClusterError):
-            follows = read_body(StandbyStanding, self._calls(address, "standby.standing")).follows
+            follows = read_message(StandbyStanding, self._calls(address, "standby.standing")).follows
             return None if follows is None else follows.index
         return None
 
@@ -292,7 +292,7 @@ class Spares:
 
     def end(self, run: str, *, finished: bool) -> None:
         """Tell them that the run is over, at the same time; who is gone is passed over."""
-        self._tell("server.end", **write_body(EndRun(run, finished)))
+        self._tell("server.end", **write_message(EndRun(run, finished)))
 
     def close(self) -> None:
         """Leave them alone. Closing again does nothing."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from monolith.errors import ClusterError
 from monolith.train.fleet.bodies import JobResult, JobStarted, StartJob, WaitForJob
 from monolith.train.fleet.meeting import LONGEST_WAIT
-from monolith.wire.bodies import Answer, Call, Json
+from monolith.wire.messages import Answer, Call, Json
 
 KEPT = 16
 """Answers that are kept for who asks again."""

@@ -94,7 +94,7 @@ from monolith.train.fleet.bodies import (
 from monolith.train.fleet.push_bodies import PushesTold
 from monolith.train.fleet.pushes import marked, take_lost_of
 from monolith.train.peers import Start, WorkerState
-from monolith.wire.bodies import Answer, Gone, PollAnswer
+from monolith.wire.messages import Answer, Gone, PollAnswer
 
 _log = logging.getLogger(__name__)
 

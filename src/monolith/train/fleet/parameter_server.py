@@ -45,7 +45,7 @@ from monolith.errors import (
 )
 from monolith.store import DenseShard, LocalStore, ParameterServer
 from monolith.store.dense import unpack_tensors
-from monolith.store.server import ExtraCalls, NewestPush
+from monolith.store.server import NewestPush
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.bodies import (
     CALLS,
@@ -80,16 +80,15 @@ from monolith.train.fleet.standby_bodies import (
     TakeOverShare,
 )
 from monolith.train.fleet.standby_copies import CopiedShare, CopyPlan, StandbyCopy
-from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
+from monolith.train.hooks.barrier import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.publishing.bodies import HoldersTold, PublishedShares, PublishOrder, WeightsTold, sound
 from monolith.train.publishing.share import PublishPlan
 from monolith.train.task import Mode, Task
-from monolith.wire.bodies import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
-from monolith.wire.byte_messages import Bytes
-from monolith.wire.flight import typed_exchange
-from monolith.wire.limits import Limits
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Bytes, Traffic
+from monolith.wire.flight_server import Handlers, typed_exchange
+from monolith.wire.messages import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
+from monolith.wire.ports import Limits
 
 _log = logging.getLogger(__name__)
 
@@ -301,7 +300,7 @@ class ServedShare:
             host=host,
             port=port,
             guard=guard,
-            extra=ExtraCalls(
+            extra=Handlers(
                 calls=typed_calls(CALLS, calls, longest=longest)
                 | typed_calls(STANDBY_CALLS, self.standby_calls),
                 polls=typed_polls(CALLS, polls, longest=longest),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from monolith.checkpoint import Part
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.errors import ClusterError, ConfigError, RetryableError
 from monolith.model import WeightOptimizer
@@ -27,7 +27,7 @@ from monolith.train.fleet.keep_going import LOOK_EVERY
 from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.fleet.standbys import describe_standbys
 from monolith.train.hook import DATA_ENDED, Run
-from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost
@@ -43,7 +43,7 @@ from monolith.train.peers import (
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.served_rows import RowsOfServers
 from monolith.train.publishing.share import PublishPlan
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class FleetPeers:
         return self._fleet.is_chief
 
     @property
-    def share(self) -> Share:
-        return Share(self._fleet.index, self._fleet.max_workers)
+    def share(self) -> Shard:
+        return Shard(self._fleet.index, self._fleet.max_workers)
 
     @property
     def may_change(self) -> bool:

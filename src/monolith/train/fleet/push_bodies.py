@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from monolith.wire.bodies import Count, Name
+from monolith.wire.messages import Count, Name
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ from monolith.train.fleet.standby_bodies import ShareTaken, TakeOverShare
 from monolith.train.fleet.table_work import on_each
 from monolith.train.lost import Lost, LostServer, LostWorker
 from monolith.train.peers import LastCheckpoint
-from monolith.wire.bodies import Nothing
+from monolith.wire.messages import Nothing
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from monolith.train.fleet.bodies import OfRun
 from monolith.train.fleet.push_bodies import CopiedPushes
-from monolith.wire.bodies import Bounds, Count, Name, Nothing, Seconds, Text
+from monolith.wire.messages import Bounds, Count, Name, Nothing, Seconds, Text
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from monolith.table import Rows
 from monolith.train.fleet.standby_bodies import CopyOpened, FollowShare, StandbyStanding
 from monolith.train.model import Model
 from monolith.wire.flight import PortGuard
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 H = TypeVar("H")
 

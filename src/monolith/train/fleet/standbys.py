@@ -26,7 +26,7 @@ from monolith.observe import Metrics
 from monolith.train.fleet.bodies import OfRun
 from monolith.train.fleet.choosing import ServerCalls
 from monolith.train.fleet.standby_bodies import CopyOpened, FollowShare, StandbyStanding
-from monolith.wire.bodies import Nothing, read_body, write_body
+from monolith.wire.messages import Nothing, read_message, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class Standbys:
     def _call(self, address: str, name: str, request: object, kind: type[A]) -> A | None:
         """Return an answer; None where there is none."""
         try:
-            return read_body(kind, self._calls(address, name, **write_body(request)))
+            return read_message(kind, self._calls(address, name, **write_message(request)))
         except (ClusterError, ConfigError, RequestError) as error:
             _log.debug("passed over %s of %s: %s", name, address, error)
             return None

@@ -19,7 +19,7 @@ from monolith.train.fleet.bodies import (
     WriteTables,
 )
 from monolith.train.fleet.calls import run_job
-from monolith.wire.bodies import write_body
+from monolith.wire.messages import write_message
 
 A = TypeVar("A")
 
@@ -33,11 +33,11 @@ class TableWork:
 
     def cut(self, cut: str) -> None:
         """Have each server hold its tables fast as they are now."""
-        self._group.call_all("tables.cut", **write_body(OfCut(self._run, cut)))
+        self._group.call_all("tables.cut", **write_message(OfCut(self._run, cut)))
 
     def close_cut(self, cut: str | None, *, saved: bool) -> None:
         """Have each server let go of the tables it held fast; None for whatever it holds."""
-        self._group.call_all("tables.close", **write_body(CloseCut(self._run, cut, saved)))
+        self._group.call_all("tables.close", **write_message(CloseCut(self._run, cut, saved)))
 
     def write(self, cut: str, prefix: str, *, full: bool) -> list[TablesWritten]:
         """Have each server write the tables it held fast.

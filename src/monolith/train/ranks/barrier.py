@@ -6,7 +6,7 @@ import threading
 
 from monolith.errors import BarrierAlreadyPlacedError
 from monolith.store.rank_groups import RankGroups
-from monolith.train.hooks.control.barrier import Placement
+from monolith.train.hooks.barrier import Placement
 
 WAITS = "waits/{rank}"
 """Under which a rank says that it waits for the others, once that has taken a second."""

@@ -20,7 +20,7 @@ from monolith.errors import ClusterError, SaveError
 from monolith.store.rank_calls import RankCalls
 from monolith.train.fleet.bodies import TablesRestored
 from monolith.train.ranks.words import CloseRankCut, CutRank, RestoreRank, WriteRankCut
-from monolith.wire.bodies import Json, read_body, write_body
+from monolith.wire.messages import Json, read_message, write_message
 
 
 class RankShare:
@@ -41,10 +41,10 @@ class RankShare:
         self._cuts: dict[str, PartCut] = {}
         calls.offer(
             {
-                "tables.cut": lambda body: self._cut(read_body(CutRank, body)),
-                "tables.write": lambda body: self._write(read_body(WriteRankCut, body)),
-                "tables.close": lambda body: self._close(read_body(CloseRankCut, body)),
-                "tables.restore": lambda body: self._restore(read_body(RestoreRank, body)),
+                "tables.cut": lambda body: self._cut(read_message(CutRank, body)),
+                "tables.write": lambda body: self._write(read_message(WriteRankCut, body)),
+                "tables.close": lambda body: self._close(read_message(CloseRankCut, body)),
+                "tables.restore": lambda body: self._restore(read_message(RestoreRank, body)),
             }
         )
 
@@ -79,7 +79,7 @@ class RankShare:
             ),
         )
         rows = {f"table {name}": many for name, many in self._rows().items()}
-        return write_body(TablesRestored.of(report, rows))
+        return write_message(TablesRestored.of(report, rows))
 
 
 class RankTables:
@@ -93,7 +93,7 @@ class RankTables:
     def cut(self, step: int) -> PartCut:  # noqa: ARG002
         cut = _RankCut(self._calls, secrets.token_hex(8))
         try:
-            self._calls.ask_all("tables.cut", write_body(CutRank(cut=cut.name)))
+            self._calls.ask_all("tables.cut", write_message(CutRank(cut=cut.name)))
         except BaseException:
             cut.close(saved=False)
             raise
@@ -108,8 +108,8 @@ class RankTables:
             changes=changes_to_json(options.changes),
         )
         found = [
-            read_body(TablesRestored, answer)
-            for answer in self._calls.ask_all("tables.restore", write_body(body))
+            read_message(TablesRestored, answer)
+            for answer in self._calls.ask_all("tables.restore", write_message(body))
         ]
         rows = {name: sum(one.rows[name] for one in found) for name in found[0].loaded}
         loaded = {name: f"{many:,} rows on {len(found)} ranks" for name, many in rows.items()}
@@ -124,14 +124,14 @@ class _RankCut:
 
     def write(self, prefix: str, *, full: bool) -> Entry:
         body = WriteRankCut(cut=self.name, prefix=prefix, full=full)
-        return merge_entries(self._calls.ask_all("tables.write", write_body(body)))
+        return merge_entries(self._calls.ask_all("tables.write", write_message(body)))
 
     def close(self, *, saved: bool) -> None:
         if not self._closed:
             self._closed = True
             # A moment that was not saved is of no use, and a rank that is gone holds it no more.
             with nullcontext() if saved else suppress(ClusterError):
-                self._calls.ask_all("tables.close", write_body(CloseRankCut(cut=self.name, saved=saved)))
+                self._calls.ask_all("tables.close", write_message(CloseRankCut(cut=self.name, saved=saved)))
 
 
 class RankDense:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from monolith.checkpoint import Part
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.errors import ConfigError, RetryableError, UnavailableError
 from monolith.model import WeightOptimizer
@@ -37,8 +37,7 @@ from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.buffers import merge_buffers
 from monolith.train.hook import Run
-from monolith.train.hooks.control.barrier import Barrier
-from monolith.train.hooks.control.ps_health import MachineHealth
+from monolith.train.hooks.barrier import Barrier, MachineHealth
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost
@@ -61,7 +60,7 @@ from monolith.train.ranks.config import RanksConfig
 from monolith.train.ranks.parts import RankDense
 from monolith.train.ranks.rows import RankRows, RowsOnRanks, RowsOnServers
 from monolith.train.ranks.words import NOTHING, Word, hear_from_first, say_to_all
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 Item = TypeVar("Item")
 
@@ -122,8 +121,8 @@ class RankPeers:
         return self._groups.rank == 0
 
     @property
-    def share(self) -> Share:
-        return Share(self._groups.rank, self._groups.size)
+    def share(self) -> Shard:
+        return Shard(self._groups.rank, self._groups.size)
 
     @property
     def finished(self) -> bool:

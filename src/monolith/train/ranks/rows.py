@@ -36,14 +36,14 @@ from monolith.train.fleet.bodies import Attend, Attended, BeginServer, EndRun, O
 from monolith.train.fleet.calls import POLL, ask, tell
 from monolith.train.fleet.parts import ServedTables
 from monolith.train.fleet.table_work import TableWork, on_each
-from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
+from monolith.train.hooks.barrier import HealthStatus, MachineHealth
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.rank_rows import RowsOfRanks
 from monolith.train.publishing.served_rows import RowsOfServers
 from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.train.ranks.parts import RankShare, RankTables
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
 

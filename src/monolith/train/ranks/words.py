@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 import torch
 
 from monolith.store.rank_groups import Collective
-from monolith.wire.bodies import Bounds, Count, Json, Name, Text, read_body, write_body
+from monolith.wire.messages import Bounds, Count, Json, Name, Text, read_message, write_message
 
 W = TypeVar("W")
 
@@ -83,13 +83,13 @@ def say_to_all(
     Args:
         waiting: Called every second for as long as somebody has not come.
     """
-    said = b"" if word is None else json.dumps(write_body(word)).encode()
+    said = b"" if word is None else json.dumps(write_message(word)).encode()
     lengths = collective.all_gather(torch.tensor([len(said)]), waiting).flatten().tolist()
     if not any(lengths):
         return [None] * collective.size
     padded = torch.frombuffer(bytearray(said.ljust(max(lengths), b" ")), dtype=torch.uint8)
     texts = [one.numpy().tobytes().strip() for one in collective.all_gather(padded)]
-    return [read_body(kind, json.loads(text)) if text else None for text in texts]
+    return [read_message(kind, json.loads(text)) if text else None for text in texts]
 
 
 def hear_from_first(collective: Collective, data: bytes) -> bytes:
