@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from vectors.case import Case, floats
 
-from monolith.nn.clipping import clip_by_global_norm
+from monolith.nn.gradients import clip_by_global_norm
 from monolith.nn.optimizers import Adamom, RMSprop, Shampoo
 from monolith.nn.schedules import RateSchedule
 from monolith.table import ConstantRate, PolynomialDecay

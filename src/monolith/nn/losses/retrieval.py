@@ -1,4 +1,9 @@
-"""In-batch losses: the other rows of a batch serve as what a row is compared with."""
+"""Retrieval losses: the other rows of a batch, or sampled negatives, are what a row is compared with.
+
+A sample drawn from the batch favours popular items, which would be pushed down for that alone. So the
+sampled softmax subtracts from each score the log of how often its candidate is expected in the sample (logQ
+correction); its gradient is then, on average, that of a softmax over all items.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.layers.arguments import check_shape
-from monolith.nn.losses.reduction import Reduction, reduced
+from monolith.nn.layers.dense import check_shape
+from monolith.nn.losses.classification import Reduction, reduced
 
 NO_LABEL = -10000.0
 """Rows with this label or less take no part in `inbatch_auc_loss`."""
@@ -143,3 +148,69 @@ class _InBatchAuc(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return None, upstream * gradient, None
+
+
+def sampled_softmax_loss(
+    scores: Tensor,
+    own: Tensor,
+    *,
+    log_q: Tensor | None = None,
+    hits: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Return minus the log of the probability that each query picks its own candidate.
+
+    Args:
+        scores: float of shape (queries, candidates).
+        own: int64 of shape (queries,): the column of what each query wanted.
+        log_q: float of shape (candidates,): the log of how often each is expected in the sample, up to a
+            constant that all have. None corrects nothing.
+        hits: bool of shape (queries, candidates): candidates that are no negatives of a query, since it
+            wants them too; see `accidental_hits`. They are left out. Its own is never left out.
+        weights: float of shape (queries,); the mean is still over the number of queries.
+
+    Returns:
+        Scalar; 0 without queries.
+
+    Raises:
+        LayerArgumentError: Shapes do not fit.
+    """
+    check_shape("sampled_softmax_loss", "scores", scores, None, None)
+    queries, candidates = scores.shape
+    check_shape("sampled_softmax_loss", "own", own, queries)
+    if log_q is not None:
+        check_shape("sampled_softmax_loss", "log_q", log_q, candidates)
+        scores = scores - log_q.to(scores)
+    if hits is not None:
+        check_shape("sampled_softmax_loss", "hits", hits, queries, candidates)
+        if hits.dtype is not torch.bool:
+            raise LayerArgumentError(f"sampled_softmax_loss: hits must be bool, got {hits.dtype}")
+        others = torch.arange(candidates, device=scores.device) != own[:, None]
+        scores = scores.masked_fill(hits & others, -torch.inf)
+    losses = functional.cross_entropy(scores, own, reduction="none")
+    if weights is not None:
+        check_shape("sampled_softmax_loss", "weights", weights, queries)
+        losses = losses * weights
+    return reduced("sampled_softmax_loss", losses.sum(), queries, reduction)
+
+
+def accidental_hits(wanted: Tensor, candidates: Tensor, users: Tensor | None = None) -> Tensor:
+    """Return which candidates a query wants, so that they are no negatives of it.
+
+    Args:
+        wanted: int64 of shape (queries,): the item of each query.
+        candidates: int64 of shape (candidates,): their items.
+        users: int64 of shape (queries,): whose query each is. What the same user wanted in another query is
+            then a hit, too.
+
+    Returns:
+        bool of shape (queries, candidates).
+    """
+    if users is None:
+        return wanted[:, None] == candidates
+    items, places = torch.unique(torch.cat([wanted, candidates]), return_inverse=True)
+    whose, row = torch.unique(users, return_inverse=True)
+    wants = torch.zeros(len(whose), len(items), dtype=torch.bool, device=wanted.device)
+    wants[row, places[: len(wanted)]] = True
+    return wants[row][:, places[len(wanted) :]]
