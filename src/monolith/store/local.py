@@ -24,7 +24,7 @@ from monolith.table import (
     Table,
     TableConfig,
     TableStats,
-    device_shares,
+    device_budgets,
     make_filter,
 )
 
@@ -79,7 +79,7 @@ class LocalStore:
             threads: Threads that work on a batch, including the caller; by default as many as torch uses.
             device: A GPU for the rows: tables are made there, whatever `make_table` is. None means host
                 memory.
-            device_bytes: Bytes of that GPU's memory for all tables, divided by `device_shares`; rows that do
+            device_bytes: Bytes of that GPU's memory for all tables, divided by `device_budgets`; rows that do
                 not fit are in host memory, see `SpillingTable`. None takes as much as rows need.
 
         Raises:
@@ -87,7 +87,7 @@ class LocalStore:
             ConfigError: The bytes are too few for the smallest tables.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
-        shares = {} if device is None or device_bytes is None else device_shares(configs, device_bytes)
+        shares = {} if device is None or device_bytes is None else device_budgets(configs, device_bytes)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
         for name, config in configs.items():

@@ -23,9 +23,8 @@ from monolith import filesystem
 from monolith.data.records import Records
 from monolith.data.sampling.item_pool import ItemPool
 from monolith.errors import CorruptFileError, MonolithError, RestoreError
-from monolith.table.numbered_files import find_sharded, replace_sharded
-from monolith.table.tfrecords import records as read_records
-from monolith.table.tfrecords import tfrecord
+from monolith.table.sharded_files import find_sharded, replace_sharded, tfrecord
+from monolith.table.sharded_files import records as read_records
 from monolith.tensors import RaggedTensor
 
 FORMAT = "monolith.item_pool"
