@@ -5,11 +5,6 @@ How new an answer is, also when the clocks of publisher and server differ.
 
 from __future__ import annotations
 
-<<<<<<< HEAD:tests/serve/test_claims.py
-from monolith.serve.claims import UNKNOWN, ClaimCell, RowsClaim, spanning, together
-from monolith.serve.shards.service import pack_claim, read_claim
-from monolith.store.row_requests import RowFlags, pack_answer
-=======
 import pytest
 
 from monolith.observe import Metrics
@@ -18,7 +13,6 @@ from monolith.serve.rows import UNKNOWN, ClaimCell, RowsClaim, ServedUpTo, spann
 from monolith.serve.shards.protocol import pack_claim, read_claim
 from monolith.store.row_requests import RowFlags, pack_answer
 from monolith.sync.messages import LearnedUpTo
->>>>>>> main:tests/serve/test_rows.py
 
 EXPORT = RowsClaim(100, 100, 1000.0)
 

@@ -14,13 +14,8 @@ from dataclasses import dataclass, field
 
 from monolith import errors
 from monolith.errors import ClusterError, DeadlineExceededError, UnavailableError
-<<<<<<< HEAD:src/monolith/serve/shards/service.py
-from monolith.serve.claims import UNKNOWN, RowsClaim
-from monolith.store.row_requests import ANSWER_BYTES
-=======
 from monolith.serve.rows import UNKNOWN, RowsClaim
 from monolith.store.row_requests import ANSWER_BYTES
->>>>>>> main:src/monolith/serve/shards/protocol.py
 from monolith.wire.flight import Service
 from monolith.wire.messages import Count, Name, Text
 
