@@ -1,16 +1,21 @@
-"""Records as Arrow record batches, and back, over the same memory.
+"""The wire of the data service: its calls over Arrow Flight, their arguments, and records as Arrow batches.
 
     int64, float32   large_list<int64>, large_list<float>: the values and the row splits as they are
     strings          large_list<large_binary>
     shared           a dictionary of the one row, with an index of 0 for every record
 
-Whoever reads Arrow without knowing us sees what each record holds.
+Any reader of Arrow sees what each record contains.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -18,10 +23,175 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from monolith.data.records import Records
-from monolith.data.service.flight import import_arrow
-from monolith.errors import DataError
+from monolith.data.service.job import Place
+from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import ColumnKind
 from monolith.tensors import RaggedTensor
+from monolith.wire import flight
+from monolith.wire.flight import POLL, Address, Clock, PortGuard, Service, StoppedError
+from monolith.wire.flight_server import Fetch, Handlers, Server
+from monolith.wire.messages import Bounds, Call, Count, Json, Name, Seconds, Text
+from monolith.wire.ports import Limits, join_address
+
+_Many = Annotated[int, Bounds(0, 1 << 16)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceBody:
+    """A `Place`, as JSON has it."""
+
+    position: Json
+    skip: Count = 0
+
+    def read(self) -> Place:
+        return Place(self.position, self.skip)
+
+
+@dataclass(frozen=True, slots=True)
+class OfWorker:
+    worker: Name
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBody:
+    worker: Name
+    wait: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RenewBody:
+    worker: Name
+    leases: Annotated[list[Name], Bounds(0, 1 << 16)]
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceBody:
+    lease: Name
+    sequence: Count
+    place: PlaceBody
+    size: Annotated[int, Bounds(1, 1 << 32)]
+    after: PlaceBody
+
+
+@dataclass(frozen=True, slots=True)
+class OfLease:
+    lease: Name
+
+
+@dataclass(frozen=True, slots=True)
+class FailBody:
+    lease: Name
+    error: Text
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBody:
+    """Also the ticket by which a trainer fetches: it names a chunk, and says nothing of what that is."""
+
+    job: Name
+    epoch: Count
+    number: Count
+    sequence: Count
+
+    @property
+    def id(self) -> tuple[str, int, int, int]:
+        return self.job, self.epoch, self.number, self.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class AttachBody:
+    trainer: Name
+    job: Name | None
+    turn: Count
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsBody:
+    trainer: Name
+    session: Name
+    turn: Count
+    most: _Many
+    wait: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class AcknowledgeBody:
+    trainer: Name
+    turn: Count
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseBody:
+    trainer: Name
+    job: Name | None = None
+    turn: Count | None = None
+
+
+__all__ = [
+    "POLL",
+    "Address",
+    "Call",
+    "Clock",
+    "DataCaller",
+    "DataServer",
+    "PortGuard",
+    "StoppedError",
+    "UnreachableError",
+    "import_arrow",
+    "join_address",
+]
+
+
+class UnreachableError(DataError):
+    """Nobody answers at an address. Never leaves the service as such: callers say what they wanted."""
+
+
+SERVICE = Service(
+    name="data service",
+    peers="dispatcher, data workers and trainers (--token-file, or security.token_file of a run)",
+    failure=DataError,
+    told=(RestoreError, ConfigError, DataError),
+    unreachable=UnreachableError,
+    late=UnreachableError,
+)
+
+
+def import_arrow() -> Any:
+    """Return pyarrow, or say how to get it."""
+    return flight.import_arrow("the data service")
+
+
+class DataServer(Server):
+    """Answers calls of the data service."""
+
+    def __init__(
+        self,
+        calls: Mapping[str, Call],
+        *,
+        fetch: Fetch | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        guard: PortGuard | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        handlers = Handlers(calls=calls, fetch=fetch)
+        super().__init__(SERVICE, handlers, host=host, port=port, guard=guard, limits=limits)
+
+
+class DataCaller(flight.Caller):
+    """Makes calls to a dispatcher or a data worker."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        guard: PortGuard | None = None,
+        patience: timedelta = timedelta(),
+        stop: threading.Event | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(SERVICE, address, guard=guard, patience=patience, stop=stop, clock=clock)
+
 
 _KIND = b"monolith.kind"
 """In the metadata of a field: how the data holds the column, as JSON."""

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monolith.data import Records
-from monolith.data.join.record_bytes import records_from_bytes, records_to_bytes
-from monolith.data.service.codec import from_batch, to_batch
+from monolith.data.join.store import records_from_bytes, records_to_bytes
+from monolith.data.service.messages import from_batch, to_batch
 from monolith.errors import DataError, MissingExtraError
 from monolith.tensors import RaggedTensor
 
