@@ -28,6 +28,7 @@ from monolith.run.runtime import listen_address
 from monolith.runtime.context import Output
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_calls import RankPort
+from monolith.store.rank_groups import RankOptions
 from monolith.train import Fleet, FleetPeers, Peers, TrainReport, join_fleet
 from monolith.train.fleet.joining import reach_servers
 from monolith.train.ranks.joining import RankMeeting
@@ -204,12 +205,12 @@ class SharedTraining:
             environ=environ,
             port=RankPort(host=host, guard=guard_listener(host, security), limits=config.limits),
             start=timeouts.start,
-            options={
-                "timeout": timeouts.exchange,
-                "silence": timeouts.silence,
-                "backend": config.ranks.backend,
-                "rows_backend": config.ranks.backend if config.train.embedding_device == "device" else "gloo",
-            },
+            options=RankOptions(
+                timeout=timeouts.exchange,
+                silence=timeouts.silence,
+                backend=config.ranks.backend,
+                rows_backend=config.ranks.backend if config.train.embedding_device == "device" else "gloo",
+            ),
             on_waiting=self.on_waiting,
         )
         try:

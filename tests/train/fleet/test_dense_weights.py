@@ -20,7 +20,7 @@ from monolith.checkpoint import Checkpointer, Saver
 from monolith.errors import ConfigError
 from monolith.nn import Adamom, RateSchedule
 from monolith.nn.optimizers import EagerAdam
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.table import PolynomialDecay
 from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
 from monolith.train.keeping import newest_checkpoint
