@@ -32,7 +32,7 @@ from monolith.cli.main import main
 from monolith.cli.top_frame import is_well, totals
 from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
 from monolith.data import FileSource, Pipeline, Stream, format_of
-from monolith.data.files.work_queue import SharedFileQueue
+from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.errors import DataError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.observe import Metrics

@@ -382,9 +382,9 @@ class DataConfig(Checked):
         Raises:
             ConfigError: Messages are read without types; or an option is not for a stream.
         """
-        from monolith.data.files.bad_policy import BadRecordPolicy
+        from monolith.data.files.bad_records import BadRecordPolicy
+        from monolith.data.files.shared_queue import SharedFileQueue
         from monolith.data.files.source import FileSource
-        from monolith.data.files.work_queue import SharedFileQueue
 
         if self.kafka is not None:
             return self._topics(self.kafka, batch_size, types, options)

@@ -12,7 +12,8 @@ from collections import deque
 from typing import NamedTuple
 
 from monolith import filesystem
-from monolith.data.files.order import ListedPaths, Spot
+from monolith.data.files.cursors import FileCursor
+from monolith.data.files.order import ListedPaths
 from monolith.data.format import Chunk
 from monolith.errors import FilesystemError
 
@@ -25,7 +26,7 @@ MOST_REMOTE_FILES = 1000
 class _Mark(NamedTuple):
     """Where a chunk lies."""
 
-    file: Spot
+    file: FileCursor
     first: int
     """Records of the reader before it."""
     last: int
@@ -50,7 +51,7 @@ class BytesRead:
         with self._lock:
             self._marks.clear()
 
-    def note(self, spot: Spot, chunk: Chunk) -> None:
+    def note(self, spot: FileCursor, chunk: Chunk) -> None:
         """Hear of a chunk that begins at a spot."""
         with self._lock:
             if chunk.reached is None:
@@ -63,7 +64,7 @@ class BytesRead:
             first, size = spot.good, len(chunk.records)
             self._marks.append(_Mark(spot, first, first + size, begin, chunk.reached))
 
-    def fraction(self, spot: Spot, records: int) -> float | None:
+    def fraction(self, spot: FileCursor, records: int) -> float | None:
         """Return which part of all bytes lies before the place so many records after a spot; None where
         nobody knows."""
         number = spot.good + spot.skip + spot.taken + records
@@ -79,7 +80,7 @@ class BytesRead:
             return None
         return (before + inside) / total if total else None
 
-    def _find(self, number: int) -> tuple[Spot | None, float]:
+    def _find(self, number: int) -> tuple[FileCursor | None, float]:
         """Return the file in which a record is, by its number among all that were read, and the bytes of the
         file before it."""
         found: _Mark | None = None

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 
-from monolith.data.files.order import Left, OldWorker, Spot, Step
+from monolith.data.files.cursors import FileCursor, Left, OldWorker
+from monolith.data.files.order import Files, Step
 from monolith.data.files.work_queue import FileQueue, Lease
 from monolith.data.sharding import Shard
 from monolith.data.source import Position
@@ -20,15 +21,12 @@ _WORKER = "worker "
 """What the name of a reader begins with, before its number, that was given one."""
 
 
-class Queued:
+class Queued(Files):
     """Files that this worker gets from a queue.
 
     Holds the leases of all files of which it does not know yet that they count: those that
     were read since the last commit, and the one being read.
     """
-
-    mixes = False  # the next file may be another's after a restart
-    grows = False
 
     def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
         self._queue = queue
@@ -44,14 +42,14 @@ class Queued:
         self._reported: tuple[int, int] | None = None
         self._ended = False
 
-    def deal(self, share: Shard) -> None:
-        if not self._named and share.workers > 1:
-            self._call(share.worker)
+    def deal(self, shard: Shard) -> None:
+        if not self._named and shard.workers > 1:
+            self._call(shard.worker)
 
     def _call(self, worker: int) -> None:
         self._named, self._worker = True, f"{_WORKER}{worker}"
 
-    def after(self, spot: Spot) -> Spot | Step:  # noqa: ARG002
+    def after(self, spot: FileCursor) -> FileCursor | Step:  # noqa: ARG002
         with self._lock:
             if self._interrupted:
                 return Step.END
@@ -67,7 +65,7 @@ class Queued:
             self._ended = False
             self._held[lease.number] = lease
         try:
-            return Spot(round=lease.number, file=lease.path, **lease.progress)
+            return FileCursor(round=lease.number, file=lease.path, **lease.progress)
         except TypeError as cause:
             raise DataError(f"file source: no place in {lease.path}: {lease.progress}") from cause
 
@@ -75,7 +73,7 @@ class Queued:
         self._renew()
         self._queue.wait()
 
-    def rewind(self, spot: Spot) -> None:
+    def rewind(self, spot: FileCursor) -> None:
         self._begin()
         # A file that was taken to fill a batch which was never yielded.
         with self._lock:
@@ -90,11 +88,11 @@ class Queued:
             self._begun = True
             self._queue.release(self._worker)
 
-    def lost(self, spot: Spot) -> bool:
+    def lost(self, spot: FileCursor) -> bool:
         with self._lock:
             return spot.round not in self._held
 
-    def taken(self, spot: Spot, *, ended: bool) -> None:
+    def taken(self, spot: FileCursor, *, ended: bool) -> None:
         self._renew()
         with self._lock:
             self._ended = ended
@@ -112,7 +110,7 @@ class Queued:
                 else:
                     self._held[number] = renewed
 
-    def _finished(self, spot: Spot) -> list[int]:
+    def _finished(self, spot: FileCursor) -> list[int]:
         """Return the files of which the consumer has all records: those that were taken before this one."""
         numbers = list(self._held)
         if self._ended:
@@ -121,11 +119,11 @@ class Queued:
             return []
         return numbers[: numbers.index(spot.round)] if spot.round in numbers else []
 
-    def save(self, spot: Spot) -> Position:
+    def save(self, spot: FileCursor) -> Position:
         with self._lock:
             return {"finished": self._finished(spot), "reader": self._worker}
 
-    def restore(self, saved: Position, spot: Spot) -> None:
+    def restore(self, saved: Position, spot: FileCursor) -> None:
         finished, reader = saved.get("finished"), saved.get("reader")
         if not isinstance(finished, list) or not all(isinstance(number, int) for number in finished):
             raise RestoreError("cannot restore a file source: the position is not of one with a queue")
@@ -162,11 +160,11 @@ class Queued:
         self._worker, self._begun = reader, False
 
     def commit(self, position: Position) -> None:
-        spot = Spot(**{field.name: position[field.name] for field in fields(Spot)})
+        spot = FileCursor(**{field.name: position[field.name] for field in fields(FileCursor)})
         with self._lock:
             self._commit(position["finished"], spot)
 
-    def _commit(self, finished: Sequence[int], spot: Spot) -> None:
+    def _commit(self, finished: Sequence[int], spot: FileCursor) -> None:
         for number in finished:
             if number in self._held:
                 self._queue.finish(self._held.pop(number))
@@ -185,8 +183,7 @@ class Queued:
         self._deferred = True
 
     @property
-    def trouble(self) -> str:
-        """Why the queue cannot note changes now, for a person; empty if it can."""
+    def trouble(self) -> str:  # type: ignore[override]  # it changes
         return self._queue.trouble
 
     def interrupt(self) -> None:
@@ -209,5 +206,5 @@ class Queued:
         reached = {one.spot.round: one.spot.progress() for one in old if one.spot.file is not None}
         self._queue.settle(readers, finished, reached)
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:  # noqa: ARG002
-        return {"finished": [], "reader": None if share.workers == 1 else f"{_WORKER}{share.worker}"}
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], shard: Shard) -> Position:  # noqa: ARG002
+        return {"finished": [], "reader": None if shard.workers == 1 else f"{_WORKER}{shard.worker}"}
