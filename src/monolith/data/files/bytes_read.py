@@ -1,8 +1,8 @@
 """How far reading a list of files has come, in bytes of the files as they are on disk.
 
-Nobody knows how many records a CSV has before it is read, but everybody knows its size. A chunk says how many
+The number of records of a CSV is unknown before it is read, but its size is known. A chunk says how many
 bytes of its file it ends after, and a position how many records lie before it; so a record inside of a chunk
-is that far between the ends of the chunk. The sizes of files are looked up when somebody first asks.
+is that far between the ends of the chunk. The sizes of files are looked up on the first call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from monolith.errors import FilesystemError
 MOST_CHUNKS = 4096
 """Chunks of which the ends are known: more than any stage holds back."""
 MOST_REMOTE_FILES = 1000
-"""The size of each remote file is a request; nobody waits for more of them."""
+"""The size of each remote file is a request; with more files the fraction is unknown."""
 
 
 class _Mark(NamedTuple):
@@ -100,6 +100,6 @@ class BytesRead:
             return None
         try:
             self._sizes |= {path: filesystem.file_size(path) for path in missing}
-        except FilesystemError:  # whoever reads it says so
+        except FilesystemError:  # reading the file reports it
             return None
         return self._sizes

@@ -1,15 +1,15 @@
-"""Files that grow: logs to which others append, and new ones beside them.
+"""Files that grow: logs that other processes append to, and new files in the same folders.
 
 A watch finds files that match patterns. Where these are text, a file may be appended to while it is read, so
-it has no end: its reader takes the lines that are finished, goes on to the next file with news, and comes
-back. A position therefore has a place in every file, and not only in one:
+it has no end: its reader takes the lines that are finished, continues with the next file that has new lines,
+and comes back. A position therefore has a place in every file, and not only in one:
 
     {"grown": {"logs/a.csv": [4096, 4096, 0], "logs/b.csv": [1024, 2048, 17]}}
                               |     |     records after that place which came before
                               |     bytes that the file had
                               the first byte that was not read
 
-A file all of whose bytes were read may be deleted, also while nobody reads. One that was deleted before is
+A file all of whose bytes were read may be deleted, also while no run reads. One that was deleted before is
 an error: its records would be lost.
 """
 
@@ -239,7 +239,7 @@ class Growing(Files):
             elif now - since >= _UNFINISHED_S:
                 _log.warning(
                     "file source: the last line of %s, at byte %d, has no line break at its end, so it is "
-                    "not read: somebody may be writing it. End the file with a line break.",
+                    "not read: it may be incomplete. End the file with a line break.",
                     path,
                     one.place,
                 )
@@ -264,14 +264,14 @@ class Growing(Files):
         self._stood = (spot, self._placed(spot, self._places))
 
     def save(self, spot: FileCursor) -> Position:
-        # Right after a batch the consumer stands in the file that is being read, and all that was read of
-        # the others is in this batch or one before. Asked later, reading may have come further than that.
+        # Right after a batch the consumer is in the file that is being read, and everything read of the other
+        # files is in this batch or an earlier one. Later, reading may have come further than the consumer.
         stood, places = self._stood
         found = places if stood == spot else self._placed(spot, self._places)
         return {"grown": {path: list(one) for path, one in found.items()}}
 
     def _placed(self, spot: FileCursor, places: Mapping[str, _Place]) -> dict[str, _Place]:
-        """Return how far each file was read, with the one that somebody stands in as far as to there."""
+        """Return how far each file was read; the file of `spot`, up to `spot`."""
         found = dict(places)
         if spot.file is not None and spot.file in found:
             found[spot.file] = _Place(spot.place, found[spot.file].size, spot.skip)
@@ -296,7 +296,7 @@ class Growing(Files):
         self._sizes = {path: one.size for path, one in self._places.items() if one.is_read}
         self._stood = (spot, dict(self._places))
 
-    # For another number of workers: who reads a file follows from its name, so nothing is dealt out.
+    # For another number of workers: the name of a file decides its worker, so nothing is dealt.
 
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
         return [[] for _ in old]
@@ -328,7 +328,7 @@ def _read_places(saved: Position) -> dict[str, _Place]:
 
 
 def _is_of(path: str, shard: Shard) -> bool:
-    """Return whether a file is in a share: by its name alone, since nobody knows how many there will be."""
+    """Return whether a file is in a shard: by its name alone, since the number of files is unknown."""
     # The low bits of crc32 are the same for many names that differ in one digit.
     return mix_one(zlib.crc32(path.encode())) % shard.workers == shard.worker
 

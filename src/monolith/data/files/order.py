@@ -1,7 +1,7 @@
-"""Which file a file source reads next, and places between its records.
+"""Which file a file source reads next: of a list that is sharded among the workers, or of a watch.
 
-One of three decides: a list, dealt out among the workers; a watch, for files that are yet to appear;
-or a queue that all workers take from. The source reads, and hears from them what comes after a file.
+The source reads a file to its end and then asks `Files.after` for the next one. Lists and watches are below;
+`growing` has files that are appended to while they are read, and `queued` files of a work queue.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Paths:
 
 
 class _Backlog:
-    """What is read before the epochs that are dealt out to as many workers as there are now."""
+    """Files of old workers that a worker reads before the epochs that are sharded among the new ones."""
 
     def __init__(self, saved: Sequence[Any] = (), first_epoch: int = 0) -> None:
         self.saved = saved
@@ -291,7 +291,8 @@ class ListedPaths(Files):
         backlog = _Backlog.restored(old.position, self._known)
         if old.position.get("files") != paths.digest:
             raise RestoreError(
-                "the list of files has changed, so nobody knows what was left to whom; give the same files"
+                "the list of files has changed, so it is unknown what each worker had left; give the same "
+                "files"
             )
         spot, first, left = old.spot, backlog.first_epoch, list[Left]()
         if spot.file is None or backlog.has(spot):
@@ -376,7 +377,7 @@ class Watched(Files):
 
     def begin(self, old: Sequence[OldWorker], left: Sequence[Left], shard: Shard) -> Position:
         mine = [one.file for one in left]
-        # Who looks for files must not find again what others have read, or are going to.
+        # A worker that lists files must not find those again that others have read, or will read.
         others = [path for one in old for path in one.position["seen"] if _reader_of(path, shard) == shard]
         others = [path for path in others if path not in set(mine)]
         parts = [list(one) for one in left if any(one[2:])]

@@ -98,7 +98,10 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffleCursor:
-    """A place between two records of the shuffled order."""
+    """A place between two records of the shuffled order; see `Pieces`.
+
+    All that is needed to resume: nothing depends on the size of batches or on when a position was taken.
+    """
 
     windows: tuple[Window, ...] = ()
     """What is yielded before anything else; several of workers that are no more."""
@@ -118,11 +121,11 @@ class ShuffleCursor:
 
 
 class _Stand(NamedTuple):
-    """Where an open piece stands between two turns."""
+    """An open piece between two turns."""
 
     cursor: OpenPiece
     then: OpenPiece | None
-    """Where it stands when the chunk was dealt; None at its end."""
+    """The piece after the last record of the chunk; None at its end."""
 
     def after(self, records: int) -> OpenPiece | None:
         skip = self.cursor.skip + records
@@ -205,7 +208,7 @@ class Pieces:
         self._paths = paths
         self._there = there
         self._counts: Sequence[int] = ()
-        """How many pieces each file had, as a position says; negative for files that nobody had looked at."""
+        """How many pieces each file had, as a position says; negative for files that were not opened."""
         self.digest = zlib.crc32("\n".join(paths).encode())
         self._form = form
         self._split = form.in_pieces(shuffle.piece_bytes) if isinstance(form, SplittableFormat) else None
@@ -296,7 +299,7 @@ class Pieces:
     def fraction(self, place: ShuffleCursor, share: Shard, records: int) -> float | None:
         """Return which part of everything lies before the place so many records after one, by pieces."""
         if share not in self._plans:
-            return None if place.given else 0.0  # whoever reads looks at the files first
+            return None if place.given else 0.0  # reading opens the files first
         left = self._left(place, share)
         if left is None or not left + place.opened:
             return None
@@ -318,14 +321,18 @@ class Pieces:
         readers: list[_PieceReader] = []
         try:
             while True:
+                # 1. Windows first: at the end of an epoch, or those that old workers left.
                 while place.windows:
                     yield from self._window(place, readers)
                     window, *later = place.windows
                     given = place.given + window.size - window.taken
                     place, readers = replace(place, windows=tuple(later), given=given), []
+                # 2. Reopen the pieces that were open at the cursor. `size` marks a chunk that was read and
+                #    counted before, so it must still have as many records.
                 for cursor in place.open:
                     readers.append(self._reader(cursor))
                     place = self._fill(readers[-1], place, cursor.size)
+                # 3. One record of each open piece in turn, until the epoch has no more pieces to open.
                 dealt = _Interleaved()
                 while True:
                     # The open pieces alone decide whether another one is opened, and they are all in the
@@ -340,11 +347,13 @@ class Pieces:
                         break
                     count, more = dealt.add(readers, place)
                     place = replace(place, given=place.given + count)
+                    # Rotate, so that the piece that gives the next record is first, as in a cursor.
                     readers = readers[more:] + readers[:more]
                     if not readers[-1].left:
                         place = self._fill(readers[-1], place)
                 if not readers:
                     return
+                # 4. What is left of the epoch is one window, permuted together.
                 cursors = tuple(reader.stand.cursor for reader in readers)
                 place = replace(place, windows=(Window(0, cursors),), open=())
         finally:
@@ -547,8 +556,8 @@ class Pieces:
         """Return what several workers had left as the places of another number of them.
 
         Windows and open pieces go to one worker each, from where they were left; what was yet to be opened is
-        dealt piece by piece. From the first epoch on that nobody had begun, each worker reads its share of
-        all.
+        dealt piece by piece. From the first epoch on that no worker had started, each worker reads its
+        shard of all.
         """
         begun = max(place.next_epoch for _, place in old)
         windows: list[list[Window]] = [[] for _ in range(workers)]

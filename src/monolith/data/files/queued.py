@@ -1,4 +1,4 @@
-"""Files that a worker takes from a queue, which hands them out to all: see `order`."""
+"""Files that a worker leases from a queue; see `order` and `work_queue`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Queued(Files):
         self._begun = False
         self.auto_commit = auto_commit
         self._deferred = self._interrupted = False
-        self._lock = threading.RLock()  # guards all below: who reads is not always who commits
+        self._lock = threading.RLock()  # guards all below: one thread reads, another may commit
         self._held: dict[int, Lease] = {}  # by number, in the order in which they were taken
         self._reported: tuple[int, int] | None = None
         self._ended = False
@@ -83,7 +83,7 @@ class Queued(Files):
                 self._queue.give_back(self._held.pop(number))
 
     def _begin(self) -> None:
-        """Void what a worker of this name held that is no more: nobody else would ever read it."""
+        """Release the leases of an earlier worker of this name: no other worker would ever get them."""
         if not self._begun:
             self._begun = True
             self._queue.release(self._worker)
@@ -150,9 +150,9 @@ class Queued(Files):
     def _follow(self, reader: object) -> None:
         """Take the name of the reader that saved a position, unless this one was given its own.
 
-        That one is no more, and may have been killed after its checkpoint was saved and before the queue
-        heard of it. Only under its name can we have its files, and finish what the checkpoint holds; else
-        they would be handed out again when its leases run out.
+        That reader is gone, and may have been killed after its checkpoint was saved and before the queue was
+        told. Only under its name can this worker get its files and finish those that the checkpoint contains;
+        otherwise they would be leased again, and read twice, when its leases expire.
         """
         if self._named or not isinstance(reader, str) or reader == self._worker:
             return
@@ -191,14 +191,13 @@ class Queued(Files):
             self._interrupted = True
 
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
-        """Tell the queue what the positions hold, and have it hand out the rest."""
+        """Tell the queue what the positions contain; it leases the rest by itself."""
         named = {name for name in self._queue.readers() if name.startswith(_WORKER)}
         self._settle({str(one.position.get("reader")) for one in old} | named, old)
         return [[] for _ in old]
 
     def give_back(self, old: OldWorker) -> None:
-        """Take what a reader has that is no more, and have the queue hand out what is left after a position
-        of it."""
+        """Return the files of a reader that is gone to the queue, from its position on."""
         self._settle({str(old.position.get("reader"))}, [old])
 
     def _settle(self, readers: Collection[str], old: Sequence[OldWorker]) -> None:

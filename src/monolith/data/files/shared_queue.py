@@ -101,7 +101,7 @@ class SharedFileQueue(FileQueue):
             self._write_pending()
             if self._unwritten and self._timer() >= deadline:
                 _log.warning(
-                    "%s The files of this worker are handed out again when its leases run out, in up to "
+                    "%s The files of this worker are leased again when its leases expire, in up to "
                     "%.0f s. A run that resumes takes them before that, at the places of its checkpoint.",
                     *(self._trouble, self._seconds),
                 )

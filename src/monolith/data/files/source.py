@@ -1,13 +1,14 @@
-"""The file source: records of many files, in batches of one size, from any place on.
+"""The file source: records of many files, in batches of one size, from any position on.
 
-Files are read chunk by chunk. A position names a chunk and how many of its records were
-yielded; restoring reads that chunk once more and passes over these. A list of files that is
-shuffled is read in pieces, in an order of its own: see `pieces`. Where the files are not known
-beforehand, or keep their order, stretches of records are shuffled as they come. The order of a
-stretch follows from the seed and from where it begins, so two numbers more are all there is to save.
+Files are read chunk by chunk; see `cursors` for what a position contains. A list of files that is shuffled is
+read in pieces, in a random order: see `pieces`. If the files are not known beforehand, or keep their order,
+stretches of records are shuffled as they come; see `monolith.data.shuffling`.
 
-Which files, and in which order, is decided by one of three: a list, dealt out among the
-workers; a watch, for files that are yet to appear; or a queue that all workers take from.
+Which files, and in which order, is decided by one of these (`order`, `growing`, `queued`):
+
+    a list     sharded among the workers; read several times, and again when it has new files
+    a watch    files that are yet to appear, or that grow
+    a queue    that all workers take files from, so that a fast worker reads more
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A chunk and where it begins; or no chunk, at the end of a file or while waiting for one."""
+    """A chunk and the cursor before it; or no chunk, at the end of a file or while waiting for one."""
 
     spot: FileCursor
     chunk: Chunk | None = None
@@ -80,19 +81,19 @@ class FileSource(Source, WorkQueueSource):
 
     Args:
         files: Paths; or a watch over patterns; or a queue. Paths are sorted, and path i is for worker i
-            modulo `num_workers`. A watch deals out by a hash of the name, since nobody knows how many
-            there will be.
+            modulo `num_workers`. A watch shards by a hash of the name, since the number of files is
+            unknown.
         columns: To read; None for all. One that a table does not have is named in a warning.
         worker: Which of `num_workers` this is; by default what `read_shard` says.
-            A queue takes it for a name: whoever begins under a name gets what was leased to that name
-            before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
+            For a queue it is a name: a worker that starts under a name gets the files that were leased to
+            that name before, so give it only if it is unique, such as the rank. Without it, the leases of
             a process that died run out by themselves.
         batch_size: Records per batch, across the ends of files and epochs. Only the last is shorter,
             and with a watch what is there when nothing new is; see `max_wait`.
         epochs: How often to read a list; None for ever.
         drop_remainder: Leave out batches that are shorter.
         auto_commit: With a queue, report by oneself, at the end of each chunk, what the consumer came
-            back from. Only for a loop that nobody restores: a trainer calls `commit` with each checkpoint,
+            back from. Only for a loop that is never restored: a trainer calls `commit` with each checkpoint,
             and what it was given after the last one must come again if it is killed.
         max_wait: With a watch, how long the first record of a batch waits for the rest of it, before the
             batch is yielded with what there is; None waits for nothing.
@@ -291,11 +292,11 @@ class FileSource(Source, WorkQueueSource):
                 self._place = ShuffleCursor(good=read.good, bad=read.bad)
 
     def _read_pass(self) -> Iterator[Records]:
-        """Yield records of a list from where it stands; of a watch or a queue, all there is to come."""
+        """Yield the records of one pass over a list; of a watch or a queue, all that will come."""
         self._files.rewind(self._spot)
         batcher: Batcher[FileCursor] = Batcher(self._batch_size)
         due = 0.0  # when the records that are held have waited for long enough
-        flushes = self.live and self._max_wait > 0  # also where a stream never pauses
+        flushes = self.live and self._max_wait > 0  # also if a stream never pauses
         with closed_after(self._blocks(self._spot)) as blocks:
             for block in blocks:
                 waits = isinstance(block, FileCursor)  # there is nothing more for now
@@ -374,6 +375,7 @@ class FileSource(Source, WorkQueueSource):
     def restore(self, position: Position) -> None:
         self._settle()
         self._read_as(position)
+        # A refused position must leave the source as it was: all that changes on the way is put back.
         before = self._files, self._bytes, self._pieces, self._pass, self._adopted
         try:
             if self._mixing is not None:
@@ -387,7 +389,7 @@ class FileSource(Source, WorkQueueSource):
                 self._files.deal(read_saved_shard(self._settings["shard"] if adopted is None else adopted))
                 self._adopted = adopted
             self._spot = self._reading = self._restored(position, spot)
-        except RestoreError:  # and it can be read as if nobody had tried
+        except RestoreError:  # a failed restore changes nothing
             self._files, self._bytes, self._pieces, self._pass, self._adopted = before
             raise
 
@@ -431,10 +433,10 @@ class FileSource(Source, WorkQueueSource):
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Return what was left to several workers as positions of another number of them.
 
-        Files, or pieces of them, are dealt out from where they were left, so that all workers have about as
-        many; where a stretch is being shuffled, with the files it goes on in. From the first epoch on that
-        nobody had begun, each worker reads its share of all. A queue hears of the positions, and hands out
-        what is left by itself.
+        Files, or pieces of them, are dealt from the places reached, so that all workers have about as many;
+        the files of a stretch that is being shuffled stay together. From the first epoch on that no worker
+        had started, each worker reads its shard of all files. A queue is told the positions, and leases what
+        is left by itself.
 
         Raises:
             RestoreError: They are not those of all workers; the files have changed; or `num_workers` of
@@ -572,14 +574,14 @@ class FileSource(Source, WorkQueueSource):
     def commit(self, position: Position) -> None:
         """Tell the queue that all records before a position count; without a queue, do nothing.
 
-        For a position that was just saved: another worker goes on from it should this one die.
+        For a position that was just saved: another worker resumes from it if this one dies.
         """
         self._files.commit(position)
 
     def reject(self, bad: Sequence[BadRecord]) -> None:
         """Count records that could be read and are bad all the same, and keep them in the quarantine.
 
-        They are not judged by the policy: whoever found them does that.
+        The policy does not count them: the stage that found them has its own limit.
         """
         self._count_bad(len(bad))
         if self._policy.quarantine is not None and bad:
@@ -734,7 +736,8 @@ class FileSource(Source, WorkQueueSource):
                         spot = self._reading
                         if self._files.lost(spot):
                             _log.warning(
-                                "file source: the lease on %s ran out; another worker goes on", spot.file
+                                "file source: the lease on %s expired; another worker continues the file",
+                                spot.file,
                             )
                             break
                 if not begun and not found and not self._files.grows:

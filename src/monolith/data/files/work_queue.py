@@ -37,7 +37,7 @@ LEASE = timedelta(minutes=10)
 
 
 class StrQueue:
-    """Strings, first in, first out, that may be refilled when it runs dry. Thread-safe.
+    """A first-in-first-out queue of strings that may refill itself when it is empty. Thread-safe.
 
     Args:
         fill: Called when nothing is left; returns more, or nothing at the end, after which it
@@ -82,7 +82,7 @@ class StrQueue:
             return len(self._values)
 
     def state(self) -> dict[str, Any]:
-        """Return what is left. Where `fill` stands is for its owner to save."""
+        """Return what is left. The state of `fill` is its owner's to save."""
         with self._lock:
             return {"values": list(self._values), "ended": self._ended}
 
@@ -111,11 +111,11 @@ class Lease:
     """A file that one worker may read for a while."""
 
     number: int
-    """Of the file in the queue: the same whoever reads it."""
+    """The number of the file in the queue: the same for every worker."""
     path: str
     worker: str
     token: str
-    """Of this lease alone, so that who lost it cannot speak for who has it now."""
+    """Unique to this lease, so that a worker that lost it cannot change that of its successor (fencing)."""
     expires: float
     """Unix seconds."""
     progress: Progress = field(default_factory=dict)
@@ -390,7 +390,7 @@ class LocalFileQueue(FileQueue):
     """A file queue for the threads of one process, or behind a service of it.
 
     Args:
-        names: Files to hand out: a list, or a queue that may fill itself.
+        names: The files: a list, or a queue that may refill itself.
     """
 
     def __init__(
