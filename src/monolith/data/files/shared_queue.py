@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from monolith.data.files.work_queue import LEASE, Clock, FileQueue, Lease, Ledger, are_strings, short
+from monolith.data.files.work_queue import LEASE, Clock, FileQueue, Lease, LeaseLedger, are_strings, short
 from monolith.errors import CorruptFileError, DataError, RestoreError, TransientFilesystemError
 from monolith.filesystem import atomic_write
 from monolith.filesystem.backends import errors_as
@@ -75,7 +75,7 @@ class SharedFileQueue(FileQueue):
         self._names: list[str] = []
         self._names_bytes = 0
         # Guarded by _thread:
-        self._unwritten: dict[Hashable, Callable[[Ledger], object]] = {}  # oldest first
+        self._unwritten: dict[Hashable, Callable[[LeaseLedger], object]] = {}  # oldest first
         self._failing_since: float | None = None
         self._failed_at = self._next_attempt = -math.inf
         self._trouble = ""
@@ -124,7 +124,7 @@ class SharedFileQueue(FileQueue):
                 raise
         return found[0]
 
-    def _tell(self, what: Hashable, change: Callable[[Ledger], T], otherwise: T) -> T:
+    def _tell(self, what: Hashable, change: Callable[[LeaseLedger], T], otherwise: T) -> T:
         result = otherwise
         try:
             with self._ledger() as ledger:
@@ -173,7 +173,7 @@ class SharedFileQueue(FileQueue):
             return {**ledger.state(), "names": self._all_names()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        book = Ledger.from_state(state)
+        book = LeaseLedger.from_state(state)
         names = state.get("names")
         if not are_strings(names):
             raise RestoreError(f"cannot restore a file queue from {short(state)}: it names no files")
@@ -198,7 +198,7 @@ class SharedFileQueue(FileQueue):
                 yield
 
     @contextmanager
-    def _ledger(self) -> Iterator[Ledger]:
+    def _ledger(self) -> Iterator[LeaseLedger]:
         """Give the ledger with the pending changes, and write it with what the caller changes.
 
         Raises:
@@ -208,7 +208,7 @@ class SharedFileQueue(FileQueue):
         with self._locked():
             with self._noted():
                 before = self._read()
-            ledger = Ledger(before.handed, dict(before.waiting), dict(before.leases))
+            ledger = LeaseLedger(before.handed, dict(before.waiting), dict(before.leases))
             self._sightings.keep({lease.token for lease in ledger.leases.values()})
             for change in self._unwritten.values():
                 change(ledger)
@@ -264,21 +264,21 @@ class SharedFileQueue(FileQueue):
                 self._names_bytes += len(line)
         return self._names
 
-    def _read(self) -> Ledger:
+    def _read(self) -> LeaseLedger:
         path = self._folder / "ledger.json"
         try:
             with errors_as("read", path):
                 text = path.read_bytes()
             saved = json.loads(text)
         except FileNotFoundError:
-            return Ledger()
+            return LeaseLedger()
         except ValueError as cause:
             raise CorruptFileError(str(path), 0, f"not a ledger of a file queue: {cause}") from cause
-        ledger = Ledger.from_state(saved)
+        ledger = LeaseLedger.from_state(saved)
         ledger.leases = {lease["number"]: Lease(**lease) for lease in saved["leases"]}
         return ledger
 
-    def _write(self, ledger: Ledger) -> None:
+    def _write(self, ledger: LeaseLedger) -> None:
         waiting = [[number, path, progress] for number, (path, progress) in sorted(ledger.waiting.items())]
         leases = [asdict(lease) for lease in ledger.leases.values()]
         saved = {"handed": ledger.handed, "waiting": waiting, "leases": leases}

@@ -125,7 +125,7 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Ledger:
+class LeaseLedger:
     """Which worker has which file. Knows neither locks nor the origin of the names."""
 
     handed: int = 0
@@ -198,7 +198,7 @@ class Ledger:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Ledger:
+    def from_state(cls, state: dict[str, Any]) -> LeaseLedger:
         try:
             waiting = {
                 int(number): (str(path), {str(key): int(value) for key, value in progress.items()})
@@ -241,10 +241,10 @@ class FileQueue(ABC):
         return lease.expires - self._clock() > self._seconds * 2 / 3
 
     @abstractmethod
-    def _ledger(self) -> AbstractContextManager[Ledger]:
+    def _ledger(self) -> AbstractContextManager[LeaseLedger]:
         """Give the ledger to one caller at a time, and keep what it makes of it."""
 
-    def _tell(self, what: Hashable, change: Callable[[Ledger], T], otherwise: T) -> T:  # noqa: ARG002
+    def _tell(self, what: Hashable, change: Callable[[LeaseLedger], T], otherwise: T) -> T:  # noqa: ARG002
         """Change the ledger and return what the change does.
 
         Args:
@@ -281,7 +281,7 @@ class FileQueue(ABC):
         if self._is_fresh(lease):
             return lease
 
-        def change(ledger: Ledger) -> Lease | None:
+        def change(ledger: LeaseLedger) -> Lease | None:
             ledger.expire(self._is_over)
             known = ledger.held(lease)
             if known is None:
@@ -296,7 +296,7 @@ class FileQueue(ABC):
     def report(self, lease: Lease, progress: Progress) -> bool:
         """Note that all records before this place count; return False if the lease was lost."""
 
-        def change(ledger: Ledger) -> bool:
+        def change(ledger: LeaseLedger) -> bool:
             ledger.expire(self._is_over)
             known = ledger.held(lease)
             if known is None:
@@ -310,7 +310,7 @@ class FileQueue(ABC):
     def mark_read(self, lease: Lease) -> None:
         """Note that the file was read to its end, so that no worker waits for it to come back."""
 
-        def change(ledger: Ledger) -> None:
+        def change(ledger: LeaseLedger) -> None:
             known = ledger.held(lease)
             if known is not None:
                 ledger.leases[lease.number] = replace(known, read=True)
@@ -320,7 +320,7 @@ class FileQueue(ABC):
     def finish(self, lease: Lease) -> bool:
         """Note that all records of the file count; return False if the lease was lost."""
 
-        def change(ledger: Ledger) -> bool:
+        def change(ledger: LeaseLedger) -> bool:
             ledger.expire(self._is_over)
             return ledger.held(lease) is not None and ledger.leases.pop(lease.number) is not None
 
@@ -329,7 +329,7 @@ class FileQueue(ABC):
     def give_back(self, lease: Lease) -> None:
         """Return the file to the queue, from the place that was last reported."""
 
-        def change(ledger: Ledger) -> None:
+        def change(ledger: LeaseLedger) -> None:
             if ledger.held(lease) is not None:
                 ledger.put_back(ledger.leases[lease.number])
 
@@ -359,7 +359,7 @@ class FileQueue(ABC):
     def others_hold(self, worker: str) -> bool:
         """Return whether other workers are reading files, so that some may come back yet."""
 
-        def look(ledger: Ledger) -> bool:
+        def look(ledger: LeaseLedger) -> bool:
             return any(lease.worker != worker and not lease.read for lease in ledger.leases.values())
 
         return self._tell(None, look, otherwise=True)
@@ -404,20 +404,20 @@ class LocalFileQueue(FileQueue):
         super().__init__(lease, clock, pause)
         self._names = names if isinstance(names, StrQueue) else StrQueue(names, capacity=max(len(names), 1))
         self._lock = threading.Lock()  # guards _book
-        self._book = Ledger()
+        self._book = LeaseLedger()
 
     def state(self) -> dict[str, Any]:
         with self._ledger() as ledger:
             return {**ledger.state(), "names": self._names.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        book = Ledger.from_state(state)
+        book = LeaseLedger.from_state(state)
         with self._lock:
             self._names.restore(state.get("names", {}))
             self._book = book
 
     @contextmanager
-    def _ledger(self) -> Iterator[Ledger]:
+    def _ledger(self) -> Iterator[LeaseLedger]:
         with self._lock:
             yield self._book
 
