@@ -25,6 +25,7 @@ from monolith.cluster import FilesConfig, FilesDiscovery, Waiting
 from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
 from monolith.run import RunConfig, load_run_config
+from monolith.runtime import attempts
 from monolith.runtime.context import Output
 from monolith.runtime.process import StoppedWhileWaitingError, Stopper, reported_to_yarn, serve_metrics
 from monolith.train import Hook
@@ -134,7 +135,7 @@ def test_a_worker_joins_with_what_the_config_says(tmp_path: Path, monkeypatch: p
         asked.append(given)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(monolith.train, "join_fleet", join)
+    monkeypatch.setattr(attempts, "join_fleet", join)
     more = ["--num-workers", "3", "--cluster.index", "2", "--job.id", "run7", "--timeouts.start", "5m"]
     more += ["--timeouts.lookup", "8s"]
     with pytest.raises(ConfigError, match="enough"):
@@ -396,7 +397,7 @@ def test_a_chief_that_cannot_join_kills_the_job(
     def join(*_: Any, **__: Any) -> Any:
         raise DeadlineExceededError("servers did not come")
 
-    monkeypatch.setattr(monolith.train, "join_fleet", join)
+    monkeypatch.setattr(attempts, "join_fleet", join)
     with pytest.raises(DeadlineExceededError):
         run(tmp_path, environ=environ)
     assert told == [("kill", "DeadlineExceededError: servers did not come")]
