@@ -132,7 +132,7 @@ class ChangeTracker:
         if self._copies is not None:
             self._copies.capture(memory, places.to(torch.int32))
         if self._touched or self._removed is not None:
-            ids = _ids(memory.hashes_at(places))
+            ids = ids_of(memory.hashes_at(places))
             self._insert(ids)
             if self._removed is not None:
                 self._removed.ids.append(ids)
@@ -149,7 +149,7 @@ class ChangeTracker:
         if self._touched:
             # So many at most: the set is full then, loses them by the last, and says so.
             most = 2 + max(touched.capacity for touched in self._touched)
-            ids = _ids(memory.listed(min(rows, most), ordered=False)[0])
+            ids = ids_of(memory.listed(min(rows, most), ordered=False)[0])
             self._insert(ids[:-1])
             self._insert(ids[-1:])
         if self._removed is not None:
@@ -175,5 +175,6 @@ class ChangeTracker:
                 touched.insert(ids)
 
 
-def _ids(hashes: Tensor) -> Tensor:
+def ids_of(hashes: Tensor) -> Tensor:
+    """Return the ids that have these hashes, on the CPU; waits for the device."""
     return torch.from_numpy(unmix(hashes.cpu().numpy().view(np.uint64)))
