@@ -1,4 +1,4 @@
-"""How this process of a run stands: put together for `monolith top`, from what it does.
+"""How this process of a run stands: put together for `monolith status watch`, from what it does.
 
 starting ──► training ◄──► halted          a worker; `rejoining` after others were lost
 waiting for the chief ──► serving ◄──► saving, restoring          a server
@@ -57,7 +57,7 @@ class OwnStatus:
             started=clock(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            job=run.job.name or run.job.task or run.job.model_name,
+            job=run.job.name or run.job.task or run.model_name,
             num_ps=cluster.num_ps if run.distributed else 0,
             num_workers=cluster.num_workers,
         )

@@ -11,7 +11,7 @@ from monolith.train.fleet.parameter_server import serve_parameters
 from monolith.train.fleet.peers import FleetPeers
 from monolith.train.following import FollowConfig, Follower
 from monolith.train.hook import Hook, Run, StepResult, drive
-from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
+from monolith.train.hooks import AlertConfig, DailyHours, SaveConfig
 from monolith.train.lane import Lane
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.peers import Alone, Peers
@@ -30,6 +30,7 @@ __all__ = [
     "Alone",
     "Candidates",
     "CandidatesConfig",
+    "DailyHours",
     "EvaluateConfig",
     "Evaluation",
     "ExpiryConfig",
@@ -55,7 +56,6 @@ __all__ = [
     "Session",
     "StepResult",
     "Task",
-    "TideWindow",
     "TrainConfig",
     "TrainReport",
     "Trainer",

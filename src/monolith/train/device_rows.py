@@ -1,4 +1,4 @@
-"""Rows on the device that the dense half computes on: `train.rows_on`.
+"""Rows on the device that the dense half computes on: `train.embedding_device`.
 
 With rows in host memory a step brings those of a batch to the device and their gradients back. A model whose
 rows fit into the memory of a GPU keeps them there, and only ids go up; with more, those that were not trained
@@ -25,13 +25,13 @@ def store_maker(config: TrainConfig, accelerator: Accelerator | None, peers: Pee
     Raises:
         ConfigError: The accelerator cannot hold rows, or this process holds none.
     """
-    if config.rows_on == "host":
+    if config.embedding_device == "host":
         return peers.make_store
     device = None if accelerator is None else accelerator.rows_device()
     if device is None:
         raise ConfigError(
-            "train.rows_on: rows can only be on a CUDA device; set train.accelerator to cuda, or "
-            "train.rows_on to host"
+            "train.embedding_device: rows can only be on a CUDA device; set train.accelerator to cuda, or "
+            "train.embedding_device to host"
         )
     local: MakeStore = partial(LocalStore.from_configs, device=device)
     if config.device_memory_bytes is not None:
@@ -50,8 +50,9 @@ def holding(peers: Peers, local: MakeStore) -> MakeStore:
     found = peers.holding(local)
     if found is None:
         raise ConfigError(
-            "train.rows_on: rows are with parameter servers in this run, not on the device of a worker; set "
-            "train.rows_on to host, or train in one process or on ranks without parameter servers"
+            "train.embedding_device: rows are on parameter servers in this run, not on the device of a "
+            "worker; set train.embedding_device to host, or train in one process or on ranks without "
+            "parameter servers"
         )
     return found
 

@@ -109,19 +109,14 @@ class HooksConfig:
     throughput_every: timedelta | None = None
     """How often the chief reports steps, their time and the loss as metrics, and once the time that the run
     took to start; None never."""
-    submitted_at: float | None = None
-    """Unix seconds from which the start-up time in the throughput metrics counts; by default the start of
-    training."""
-    model_name: str = ""
-    """The name of the model in metrics and in sampled predictions; by default the task's name."""
     online_file: bool = False
     """Whether dense weights alone (dense_save) are saved only while a file ONLINE is in model_dir."""
     online_file_every_steps: int = 100
     """How often online_file looks for the file, in steps."""
     nas_every_steps: int | None = None
     """How often, in steps, the weights of an architecture search (IRazor layers, as `selecting`) and of gates
-    over features (SeNet layers, as `gating`) are written to the summaries, for `monolith insight`; None
-    never."""
+    over features (SeNet layers, as `gating`) are written to the summaries, for `monolith evaluate insight`;
+    None never."""
     deep_insight: DeepInsightConfig = field(default_factory=DeepInsightConfig)
 
     def __post_init__(self) -> None:
