@@ -25,9 +25,6 @@ MAX_LANES = 32
 
 _LEAST_LANES = 8
 
-_INCLUDED = resources.files("monolith.native").joinpath("include")
-"""The headers that the core is compiled with, too: hashes, quantizers, update rules."""
-
 
 @dataclass(frozen=True, slots=True)
 class KernelProgram:
@@ -90,7 +87,8 @@ def fused_index_kernels() -> KernelProgram:
 
 def _program(name: str, file: str, made: Mapping[str, str] | None = None) -> KernelProgram:
     source = f'#include "{file}"\n'
-    folders = (resources.files(__package__), _INCLUDED)
+    # The second has the headers that the core is compiled with, too: hashes, quantizers, update rules.
+    folders = (resources.files(__package__), resources.files("monolith.native").joinpath("include"))
     return KernelProgram(name, source, headers_of(source, folders, made))
 
 
