@@ -24,7 +24,7 @@ _MOST_UNTOLD = 1 << 22  # ids of batches that may wait on the device
 
 
 class ChangeTracker:
-    """Who watches one table. Not thread-safe.
+    """Tells touched sets, snapshots and change tracking about the rows of one table. Not thread-safe.
 
     Args:
         tell: Tells touched sets what waits; they call it before they are looked into, from any thread.
@@ -41,7 +41,7 @@ class ChangeTracker:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody watches: then rows may be written past this table's calls."""
+        """Whether nothing tracks this table: then rows may be written without telling the tracker."""
         return not self._touched and not self._keeps_flags
 
     # Touched sets
@@ -57,7 +57,7 @@ class ChangeTracker:
         touched.ask_no_more(self._tell)
 
     def tell_touched(self) -> None:
-        """Tell sets what waits for them, waiting for the device."""
+        """Insert the waiting ids into the touched sets; waits for the device."""
         untold, self._untold, self._untold_ids = self._untold, [], 0
         if untold:
             ids = torch.cat([ids for ids, _ in untold])
