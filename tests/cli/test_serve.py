@@ -30,7 +30,7 @@ from monolith.cluster import open_discovery_url
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, UnavailableError
 from monolith.serve import Predictor
-from monolith.serve.client import open_asker
+from monolith.serve.client import open_client
 from monolith.serve.exporter import ExportHow
 from monolith.serve.versions import list_versions
 from monolith.sync.channels import open_writer
@@ -172,7 +172,7 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         about = json.loads(server.get(f"/v2/models/{first['model']}")[1])
         shapes = {one["name"]: one["shape"] for one in about["inputs"]}
         assert (shapes["item"], shapes["history"]) == ([-1], [-1, -1])  # one value, and a list
-        with open_asker(server.said("grpc")) as asker:
+        with open_client(server.said("grpc")) as asker:
             told = {one.name: list(one.shape) for one in asker._wire.inputs(first["model"], "")}
         assert told == shapes
         row = json.loads(words[words.index("--row") + 1])
@@ -201,7 +201,7 @@ def test_a_version_that_is_not_compiled_is_not_served_as_such(servables):
         assert "none that can be loaded" in server.said("model")
         index = urllib.request.Request(f"{server.url}/v2/repository/index", b"{}")
         (line,) = json.load(urllib.request.urlopen(index, timeout=PATIENCE))
-        assert "nothing compiled in it; export it with --compile" in line["reason"]
+        assert "no compiled package; export it with --compile" in line["reason"]
         assert server.get("/v2/health/ready")[0] == 503
     finally:
         server.close()
@@ -316,7 +316,7 @@ def test_a_killed_process_fails_only_what_was_in_flight_and_is_restarted(servabl
         def ask(row: int) -> None:
             while not stop.is_set():
                 try:
-                    with open_asker(server.url, Guard()) as asker:
+                    with open_client(server.url, Guard()) as asker:
                         found = asker.ask(name, [rows[row]]).outputs["click"]
                     outcomes.append("right" if found == pytest.approx([wanted[row]]) else "wrong")
                 except (UnavailableError, OSError):

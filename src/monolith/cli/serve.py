@@ -36,7 +36,7 @@ from monolith.serve.server import (
     ServeConfig,
     ServedFolder,
     ServeLimits,
-    ServePeers,
+    ServerProcesses,
     VersionPolicy,
 )
 from monolith.serve.server.catalog import BestVersion, ServableCatalog, example_row, served_folder
@@ -83,7 +83,7 @@ def run(options: ServeOptions) -> int:
             serve_withheld=options.serve_withheld,
             rows=remote_rows(options, guard, stop) if options.role == "entry" else None,
         )
-        peers = ServePeers(folder, index, count, guard if control.token is None else control)
+        peers = ServerProcesses(folder, index, count, guard if control.token is None else control)
         with InferenceServer(
             config,
             folders,
@@ -182,8 +182,8 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
         lines.append(f"follows  {options.follow}")
     first = folders[0]
     if server.inference.repository.is_ready(first.name):
-        with server.inference.repository.held(first.name) as held:
-            row = json.dumps(example_row(first.folder, held.model), ensure_ascii=False)
+        with server.inference.repository.lease(first.name) as loaded:
+            row = json.dumps(example_row(first.folder, loaded.model), ensure_ascii=False)
         url = http if server.http_url is not None else grpc
         which = f" --model {shlex.quote(first.name)}" if len(folders) > 1 else ""
         token = options.security.token_file
@@ -240,9 +240,9 @@ def with_ports(options: ServeOptions, open_things: ExitStack) -> ServeOptions:
     for name in names:
         wanted = getattr(options, name)
         if wanted is not None:
-            held: socket.socket = bound_socket(options.host, wanted, share=True)
-            open_things.callback(held.close)
-            chosen[name] = held.getsockname()[1]
+            loaded: socket.socket = bound_socket(options.host, wanted, share=True)
+            open_things.callback(loaded.close)
+            chosen[name] = loaded.getsockname()[1]
     return replace(options, **chosen)
 
 

@@ -285,8 +285,8 @@ def test_probes_are_answered_while_a_peer_has_used_up_its_quota():
         assert "--max-peer-requests" in said["error"]
         assert get(server, "/v2/health/ready") == 200  # the only thread is busy as well
         with GrpcClient(server.grpc_address) as client:
-            held = server._quotas.admit("ipv4:127.0.0.1")
-            with held, pytest.raises(grpc.RpcError, match="--max-peer-requests"):
+            reservation = server._quotas.admit("ipv4:127.0.0.1")
+            with reservation, pytest.raises(grpc.RpcError, match="--max-peer-requests"):
                 client.ModelInfer(rows_message("a", model="f"))
             assert client.ServerLive().live
         model.gate.set()
