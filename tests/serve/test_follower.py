@@ -21,7 +21,7 @@ from monolith.errors import ConfigError
 from monolith.serve import Predictor
 from monolith.serve.config import ServeFollowConfig
 from monolith.serve.manifest import Servable, read_servable, write_servable
-from monolith.serve.server import InferenceServer, Route, ServeConfig, VersionPolicy
+from monolith.serve.server import InferenceServer, ServeConfig, VersionPolicy
 from monolith.serve.server.catalog import ServableCatalog, served_folder
 from monolith.store import TableIds
 from monolith.sync.memory_channel import MemoryChannel
@@ -606,7 +606,7 @@ def test_what_differs_is_found_and_repaired(root: Path) -> None:
 def test_only_one_version_of_a_model_can_follow(root: Path) -> None:
     with pytest.raises(ConfigError, match="has one version"), following(root, MemoryChannel(), policy="all"):
         pass
-    split = Route.parse("ads=served/3:1")
+    split = "ads=served/3:1"
     with pytest.raises(ConfigError, match="by version"), following(root, MemoryChannel(), splits=(split,)):
         pass
 

@@ -82,7 +82,7 @@ class ServeLimits(Checked):
     json_bytes: int = 8 << 20
     """Largest JSON of a request, after decompression, and largest gRPC message without raw contents: both
     take many times their size in memory."""
-    bytes_in_flight: int = 1 << 30
+    in_flight_bytes: int = 1 << 30
     """Memory that all requests in flight may use; JSON counts 16 times its size."""
     rows: int = 65_536
     """Largest number of rows of one request."""
@@ -108,7 +108,7 @@ class ServeLimits(Checked):
         for name in (
             "request_bytes",
             "json_bytes",
-            "bytes_in_flight",
+            "in_flight_bytes",
             "rows",
             "concurrency",
             "queue",
@@ -249,19 +249,32 @@ class ServeConfig(Checked):
     """Whether clients with the control token may load and unload models."""
     limits: ServeLimits = field(default_factory=ServeLimits)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
-    splits: tuple[Route, ...] = ()
-    shadows: tuple[Route, ...] = ()
-    """Shadow traffic: requests are mirrored to these targets and compared; clients never see the answers. The
-    weight is the fraction of requests, at most 1."""
+    splits: tuple[str, ...] = ()
+    """Routes that divide the requests for a name: NAME=MODEL[/VERSION][:WEIGHT],... as in
+    ads=ads/120:90,ads/140:10."""
+    shadows: tuple[str, ...] = ()
+    """Shadow traffic, as NAME=MODEL[/VERSION][:FRACTION]: mirror a fraction of the requests for a name to a
+    model and compare; clients never see the answers."""
     follow: ServeFollowConfig = field(default_factory=ServeFollowConfig)
+    shards: ShardsConfig = field(default_factory=ShardsConfig)
     poll: timedelta = timedelta(seconds=1)
     """Interval at which folders are polled for new versions."""
     drain: timedelta = timedelta(seconds=30)
     """Time for requests in flight to finish after the server was told to stop."""
     threads: int = 64
     """Number of requests of one transport that are handled at a time."""
+    predict_threads: int | None = None
+    """Threads that compute one batch; None uses as many as torch does."""
     access_log: float = 0.0
     """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
+
+    @property
+    def split_routes(self) -> list[Route]:
+        return [Route.parse(text) for text in self.splits]
+
+    @property
+    def shadow_routes(self) -> list[Route]:
+        return [Route.parse(text) for text in self.shadows]
 
     def problems(self) -> Iterator[Problem]:
         if self.port is None and self.http_port is None and self.grpc_port is None:
@@ -276,6 +289,14 @@ class ServeConfig(Checked):
             yield Problem(("access_log",), "must be from 0 to 1")
         if self.poll <= timedelta(0):
             yield Problem(("poll",), "must be more than 0")
-        for route in self.shadows:
-            if any(target.weight > 1 for target in route.targets):
-                yield Problem(("shadows",), f"of {route.name!r}: a fraction must be at most 1")
+        if self.predict_threads is not None and self.predict_threads < 1:
+            yield Problem(("predict_threads",), "must be at least 1")
+        for name in ("splits", "shadows"):
+            for text in getattr(self, name):
+                try:
+                    route = Route.parse(text)
+                except ConfigError as error:
+                    yield Problem((name,), str(error))
+                    continue
+                if name == "shadows" and any(target.weight > 1 for target in route.targets):
+                    yield Problem((name,), f"of {route.name!r}: a fraction must be at most 1")

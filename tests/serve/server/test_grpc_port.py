@@ -15,7 +15,7 @@ from serve.server.serving import PATIENCE, GrpcClient, rows_message, serving
 from monolith import __version__
 from monolith.cluster.security import Guard
 from monolith.config import Secret
-from monolith.serve.server import Route, ServeLimits
+from monolith.serve.server import ServeLimits
 from monolith.serve.server.tensors import DATATYPES
 from monolith.wire.open_inference import SERVICE, message_types
 
@@ -267,9 +267,9 @@ def test_splits_send_each_version_its_share_and_shadows_are_compared_and_not_hea
     catalog = LinearCatalog(
         {"f": {v: lambda v=v: LinearModel(version=v, bias=int(v)) for v in ("1", "2", "3")}}
     )
-    routes = (Route.parse("ab=f/1:1,f/2:1"),)
+    routes = ("ab=f/1:1,f/2:1",)
     with (
-        serving(catalog, splits=routes, shadows=(Route.parse("ab=f/3"),)) as server,
+        serving(catalog, splits=routes, shadows=("ab=f/3",)) as server,
         GrpcClient(server.grpc_address) as client,
     ):
         answers = [client.ModelInfer(rows_message("a", model="ab")) for _ in range(40)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from monolith.cluster.security import Guard, Role, SecurityConfig
@@ -62,21 +62,24 @@ def guard_of(
     """
     from monolith.cluster.security import guard_listener
 
-    security = _run_config(options, environ).security
+    security = run_config_of(options, environ).security
     return guard_listener(bind, security, role=role, insecure=options.insecure)
 
 
 def security_of(options: SecurityOptions, environ: Mapping[str, str]) -> SecurityConfig:
     """Return what flags, the run's config and the environment say of certificates and tokens."""
-    return _run_config(options, environ).security
+    return run_config_of(options, environ).security
 
 
 def limits_of(options: SecurityOptions, environ: Mapping[str, str]) -> Limits:
     """Return what one caller of a listener may ask for, by the run's config and the environment."""
-    return _run_config(options, environ).limits
+    return run_config_of(options, environ).limits
 
 
-def _run_config(options: SecurityOptions, environ: Mapping[str, str]) -> RunConfig:
+def run_config_of(
+    options: SecurityOptions, environ: Mapping[str, str], more: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Return the config of file and environment, with the flags for security, and `more` by path, over it."""
     from monolith.run import load_run_config
 
     chosen = {
@@ -84,4 +87,4 @@ def _run_config(options: SecurityOptions, environ: Mapping[str, str]) -> RunConf
         for name, field in _FIELDS.items()
         if getattr(options, name) is not None
     }
-    return load_run_config(file=options.config, environ=environ, code=chosen)
+    return load_run_config(file=options.config, environ=environ, code={**chosen, **(more or {})})

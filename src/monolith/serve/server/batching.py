@@ -49,7 +49,7 @@ class Quotas:
     """
 
     def __init__(self, limits: ServeLimits) -> None:
-        self._most_bytes = limits.bytes_in_flight
+        self._most_bytes = limits.in_flight_bytes
         self._most_requests = limits.peer_requests
         self._lock = threading.Lock()  # guards the two counters below
         self._bytes = 0

@@ -253,7 +253,9 @@ class Inference:
         self._limits = config.limits
         self._timeout = config.limits.timeout.total_seconds()
         self._access = AccessLog(config.access_log, draw, clock)
-        self.traffic = TrafficRoutes(config.splits, config.shadows, [one.name for one in folders], draw)
+        self.traffic = TrafficRoutes(
+            config.split_routes, config.shadow_routes, [one.name for one in folders], draw
+        )
         self.repository = Repository(
             folders, catalog, self._batcher, attach=attach, pinned=self.traffic.pinned(), clock=clock
         )

@@ -227,7 +227,7 @@ def _left(end: float) -> float:
 
 def _by_version(config: ServeConfig, model: str) -> bool:
     """Whether a route names a version of a model."""
-    routes = (*config.splits, *config.shadows)
+    routes = (*config.split_routes, *config.shadow_routes)
     return any(target.model == model and target.version for route in routes for target in route.targets)
 
 
