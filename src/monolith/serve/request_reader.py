@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.data import Records
-from monolith.data.formats.objects import are_whole, is_missing, seconds_of, values_of
+from monolith.data.formats.memory import are_whole, is_missing, seconds_of, values_of
 from monolith.data.formats.tables import frame_records
 from monolith.data.records import empty_rows
 from monolith.errors import ConfigError, DataError, MonolithError, RequestError

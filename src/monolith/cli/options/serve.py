@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from monolith.cli.options.security import SecurityOptions
+from monolith.cli.options.flags import SecurityOptions
 
 SERVE_FIELDS = {
     "discovery": "serve.shards.discovery",
