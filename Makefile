@@ -50,6 +50,7 @@ check: setup  ## Lint, format, types, imports, names, documentation
 	$(BIN)/python tools/check_docs.py
 
 docs: setup  ## The documentation as a site, in build/site
+	$(BIN)/python tools/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 services: setup  ## Install the servers that the tests talk to
