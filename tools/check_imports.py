@@ -45,11 +45,12 @@ ROWS = (
     {"train"},
     {"serve"},
     {"ui"},
+    {"runtime"},
     {"run"},
     {"bench", "compat"},
     {"cli"},
 )
-STRANGERS = {("serve", "train")}
+STRANGERS = {("serve", "train"), ("serve", "runtime")}
 """Pairs the rows would allow: a server must not know the trainer."""
 
 ROOT = "the package itself"

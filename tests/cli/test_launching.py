@@ -28,7 +28,8 @@ from monolith.cluster.launch import LaunchOutcome
 from monolith.cluster.run_token import run_security
 from monolith.run import load_run_config
 from monolith.run.runtime import open_discovery
-from monolith.train import TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import TrainConfig
 
 TESTS = Path(__file__).parents[1]
 TASK = "train.tasks:Clicks"

@@ -78,7 +78,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "admission": ("store/local.py",),
     "cluster": ("cli/train.py", "cli/launching.py", "run/runtime.py"),
     "dense": ("store/dense_config.py", "store/dense_cache.py"),
-    "ranks": ("train/ranks/averaging.py", "cli/rank_training.py"),
+    "ranks": ("runtime/rank_placement.py", "cli/rank_training.py"),
     "discovery": ("run/runtime.py",),
     "security": ("cluster/security.py", "cluster/run_token.py"),
     "limits": ("wire/*.py", "store/*.py", "train/*/*.py", "train/hooks/*/*.py"),

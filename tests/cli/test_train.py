@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.fleets import read_model
 from services import warm
-from train.fleets import read_model
 from train.published import Following
 from train.tasks import Clicks
 
@@ -33,12 +33,13 @@ from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
 from monolith.run import load_run_config
+from monolith.runtime import Trainer
+from monolith.runtime.report import LostServer
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
 from monolith.sync.run_identity import run_identity
-from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Mode, Run, StepResult, TrainConfig
 from monolith.train.hooks import ControlClient, LiveLineHook
-from monolith.train.lost import LostServer
 from monolith.train.publishing.hold_file import HoldFile, when_utc
 from monolith.ui.run_publishing import RunPublishing, orders_of
 

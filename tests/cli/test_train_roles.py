@@ -27,8 +27,8 @@ from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
 from monolith.observe.logs import process_label
 from monolith.run import RunConfig, load_run_config
+from monolith.runtime.parameter_server import ServerEnd
 from monolith.train import Hook
-from monolith.train.fleet.parameter_server import ServerEnd
 
 TASK = "train.tasks:Clicks"
 TESTS = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from data.service.loopback import add_worker, numbers, trainer
 from data.service.processes import ALL, CONFIG
-from train.fleets import TalliedFiles, TalliedQueue
+from runtime.fleets import TalliedFiles, TalliedQueue
 
 from monolith.data import FileSource, Pipeline, Share, ShuffleConfig, share_out
 from monolith.data.files.work_queue import SharedFileQueue

@@ -15,8 +15,9 @@ from monolith.data.synthetic.drift import SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM, EmbeddingOptimizer, UpdateConfig, apply_gradients
 from monolith.nn import sigmoid_loss_and_pred
+from monolith.runtime import Trainer
 from monolith.table import Adagrad, Sgd
-from monolith.train import Hook, Mode, Outputs, Run, StepResult, Task, TrainConfig, Trainer
+from monolith.train import Hook, Mode, Outputs, Run, StepResult, Task, TrainConfig
 
 SEED = 3
 

@@ -20,8 +20,9 @@ from monolith.model.by_name import ModelConfig
 from monolith.run.config_task import ConfigRetrievalTask
 from monolith.run.reading import read_run
 from monolith.run.settling import RETRIEVAL_TASK
+from monolith.runtime import Trainer
 from monolith.table import Adagrad
-from monolith.train import CandidatesConfig, Mode, RetrievalTask, TrainConfig, Trainer, load_task
+from monolith.train import CandidatesConfig, Mode, RetrievalTask, TrainConfig, load_task
 
 CONFIG = """
 [data]

@@ -24,7 +24,8 @@ from monolith.run.config_task import ConfigTask
 from monolith.run.reading import read_run
 from monolith.run.settling import CONFIG_TASK
 from monolith.run.task_data import data_of
-from monolith.train import Mode, TrainConfig, Trainer, load_task
+from monolith.runtime import Trainer
+from monolith.train import Mode, TrainConfig, load_task
 
 SPEC = FeatureSpec(
     features={"user": IdFeature(kind="string"), "price": FloatFeature()},

@@ -15,7 +15,8 @@ from monolith.run.config import RunConfig
 from monolith.run.config_task import ConfigTask
 from monolith.run.learned_features import SPEC_FILE, take_learned, with_learned_features
 from monolith.run.reading import read_run
-from monolith.train import Trainer, load_task
+from monolith.runtime import Trainer
+from monolith.train import load_task
 
 
 def quiet(_: str) -> None: ...

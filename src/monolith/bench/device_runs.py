@@ -21,7 +21,7 @@ from monolith.bench.trainers import FusedTorchTrainer, OurTrainer
 from monolith.cuda import Device, ModuleGraph
 from monolith.feature import FeatureIds
 from monolith.model import PreparedBatch
-from monolith.train.lane import Lane
+from monolith.runtime.prefetch import PrefetchPipeline
 
 _WARM_UP = 4
 _MOST_STEPS = 400
@@ -135,7 +135,7 @@ class PipelinedRun(PlainRun):
         self._gradients = torch.empty(0)
 
     def run(self, numbers: Iterable[int]) -> None:
-        with Lane(iter(numbers), self._prepare) as lane:
+        with PrefetchPipeline(iter(numbers), self._prepare) as lane:
             while (found := lane.next()) is not None:
                 _, prepared = found
                 self.trainer.train(prepared, self._labels, push=lane.push)

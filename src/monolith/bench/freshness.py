@@ -34,9 +34,10 @@ from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
+from monolith.runtime import LocalRun, Trainer
 from monolith.serve.asking import Answered, HttpWire
 from monolith.serve.freshness_probe import quantile
-from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Run, SaveConfig, StepResult, TrainConfig
 
 ANSWER = "event to answer"
 SAVING = "event to answer, while checkpoints are saved"

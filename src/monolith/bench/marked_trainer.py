@@ -24,9 +24,10 @@ import torch
 
 from monolith.bench.marked_events import FreshnessJob, MarkedClicks, MarkedEvents
 from monolith.errors import MonolithError, UnavailableError
+from monolith.runtime import LocalRun, Trainer
 from monolith.sync.channels import open_writer
 from monolith.sync.publish_config import PublishConfig
-from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Run, SaveConfig, StepResult, TrainConfig
 from monolith.train.publishing.share import PublishPlan
 
 COMMAND = "import sys; from monolith.bench.marked_trainer import main; sys.exit(main(sys.argv[1:]))"

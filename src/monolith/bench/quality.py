@@ -46,7 +46,8 @@ from monolith.data import BatchSpec, MemorySource, Pipeline, Stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.nn import auc
-from monolith.train import Hook, Mode, Run, StepResult, Task, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import Hook, Mode, Run, StepResult, Task, TrainConfig
 
 Part = Literal["valid", "test"]
 

@@ -15,8 +15,9 @@ from monolith.cli.task_config import load_reading, say
 from monolith.data import Records, Stream, format_of, keep_columns
 from monolith.errors import ConfigError
 from monolith.feature import Batch, ColumnKind, IdFeature
+from monolith.runtime import Trainer
 from monolith.tensors import RaggedTensor
-from monolith.train import Candidates, Task, Trainer
+from monolith.train import Candidates, Task
 
 
 def run(options: EmbeddingsOptions) -> int:

@@ -15,12 +15,11 @@ from monolith.cluster.security import guard_caller, guard_listener
 from monolith.errors import FailedPeerError, RetryableError
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
+from monolith.runtime import Coordinator, TrainReport
+from monolith.runtime.fleet import reach_servers
+from monolith.runtime.ranks import RankCoordinator, RankRendezvous
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_calls import RankPort
-from monolith.train import Peers, TrainReport
-from monolith.train.fleet.joining import reach_servers
-from monolith.train.ranks.joining import RankMeeting
-from monolith.train.ranks.peers import RankPeers
 
 LOOPBACK = "127.0.0.1"
 CAUSE_ENDS_WITHIN = 5.0
@@ -29,7 +28,7 @@ first then has the status that says why, and ends them."""
 
 
 def as_rank(
-    attempt: Callable[[Peers], TrainReport],
+    attempt: Callable[[Coordinator], TrainReport],
     run: RunConfig,
     discovery: Discovery | None,
     environ: Mapping[str, str],
@@ -51,7 +50,7 @@ def as_rank(
     named = keys_are_named(environ)
     host = rank_host(run, environ)
     security = rank_security(run.security, environ, run.train.model_dir)
-    meeting = RankMeeting(
+    meeting = RankRendezvous(
         cluster.index,
         cluster.num_workers,
         discovery=None if named else discovery,
@@ -72,7 +71,7 @@ def as_rank(
                 with meeting.join() as groups, servers_of(run, discovery, groups, on_waiting) as servers:
                     found = () if servers is None else servers.processes
                     failover.joined((*meeting.processes, *found))
-                    return attempt(RankPeers(groups, run.ranks, servers=servers))
+                    return attempt(RankCoordinator(groups, run.ranks, servers=servers))
             except RetryableError as error:
                 lost_others()
                 if is_restarted_by_launcher(environ):

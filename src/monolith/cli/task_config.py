@@ -23,9 +23,9 @@ from monolith.run import RunConfig, ThreadsConfig, check_run, read_run
 from monolith.run.data_checks import check_before_training
 from monolith.run.learned_features import with_learned_features
 from monolith.run.task_settings import with_job, with_task
+from monolith.runtime.report import read_run_manifest
 from monolith.train import Task, TrainConfig, load_task
 from monolith.train.accelerator import accelerator_of
-from monolith.train.manifest import read_run_manifest
 
 Options = TrainOptions | EvaluateOptions | PredictOptions | EmbeddingsOptions
 

@@ -44,18 +44,8 @@ from monolith.observe.progress import describe_seconds
 from monolith.run import RunConfig
 from monolith.run.publishing import publish_plan
 from monolith.run.runtime import listen_address, open_discovery
-from monolith.train import (
-    Fleet,
-    FleetPeers,
-    Hook,
-    LocalRun,
-    Peers,
-    Run,
-    Task,
-    TrainConfig,
-    Trainer,
-    TrainReport,
-)
+from monolith.runtime import Coordinator, Fleet, FleetCoordinator, LocalRun, Trainer, TrainReport
+from monolith.train import Hook, Run, Task, TrainConfig
 from monolith.train.hooks import (
     ActionFileHook,
     BarrierHook,
@@ -204,8 +194,8 @@ def serve(
     metrics: Metrics,
 ) -> int:
     """Hold a share of the model until the run is over, or a signal ends this process."""
-    from monolith.train import serve_parameters
-    from monolith.train.fleet.standby_copies import CopyPlan
+    from monolith.runtime import serve_parameters
+    from monolith.runtime.standbys import CopyPlan
 
     host, port = listen_address(run, environ)
     guard = guard_listener(host, run.security)
@@ -331,7 +321,7 @@ def train(
             listeners = open_things.enter_context(exports)
         signals = open_things.enter_context(StopSignals(stopper, say))
 
-        def attempt(peers: Peers | None = None) -> TrainReport:
+        def attempt(peers: Coordinator | None = None) -> TrainReport:
             trainer = Trainer(
                 task,
                 config,
@@ -375,7 +365,7 @@ def train(
 
 def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: Stopper) -> Fleet:
     """Wait for the servers of the run, and return this worker's place among its processes."""
-    from monolith.train import join_fleet
+    from monolith.runtime import join_fleet
 
     cluster, timeouts = run.cluster, run.timeouts
     fleet = join_fleet(
@@ -414,7 +404,7 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
 
 
 def with_failover(
-    attempt: Callable[[Peers], TrainReport],
+    attempt: Callable[[Coordinator], TrainReport],
     run: RunConfig,
     discovery: Discovery,
     metrics: Metrics,
@@ -429,7 +419,7 @@ def with_failover(
         try:
             with fleet:
                 failover.joined(fleet.servers)
-                return attempt(FleetPeers(fleet, run.dense))
+                return attempt(FleetCoordinator(fleet, run.dense))
         except RetryableError as error:
             status.lost_others()
             failover.lost(error)

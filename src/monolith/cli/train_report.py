@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.train import TrainOptions
 from monolith.observe.progress import describe_rate, describe_seconds
+from monolith.runtime.report import describe_uncounted
 from monolith.train.evaluate_config import LOSS, headlines
 from monolith.train.hook import DATA_ENDED
-from monolith.train.lost import describe_uncounted
 
 if TYPE_CHECKING:
-    from monolith.train import Task, TrainConfig, TrainReport
+    from monolith.runtime import TrainReport
+    from monolith.train import Task, TrainConfig
 
 MARK = "MONOLITH_REPORT_MARK"
 """The variable with the word that a report begins with, for who launched the process that writes it."""

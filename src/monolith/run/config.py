@@ -25,8 +25,7 @@ from monolith.store.dense_config import DenseConfig
 from monolith.sync.publish_config import PublishConfig
 from monolith.table.admission_config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
-from monolith.train.config import TrainConfig
-from monolith.train.ranks.config import RanksConfig
+from monolith.train.config import RanksConfig, TrainConfig
 from monolith.wire.limits import Limits
 
 if TYPE_CHECKING:

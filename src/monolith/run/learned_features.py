@@ -21,8 +21,8 @@ from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
 from monolith.run.config import RunConfig
 from monolith.run.config_task import ConfigTask
+from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.train.config import TrainConfig
-from monolith.train.keeping import newest_checkpoint
 from monolith.train.task import Mode, Task
 
 SPEC_FILE = "features.json"

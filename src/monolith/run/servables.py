@@ -24,6 +24,7 @@ from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
 from monolith.run.export_config import EXPORTED, ExportConfig
+from monolith.runtime import Trainer
 from monolith.serve.exporting import ExportedServable, Exporter, ExportHow, ExportModel, TableCodings
 from monolith.serve.raw import Kind, RequestReader, kinds_of
 from monolith.serve.servable.manifest import read_servable
@@ -40,7 +41,7 @@ from monolith.serve.servable.versions import (
 )
 from monolith.serve.warm_up import draw_requests
 from monolith.sync.run_identity import is_same_run, run_identity
-from monolith.train import Mode, Task, TrainConfig, Trainer
+from monolith.train import Mode, Task, TrainConfig
 from monolith.train.hooks.saving.listeners import SaveListener
 from monolith.train.publishing.hold_file import HoldFile, KeptHold
 

@@ -209,7 +209,7 @@ class RankStore:
     def push_dense(self) -> None:
         """Apply the sum of the gradients that all ranks hold; where no rank has one, nothing is done.
 
-        Training sums them behind backward instead, weighted by examples; see `monolith.train.ranks`.
+        Training sums them behind backward instead, weighted by examples; see `monolith.runtime.ranks`.
         """
         if self._optimizer is None:
             return

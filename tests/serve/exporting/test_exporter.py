@@ -12,10 +12,10 @@ import pytest
 import torch
 from checkpoint.small_runs import ITEM, USER, chain
 from checkpoint.small_servers import Servers
+from runtime.fleets import run_fleet
+from runtime.rank_runs import train_ranks
 from serve.served_tasks import Predicted, Served, columns, exported, predictions, trained
-from train.fleets import run_fleet
 from train.published import Following
-from train.rank_runs import train_ranks
 from train.tasks import Clicks
 
 from monolith.checkpoint import Checkpointer, Saver, TablesPart, read_chain
@@ -23,6 +23,7 @@ from monolith.checkpoint.offline.reading import SavedTables
 from monolith.errors import ConfigError, CorruptFileError, ExportError, FileMissingError
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
+from monolith.runtime import Trainer
 from monolith.serve import Predictor
 from monolith.serve.exporting import exporter as exporting
 from monolith.serve.exporting.exporter import Exporter
@@ -30,7 +31,7 @@ from monolith.serve.exporting.tables import ExpiredRows, export_table, saved_his
 from monolith.serve.servable.manifest import ServableTable, read_servable
 from monolith.serve.servable.versions import HeldVersion, list_versions
 from monolith.table import DynamicWdAdagrad, Expiry, FrozenTable, NativeTable, Segment, TableConfig
-from monolith.train import KeepConfig, SaveConfig, Task, TrainConfig, Trainer
+from monolith.train import KeepConfig, SaveConfig, Task, TrainConfig
 
 
 @pytest.fixture(scope="module")

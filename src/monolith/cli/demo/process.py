@@ -33,7 +33,8 @@ from monolith.cli.train import GAUGE_EVERY, control_hooks, line_hook, serve_metr
 from monolith.errors import TrainingError
 from monolith.observe import Metrics, configure_logging
 from monolith.run.publishing import publish_plan
-from monolith.train import Hook, LocalRun, Run, StepResult, Trainer, WindowRow
+from monolith.runtime import LocalRun, Trainer
+from monolith.train import Hook, Run, StepResult, WindowRow
 from monolith.train.hooks.reports.live_line import gauge_standing
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ from monolith.errors import ConfigError
 from monolith.feature import ADDN, CONCAT, NONE, STACK, Batch, FeatureColumn, FeatureSlot, Layout, SlotConfig
 from monolith.model import EmbeddingCollection
 from monolith.observe.summary_files import read_summaries
+from monolith.runtime import Trainer
 from monolith.table import Sgd
-from monolith.train import Hook, Run, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Run, StepResult, TrainConfig
 from monolith.train.hooks import ModelInsightHook
 
 NAMES = ("context", "item", "user")

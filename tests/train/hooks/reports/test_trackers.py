@@ -12,7 +12,8 @@ import pytest
 from train.tasks import Clicks
 
 from monolith.errors import ConfigError, MissingExtraError
-from monolith.train import SaveConfig, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import SaveConfig, TrainConfig
 from monolith.train.hooks.config import TrackingConfig
 from monolith.train.hooks.reports.trackers import MlflowSink, WandbSink, _Tracker, sink_openers
 

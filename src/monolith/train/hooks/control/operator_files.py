@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 
 from monolith import filesystem
-from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Every, Hook, Run, StepResult
 from monolith.train.hooks.control.tide import TideWindow
 from monolith.train.hooks.saving.timer import SaveTimer
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from monolith import filesystem
 from monolith.errors import FileMissingError
-from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Every, Hook, Run, StepResult
 from monolith.train.hooks.saving.timer import SaveTimer
 
 _log = logging.getLogger(__name__)

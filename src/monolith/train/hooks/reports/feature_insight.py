@@ -17,8 +17,7 @@ from monolith.filesystem import join
 from monolith.nn import Dense, feature_insight, watch_segments
 from monolith.observe.summaries import Groups, TensorSummary, insight_data
 from monolith.observe.summary_files import SummaryWriter
-from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Every, Hook, Run, StepResult
 
 FOLDER = "summaries/insight"
 """Below the model's folder; apart from other summaries, since TensorBoard follows one file at a time."""

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
-from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Every, Hook, Run, StepResult
 
 _log = logging.getLogger(__name__)
 

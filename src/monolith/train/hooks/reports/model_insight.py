@@ -22,8 +22,7 @@ from monolith.filesystem import join
 from monolith.model import EmbeddingCollection
 from monolith.observe.summaries import insight_data
 from monolith.observe.summary_files import SummaryWriter
-from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Every, Hook, Run, StepResult
 from monolith.train.hooks.reports.feature_insight import FOLDER, label_of
 
 

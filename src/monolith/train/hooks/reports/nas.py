@@ -18,8 +18,7 @@ from monolith.filesystem import join
 from monolith.nn import IRazor, SeNet
 from monolith.observe.summaries import nas_data
 from monolith.observe.summary_files import SummaryWriter
-from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Every, Hook, Run, StepResult
 from monolith.train.hooks.reports.trackers import FOLDER
 
 

@@ -10,8 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from monolith.table import TableStats
-from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Every, Hook, Run, StepResult
 from monolith.train.hooks.config import TrackingConfig
 from monolith.train.hooks.reports.trackers import OpenSink, ScalarSink, sink_openers
 
