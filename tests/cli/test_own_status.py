@@ -21,7 +21,7 @@ from monolith.runtime.parameter_server import ShardFigures
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, TableIds
 from monolith.table import Segment, TableConfig
 from monolith.train import TrainConfig
-from monolith.train.hooks.control.barrier import LocalBarrier
+from monolith.train.hooks.barrier import LocalBarrier
 from monolith.wire.traffic import Traffic
 
 

@@ -21,8 +21,8 @@ from monolith.cli.own_status import OwnStatus
 from monolith.cluster.status import ProcessStatus, Role, StatusBoard
 from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
 from monolith.train import TrainConfig
-from monolith.train.hooks.control.control_server import ControlServer
-from monolith.train.hooks.reports.tracing import Tracer
+from monolith.train.hooks.control_server import ControlServer
+from monolith.train.hooks.profiling import Tracer
 
 pytest.importorskip("grpc")
 

@@ -16,7 +16,7 @@ from monolith.runtime import LocalRun
 from monolith.train import Hook, Run, SaveConfig, StepResult, TrainConfig
 from monolith.train.config import KeepConfig
 from monolith.train.hooks.config import HooksConfig
-from monolith.train.hooks.control.tide import TideWindow
+from monolith.train.hooks.hours import TideWindow
 
 STEPS = 10
 SIZES = pytest.mark.parametrize("size", [2, 3])
@@ -113,7 +113,7 @@ def test_the_log_has_the_rows_of_all_ranks_together_and_once(
 ) -> None:
     config = settings(tmp_path)
     train_ranks(tasks(size), replace(config, steps=1))
-    caplog.set_level(logging.INFO, "monolith.train.hooks.reports.table_info")
+    caplog.set_level(logging.INFO, "monolith.train.hooks.summaries")
     caplog.clear()
     train_ranks(tasks(size), config)
     told = [one.getMessage() for one in caplog.records if one.name.endswith("table_info")]

@@ -31,7 +31,7 @@ TOGETHER = {
         "tests/faults/test_kill_kafka.py",
         "tests/end_to_end/test_joined_topics.py",
         "tests/train/hooks/test_installed.py",
-        "tests/train/hooks/reports/test_kafka_metrics.py",
+        "tests/train/hooks/test_kafka_metrics.py",
         "tests/docs/test_kafka_guide.py",
     ),
 }

@@ -20,9 +20,8 @@ from monolith.cluster.run_token import is_guarded
 from monolith.cluster.security import SecurityConfig
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
-from monolith.train.hooks.control.control_server import ControlServer, control_token
-from monolith.train.hooks.reports.profiling import FOLDER
-from monolith.train.hooks.reports.tracing import Tracer
+from monolith.train.hooks.control_server import ControlServer, control_token
+from monolith.train.hooks.profiling import FOLDER, Tracer
 
 _log = logging.getLogger(__name__)
 

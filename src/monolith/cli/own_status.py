@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from monolith.runtime import LocalRun
     from monolith.runtime.parameter_server import ServedShard
     from monolith.train import Hook
-    from monolith.train.hooks.reports.step_counts import StepCountsHook
+    from monolith.train.hooks.live_line import StepCountsHook
     from monolith.wire.traffic import Traffic
 
 IDLE_SECONDS = 15.0
@@ -103,8 +103,7 @@ class OwnStatus:
     def watch_worker(self, local: LocalRun) -> Hook:
         """Return what counts the steps of an attempt to train, which is looked at from now on."""
         from monolith.data.layers import data_trouble
-        from monolith.train.hooks.reports.outlook import Outlook
-        from monolith.train.hooks.reports.step_counts import StepCountsHook
+        from monolith.train.hooks.live_line import Outlook, StepCountsHook
         from monolith.train.publishing.hold_file import describe_publishing
 
         config = local.session.config

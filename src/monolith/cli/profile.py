@@ -25,7 +25,7 @@ from monolith.cluster.status import ProcessStatus
 from monolith.errors import ConfigError, MonolithError, RequestError, UnavailableError
 
 if TYPE_CHECKING:
-    from monolith.train.hooks.reports.tracing import Tracer
+    from monolith.train.hooks.profiling import Tracer
 
 MOST_AT_A_TIME = 64
 _WRITE_SECONDS = 120.0
@@ -85,7 +85,7 @@ def profiled_by_user(
 
 
 def _tracer(process: str) -> Tracer:
-    from monolith.train.hooks.reports.tracing import Tracer  # which needs torch
+    from monolith.train.hooks.profiling import Tracer  # which needs torch
 
     return Tracer("", process.replace("-", "_"))
 

@@ -55,10 +55,10 @@ from monolith.train.hooks import (
     ProfilerHook,
     Standing,
 )
-from monolith.train.hooks.control.controller import ACTION_FILE
-from monolith.train.hooks.reports.live_line import describe_standing, gauge_standing, log_standing
-from monolith.train.hooks.reports.profiling import FIRST_STEP, WINDOW_STEPS
-from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.hooks.controller import ACTION_FILE
+from monolith.train.hooks.live_line import describe_standing, gauge_standing, log_standing
+from monolith.train.hooks.profiling import FIRST_STEP, WINDOW_STEPS
+from monolith.train.hooks.save_timing import SaveListener
 
 DRAW_EVERY = timedelta(seconds=0.2)
 GAUGE_EVERY = timedelta(seconds=1)

@@ -42,7 +42,7 @@ from monolith.serve.servable.versions import (
 from monolith.serve.warm_up import draw_requests
 from monolith.sync.run_identity import is_same_run, run_identity
 from monolith.train import Mode, Task, TrainConfig
-from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.hooks.save_timing import SaveListener
 from monolith.train.publishing.hold_file import HoldFile, KeptHold
 
 _log = logging.getLogger(__name__)

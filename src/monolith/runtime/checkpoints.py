@@ -41,7 +41,7 @@ from monolith.train.hooks import (
     SaveHook,
     SaveMemory,
 )
-from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.hooks.save_timing import SaveListener
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ a machine, is an error of the next call: a `RetryableError`, after which whoever
 and begins again from the last checkpoint. Coordinator that keep going bring it back themselves, from where
 `restore_from` says, and say what was `lost`; only what was being saved then is dropped (`outlives`).
 
-Every implementation passes `tests/contracts/test_peers.py`.
+Every implementation passes `tests/contracts/test_coordinator.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from monolith.store import MakeStore
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
-from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders

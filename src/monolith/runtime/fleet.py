@@ -78,7 +78,7 @@ from monolith.runtime.server_choice import RESERVE_EVERY, PsBenchmark, ServerCho
 from monolith.runtime.standbys import ShardStandbys, Standbys, UsedServer
 from monolith.store import ParameterServerStore, ServerGroup, Store
 from monolith.table import SlotThresholds, TableConfig
-from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
+from monolith.train.hooks.barrier import HealthStatus, MachineHealth
 from monolith.wire.bodies import Nothing, write_body
 
 _log = logging.getLogger(__name__)

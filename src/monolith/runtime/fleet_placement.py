@@ -40,7 +40,7 @@ from monolith.store.dense_config import DenseConfig
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import DATA_ENDED, Run
-from monolith.train.hooks.control.barrier import Barrier, Placement
+from monolith.train.hooks.barrier import Barrier, Placement
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders

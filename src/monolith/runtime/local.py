@@ -33,7 +33,7 @@ from monolith.table import TableConfig
 from monolith.train.accelerator import Accelerator
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
-from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
+from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders, OwnRows
 from monolith.train.publishing.share import PublishPlan, SharePublisher

@@ -80,7 +80,7 @@ from monolith.store.dense import unpack_tensors
 from monolith.store.servers import NewestPush
 from monolith.sync.messages import LearnedUpTo
 from monolith.train.config import TrainConfig
-from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
+from monolith.train.hooks.barrier import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.publishing.bodies import (
     HoldersTold,

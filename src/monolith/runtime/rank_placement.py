@@ -64,7 +64,7 @@ from monolith.store.rank_calls import RankCalls
 from monolith.sync.guard import RecoveringGuard
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.config import RanksConfig, TrainConfig
-from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
+from monolith.train.hooks.barrier import HealthStatus, MachineHealth
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.rank_rows import RowsOfRanks

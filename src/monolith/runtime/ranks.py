@@ -66,8 +66,7 @@ from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import RanksConfig, TrainConfig
 from monolith.train.hook import Run
-from monolith.train.hooks.control.barrier import Barrier, Placement
-from monolith.train.hooks.control.ps_health import MachineHealth
+from monolith.train.hooks.barrier import Barrier, MachineHealth, Placement
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders

@@ -71,10 +71,10 @@ from monolith.train.hooks import (
     TableInfoHook,
     TideStoppingHook,
 )
-from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
-from monolith.train.hooks.reports.trackers import sink_openers
-from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.hooks.save_timing import SaveListener
+from monolith.train.hooks.summaries import sink_openers
 from monolith.train.importance import Importances, permutation_importance
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model, OwnRandom

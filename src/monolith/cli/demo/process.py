@@ -35,7 +35,7 @@ from monolith.observe import Metrics, configure_logging
 from monolith.run.publishing import publish_plan
 from monolith.runtime import LocalRun, Trainer
 from monolith.train import Hook, Run, StepResult, WindowRow
-from monolith.train.hooks.reports.live_line import gauge_standing
+from monolith.train.hooks.live_line import gauge_standing
 
 _log = logging.getLogger(__name__)
 

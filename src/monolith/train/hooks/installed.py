@@ -14,18 +14,13 @@ from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Hook, Run
+from monolith.train.hooks.barrier import Barrier, BarrierHook, MachineHealth, PsHealthHook, memory_health
 from monolith.train.hooks.config import DeepInsightConfig, HooksConfig
-from monolith.train.hooks.control.barrier import Barrier, BarrierHook
-from monolith.train.hooks.control.ps_health import MachineHealth, PsHealthHook, memory_health
-from monolith.train.hooks.control.slow_start import SlowStartHook, slow_start_target
-from monolith.train.hooks.reports.deep_insight import DeepInsightHook
-from monolith.train.hooks.reports.file_metrics import FileMetricHook
-from monolith.train.hooks.reports.heartbeat import HeartBeatHook
-from monolith.train.hooks.reports.kafka_metrics import KafkaMetricHook, KafkaProducer
-from monolith.train.hooks.reports.metric_sinks import MetricClient
-from monolith.train.hooks.reports.nas import NasDataHook, gates_of, searches_of
-from monolith.train.hooks.reports.throughput import ThroughputHook
-from monolith.train.hooks.saving.save import SaveHook
+from monolith.train.hooks.deep_insight import DeepInsightHook, FileMetricHook, KafkaMetricHook, KafkaProducer
+from monolith.train.hooks.hours import SlowStartHook, slow_start_target
+from monolith.train.hooks.insight import NasDataHook, gates_of, searches_of
+from monolith.train.hooks.metric_sinks import HeartBeatHook, MetricClient, ThroughputHook
+from monolith.train.hooks.save import SaveHook
 
 
 class Others(Protocol):

@@ -1,0 +1,190 @@
+"""The tide: the daily hours in which cheap borrowed machines exist.
+
+A run on such machines may only train inside its window. Outside of it the run stops, with
+a final checkpoint, and somebody starts it again the next day.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from monolith.errors import ConfigError
+from monolith.train.hook import Hook, Run
+
+_log = logging.getLogger(__name__)
+
+_MINUTES_PER_DAY = 24 * 60
+
+
+def before(hour1: int, minute1: int | None, hour2: int, minute2: int | None) -> bool:
+    """Whether the first time of day is strictly earlier than the second; no minute is minute 0."""
+    return (hour1, minute1 or 0) < (hour2, minute2 or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TideWindow:
+    """Hours of the day in UTC, from the start on and up to the end, which is not among them.
+
+    An end earlier than the start is on the next day. Start and end alike mean all day.
+    """
+
+    start_hour: int
+    """The hour in which the window begins, 0 to 23, UTC."""
+    start_minute: int | None
+    """The minute in which the window begins; None means 0."""
+    end_hour: int
+    """The hour in which the window ends, 0 to 23, UTC."""
+    end_minute: int | None
+    """The minute in which the window ends; None means 0."""
+
+    def __post_init__(self) -> None:
+        for name, value, limit in (
+            ("start_hour", self.start_hour, 24),
+            ("start_minute", self.start_minute, 60),
+            ("end_hour", self.end_hour, 24),
+            ("end_minute", self.end_minute, 60),
+        ):
+            if value is not None and not 0 <= value < limit:
+                raise ConfigError(f"tide window: {name} must be from 0 to {limit - 1}, got {value}")
+
+    def contains(self, now: float) -> bool:
+        """Whether `now`, in Unix seconds, is inside the window."""
+        minute = int(now // 60) % _MINUTES_PER_DAY
+        start = self.start_hour * 60 + (self.start_minute or 0)
+        end = self.end_hour * 60 + (self.end_minute or 0)
+        if start == end:
+            return True
+        if start < end:
+            return start <= minute < end
+        return minute >= start or minute < end
+
+    def __str__(self) -> str:
+        return (
+            f"{self.start_hour:02}:{self.start_minute or 0:02}"
+            f"-{self.end_hour:02}:{self.end_minute or 0:02} UTC"
+        )
+
+
+class TideStoppingHook(Hook):
+    """Ends the run once its window is over; the save hook then writes the final checkpoint.
+
+    Args:
+        window: None never stops.
+        clock: Unix seconds.
+    """
+
+    def __init__(self, window: TideWindow | None, *, clock: Callable[[], float] = time.time) -> None:
+        self._window = window
+        self._clock = clock
+
+    def before_step(self, run: Run) -> None:
+        stop_outside(run, self._window, self._clock())
+
+
+def stop_outside(run: Run, window: TideWindow | None, now: float) -> bool:
+    """Ask the run to stop if `now` is outside of its window; return whether it is."""
+    if window is None or window.contains(now):
+        return False
+    _log.info("outside the tide window %s: stopping at step %d", window, run.step)
+    run.request_stop(f"outside the tide window {window}")
+    return True
+
+
+# Slow start: workers join a young model one after another.
+#
+# Many workers on fresh parameters push gradients that contradict each other. So worker i takes
+# its first step only when the others have brought the model to a step that grows with i, or
+# when it has waited long enough.
+
+
+POLL_SECONDS = 0.5
+_LOG_EVERY_SECONDS = 60.0
+_JITTER_SECONDS = 600.0
+
+
+def slow_start_target(slow_start_steps: int, worker: int) -> int:
+    """Return the global step at which a worker may begin; worker 0 never waits."""
+    return int(slow_start_steps * math.log(1 + worker))
+
+
+class SlowStartHook(Hook):
+    """Holds a worker's first step back until the model has reached a step.
+
+    Args:
+        target_step: See `slow_start_target`. Not above 0 does not wait.
+        global_step: Reads the step of the whole model, which other workers move.
+        idle: Called with the run again and again while waiting: what keeps this worker together with the
+            others, who may want to save meanwhile.
+        tide: Outside of this window the run is asked to stop instead.
+        max_wait: How long to wait at most once the model moves, with up to 10 random minutes on top,
+            so that those who give up do not all begin at once.
+        grace: How long the model may take to begin to move before `max_wait` counts anyway.
+        clock: Unix seconds, for the tide window.
+        timer: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        target_step: int,
+        *,
+        global_step: Callable[[], int],
+        idle: Sequence[Callable[[Run], None]] = (),
+        tide: TideWindow | None = None,
+        max_wait: timedelta = timedelta(minutes=10),
+        grace: timedelta = timedelta(minutes=30),
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._target_step = target_step
+        self._global_step = global_step
+        self._idle = tuple(idle)
+        self._tide = tide
+        self._max_wait = max_wait.total_seconds()
+        self._grace = grace.total_seconds()
+        self._clock, self._timer = clock, timer
+        self._sleep = sleep
+        self._rng = rng or random.Random()
+        self._started = False
+
+    def before_step(self, run: Run) -> None:
+        if self._started:
+            return
+        now = self._timer()
+        # The model may never move: its chief may be gone. Then the count begins by itself.
+        counts_from = now + self._grace
+        patience = self._max_wait + self._rng.uniform(0, _JITTER_SECONDS)
+        next_log = now
+        while run.stop_reason is None:
+            now = self._timer()
+            if stop_outside(run, self._tide, self._clock()):
+                return
+            if self._target_step <= 0:
+                break
+            step = self._global_step()
+            if step >= self._target_step:
+                break
+            if step > 1:
+                counts_from = min(counts_from, now)
+            if now - counts_from >= patience:
+                _log.warning(
+                    "slow start: waited %.0f s for step %d, the model is at step %d; starting anyway",
+                    now - counts_from,
+                    self._target_step,
+                    step,
+                )
+                break
+            if now >= next_log:
+                _log.info("slow start: waiting for step %d, the model is at step %d", self._target_step, step)
+                next_log = now + _LOG_EVERY_SECONDS
+            self._sleep(POLL_SECONDS)
+            for call in self._idle:
+                call(run)
+        self._started = True

@@ -1,0 +1,443 @@
+"""The live line: how a run stands, for whoever looks on.
+
+The hook gathers the numbers, and only when somebody is to see them: reading a loss makes the CPU wait
+for the device. What becomes of them is up to a function: drawn on a terminal, a line in the log, or
+gauges of Prometheus.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch import Tensor
+
+from monolith.observe import Metrics
+from monolith.observe.progress import (
+    describe_amount,
+    describe_bytes,
+    describe_part,
+    describe_rate,
+    describe_seconds,
+)
+from monolith.table import TableStats
+from monolith.train.evaluate_config import LOSS, headlines
+from monolith.train.hook import Hook, Run, StepResult
+
+_log = logging.getLogger(__name__)
+
+SPAN_SECONDS = 10.0
+"""Speed is that of the last so many seconds, or since the last showing where that is longer ago."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """How a run stands at one moment."""
+
+    step: int
+    last_step: int | None
+    """The step at which the run ends; None where only the data, the time or a person ends it."""
+    seconds_left: float | None
+    examples: int
+    """Examples trained on since this run began."""
+    examples_per_s: float
+    loss: float
+    """The mean loss over the steps since it was last shown."""
+    metrics: Mapping[str, float]
+    """By "head/metric", over the latest examples; those that have nothing to say are left out."""
+    lag_seconds: float | None
+    """How far the newest example trained on is behind the clock; None where the data has no event times, or
+    was there already, as files are."""
+    event_time: int = 0
+    """The newest event trained on, in Unix seconds; 0 where the data has no event times."""
+    tables: Mapping[str, TableStats] = field(default_factory=dict)
+    """What each table holds, by name."""
+    rows: int
+    bytes: int
+    filtered: int
+    """Occurrences of ids that were not admitted because they are too rare."""
+    refused: int
+    """Ids that were refused because a table is full."""
+    evicted: int
+    """Rows that expired."""
+    skipped: int = 0
+    """Batches that were skipped because their loss or a gradient is NaN or infinite."""
+    non_finite: int = 0
+    """Updates of single rows that a table skipped because they are NaN or infinite."""
+    staleness: int | None = None
+    """Steps, of all workers, that the dense weights of the last gradient lacked when it was applied; None
+    without parameter servers."""
+    evaluated: Mapping[str, float] = field(default_factory=dict)
+    """By "head/metric", what the last evaluation found; none before there was one."""
+    data_read: float | None = None
+    """Which part of the data is done, from 0 to 1, over all epochs; None where nobody knows."""
+    epochs: int = 1
+    """How often the data is read."""
+
+
+class LiveLineHook(Hook):
+    """Shows how a run stands, at most every `every`, and once more at its end if it was shown at all.
+
+    Args:
+        show: Called on the training thread, which waits for it.
+        stats: What the tables hold, by name.
+        metrics: Their values over the latest examples, as "head/metric".
+        skipped: How many batches were not trained on.
+        staleness: How many steps the dense weights lack; None without parameter servers.
+        evaluated: What the last evaluation found, as "head/metric".
+        steps: How many steps this run is to take.
+        max_steps: At which step it ends; the nearer of the two counts.
+        read: Which part of the data is done.
+        epochs: How often the data is read.
+        live: Whether the data has events as they happen; of others there is no lag.
+        clock: Unix seconds, for the lag.
+        timer: Seconds that never run backwards, for everything else.
+    """
+
+    def __init__(
+        self,
+        show: Callable[[Standing], None],
+        *,
+        every: timedelta,
+        stats: Callable[[], Mapping[str, TableStats]],
+        metrics: Callable[[], Mapping[str, float]] = dict,
+        skipped: Callable[[], int] = lambda: 0,
+        staleness: Callable[[], int | None] = lambda: None,
+        evaluated: Callable[[], Mapping[str, float]] = dict,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        read: Callable[[], float | None] = lambda: None,
+        epochs: int = 1,
+        live: bool = True,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._show = show
+        self._every = every.total_seconds()
+        self._stats = stats
+        self._metrics = metrics
+        self._skipped = skipped
+        self._staleness = staleness
+        self._evaluated = evaluated
+        self._outlook = Outlook(steps=steps, max_steps=max_steps, read=read, timer=timer)
+        self._epochs = epochs
+        self._live = live
+        self._clock = clock
+        self._timer = timer
+        self._examples = 0
+        self._event_time = 0
+        self._loss: Tensor | None = None
+        self._losses = 0
+        self._shown = timer()
+        self._spoke = self._looked = False
+        self._seen: deque[tuple[float, int]] = deque()
+        """When, and after how many examples, it was shown of late."""
+
+    def after_create(self, run: Run) -> None:
+        self._outlook.begin(run.step)
+        self._shown = self._timer()
+        self._seen = deque([(self._shown, self._examples)])
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        self._examples += result.examples
+        self._event_time = max(self._event_time, result.batch.ids.event_time)
+        loss = result.loss.detach().double()
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._losses += 1
+        if not self._looked:
+            self._outlook.look(result.step)
+            self._looked = True
+        now = self._timer()
+        if now - self._shown >= self._every:
+            self._tell(result.step, now)
+
+    def end(self, run: Run) -> None:
+        if self._spoke and self._losses:
+            self._tell(run.step, self._timer())
+
+    def _tell(self, step: int, now: float) -> None:
+        tables, ahead = self._stats(), self._outlook.look(step)
+        stats = tables.values()
+        self._show(
+            Standing(
+                step=step,
+                last_step=ahead.last_step,
+                seconds_left=ahead.seconds_left,
+                examples=self._examples,
+                examples_per_s=self._speed(now),
+                loss=math.nan if self._loss is None else float(self._loss) / self._losses,
+                metrics=_said(self._metrics()),
+                lag_seconds=max(self._clock() - self._event_time, 0.0)
+                if self._live and self._event_time > 0
+                else None,
+                event_time=self._event_time,
+                tables=tables,
+                rows=sum(table.rows for table in stats),
+                bytes=sum(table.bytes_total for table in stats),
+                filtered=sum(table.filtered for table in stats),
+                refused=sum(table.refused for table in stats),
+                evicted=sum(table.evicted for table in stats),
+                skipped=self._skipped(),
+                non_finite=sum(table.non_finite for table in stats),
+                staleness=self._staleness(),
+                evaluated=_said(self._evaluated()),
+                data_read=ahead.data_read,
+                epochs=self._epochs,
+            )
+        )
+        self._spoke = True
+        self._loss, self._losses = None, 0
+        self._shown = self._timer()  # what it took to show is not counted against the next
+
+    def _speed(self, now: float) -> float:
+        while len(self._seen) > 1 and now - self._seen[1][0] >= SPAN_SECONDS:
+            self._seen.popleft()
+        self._seen.append((now, self._examples))
+        then, examples = self._seen[0]
+        return (self._examples - examples) / (now - then) if now > then else 0.0
+
+
+def _said(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that have something to say."""
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+# What becomes of it
+
+
+def describe_standing(standing: Standing) -> dict[str, str]:
+    """Return what a person wants to know besides the step, by name; what says nothing is left out."""
+    facts = {
+        "speed": describe_rate(standing.examples_per_s, "examples"),
+        "loss": f"{standing.loss:.4f}",
+        **{name.replace("/", " "): f"{standing.metrics[name]:.4f}" for name in headlines(standing.metrics)},
+        **{f"eval {name.replace('/', ' ')}": f"{value:.4f}" for name, value in _shown(standing.evaluated)},
+        "rows": f"{standing.rows:,}",
+        "memory": describe_bytes(standing.bytes),
+    }
+    if standing.lag_seconds is not None:
+        days = standing.lag_seconds / 86_400
+        facts["behind"] = f"{days:,.0f} days" if days >= 2 else describe_seconds(standing.lag_seconds)
+    if standing.staleness:
+        facts["dense staleness"] = f"{standing.staleness:,} step{'' if standing.staleness == 1 else 's'}"
+    counts = {
+        "skipped batches": standing.skipped,
+        "rows with bad gradients": standing.non_finite,
+        "not admitted": standing.filtered,
+        "refused": standing.refused,
+        "evicted": standing.evicted,
+    }
+    facts |= {name: f"{count:,}" for name, count in counts.items() if count}
+    if standing.data_read is not None:
+        facts["data"] = describe_part(standing.data_read)
+        if standing.epochs > 1:
+            epoch = min(int(standing.data_read * standing.epochs) + 1, standing.epochs)
+            facts["data"] += f" (epoch {epoch} of {standing.epochs})"
+    if standing.seconds_left is not None:
+        facts["left"] = describe_seconds(standing.seconds_left)
+    return facts
+
+
+def _shown(evaluated: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the metrics of an evaluation that fit into a line; the loss if there are none."""
+    return [(name, evaluated[name]) for name in headlines(evaluated) or [LOSS] if name in evaluated]
+
+
+def log_standing(standing: Standing) -> None:
+    """Write a line to the log; a log of JSON has the numbers as they are, too."""
+    facts = ", ".join(f"{name} {value}" for name, value in describe_standing(standing).items())
+    done = describe_amount(standing.step, standing.last_step, "").rstrip()
+    numbers = {
+        name: getattr(standing, name)
+        for name in ("step", "examples", "examples_per_s", "loss", "rows", "bytes", "filtered", "refused")
+    }
+    numbers |= {"evicted": standing.evicted, "lag_seconds": standing.lag_seconds}
+    numbers |= {"skipped": standing.skipped, "non_finite": standing.non_finite}
+    numbers |= {"staleness": standing.staleness}
+    numbers |= {"data_read": standing.data_read, "seconds_left": standing.seconds_left}
+    if math.isnan(standing.loss):
+        numbers["loss"] = None  # JSON has no NaN
+    _log.info(
+        "step %s: %s",
+        done,
+        facts,
+        extra={**numbers, "metrics": dict(standing.metrics), "evaluated": dict(standing.evaluated)},
+    )
+
+
+TABLE_GAUGES = {
+    "rows": ("rows", "Rows in the table"),
+    "bytes_total": ("bytes", "Memory of the table"),
+    "inserted": ("births", "Ids that were given a row"),
+    "filtered": ("filtered", "Occurrences of ids that are too rare to be admitted"),
+    "refused": ("refused", "Ids refused because the table is full"),
+    "evicted": ("expired", "Rows that expired"),
+}
+"""Of each table: the number -> what Prometheus calls it, after "table_"."""
+
+
+def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
+    """Return what keeps Prometheus gauges as the run stands."""
+    numbers = {
+        "step": metrics.gauge("train_step", "Steps the model has taken in all its runs"),
+        "examples": metrics.gauge("train_examples", "Examples trained on since this run began"),
+        "examples_per_s": metrics.gauge("train_examples_per_s", "Examples trained on per second"),
+        "loss": metrics.gauge("train_loss", "Mean loss of the latest steps"),
+        "rows": metrics.gauge("train_rows", "Rows in all tables"),
+        "bytes": metrics.gauge("train_table_bytes", "Memory of all tables"),
+        "filtered": metrics.gauge("train_filtered", "Occurrences of ids that are too rare to be admitted"),
+        "refused": metrics.gauge("train_refused", "Ids refused because a table is full"),
+        "evicted": metrics.gauge("train_evicted", "Rows that expired"),
+        "skipped": metrics.gauge(
+            "train_skipped_batches", "Batches skipped because their loss or a gradient is NaN or infinite"
+        ),
+        "non_finite": metrics.gauge(
+            "train_non_finite_updates", "Updates of single rows skipped because they are NaN or infinite"
+        ),
+    }
+    lag = metrics.gauge("train_event_time_lag_seconds", "Seconds from the newest event trained on to now")
+    staleness = metrics.gauge(
+        "train_dense_staleness_steps", "Steps of all workers that the weights of the last gradient lacked"
+    )
+    data = metrics.gauge("train_data_read", "Part of the data that was trained on, from 0 to 1")
+    quality = metrics.gauge("train_metric", "The metric over the latest examples", ["metric"])
+
+    evaluated = metrics.gauge("train_evaluated_metric", "The metric of the last evaluation", ["metric"])
+    event_time = metrics.gauge("train_event_time_seconds", "The newest event trained on, in Unix seconds")
+    of_tables = {
+        attribute: metrics.gauge(f"table_{name}", about, ["table"])
+        for attribute, (name, about) in TABLE_GAUGES.items()
+    }
+
+    def show(standing: Standing) -> None:
+        for name, gauge in numbers.items():
+            gauge.set(getattr(standing, name))
+        if standing.lag_seconds is not None:
+            lag.set(standing.lag_seconds)
+        if standing.staleness is not None:
+            staleness.set(standing.staleness)
+        if standing.data_read is not None:
+            data.set(standing.data_read)
+        if standing.event_time > 0:
+            event_time.set(standing.event_time)
+        for table, stats in standing.tables.items():
+            for attribute, gauge in of_tables.items():
+                gauge.set(getattr(stats, attribute), table=table)
+        for name, value in standing.metrics.items():
+            quality.set(value, metric=name)
+        for name, value in standing.evaluated.items():
+            evaluated.set(value, metric=name)
+
+    return show
+
+
+# How long a run will still take: by its steps, and by its data where somebody knows how much is read.
+
+
+class Ahead(NamedTuple):
+    """What lies ahead of a run."""
+
+    last_step: int | None
+    """The step at which it ends; None where only the data, the time or a person ends it."""
+    data_read: float | None
+    """Which part of the data is done, from 0 to 1, over all epochs; None where nobody knows."""
+    seconds_left: float | None
+    """To the last step or the end of the data, whichever comes first; None where neither is known."""
+
+
+class Outlook:
+    """Looks ahead of a run. One thread looks; another may begin.
+
+    Args:
+        steps: How many steps this run is to take.
+        max_steps: At which step it ends; the nearer of the two counts.
+        read: Says which part of the data is done.
+        timer: Seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        read: Callable[[], float | None] = lambda: None,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._steps = steps
+        self._max_steps = max_steps
+        self._read = read
+        self._timer = timer
+        self._first_step = 0
+        self._began = timer()
+        self._first_read: tuple[float, float] | None = None
+        """When the data was first asked how much of it is done, and what it said."""
+
+    def begin(self, step: int) -> None:
+        """Hear at which step the run begins."""
+        self._first_step, self._began, self._first_read = step, self._timer(), None
+
+    def look(self, step: int) -> Ahead:
+        """Return what lies ahead at a step. What it takes to start is in neither speed: the data counts from
+        when it is first looked at."""
+        now, part = self._timer(), self._read()
+        if part is not None and self._first_read is None:
+            self._first_read = (now, part)
+        ends = [] if self._steps is None else [self._first_step + self._steps]
+        ends += [] if self._max_steps is None else [self._max_steps]
+        last = min(ends, default=None)
+        left = min(self._by_steps(step, last, now), self._by_data(part, now))
+        return Ahead(last, part, left if math.isfinite(left) else None)
+
+    def _by_steps(self, step: int, last: int | None, now: float) -> float:
+        taken = step - self._first_step
+        return math.inf if last is None or taken < 1 else max(last - step, 0) * (now - self._began) / taken
+
+    def _by_data(self, part: float | None, now: float) -> float:
+        if part is None or self._first_read is None:
+            return math.inf
+        then, first = self._first_read
+        return (1 - part) * (now - then) / (part - first) if part > first else math.inf
+
+
+# Counts of a worker's steps, for whoever looks from another thread: `monolith top`.
+#
+# Counting costs a few additions a step. Nothing here reads a loss or asks a server.
+
+
+class StepCountsHook(Hook):
+    """Counts what this process trains on. Its attributes may be read from any thread.
+
+    Args:
+        on_begin: Told the global step at which the run begins.
+    """
+
+    def __init__(self, on_begin: Callable[[int], object] = lambda _: None) -> None:
+        self._on_begin = on_begin
+        self.state = "starting"
+        self.step: int | None = None
+        """The global step, when this process last took one."""
+        self.steps = 0
+        """Steps that this process took."""
+        self.examples = 0
+        self.event_time = 0
+        """The newest event trained on, in Unix seconds; 0 where the data does not say."""
+
+    def after_create(self, run: Run) -> None:
+        self._on_begin(run.step)
+        self.step = run.step
+        self.state = "training"
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        self.step = result.step
+        self.steps += 1
+        self.examples += result.examples
+        self.event_time = max(self.event_time, result.batch.ids.event_time)
+
+    def end(self, run: Run) -> None:  # noqa: ARG002
+        self.state = "ending"

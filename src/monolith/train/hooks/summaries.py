@@ -1,0 +1,366 @@
+"""Summaries of a run: its loss, metrics, size and speed, where TensorBoard or another tracker finds them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from monolith import filesystem
+from monolith.errors import ConfigError, MissingExtraError
+from monolith.observe.summary_files import SummaryWriter
+from monolith.table import TableStats
+from monolith.train.hook import Every, Hook, Run, StepResult
+from monolith.train.hooks.config import TrackingConfig
+
+
+class Measured(Protocol):
+    """Whoever knows the metrics of a run, such as a `MetricSet`."""
+
+    def values(self) -> Mapping[str, float]: ...
+
+
+class SummaryHook(Hook):
+    """Writes scalars every `every_steps` steps, and of what is left when the run ends well.
+
+    `loss` is the mean over the steps since the last writing, `examples_per_s` their speed; `metrics/...`
+    are as they stand, and left out while they have nothing to say; `rows/<table>` and `bytes/<table>` are
+    what the tables hold. The loss is read from the device only when it is written. A run without
+    a model folder has no files of TensorBoard.
+
+    Args:
+        metrics: Is only read: those of the session, which a hook before this one keeps up to date.
+        stats: What the tables hold, by name: `store.stats`.
+        sinks: Open those who take the scalars; by default files of TensorBoard in the model folder.
+        clock: Seconds that never run backwards.
+    """
+
+    _loss: Tensor | None
+    _steps: int
+    _examples: int
+
+    def __init__(
+        self,
+        every_steps: int = 100,
+        *,
+        metrics: Measured | None = None,
+        stats: Callable[[], Mapping[str, TableStats]] | None = None,
+        sinks: Sequence[OpenSink] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open = sink_openers(TrackingConfig(), "") if sinks is None else sinks
+        self._every = Every(every_steps, "summaries: every_steps")
+        self._metrics = metrics
+        self._stats = stats
+        self._clock = clock
+        self._sinks: list[ScalarSink] = []
+        self._begin_span()
+
+    def after_create(self, run: Run) -> None:
+        if not self._sinks:
+            for opened in self._open:
+                if (sink := opened(run)) is not None:
+                    self._sinks.append(sink)
+                    sink.start(run.step)
+        self._every.begin(run.step)
+        self._begin_span()
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        loss = result.loss.detach().double()
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._steps += 1
+        self._examples += result.examples
+        if self._every.crossed(result.step):
+            self._write(result.step)
+
+    def end(self, run: Run) -> None:
+        if self._steps:
+            self._write(run.step)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def _begin_span(self) -> None:
+        self._loss = None
+        self._steps = self._examples = 0
+        self._began = self._clock()
+
+    def _write(self, step: int) -> None:
+        if self._sinks and self._loss is not None:
+            values = {"loss": float(self._loss) / self._steps}
+            passed = self._clock() - self._began
+            if passed > 0:
+                values["examples_per_s"] = self._examples / passed
+            found = self._metrics.values() if self._metrics is not None else {}
+            values |= {f"metrics/{name}": value for name, value in found.items() if not math.isnan(value)}
+            stats = self._stats() if self._stats is not None else {}
+            for name, table in stats.items():
+                values |= {f"rows/{name}": table.rows, f"bytes/{name}": table.bytes_total}
+            for sink in self._sinks:
+                sink.scalars(values, step)
+                sink.flush()
+        self._begin_span()
+
+
+# Trackers: MLflow and W&B, which are told what TensorBoard is told.
+#
+# A run that is taken up again goes on in the run of the tracker that it began: its id is kept in the
+# model_dir. What a tracker does not take is no reason not to train: it is logged once, counted, and said
+# again at the end.
+
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "summaries"
+"""Of TensorBoard's files, below the model's folder."""
+
+
+class ScalarSink(Protocol):
+    """Whoever takes the numbers of a run."""
+
+    def start(self, step: int) -> None:
+        """Say that training goes on after `step`."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Take numbers of one step, by tag."""
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+OpenSink = Callable[[Run], ScalarSink | None]
+"""Opens a sink when a run begins; None where there is nowhere to write."""
+
+
+class _Tracker(ABC):
+    """A sink whose failures are counted, and not raised."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        """Steps of which it took nothing."""
+        self._closed = False
+
+    def start(self, step: int) -> None:  # noqa: B027  a tracker has nothing to take back
+        pass
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        try:
+            self._send(values, step)
+        except Exception as error:
+            self._lose(error)
+
+    def flush(self) -> None:  # noqa: B027  what was sent is sent
+        pass
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish()
+        except Exception as error:
+            self._lose(error)
+        if self.lost:
+            _log.warning("%s did not take the numbers of %d steps", self.name, self.lost)
+
+    def _lose(self, error: Exception) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            _log.warning("%s does not take numbers, training goes on without: %r", self.name, error)
+
+    @abstractmethod
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        """Hand over numbers of one step; whatever it raises is counted."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Hand over what is still here, and end; likewise."""
+
+
+class MlflowSink(_Tracker):
+    """Numbers as metrics of an MLflow run, sent by a thread of MLflow's own.
+
+    Args:
+        uri: Of the tracking server or database; None for that of MLFLOW_TRACKING_URI.
+        run_id: Of a run to go on with; None begins one.
+
+    Raises:
+        MissingExtraError: mlflow is not installed.
+        ConfigError: The server does not answer, or has no such run.
+    """
+
+    name = "MLflow"
+
+    def __init__(self, uri: str | None, experiment: str, run_name: str, run_id: str | None = None) -> None:
+        super().__init__()
+        try:
+            from mlflow.entities import Metric
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+        except ImportError as cause:
+            raise MissingExtraError("mlflow", "mlflow", "metrics in MLflow") from cause
+        self._metric: Any = Metric
+        self._pending: Any = None
+        try:
+            self._client = MlflowClient(tracking_uri=uri)
+            if run_id is None:
+                found = self._client.get_experiment_by_name(experiment)
+                number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+                run_id = self._client.create_run(number, run_name=run_name).info.run_id
+            else:
+                self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as cause:
+            raise ConfigError(
+                f"tracking: MLflow at {uri or 'its default'} has no run for this one: {cause}. Check "
+                "tracking.mlflow_uri, or leave mlflow out of tracking.sinks."
+            ) from cause
+        self.run_id = str(run_id)
+
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, float(value), now, step) for name, value in values.items()]
+        self._pending = self._client.log_batch(self.run_id, metrics=metrics, synchronous=False)
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+        self._client.set_terminated(self.run_id)
+
+
+class WandbSink(_Tracker):
+    """Numbers in the history of a W&B run.
+
+    Args:
+        folder: Where it keeps its files.
+        offline: Whether nothing is sent; `wandb sync` does that later.
+        run_id: Of a run to go on with; None begins one.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+        ConfigError: W&B refuses the run: no key, for instance.
+    """
+
+    name = "W&B"
+
+    def __init__(
+        self, project: str, run_name: str, folder: str, *, offline: bool, run_id: str | None = None
+    ) -> None:
+        super().__init__()
+        try:
+            import wandb
+        except ImportError as cause:
+            raise MissingExtraError("wandb", "wandb", "metrics in W&B") from cause
+        self.run_id = run_id or uuid.uuid4().hex[:12]
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                name=run_name,
+                id=self.run_id,
+                resume=None if offline else "allow",
+                mode="offline" if offline else "online",
+                dir=folder,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as cause:
+            raise ConfigError(
+                f"tracking: W&B has no run for this one: {cause}. Run `wandb login`, set "
+                "tracking.wandb_offline, or leave wandb out of tracking.sinks."
+            ) from cause
+
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def _finish(self) -> None:
+        self._run.finish()
+
+
+def sink_openers(config: TrackingConfig, task_name: str) -> list[OpenSink]:
+    """Return what opens the sinks that a run asks for.
+
+    Raises:
+        MissingExtraError: The package of a tracker is not installed. TensorBoard, which is on by default, is
+            left out with a line in the log instead.
+    """
+    project, name = config.project or task_name, config.run_name or task_name
+
+    def tensorboard(run: Run) -> ScalarSink | None:
+        return SummaryWriter(filesystem.join(run.model_dir, FOLDER)) if run.model_dir else None
+
+    def mlflow(run: Run) -> ScalarSink:
+        sink = MlflowSink(config.mlflow_uri or None, project, name, _kept(run, "mlflow"))
+        _keep(run, "mlflow", sink.run_id)
+        return sink
+
+    def wandb(run: Run) -> ScalarSink:
+        folder = "." if not run.model_dir or "://" in run.model_dir else run.model_dir
+        sink = WandbSink(project, name, folder, offline=config.wandb_offline, run_id=_kept(run, "wandb"))
+        _keep(run, "wandb", sink.run_id)
+        return sink
+
+    kinds: dict[str, OpenSink] = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
+    found: list[OpenSink] = []
+    for kind in config.sinks:
+        if find_spec(kind) is not None:
+            found.append(kinds[kind])
+        elif kind == "tensorboard":
+            _log.info("no TensorBoard summaries: they need pip install 'monolith-recsys[tensorboard]'")
+        else:
+            raise MissingExtraError(kind, kind, f"tracking.sinks with {kind!r}")
+    return found
+
+
+def _kept(run: Run, kind: str) -> str | None:
+    """Return the id of the tracker's run that this one began earlier."""
+    path = filesystem.join(run.model_dir, f"{kind}_run")
+    if not run.model_dir or not filesystem.exists(path):
+        return None
+    with filesystem.open_read(path) as file:
+        return file.read().decode().strip() or None
+
+
+def _keep(run: Run, kind: str, run_id: str) -> None:
+    if run.model_dir:
+        with filesystem.atomic_write(filesystem.join(run.model_dir, f"{kind}_run")) as file:
+            file.write(run_id.encode())
+
+
+# How large the tables are, in the log now and then.
+
+
+class TableInfoHook(Hook):
+    """Logs rows and bytes of each table, at most every so many seconds.
+
+    Args:
+        stats: Asked only when there is something to log.
+        clock: Seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], Mapping[str, TableStats]],
+        *,
+        every_secs: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stats = stats
+        self._every_secs = every_secs
+        self._clock = clock
+        self._last: float | None = None
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        now = self._clock()
+        if self._last is not None and now < self._last + self._every_secs:
+            return
+        self._last = now
+        for name, table in self._stats().items():
+            _log.info("step %d: table %s: %d rows, %d bytes", run.step, name, table.rows, table.bytes_total)
