@@ -39,7 +39,7 @@ SLOW_FILES = (
     "faults/test_kill_ranks.py",
     "docs/test_guides.py",
     "cli/test_train.py",
-    "cli/demo/test_demo.py",
+    "bench/examples/demo/test_demo.py",
     "model/test_learning.py",
     "runtime/test_expiring.py",
     "cli/test_run_settings.py",

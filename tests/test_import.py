@@ -74,7 +74,7 @@ def imported() -> Any:
     return run("""
 import importlib, importlib.util, pkgutil
 import numpy, torch  # what they do on import is theirs
-import monolith
+import monolith, monolith_bench, monolith_compat
 changed = {}
 
 def watched(name):
@@ -92,10 +92,11 @@ for room in ("tensors", "feature", "table", "nn", "model"):
         watched(name)
 loaded = {name.split(".")[0] for name in sys.modules} - before
 import prometheus_client, rich.console, rich.progress, tyro, fsspec, asyncio, multiprocessing
-for module in pkgutil.walk_packages(monolith.__path__, "monolith."):
-    if not module.name.endswith(".__main__"):
-        watched(module.name)
-others = sorted(loaded - set(sys.stdlib_module_names) - {"monolith"})
+for package in (monolith, monolith_bench, monolith_compat):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith(".__main__"):
+            watched(module.name)
+others = sorted(loaded - set(sys.stdlib_module_names) - {"monolith", "monolith_bench", "monolith_compat"})
 print(json.dumps({"rooms load": others, "changed": changed}))
 """)
 

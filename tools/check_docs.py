@@ -152,8 +152,7 @@ def spread(command: str) -> list[str]:
 
 def problems_of(command: str) -> Iterator[str]:
     """Yield what is wrong with a command line: its name, or a flag that it does not take."""
-    from monolith.cli.commands import COMMANDS
-    from monolith.cli.main import commands_under, shared_parser, split_command
+    from monolith.cli.main import commands_under, find_command, shared_parser, split_command
     from monolith.cli.options.run_flags import split_run_flags
     from monolith.errors import ConfigError
 
@@ -167,8 +166,8 @@ def problems_of(command: str) -> Iterator[str]:
     except ConfigError as unknown:
         yield str(unknown)
         return
-    own = {"help", *flag_names(COMMANDS[name].options)}
-    if COMMANDS[name].run_flags:
+    own = {"help", *flag_names(find_command(name).options)}
+    if find_command(name).run_flags:
         arguments, _ = split_run_flags(arguments, own)
     for word in arguments:
         flag = word.partition("=")[0]

@@ -1,9 +1,11 @@
-"""Checks, without running it, what the package imports, what it does while being imported, and its names.
+"""Checks, without running them, what the packages import, what they do while being imported, and their names.
 
 Five rules; the first three have a table each below:
 
 1. A room imports only rooms on the rows above its own (`ROWS`), wherever the
-   import stands: at the top, inside a function, under TYPE_CHECKING.
+   import stands: at the top, inside a function, under TYPE_CHECKING. The packages
+   `monolith_bench` and `monolith_compat` are the last row: each may import all of
+   `monolith`, which imports neither.
 2. A package from elsewhere is imported at module level only by the rooms that
    own it (`OWNERS`), and by the rooms a model is written with (`PLAIN`) not at
    all, torch and numpy excepted.
@@ -47,16 +49,19 @@ ROWS = (
     {"ui"},
     {"runtime"},
     {"run"},
-    {"bench", "compat"},
     {"cli"},
+    {"monolith_bench", "monolith_compat"},
 )
-STRANGERS = {("serve", "train"), ("serve", "runtime")}
+STRANGERS = {("serve", "train")}
 """Pairs the rows would allow: a server must not know the trainer."""
 
 ROOT = "the package itself"
 """The room of `monolith/__init__.py`: above every row, so it imports no room."""
 
-EVERYWHERE = {"monolith", "torch", "numpy"}
+PACKAGES = ("monolith", "monolith_bench", "monolith_compat")
+"""The packages of this repository; all but the first are one room each."""
+
+EVERYWHERE = {*PACKAGES, "torch", "numpy"}
 PLAIN = {ROOT, "cuda", "tensors", "feature", "table", "nn", "model"}
 OWNERS = {
     "confluent_kafka": {"data"},
@@ -65,12 +70,13 @@ OWNERS = {
     "grpc": {"cluster", "train", "serve"},
     "httpx": {"cluster"},
     "kazoo": {"cluster"},
-    "matplotlib": {"cli"},
+    "matplotlib": {"monolith_bench"},
     "mpi4py": {"cluster"},
+    "msgspec": {"config", "wire"},
     "prometheus_client": {"observe"},
     "pyarrow": {"data", "store", "sync"},
     "ray": {"cluster"},
-    "rich": {"observe", "bench", "cli"},
+    "rich": {"observe", "monolith_bench", "cli"},
     "safetensors": {"checkpoint"},
     "tensorboard": {"observe"},
     "tyro": {"config", "cli"},
@@ -132,10 +138,13 @@ class Module:
         return Finding(self.path, getattr(node, "lineno", 1), message)
 
 
-def check(package: Path) -> list[Finding]:
-    """Return all findings in the package at this folder, in order."""
-    paths = sorted([*package.rglob("*.py"), *package.rglob("__init__.pyi")])
-    modules = [read_module(path, package) for path in paths]
+def check(*packages: Path) -> list[Finding]:
+    """Return all findings in the packages at these folders, in order."""
+    modules = [
+        read_module(path, package)
+        for package in packages
+        for path in sorted([*package.rglob("*.py"), *package.rglob("__init__.pyi")])
+    ]
     frozen = {name for module in modules for name in frozen_classes(module)}
     findings = [
         finding
@@ -154,6 +163,8 @@ def check(package: Path) -> list[Finding]:
 def read_module(path: Path, package: Path) -> Module:
     parts = path.relative_to(package).with_suffix("").parts
     room = {"__init__": ROOT, "__main__": "cli"}.get(parts[0], parts[0])
+    if package.name in PACKAGES[1:]:
+        room = package.name
     name = ".".join([package.name, *parts])
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     nodes = tuple(walk(tree))
@@ -201,12 +212,9 @@ def row_of(room: str) -> int | None:
 
 
 def rooms_imported(node: ast.AST, module: Module) -> set[str]:
-    prefix = module.name.split(".")[0] + "."
-    return {
-        name.removeprefix(prefix).split(".")[0]
-        for name in names_imported(node, module)
-        if name.startswith(prefix)
-    }
+    names = [name.split(".") for name in names_imported(node, module)]
+    inside = {name[1] for name in names if name[0] == PACKAGES[0] and len(name) > 1}
+    return inside | {name[0] for name in names if name[0] in PACKAGES[1:]}
 
 
 def names_imported(node: ast.AST, module: Module) -> list[str]:
@@ -216,7 +224,7 @@ def names_imported(node: ast.AST, module: Module) -> list[str]:
     if not isinstance(node, ast.ImportFrom):
         return []
     origin = origin_of(node, module)
-    if origin != module.name.split(".")[0]:
+    if origin != PACKAGES[0]:
         return [origin]
     # `from monolith import table` names a room; `from monolith import __version__` does not.
     return [f"{origin}.{alias.name}" for alias in node.names if not alias.name.startswith("__")]
@@ -268,8 +276,8 @@ def check_effects(module: Module, frozen: set[str]) -> Iterator[Finding]:
             case ast.Expr() | ast.For() | ast.While() | ast.With() | ast.Match() | ast.Delete():
                 yield module.finding(node, f"runs on import: `{headline(node)}`")
             case ast.If() if is_main_guard(node):
-                if module.room != "cli":
-                    yield module.finding(node, "only cli has a `__main__` to run")
+                if module.room not in ("cli", "monolith_bench"):
+                    yield module.finding(node, "only cli and monolith_bench have a `__main__` to run")
             case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets):
@@ -516,8 +524,8 @@ def headline(node: ast.AST) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    package = Path(arguments[0]) if arguments else Path(__file__).parents[1] / "src" / "monolith"
-    findings = check(package)
+    source = Path(__file__).parents[1] / "src"
+    findings = check(*map(Path, arguments) if arguments else (source / name for name in PACKAGES))
     sys.stdout.writelines(f"{finding}\n" for finding in findings)
     return 1 if findings else 0
 

@@ -28,9 +28,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from check_imports import Module, find_origin, is_type_checking, origin_of, plain_name, walk
+from check_imports import PACKAGES, Module, find_origin, is_type_checking, origin_of, plain_name, walk
 
-PACKAGE = Path(__file__).parents[1] / "src" / "monolith"
+SOURCE = Path(__file__).parents[1] / "src"
 APART = ("bench", "demo", "experiment", "tour")
 """Commands, by their first word, that are no run."""
 ENTRANCE = "monolith.cli.main"
@@ -249,7 +249,7 @@ class Reader:
                 case ast.Call(func=ast.Name(id=function)) if function in BY_TEXT:
                     texts = (one.value for one in node.args if isinstance(one, ast.Constant))
                     definition.attributes |= {text for text in texts if isinstance(text, str)}
-                case ast.Constant(value=str(text)) if text.startswith("monolith."):
+                case ast.Constant(value=str(text)) if text.partition(".")[0] in PACKAGES:
                     self._use_text(definition, text)
 
     def _use(self, definition: Definition, name: Name) -> None:
@@ -295,13 +295,18 @@ def ids_in(node: ast.AST | None) -> set[int]:
     return set() if node is None else {id(inner) for inner in walk(node)}
 
 
-def read_package(package: Path) -> Package:
-    """Read all modules of the package at this folder."""
+def read_packages(*packages: Path) -> Package:
+    """Read all modules of the packages at these folders."""
     collects = gc.isenabled()
     gc.disable()  # it would spend half of the time on looking at trees that all stay
     try:
         known = {}
-        for path in [*package.rglob("*.py"), *package.rglob("__init__.pyi")]:
+        files = [
+            (package, path)
+            for package in packages
+            for path in [*package.rglob("*.py"), *package.rglob("__init__.pyi")]
+        ]
+        for package, path in files:
             name = ".".join([package.name, *path.relative_to(package).with_suffix("").parts])
             tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
             module = Module(path, name, "", tree, nodes=(), imports=())
@@ -330,7 +335,7 @@ def is_used(dotted: str, reached: Mapping[Name, object], package: Package) -> bo
 
 
 def main(arguments: list[str]) -> int:
-    package = read_package(PACKAGE)
+    package = read_packages(*(SOURCE / name for name in PACKAGES))
     reached = package.reached_from(commands_of_runs())
     if not arguments:
         sys.stdout.writelines(

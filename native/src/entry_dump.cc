@@ -120,7 +120,7 @@ bool holds_floats(const ProtoReader& reader) {
   return reader.wire() == kFixed32 || reader.wire() == kBytes;
 }
 
-void read_body(std::span<const std::byte> body, const DumpSegment& segment, float* state) {
+void read_message(std::span<const std::byte> body, const DumpSegment& segment, float* state) {
   const Message message = message_of(segment.kind);
   std::array<std::size_t, 5> counts{};
   for (ProtoReader reader(body); reader.next();) {
@@ -169,7 +169,7 @@ bool read_single_dump(std::span<const std::byte> dump, const DumpSegment& segmen
                        std::string(optimizer_name(segment.kind)) + " is field " + std::to_string(wanted)};
     }
   }
-  if (found) read_body(body, segment, state);
+  if (found) read_message(body, segment, state);
   return found;
 }
 

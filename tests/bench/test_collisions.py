@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from monolith.bench.collisions import COLLISIONLESS, click_log, distinct, hashed, with_collisions
 from monolith.cli.main import main
+from monolith_bench.collisions import COLLISIONLESS, click_log, distinct, hashed, with_collisions
 
 
 @pytest.fixture(scope="module")

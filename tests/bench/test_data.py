@@ -10,10 +10,10 @@ import pytest
 import torch
 from services import warm
 
-from monolith.bench import data, data_features
-from monolith.bench.options import BenchDataOptions
 from monolith.cli.main import main
 from monolith.data.formats import CsvFormat, ParquetFormat, TfRecordFormat
+from monolith_bench import data, data_features
+from monolith_bench.options import BenchDataOptions
 
 
 @pytest.fixture(scope="module")

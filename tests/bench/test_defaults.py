@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monolith.bench import defaults
-from monolith.bench.defaults import read_adult, read_insteval, read_ml_small
-from monolith.bench.movielens import Recipe
 from monolith.cli.main import main
+from monolith_bench import defaults
+from monolith_bench.defaults import read_adult, read_insteval, read_ml_small
+from monolith_bench.movielens import Recipe
 
 pd = pytest.importorskip("pandas")
 

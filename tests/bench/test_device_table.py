@@ -6,11 +6,11 @@ import pytest
 import torch
 from services.emulated_cuda import device_named, device_names
 
-from monolith.bench.device_table import LOADS, DeviceTablePlan, measure, need_memory
-from monolith.bench.options import BenchTableOptions
-from monolith.bench.report import Result
 from monolith.cli.main import main
 from monolith.errors import ConfigError
+from monolith_bench.device_table import LOADS, DeviceTablePlan, measure, need_memory
+from monolith_bench.options import BenchTableOptions
+from monolith_bench.report import Result
 
 
 @pytest.fixture(scope="module", params=device_names())

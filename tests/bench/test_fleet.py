@@ -9,11 +9,11 @@ import pytest
 import torch
 from services import warm
 
-from monolith.bench.fleet_processes import BATCHES, FleetTask, FleetWorker, dense_config
 from monolith.cli.main import main
 from monolith.store import DenseShare, LocalStore, ParameterServer
 from monolith.train import Mode
 from monolith.train.model import Model
+from monolith_bench.fleet_processes import BATCHES, FleetTask, FleetWorker, dense_config
 
 pytest.importorskip("pyarrow")
 

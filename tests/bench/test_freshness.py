@@ -15,14 +15,14 @@ pytest.importorskip("grpc")
 pytest.importorskip("pyarrow")
 pytest.importorskip("uvicorn")
 
-from monolith.bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
-from monolith.bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob, MarkedEvents
-from monolith.bench.row_feed import START, RowFeed
 from monolith.cli.main import main
 from monolith.data.records import LABEL
 from monolith.serve.asking import Answered
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.messages import Delta, PublishState
+from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
+from monolith_bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob, MarkedEvents
+from monolith_bench.row_feed import START, RowFeed
 
 JOB = FreshnessJob(model_dir="", rows=1000, batch=10, rate=100, mark_every=25)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from monolith.bench.collisions import click_log
-from monolith.bench.movielens import (
+from monolith.errors import ConfigError
+from monolith_bench.collisions import click_log
+from monolith_bench.movielens import (
     RATINGS,
     Learner,
     Recipe,
@@ -23,7 +24,6 @@ from monolith.bench.movielens import (
     streamed,
     variants,
 )
-from monolith.errors import ConfigError
 
 SMALL = Recipe(dim=4, hidden=(4,), batch=100)
 

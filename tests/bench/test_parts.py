@@ -10,10 +10,10 @@ import torch
 from services import warm
 
 from monolith import native
-from monolith.bench import parts
-from monolith.bench.options import BenchPartsOptions
 from monolith.cli.main import main
 from monolith.errors import ConfigError
+from monolith_bench import parts
+from monolith_bench.options import BenchPartsOptions
 
 
 @pytest.fixture(scope="module")

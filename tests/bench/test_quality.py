@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from monolith.bench import quality
-from monolith.bench.collisions import click_log
-from monolith.bench.movielens import RATINGS, Recipe
 from monolith.cli.main import main
+from monolith_bench import quality
+from monolith_bench.collisions import click_log
+from monolith_bench.movielens import RATINGS, Recipe
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from monolith.bench import retrieval
-from monolith.bench.movielens import RATINGS, Ratings
-from monolith.bench.retrieval import Finder, best_recall
 from monolith.cli.main import main
+from monolith_bench import retrieval
+from monolith_bench.movielens import RATINGS, Ratings
+from monolith_bench.retrieval import Finder, best_recall
 
 USERS, ITEMS = 12, 24
 

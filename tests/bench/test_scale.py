@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from services import warm
 
-from monolith.bench.scale_costs import MeasuredExchange, fitted, meeting_work
-from monolith.bench.scale_plot import Line, Panel, draw
 from monolith.cli.main import main
+from monolith_bench.scale_costs import MeasuredExchange, fitted, meeting_work
+from monolith_bench.scale_plot import Line, Panel, draw
 
 pytest.importorskip("pyarrow")
 

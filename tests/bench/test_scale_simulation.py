@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monolith.bench.scale_costs import Costs, DirectionCost
-from monolith.bench.scale_simulation import SimulatedJob, Surroundings, simulate, upkeep
+from monolith_bench.scale_costs import Costs, DirectionCost
+from monolith_bench.scale_simulation import SimulatedJob, Surroundings, simulate, upkeep
 
 MS = 1e-3
 

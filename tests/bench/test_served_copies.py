@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from monolith.bench.movielens import Learner, Recipe
-from monolith.bench.served_copies import FollowingCopies, ServedCopy
-from monolith.bench.timed_events import OnlinePlan, TimedEvents
+from monolith_bench.movielens import Learner, Recipe
+from monolith_bench.served_copies import FollowingCopies, ServedCopy
+from monolith_bench.timed_events import OnlinePlan, TimedEvents
 
 EVENTS, ONLINE = 60, 30
 RECIPE = replace(Recipe.of_rows(rate=0.5, bias_rate=0.5, batch=8), dim=4, hidden=(4,))

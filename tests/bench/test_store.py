@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from services import warm
 
-from monolith.bench import store
-from monolith.bench.options import BenchStoreOptions
-from monolith.bench.rows import batches_of
 from monolith.cli.main import main
+from monolith_bench import store
+from monolith_bench.options import BenchStoreOptions
+from monolith_bench.rows import batches_of
 
 pytest.importorskip("pyarrow")
 

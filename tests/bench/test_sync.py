@@ -12,10 +12,10 @@ import pytest
 import torch
 from services import warm
 
-from monolith.bench import torchrec_ranks
-from monolith.bench.fleet_processes import FleetTask
-from monolith.bench.torchrec_ranks import torchrec_stepping
 from monolith.cli.main import main
+from monolith_bench import torchrec_ranks
+from monolith_bench.fleet_processes import FleetTask
+from monolith_bench.torchrec_ranks import torchrec_stepping
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from monolith.bench.sync_intervals import BATCH_ONLY
 from monolith.cli.main import main
+from monolith_bench.sync_intervals import BATCH_ONLY
 
 COMMAND = ["experiment", "freshness", "--quick"]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from services import warm
 
-from monolith.bench import rivals
-from monolith.bench.ids import IdBatches, id_of, uniform, zipf
-from monolith.bench.report import beside, cores, readable
-from monolith.bench.table import SCALE, busy_core
-from monolith.bench.timing import Contender, race
 from monolith.cli.main import main
 from monolith.table.hashing import slot_of
+from monolith_bench import rivals
+from monolith_bench.ids import IdBatches, id_of, uniform, zipf
+from monolith_bench.report import beside, cores, readable
+from monolith_bench.table import SCALE, busy_core
+from monolith_bench.timing import Contender, race
 
 FIELDS = {"case", "metric", "value", "unit", "baseline", "ratio"}
 MOST = "1 thread" if cores() == 1 else "2 threads"

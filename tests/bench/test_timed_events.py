@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from monolith.bench.movielens import RATINGS
-from monolith.bench.timed_events import BURST, TimedEvents, drift_plan, movielens_plan
+from monolith_bench.movielens import RATINGS
+from monolith_bench.timed_events import BURST, TimedEvents, drift_plan, movielens_plan
 
 TIMES = [10, 10, 11, 14, 14, 14]
 EVENTS = TimedEvents(

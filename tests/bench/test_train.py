@@ -12,10 +12,10 @@ from services import warm
 from services.emulated_cuda import device_named, device_names
 from torch.testing import assert_close
 
-from monolith.bench import rivals, train, trainers
-from monolith.bench.options import BenchTrainOptions
-from monolith.bench.report import Report, Result, cores
 from monolith.cli.main import main
+from monolith_bench import rivals, train, trainers
+from monolith_bench.options import BenchTrainOptions
+from monolith_bench.report import Report, Result, cores
 
 THREADS = "1 thread" if cores() == 1 else "2 threads"
 SHAPE = (3, 50, 4, (8,))

@@ -13,7 +13,7 @@ from monolith.checkpoint import Checkpointer, DensePart, FeaturesPart, RestoreOp
 from monolith.checkpoint.fitting import Changes, changes_from_json, changes_to_json, covered
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature, IdFeature
 from monolith.table import Adagrad, Adam, NativeTable, RandomUniform, Segment, TableConfig
-from monolith.wire.bodies import read_body, write_body
+from monolith.wire.messages import read_message, write_message
 
 NAME = "first.weight"
 BEFORE = {NAME: {"0": [["user", 2], ["item", 2]]}}
@@ -57,7 +57,7 @@ def test_changes_go_to_a_server_and_back() -> None:
 
     changes = Changes(fresh={"item": "kind changed"}, rescaled=("price",), before=BEFORE, now=BEFORE)
     body = RestoreTables("run", (("p", {}),), "auto", False, changes_to_json(changes))
-    assert changes_from_json(read_body(RestoreTables, write_body(body)).changes) == changes
+    assert changes_from_json(read_message(RestoreTables, write_message(body)).changes) == changes
     assert changes_from_json(None) is None
 
 

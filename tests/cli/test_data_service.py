@@ -307,7 +307,7 @@ ca = "{certificates}/ca.crt"
     options = SecurityOptions(config=commands.folder / "run.toml")
     guard = guard_of(options, "127.0.0.1", {})
     assert sorted(read(DataServiceSource(address, "one", guard=guard, patience=SOON))) == NUMBERS
-    with pytest.raises(DataError, match="nobody answers at"):
+    with pytest.raises(DataError, match="no answer from"):
         read(DataServiceSource(address, "two", patience=timedelta()))
     stop(second)
     stop(first)

@@ -16,10 +16,12 @@ from services import warm
 
 import monolith
 from monolith import observe
-from monolith.bench.options import BenchTableOptions
+from monolith.cli import commands
 from monolith.cli import main as cli
-from monolith.cli.commands import COMMANDS
 from monolith.errors import ConfigError, MissingExtraError
+from monolith_bench.options import BenchTableOptions
+
+COMMANDS = commands.all_commands()
 
 
 class Calls:
@@ -159,6 +161,25 @@ def test_help_on_a_group_lists_its_commands(
     assert printed.err == ""
     for name, command in COMMANDS.items():
         assert (command.summary in printed.out) == name.startswith(f"{group} ")
+
+
+@pytest.mark.parametrize("word", ["bench", "demo", "experiment", "tour"])
+def test_a_command_of_a_package_that_is_missing_names_the_package(
+    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "all_commands", lambda: commands.COMMANDS)
+    assert cli.main([word, "--help"]) == 2
+    said = capsys.readouterr().err
+    assert "monolith_bench, which is not installed here" in said
+    assert "make setup" in said
+
+
+def test_a_command_of_the_library_is_found_without_reading_entry_points(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    monkeypatch.setattr(cli, "all_commands", lambda: pytest.fail("entry points were read"))
+    assert cli.main(["doctor"]) == 0
+    assert len(calls.options) == 1
 
 
 def test_an_interrupt_exits_with_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from monolith.store import LocalStore, ParameterServer, ParameterServerStore, Se
 from monolith.table import Segment, TableConfig
 from monolith.train import TrainConfig
 from monolith.train.hooks.barrier import LocalBarrier
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 
 class Clocks:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from monolith.compat import AsyncFunctions
 from monolith.errors import QueueClosedError, WrongThreadError
+from monolith_compat import AsyncFunctions
 
 WAIT_SECONDS = 20
 

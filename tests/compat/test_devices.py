@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from monolith.compat.devices import Devices, cuda_variables, visible_gpu
 from monolith.errors import ConfigError
+from monolith_compat.devices import Devices, cuda_variables, visible_gpu
 
 CPU, GPU0, GPU1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 from services import warm
 
-from monolith.compat.exits import EXIT_SIGNALS, install_exit_signals
 from monolith.errors import WrongThreadError
 from monolith.observe import Metrics
+from monolith_compat.exits import EXIT_SIGNALS, install_exit_signals
 
 PROGRAM = """
 import signal, sys
-import monolith.compat.exits as exits
+import monolith_compat.exits as exits
 from monolith.observe import Metrics
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "importing installed a handler"
 metrics = Metrics("m")

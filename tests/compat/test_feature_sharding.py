@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.compat.feature_sharding import SHARED_BIT, ShardedFeature, ShardedFids, shard_features
 from monolith.errors import FeatureError
 from monolith.feature import FeatureIds
 from monolith.tensors import RaggedTensor
+from monolith_compat.feature_sharding import SHARED_BIT, ShardedFeature, ShardedFids, shard_features
 
 FEATURES = {
     "a": ShardedFeature("t", 3),

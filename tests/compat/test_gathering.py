@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from monolith.compat import (
+from monolith.errors import TensorArgumentError
+from monolith_compat import (
     fused_gather_embeddings_by_input,
     fused_gather_embeddings_by_input_gradient,
     gather_embeddings_by_input,
     gather_embeddings_by_input_gradient,
     map_id_to_embedding,
 )
-from monolith.errors import TensorArgumentError
 
 
 def ints(*values: int) -> torch.Tensor:

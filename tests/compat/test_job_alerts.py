@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from monolith.compat.job_alerts import JobAlertConfig, parse_job_alert
 from monolith.errors import ConfigError
 from monolith.wire.alert_pb2 import AlertProto
+from monolith_compat.job_alerts import JobAlertConfig, parse_job_alert
 
 
 def test_a_whole_alert_is_read() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from monolith.checkpoint.folder.state_files import CheckpointState, write_checkpoint_state
-from monolith.compat.nas_weights import get_nas_weight_json, nas_weight_json
 from monolith.errors import ConfigError, FileMissingError
 from monolith.tensors.files import write_tensors
+from monolith_compat.nas_weights import get_nas_weight_json, nas_weight_json
 
 
 def save(folder: Path, step: int, *weights: float) -> str:

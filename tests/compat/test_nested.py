@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from monolith.compat import NestedTensors
 from monolith.errors import TensorArgumentError
 from monolith.tensors import RaggedTensor, map_leaves
+from monolith_compat import NestedTensors
 
 
 def zeroed(nested: Any) -> Any:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from monolith.compat import fill_with_offset_map, finalize_shared_tensor, unique_key_with_value_and_offset
 from monolith.errors import TensorArgumentError
 from monolith.tensors import RaggedTensor
+from monolith_compat import fill_with_offset_map, finalize_shared_tensor, unique_key_with_value_and_offset
 
 KEY = [[], [0, 1, 2, 1, 0], [0, 1, 0], []]
 DIMS = [1, 2, 3, 4]

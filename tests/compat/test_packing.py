@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from monolith.compat import (
+from monolith.errors import TensorArgumentError
+from monolith_compat import (
     aligned_flat_concat,
     aligned_flat_split,
     merge_dicts,
@@ -14,7 +15,6 @@ from monolith.compat import (
     unpack_packed_tensors,
     unpack_tensors,
 )
-from monolith.errors import TensorArgumentError
 
 
 def test_tensors_are_packed_in_the_order_of_their_keys() -> None:

@@ -5,7 +5,9 @@ from enum import Enum, IntEnum
 import pytest
 import torch
 
-from monolith.compat import (
+from monolith.config import UniqueNames
+from monolith.errors import ConfigError, FrozenParamsError, InvalidParamError, UnknownParamError
+from monolith_compat import (
     InstantiableParams,
     Params,
     allowed_kwargs,
@@ -14,8 +16,6 @@ from monolith.compat import (
     update_params,
     with_params,
 )
-from monolith.config import UniqueNames
-from monolith.errors import ConfigError, FrozenParamsError, InvalidParamError, UnknownParamError
 
 
 def bag(**values) -> Params:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from monolith.compat import (
+from monolith.errors import TensorArgumentError
+from monolith_compat import (
     fused_reduce_and_split,
     fused_reduce_sum_and_split,
     fused_sorted_segment_sum,
@@ -16,7 +17,6 @@ from monolith.compat import (
     reduce_sqrtn,
     reduce_sum,
 )
-from monolith.errors import TensorArgumentError
 
 ROWS = torch.tensor([0, 0, 2])
 VALUES = torch.tensor([[3.0, 0.0], [4.0, 0.0], [-2.0, 1.0]])

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from monolith.compat import ParseSteps, contract_ragged, expand_ragged
 from monolith.errors import TensorArgumentError
 from monolith.tensors import RaggedTensor
+from monolith_compat import ParseSteps, contract_ragged, expand_ragged
 
 
 def test_a_ragged_tensor_is_expanded_to_what_is_asked_for() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from monolith.compat import StaticReshapeNBuilder, static_reshape
 from monolith.errors import TensorArgumentError
+from monolith_compat import StaticReshapeNBuilder, static_reshape
 
 
 def test_each_input_takes_its_shape() -> None:

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from monolith.compat import (
+from monolith.errors import TensorArgumentError
+from monolith.tensors import RaggedTensor
+from monolith_compat import (
     fused_reorder_by_indices,
     ragged_split_by_indices,
     reorder_by_indices,
     shard_of_ids,
     split_by_indices,
 )
-from monolith.errors import TensorArgumentError
-from monolith.tensors import RaggedTensor
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monolith.compat import unique_in_order
+from monolith_compat import unique_in_order
 
 
 def test_ids_are_numbered_in_the_order_first_seen() -> None:

@@ -12,7 +12,7 @@ import torch
 from contracts.coordinators import CREWS, Crew, Process
 from train.runs import FakeRun
 
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.errors import RetryableError
 from monolith.runtime.coordinator import Gathered, Start
 from monolith.train.hook import DATA_ENDED
@@ -73,7 +73,7 @@ def step_of_each(crew: Crew) -> list[int]:
     return [process.take_step() for process in crew]
 
 
-class CoordinationService:
+class Meetings:
     """Lets processes meet the others between steps that they do not take, until it is closed.
 
     Args:
@@ -95,7 +95,7 @@ class CoordinationService:
         """Wait until each was told to stop."""
         return [thread.result() for thread in self._threads]
 
-    def __enter__(self) -> CoordinationService:
+    def __enter__(self) -> Meetings:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +115,7 @@ def stopped(reason: str, *, interrupted: bool = False) -> FakeRun:
 
 def test_the_first_one_leads_and_each_reads_a_share_of_its_own(crew: Crew) -> None:
     assert [one.peers.leads for one in crew] == [True, *[False] * (len(crew) - 1)]
-    assert [one.peers.share for one in crew] == [Share(index, len(crew)) for index in range(len(crew))]
+    assert [one.peers.share for one in crew] == [Shard(index, len(crew)) for index in range(len(crew))]
 
 
 def test_what_trains_the_weights_trains_those_of_the_model(crew: Crew) -> None:
@@ -169,7 +169,7 @@ def test_while_nobody_wants_anything_everybody_trains(training: Crew) -> None:
 def halted(training: Crew) -> tuple[ExitStack, Gathered]:
     """Hold everybody; the stack lets them go."""
     stack = ExitStack()
-    stack.enter_context(CoordinationService(*training[1:], leader=training[0]))
+    stack.enter_context(Meetings(*training[1:], leader=training[0]))
     return stack, stack.enter_context(training[0].peers.halted(training[0]))
 
 
@@ -233,7 +233,7 @@ def test_a_clean_end_is_one_for_all(training: Crew) -> None:
 def test_who_is_stopped_stops_all_and_the_run_is_not_finished(training: Crew) -> None:
     leader, others = training[0], training[1:]
     run = stopped("SIGTERM", interrupted=True)
-    with CoordinationService(*others) as meeting:
+    with Meetings(*others) as meeting:
         gathering = Thread(lambda: leader.peers.gather(leader, run, lambda: None))
         assert meeting.reasons() == ["SIGTERM"] * len(others)
 
@@ -253,7 +253,7 @@ def test_when_one_cannot_go_on_nobody_can(training: Crew, who: int) -> None:
     failing = training[who]
     failing.peers.fail(OSError("no disk"))
     for process in (one for one in training if one is not failing):
-        meeting = CoordinationService(process)
+        meeting = Meetings(process)
         with pytest.raises(RetryableError, match="no disk"):
             meeting.reasons()
 

@@ -12,7 +12,7 @@ import pytest
 from contracts import sources
 from contracts.sources import SOURCES, Case, ids_of
 
-from monolith.data import Records, Share, Source, share_out
+from monolith.data import Records, Shard, Source
 from monolith.data.service import Dispatcher
 from monolith.errors import ConfigError, MonolithError, RestoreError
 
@@ -256,9 +256,9 @@ def make_shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make
     maker.close()
 
 
-def shared(make: Maker, share: Share) -> Source:
+def shared(make: Maker, share: Shard) -> Source:
     source = make(**make.case.shares or {})
-    share_out(source, share)
+    source.read_shard(share)
     return source
 
 
@@ -266,18 +266,18 @@ def shared(make: Maker, share: Share) -> Source:
 def test_the_shares_of_all_workers_are_the_whole_and_none_comes_twice(
     make_shared: Maker, workers: int
 ) -> None:
-    ids = [one for worker in range(workers) for one in ids_of(shared(make_shared, Share(worker, workers)))]
+    ids = [one for worker in range(workers) for one in ids_of(shared(make_shared, Shard(worker, workers)))]
     assert sorted(ids) == sorted(make_shared.case.ids)
 
 
 def test_a_share_goes_on_at_any_batch(make_shared: Maker) -> None:
-    source, whole, positions = shared(make_shared, Share(0, 2)), list[int](), list[Any]()
+    source, whole, positions = shared(make_shared, Shard(0, 2)), list[int](), list[Any]()
     for batch in source:
         whole += ids_of([batch])
         positions.append((len(whole), json.loads(json.dumps(source.position()))))
     assert positions
     for count, position in positions:
-        again = shared(make_shared, Share(0, 2))
+        again = shared(make_shared, Shard(0, 2))
         again.restore(position)
         assert ids_of(again) == whole[count:]
 
@@ -291,14 +291,14 @@ def test_once_it_was_used_it_is_too_late_for_a_share(make_shared: Maker, use: st
         source.position()
     else:
         source.restore(make_shared().position())
-    with pytest.raises(ConfigError, match="call read_share\\(\\) first"):
-        share_out(source, Share(1, 2))
+    with pytest.raises(ConfigError, match="call read_shard\\(\\) first"):
+        source.read_shard(Shard(1, 2))
 
 
-@pytest.mark.parametrize("share", [Share(2, 2), Share(-1, 2), Share(0, 0)])
-def test_there_must_be_such_a_share(make_shared: Maker, share: Share) -> None:
+@pytest.mark.parametrize("share", [Shard(2, 2), Shard(-1, 2), Shard(0, 0)])
+def test_there_must_be_such_a_share(make_shared: Maker, share: Shard) -> None:
     with pytest.raises(ConfigError, match="there is no worker"):
-        share_out(make_shared(), share)
+        make_shared().read_shard(share)
 
 
 # Where it takes the option

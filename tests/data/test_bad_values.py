@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from data.lists import records
 
-from monolith.data import BadRecord, BadRecordPolicy, BatchSpec, FileSource, Pipeline, bad_records, make_batch
+from monolith.data import (
+    BadRecord,
+    BadRecordPolicy,
+    BatchSpec,
+    FileSource,
+    Pipeline,
+    Records,
+    Stage,
+    make_batch,
+)
 from monolith.data.bad_values import BadTally
 from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.memory import MemorySource
@@ -93,7 +102,7 @@ def test_a_label_that_is_nan_is_one_that_is_not_there() -> None:
     stream = Pipeline(MemorySource(some, batch_size=4)).to_batches(spec)
     (batch,) = stream
     assert batch.ids["item"].to_list() == [[1], [2]]
-    assert bad_records(stream) == {"label 'label' is empty": 2}
+    assert stream.bad_records() == {"label 'label' is empty": 2}
 
 
 def test_a_number_that_is_missing_is_a_zero() -> None:
@@ -144,7 +153,7 @@ def test_stages_hand_them_down() -> None:
     class Keeps(MemorySource):
         kept: list[BadRecord]
 
-        def set_aside(self, bad: list[BadRecord]) -> None:
+        def reject(self, bad: list[BadRecord]) -> None:
             self.kept = bad
 
     below = Keeps({"item": list(range(20)), "time": [NOW] * 19 + [-5]}, batch_size=20)
@@ -158,9 +167,23 @@ def test_a_report_names_each_cause_once_with_its_count_and_the_values_of_the_fir
     stream = Pipeline(source(*times)).to_batches(replace(SPEC, max_bad=0.9))
     list(stream)
     said = f"event time 'time' {RANGE} … (the first: {NOW * 1000 + 1}; milliseconds? It would be"
-    [(why, count)] = bad_records(stream).items()
+    [(why, count)] = stream.bad_records().items()
     assert why.startswith(said)
     assert count == 100
+
+
+class Counting(Stage[Records, Records]):
+    """A source that drops records itself."""
+
+    def __init__(self, source: MemorySource, tally: BadTally) -> None:
+        super().__init__(source)
+        self._tally = tally
+
+    def __iter__(self) -> Iterator[Records]:
+        return iter(self.upstream)
+
+    def bad_records(self) -> dict[str, int]:
+        return self._tally.described()
 
 
 def test_what_a_source_and_a_stage_leave_out_is_in_one_report() -> None:
@@ -169,9 +192,11 @@ def test_what_a_source_and_a_stage_leave_out_is_in_one_report() -> None:
         tallies[0].add(BadReason("label 'y' is …", str(number)))
         tallies[1].add(f"broken at {number}")
     assert tallies[0].described() == {"label 'y' is … (the first: 0)": 9}
-    above, below = (SimpleNamespace(left_out=tally, below=None) for tally in tallies)
-    above.below = below
-    assert sum(bad_records(above).values()) == 18
+    some = records(item=[[1]] * 18, y=[[], [1.0]] * 9)
+    below = Counting(MemorySource(some, batch_size=18), tallies[1])
+    stream = Pipeline(below).to_batches(BatchSpec(ids=("item",), labels={"y": ("y", 0)}, max_bad=0.5))
+    list(stream)
+    assert sum(stream.bad_records().values()) == 18
     for number in range(100):
         tallies[1].add(f"broken at {number}")  # texts of a user's own, which have no cause
     assert len(tallies[1].counts) == BadTally.REASONS + 1

@@ -16,7 +16,6 @@ from monolith.data.config import FormatName
 from monolith.data.formats import FORMATS, FramedFormat, Framing
 from monolith.data.kafka.config import TopicsConfig
 from monolith.data.kafka.messages import CsvMessages
-from monolith.data.layers import is_live
 from monolith.errors import ConfigError, DataError
 from monolith.feature.spec.times import TIME
 
@@ -163,8 +162,8 @@ def test_a_watch_reads_lines_as_they_come_and_whole_files_of_other_formats(tmp_p
     again = config.source(8, types={"n": torch.int64})
     again.restore(position)
     assert [records["n"].flat_values.tolist() for records in again] == [[2, 3]]
-    assert is_live(Pipeline(again))
-    assert not is_live(DataConfig(path=str(path)).source(8))
+    assert Pipeline(again).live
+    assert not DataConfig(path=str(path)).source(8).live
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as packed:
         packed.write('{"n": 4}\n')
     whole = DataConfig(watch=f"{tmp_path}/*.jsonl.gz", stop_after=timedelta())

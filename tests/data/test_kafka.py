@@ -19,9 +19,8 @@ from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from services.servers import free_port, wait_until
 
 from monolith.config import Secret
-from monolith.data import Pipeline, Records, Share, ShuffleConfig, share_out
+from monolith.data import Pipeline, Records, Shard, ShuffleConfig
 from monolith.data.format import BadRecord
-from monolith.data.handing import handing
 from monolith.data.kafka import (
     ByWorker,
     JsonMessages,
@@ -33,7 +32,6 @@ from monolith.data.kafka import (
     read_settings,
     string_column,
 )
-from monolith.data.redistribution import redistributed
 from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
 from monolith.observe import Metrics
 from monolith.tensors import RaggedTensor
@@ -291,9 +289,9 @@ def test_partitions_are_dealt_to_workers_who_read_nothing_but_those(
         settings = config(kafka, topic, assignment=None, group="dealt", poll_batch=4)
         sources = [stack.enter_context(KafkaSource(settings, decode)) for _ in range(3)]
         for worker, source in enumerate(sources):
-            share_out(Pipeline(source), Share(worker, 3))
-            source.entrust()
-        leads = handing(Pipeline(sources[0]))
+            Pipeline(source).read_shard(Shard(worker, 3))
+            source.defer_to_chief()
+        leads = Pipeline(sources[0]).work_queue
         assert leads is sources[0]
         position = sources[0].collect([])
         sources[0].restore(position)
@@ -302,7 +300,7 @@ def test_partitions_are_dealt_to_workers_who_read_nothing_but_those(
         positions = [sources[0].position()]
         assert len(ids(next(reading))) == 4, "read ahead, and dropped"
         for workers in (3, 2):
-            positions = leads.deal(positions, workers)
+            positions = leads.reassign(positions, workers)
             offsets = [one["offsets"].get(topic, {}) for one in positions]
             assert sorted(itertools.chain(*offsets)) == ["0", "1", "2", "3"]
             for worker in range(workers):
@@ -310,7 +308,7 @@ def test_partitions_are_dealt_to_workers_who_read_nothing_but_those(
                 found += ids(next(iter(sources[worker])))
                 positions[worker] = sources[worker].position()
         blank = leads.give_back(positions[1])
-        sources[2].restore(leads.deal([*positions, blank], 1)[0])
+        sources[2].restore(leads.reassign([*positions, blank], 1)[0])
         found += [number for records in sources[2] for number in ids(records)]
     assert sorted(found) == list(range(40))
 
@@ -320,8 +318,8 @@ def test_a_worker_that_was_dealt_nothing_yet_waits_until_it_is_or_is_interrupted
 ) -> None:
     settings = config(kafka, topic, assignment=None, start="latest", outage_timeout=timedelta(seconds=0.5))
     with KafkaSource(settings, decode) as source:
-        source.read_share(Share(1, 2))
-        source.entrust()
+        source.read_shard(Shard(1, 2))
+        source.defer_to_chief()
         everything = source.collect([])
         assert everything["offsets"] == {topic: {"0": 0}}
         send(topic, range(3))
@@ -330,7 +328,7 @@ def test_a_worker_that_was_dealt_nothing_yet_waits_until_it_is_or_is_interrupted
             list(source)
         source.interrupt()
         assert list(source) == []
-        (mine,) = source.deal([everything], 1)
+        (mine,) = source.reassign([everything], 1)
         source.restore(mine)
         assert [ids(records) for records in source] == [[0, 1, 2]]
         missing = {**everything, "offsets": {}}
@@ -342,8 +340,8 @@ def test_who_was_given_its_partitions_is_dealt_none() -> None:
     settings = KafkaConfig(servers=("nowhere:1",), topics=("t",), group="g")
     for assignment in (None, ALL):
         with KafkaSource(replace(settings, assignment=assignment), decode) as source:
-            assert (handing(source) is None) == (assignment is not None)
-            assert handing(Pipeline(source).rebatch(2)) is None
+            assert (source.work_queue is None) == (assignment is not None)
+            assert Pipeline(source).rebatch(2).work_queue is None
 
 
 @pytest.mark.parametrize("workers", [(1, 3), (3, 2)])
@@ -368,7 +366,7 @@ def test_what_each_worker_has_left_is_redistributed_with_what_stages_held_back(
             found += [number for records in read for number in ids(records)]
             positions.append(stream.position())
     with closing(made(0, after)) as chief:
-        positions = json.loads(json.dumps(redistributed(chief, positions, after)))
+        positions = json.loads(json.dumps(chief.redistribute(positions, after)))
     for worker in range(after):
         with closing(made(worker, after)) as stream:
             stream.restore(positions[worker])

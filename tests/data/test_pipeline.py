@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from monolith.data import BatchSpec, Position, Records, Source, bad_records
+from monolith.data import BatchSpec, Position, Records, Source
 from monolith.data.files.source import FileSource
 from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats.memory import MemorySource, to_records
@@ -286,7 +286,7 @@ def test_a_label_that_is_nan_or_not_there_leaves_its_record_out(caplog: pytest.L
         )
         batches = labelled.to_batches(spec)
         (batch,) = batches
-        told.append(bad_records(batches))
+        told.append(batches.bad_records())
         return batch
 
     told: list[dict[str, int]] = []

@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.data import Chunk, Position, Records, RecordWriter, Share, Source, share_out
+from monolith.data import Chunk, Position, Records, RecordWriter, Shard, Source
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import FileSource
 from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats.memory import MemorySource, to_records
 from monolith.data.pipeline import Pipeline
-from monolith.data.redistribution import redistributed
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import RestoreError
 
@@ -97,9 +96,9 @@ def ids_in(batch: Records) -> list[int]:
     return batch["id"].flat_values.tolist()
 
 
-def opened(make: Make, share: Share) -> Source:
+def opened(make: Make, share: Shard) -> Source:
     source = make()
-    share_out(source, share)
+    source.read_shard(share)
     return source
 
 
@@ -108,7 +107,7 @@ def train(make: Make, positions: Sequence[Position] | None, moments: Sequence[in
     ids: list[int] = []
     stands: list[Position] = []
     for worker, moment in enumerate(moments):
-        source = opened(make, Share(worker, len(moments)))
+        source = opened(make, Shard(worker, len(moments)))
         if positions is not None:
             source.restore(positions[worker])
         ids += [one for batch in islice(iter(source), moment) for one in ids_in(batch)]
@@ -118,9 +117,9 @@ def train(make: Make, positions: Sequence[Position] | None, moments: Sequence[in
 
 
 def moved(make: Make, positions: Sequence[Position], workers: int) -> list[Position]:
-    chief = opened(make, Share(0, workers))
+    chief = opened(make, Shard(0, workers))
     chief.position()  # a session has asked for it by then
-    found: list[Position] = json.loads(json.dumps(redistributed(chief, positions, workers)))
+    found: list[Position] = json.loads(json.dumps(chief.redistribute(positions, workers)))
     chief.close()
     return found
 
@@ -189,12 +188,12 @@ def test_a_queue_hears_of_the_positions_and_hands_out_what_is_left(workers: int)
         return FileSource(queue, Chunks(files), batch_size=2)
 
     ids: list[int] = []
-    old = [opened(make, Share(worker, 3)) for worker in range(3)]
+    old = [opened(make, Shard(worker, 3)) for worker in range(3)]
     for source, moment in zip(old, [2, 3, 1], strict=True):
         ids += [one for batch in islice(iter(source), moment) for one in ids_in(batch)]
     positions = moved(make, [source.position() for source in old], workers)
     rest: list[int] = []
-    sources = [opened(make, Share(worker, workers)) for worker in range(workers)]
+    sources = [opened(make, Shard(worker, workers)) for worker in range(workers)]
     for source, position in zip(sources, positions, strict=True):
         source.restore(position)
     for source in sources:

@@ -13,10 +13,7 @@ from monolith.data import (
     FileSource,
     Pipeline,
     Position,
-    bad_records,
-    keep_columns,
     make_batch,
-    need_no_labels,
 )
 from monolith.data.bad_values import BadTally
 from monolith.data.formats import CsvFormat
@@ -62,7 +59,7 @@ def test_bad_records_are_kept_by_the_source_and_said(caplog: pytest.LogCaptureFi
     kept: list[BadRecord] = []
 
     class Keeping(ListSource):
-        def set_aside(self, bad: Any) -> None:
+        def reject(self, bad: Any) -> None:
             kept.extend(bad)
 
     one = FeatureSpec(features={"x": FloatFeature()}, labels={}, max_bad=0.5)
@@ -101,7 +98,7 @@ def test_a_record_without_a_label_is_bad_and_its_line_is_said(
     assert batch.ids["item"].to_list() == [[3], [5]]
     assert batch.label.tolist() == [1.0, 1.0]
     empty = f"label 'label' is empty (the first: line 3 of {tmp_path / 'some.csv'})"
-    assert bad_records(batches) == {empty: 1}
+    assert batches.bad_records() == {empty: 1}
     assert f"left out 1 of 3 records: 1: {empty}" in caplog.text
     strict = FeatureSpec(features=SPEC.features, max_bad=0.0)
     with pytest.raises(TooManyBadRecordsError, match=r"examples\.max_bad of the config"):
@@ -116,7 +113,7 @@ def test_one_that_a_task_can_do_without_stays_and_so_does_what_is_to_be_predicte
     batches = Pipeline(MemorySource(some, batch_size=2)).to_batches(
         FeatureSpec(features={"item": IdFeature()}, max_bad=0.0)
     )
-    need_no_labels(batches.prefetch(1))
+    batches.prefetch(1).allow_missing_labels()
     assert [len(batch) for batch in batches] == [2]
 
 
@@ -169,6 +166,6 @@ def test_make_batch_takes_a_feature_spec_too() -> None:
 
 def test_raw_columns_ride_along_with_the_records_that_are_good(tmp_path: Path) -> None:
     batches = Pipeline(csv(tmp_path)).to_batches(SPEC)
-    keep_columns(batches, ["user"])
+    batches.keep_columns(["user"])
     (batch,) = batches
     assert batch.raw["user"].to_list() == [[list(b"ann")], [list(b"007")]]

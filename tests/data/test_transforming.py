@@ -16,7 +16,7 @@ from data.transforms.record_lists import records_of, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monolith.data import FileSource, MemorySource, Records, Share, ShuffleConfig
+from monolith.data import FileSource, MemorySource, Records, Shard, ShuffleConfig
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.pipeline import Pipeline
 from monolith.data.sampling import ItemPoolConfig, NegativeGeneration, NegativeGenerationConfig
@@ -233,7 +233,7 @@ def test_positions_between_two_snapshots_share_one() -> None:
 
 def test_over_a_source_that_may_not_repeat_its_order_no_record_is_transformed_again() -> None:
     class Unordered(MemorySource):
-        repeats = False
+        repeats_order = False
 
     pipeline = Pipeline(Unordered(a_log(), batch_size=7)).transform(negatives(), snapshot_every=1000)
     assert [pipeline.position()["skip"] for _ in pipeline] == [0] * 6
@@ -245,9 +245,9 @@ def test_what_is_left_goes_to_another_number_of_workers_each_record_once(tmp_pat
         with ParquetFormat().writer(path) as writer:
             writer.write(a_log().slice(10 * part, 10 * part + 10).select(["id", "label"]))
 
-    def worker(share: Share, transform: Transform) -> Pipeline:
+    def worker(share: Shard, transform: Transform) -> Pipeline:
         pipeline = Pipeline(FileSource(paths, ParquetFormat(), batch_size=4)).transform(transform)
-        pipeline.read_share(share)
+        pipeline.read_shard(share)
         return pipeline
 
     def ids(pipeline: Pipeline, batches: int) -> list[int]:
@@ -256,16 +256,16 @@ def test_what_is_left_goes_to_another_number_of_workers_each_record_once(tmp_pat
     def nothing_dropped() -> Transform:
         return NegativeDownsample(drop_rate=0.0)
 
-    old = [worker(Share(number, 2), nothing_dropped()) for number in range(2)]
+    old = [worker(Shard(number, 2), nothing_dropped()) for number in range(2)]
     seen = [one for number, pipeline in enumerate(old) for one in ids(pipeline, number + 1)]
-    positions = worker(Share(0, 3), nothing_dropped()).redistribute([one.position() for one in old], 3)
+    positions = worker(Shard(0, 3), nothing_dropped()).redistribute([one.position() for one in old], 3)
     for number, position in enumerate(positions):
-        new = worker(Share(number, 3), nothing_dropped())
+        new = worker(Shard(number, 3), nothing_dropped())
         new.restore(position)
         assert position["number"] == 8  # beyond what any of the old ones has drawn for
         seen += ids(new, COUNT)
     assert sorted(seen) == list(range(COUNT))
-    remembering = worker(Share(0, 3), Failing())
+    remembering = worker(Shard(0, 3), Failing())
     with pytest.raises(RestoreError, match="Failing of a pipeline remembers what its worker saw"):
         remembering.redistribute([remembering.position()], 3)
     with pytest.raises(RestoreError, match="decides by the number of a record"):

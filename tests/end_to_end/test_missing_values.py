@@ -17,7 +17,7 @@ import pytest
 import torch
 from serve.served_tasks import exported, trained
 
-from monolith.data import FileSource, MemorySource, Pipeline, Source, Stream, bad_records
+from monolith.data import FileSource, MemorySource, Pipeline, Source, Stream
 from monolith.data.formats import format_of
 from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
 from monolith.feature import (
@@ -243,7 +243,7 @@ def test_the_same_rows_are_the_same_batch_from_every_kind_of_data(
     spec = PLAIN if path.startswith("CSV") else SPEC
     stream = Pipeline(PATHS[path](tmp_path)).to_batches(spec)
     (batch,) = stream
-    assert bad_records(stream) == {}
+    assert stream.bad_records() == {}
     found = plain(batch)
     assert found == {name: value for name, value in wanted.items() if name in found}
     assert len(found) == len(spec.features) + 2
@@ -254,7 +254,7 @@ def test_a_record_without_its_label_is_left_out_for_the_same_reason(path: str, t
     spec = replace(PLAIN if path.startswith("CSV") else SPEC, optional=(), max_bad=0.5)
     stream = Pipeline(PATHS[path](tmp_path)).to_batches(spec)
     assert [len(batch) for batch in stream] == [2]
-    ((why, count),) = bad_records(stream).items()
+    ((why, count),) = stream.bad_records().items()
     assert (why.split(" (")[0], count) == ("label 'click' is empty", 1)
 
 

@@ -33,7 +33,7 @@ from monolith.sync import MemoryChannel, PublishConfig
 from monolith.sync.flight_channel import DeltaPort
 from monolith.train import PublishPlan, TrainConfig
 from monolith.train.hooks import ControlServerHook, LocalBarrier
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 TOKEN = "only-for-tests"
 LIMITS = Limits(wait=timedelta(milliseconds=20), call_bytes=1 << 20, message_bytes=16 << 20, ids=1 << 16)

@@ -10,7 +10,7 @@ import torch
 from runtime.fleets import Tallied
 from torch import Tensor, nn
 
-from monolith.data import Share, Stream
+from monolith.data import Shard, Stream
 from monolith.data.source import Position
 from monolith.feature import (
     CONCAT,
@@ -51,7 +51,7 @@ class GivenBatches:
 
     def commit(self, position: Position) -> None: ...
     def close(self) -> None: ...
-    def read_share(self, share: Share) -> None: ...
+    def read_shard(self, share: Shard) -> None: ...
 
 
 class Pooled(nn.Module):

@@ -13,10 +13,10 @@ from monolith.runtime.coordinator import Start, WorkerState
 from monolith.runtime.fleet_news import Departures
 from monolith.runtime.messages import Departure
 from monolith.runtime.service import CoordinationService
-from monolith.wire.bodies import write_body
+from monolith.wire.messages import write_message
 
 BEGUN = tuple({"next": 0, "worker": worker} for worker in range(4))
-START = write_body(Start(step=7, positions=BEGUN, hands_out=True))
+START = write_message(Start(step=7, positions=BEGUN, hands_out=True))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from runtime.fleets import PATIENT, TALLY, Outcome, Tallied, TalliedFiles, Talli
 from torch import nn
 
 from monolith.cluster import MemoryDiscovery, Waiting
-from monolith.data import ClickLog, ClickLogConfig, Share, Stream, share_out
+from monolith.data import ClickLog, ClickLogConfig, Shard, Stream
 from monolith.errors import (
     BarrierAlreadyPlacedError,
     ClusterError,
@@ -286,8 +286,8 @@ class _Waiting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def read_share(self, share: Share) -> None:
-        share_out(self._inner, share)
+    def read_shard(self, share: Shard) -> None:
+        self._inner.read_shard(share)
         self._waits = share.worker == 1
 
     def __iter__(self) -> Iterator[Batch]:
@@ -454,7 +454,7 @@ class LocalCoordinator(Task):
 
 
 def test_workers_that_would_all_read_the_same_are_refused(tmp_path: Path) -> None:
-    refused(run_fleet(LocalCoordinator(), tmp_path), "2 workers would each train on all of it.*read_share")
+    refused(run_fleet(LocalCoordinator(), tmp_path), "2 workers would each train on all of it.*read_shard")
     outcome = run_fleet(LocalCoordinator(), tmp_path, num_workers=1)
     assert outcome.chief.steps == 1
 

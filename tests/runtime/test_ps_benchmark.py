@@ -74,7 +74,7 @@ def test_the_ranking_is_told_as_a_table_with_who_is_spare_and_who_failed() -> No
         return [
             MeasuredServer("a:1", 10.0, 0.1),
             MeasuredServer("b:1", 20.0, 0.05),
-            MeasuredServer("c:1", problem="nobody answers"),
+            MeasuredServer("c:1", problem="no answer"),
         ]
 
     assert PsBenchmark(1, measure, say=said.append)(["a:1", "b:1", "c:1"]) == ["b:1"]
@@ -82,13 +82,13 @@ def test_the_ranking_is_told_as_a_table_with_who_is_spare_and_who_failed() -> No
         "share  parameter server  steps/s    latency  with its host",
         "    0  b:1                  20.0    50.0 ms           20.0",
         "spare  a:1                  10.0   100.0 ms           10.0",
-        "    -  c:1               nobody answers",
+        "    -  c:1               no answer",
     ]
 
 
 def test_too_few_that_can_be_measured_are_waited_for() -> None:
     def measure(_: Sequence[str]) -> list[MeasuredServer]:
-        return [MeasuredServer("a:1", 1.0), MeasuredServer("b:1", problem="nobody answers")]
+        return [MeasuredServer("a:1", 1.0), MeasuredServer("b:1", problem="no answer")]
 
     with pytest.raises(
         UnavailableError, match="2 parameter servers are needed, and 1 could be measured; b:1"
@@ -116,7 +116,7 @@ def test_servers_that_have_no_share_yet_are_measured(servers: list[str]) -> None
 
 def test_a_server_that_is_gone_has_a_problem_and_keeps_nobody(servers: list[str]) -> None:
     found = StepMeasure(timedelta())([GONE, servers[0]])
-    assert "nobody answers" in found[0].problem
+    assert "no answer" in found[0].problem
     assert not found[1].problem
     assert [server.address for server in ranked(found)] == [servers[0]]
 

@@ -11,7 +11,7 @@ from monolith.errors import RequestError, SaveError
 from monolith.runtime.messages import CALLS
 from monolith.runtime.parameter_server import ServedShard
 from monolith.train import TrainConfig
-from monolith.wire.bodies import typed_calls
+from monolith.wire.messages import typed_calls
 
 
 def test_a_server_writes_only_below_the_model_dir_of_its_run(
@@ -45,7 +45,7 @@ def test_a_server_writes_only_below_the_model_dir_of_its_run(
             write(str(prefix))
     with pytest.raises(SaveError, match="writes only below"):
         write("hdfs://other/x")
-    with pytest.raises(RequestError, match="prefix must be a text"):
+    with pytest.raises(RequestError, match="prefix: expected str"):
         write(5)
     assert list(outside.iterdir()) == []
     assert write(str(model_dir / "model.ckpt-1")) is True

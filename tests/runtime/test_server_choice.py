@@ -27,7 +27,7 @@ from monolith.runtime.server_calls import ServerCalls
 from monolith.runtime.server_choice import ServerChoice, Spares
 from monolith.store import ParameterServer, ServerGroup
 from monolith.train import TrainConfig
-from monolith.wire.bodies import write_body
+from monolith.wire.messages import write_message
 
 TASK = Tallied(batches=6)
 GONE = "127.0.0.1:1"
@@ -296,7 +296,7 @@ def test_a_spare_that_keeps_the_copy_of_another_share_takes_over_only_where_no_o
         CALLS(
             pool.addresses[spare],
             "standby.follow",
-            **write_body(FollowShard("run", share, 2, pool.addresses[share], "incarnation")),
+            **write_message(FollowShard("run", share, 2, pool.addresses[share], "incarnation")),
         )
     assert pool.choice().take_over(1, pool.addresses[:2]) == pool.addresses[taken]
     assert pool.shares_of([pool.addresses[taken]]) == [[1, 2]]

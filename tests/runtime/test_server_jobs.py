@@ -12,7 +12,7 @@ import pytest
 from monolith.errors import ClusterError, SaveError
 from monolith.runtime.messages import CALLS
 from monolith.runtime.server_calls import KEPT, Jobs
-from monolith.wire.bodies import Call, typed_calls
+from monolith.wire.messages import Call, typed_calls
 
 PATIENT = 10.0
 

@@ -14,11 +14,11 @@ from monolith.errors import ClusterError, ConfigError, RequestError
 from monolith.runtime.coordinator import Start
 from monolith.runtime.messages import CALLS, AskNews, BeginService, Joined
 from monolith.runtime.service import CoordinationService
-from monolith.wire.bodies import typed_calls, typed_polls, write_body
+from monolith.wire.messages import typed_calls, typed_polls, write_message
 
 PATIENT = 10.0
-START = write_body(Start(step=7, positions=({"next": 3},)))
-NOT_YET = write_body(Joined())
+START = write_message(Start(step=7, positions=({"next": 3},)))
+NOT_YET = write_message(Joined())
 
 
 def state(number: int = 0) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_who_knows_of_a_failed_run_waits_for_the_next(running: Caller) -> None:
     assert running.join(1, known="r") == NOT_YET
     running("begin", run="next", num_workers=3)
     running("open", run="next", start={"step": 3, "positions": []})
-    assert running.join(1, known="r") == {**NOT_YET, "run": "next", "start": write_body(Start(step=3))}
+    assert running.join(1, known="r") == {**NOT_YET, "run": "next", "start": write_message(Start(step=3))}
 
 
 def test_a_worker_that_joins_twice_restarted_and_the_run_has_failed(running: Caller) -> None:
@@ -332,13 +332,17 @@ def test_of_an_earlier_run_nothing_is_taken(running: Caller, name: str, body: di
 @pytest.mark.parametrize(
     ("name", "body", "message"),
     [
-        ("open", {"start": {"step": 7, "place": 1}}, "start.place: there is no such key"),
-        ("open", {"start": {"positions": []}}, "start.step: it is missing"),
-        ("open", {"start": {"step": 7, "positions": [3]}}, r"start.positions\[0\] must be a table"),
-        ("arrive", {"worker": 1, "halt": 1, "state": {"examples": 1}}, "state.event_time: it is missing"),
-        ("arrive", {"worker": 1, "halt": 1, "state": {**state(), "examples": -1}}, "state.examples must be"),
+        ("open", {"start": {"step": 7, "place": 1}}, "start.place: unknown key"),
+        ("open", {"start": {"positions": []}}, "start.step is missing"),
+        ("open", {"start": {"step": 7, "positions": [3]}}, r"start.positions\[0\]: expected object"),
+        ("arrive", {"worker": 1, "halt": 1, "state": {"examples": 1}}, "state.position is missing"),
+        (
+            "arrive",
+            {"worker": 1, "halt": 1, "state": {**state(), "examples": -1}},
+            "state.examples: expected",
+        ),
         ("leave", {"worker": 1}, "state: it is missing"),
-        ("halt", {"worker": 1}, "worker: there is no such key"),
+        ("halt", {"worker": 1}, "worker: unknown key"),
     ],
 )
 def test_what_a_worker_says_is_looked_at_before_anybody_hears_it(

@@ -12,7 +12,7 @@ from torch import nn
 from train.tasks import Clicks
 
 from monolith.checkpoint.folder.manifest import read_manifest
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.errors import UnavailableError
 from monolith.feature import Batch
 from monolith.runtime import LocalCoordinator, Trainer
@@ -56,8 +56,8 @@ class Following(LocalCoordinator):
     leads = False
 
     @property
-    def share(self) -> Share:
-        return Share(1, 2)
+    def share(self) -> Shard:
+        return Shard(1, 2)
 
     def open(self, start: Start, me: RunState) -> Start | None:  # noqa: ARG002
         return Start(step=40)

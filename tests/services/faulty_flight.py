@@ -9,8 +9,9 @@ from typing import Any
 
 from monolith.sync.flight_calls import SERVICE, pack_answer, unpack_answer
 from monolith.sync.wire_format import LEAD_BYTES, frame_bytes
-from monolith.wire.byte_messages import ByteMessages
-from monolith.wire.flight import Caller, Server, import_arrow
+from monolith.wire.bulk import BulkMessages
+from monolith.wire.flight import Caller, import_arrow
+from monolith.wire.flight_server import Handlers, Server
 
 
 class FaultyProxy:
@@ -27,11 +28,11 @@ class FaultyProxy:
         self.chance = chance
         self.faults = 0
         self._random = random.Random(seed)
-        self._wire = ByteMessages(import_arrow("the proxy"))
+        self._wire = BulkMessages(import_arrow("the proxy"))
         self._lock = threading.Lock()  # guards what is drawn and what is late
         self._late: defaultdict[tuple[Any, ...], list[bytes]] = defaultdict(list)
         calls = {name: self._forward(name) for name in ("shares", "leave")}
-        self._server = Server(SERVICE, calls, fetch=self._fetch, port=port)
+        self._server = Server(SERVICE, Handlers(calls=calls, fetch=self._fetch), port=port)
         self.address = self._server.address
 
     def close(self) -> None:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monolith.compat.sharding import shard_of_ids
 from monolith.errors import TableArgumentError
 from monolith.store.routes import Routes
+from monolith_compat.sharding import shard_of_ids
 
 PIECES = st.lists(
     st.tuples(st.sampled_from([1, 2, 5]), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6)),

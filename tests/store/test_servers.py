@@ -221,7 +221,7 @@ def test_with_certificates_rows_come_and_go_and_who_has_none_does_not_come_in(
     store = ParameterServerStore(group_of(stack, *servers, guard=guard), 0, CONFIGS)
     store.apply_gradients(keys(1, 2), torch.ones(4))
     assert store.lookup(keys(2, 1)).tolist() == [-1] * 4
-    with pytest.raises(RetryableError, match=r"nobody answers at .*, or it expects other certificates"):
+    with pytest.raises(RetryableError, match=r"no answer from .*, or it expects other certificates"):
         group_of(stack, *servers).describe()
     strange = replace(tls, ca=certificates / "other.crt")
     with pytest.raises(ConfigError, match="another authority than ours signed its certificate"):

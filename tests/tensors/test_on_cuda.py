@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from monolith import compat, tensors
+import monolith_compat as compat
+from monolith import tensors
 from monolith.errors import TensorArgumentError
 from monolith.tensors import RaggedTensor, map_leaves
 

@@ -101,6 +101,22 @@ def test_the_package_itself_imports_no_room(tool: ModuleType, tmp_path: Path) ->
     assert found.message == "the package itself imports table, which is below it"
 
 
+def test_the_library_does_not_know_the_packages_built_on_it(tool: ModuleType, tmp_path: Path) -> None:
+    sources = {
+        "monolith/cli/a.py": "import monolith_compat",
+        "monolith_compat/a.py": "from monolith.cli import b",
+        "monolith_bench/a.py": "def f():\n    from monolith_compat.a import b",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(source)
+    found = tool.check(*(tmp_path / name for name in tool.PACKAGES))
+    assert [finding.message for finding in found] == [
+        "cli imports monolith_compat, which is below it",
+        "monolith_bench imports monolith_compat, which is beside it",
+    ]
+
+
 def test_a_room_without_a_row_is_refused(findings: Findings) -> None:
     assert findings(utils__a="") == ["utils/a.py:1: 'utils' is not a room of ROWS; give it a row"]
 

@@ -180,7 +180,7 @@ PLACES = sorted(
         name
         for _, right in [*ROWS, *(row for section in SECTIONS for row in read_rows(section))]
         for name in quoted(right)
-        if name.startswith(("monolith.", "tests/", "native/"))
+        if name.startswith(("monolith.", "monolith_compat.", "monolith_bench.", "tests/", "native/"))
     }
 )
 
@@ -228,7 +228,7 @@ def claims() -> Iterator[tuple[str, str]]:
         if "lives in" not in part:
             continue
         names = quoted(part.partition(": ")[0]) if part in parts_of_rows else []
-        for found in re.finditer(r"(\*[a-z ]+\*)|`(monolith\.[\w.]+)`", part):
+        for found in re.finditer(r"(\*[a-z ]+\*)|`(monolith(?:_compat|_bench)?\.[\w.]+)`", part):
             if found[1]:
                 claim = found[1]
                 continue
@@ -256,7 +256,7 @@ def is_used() -> Iterator[partial[bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tools")
         tool = importlib.import_module("follow_names")
-        package = tool.read_package(tool.PACKAGE)
+        package = tool.read_packages(*(tool.SOURCE / name for name in tool.PACKAGES))
         yield partial(tool.is_used, reached=package.reached_from(tool.commands_of_runs()), package=package)
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from vectors.case import Case, floats, id_tensor
 
-from monolith.compat import shard_of_ids
-from monolith.compat.feature_sharding import ShardedFeature, shard_features
 from monolith.feature import (
     CONCAT,
     Combiner,
@@ -41,6 +39,8 @@ from monolith.model import EmbeddingCollection, EmbeddingOptimizer, UpdateConfig
 from monolith.nn import GradClipType
 from monolith.table import Constant, Fp32, Sgd, from_upstream
 from monolith.tensors import RaggedTensor
+from monolith_compat import shard_of_ids
+from monolith_compat.feature_sharding import ShardedFeature, shard_features
 
 # Fids
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from vectors.case import Case, floats, id_tensor
 
-from monolith import compat, tensors
+import monolith_compat as compat
+from monolith import tensors
 from monolith.tensors import RaggedTensor
 
 

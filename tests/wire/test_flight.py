@@ -28,8 +28,9 @@ from monolith.errors import (
     TableError,
     UnavailableError,
 )
-from monolith.wire.flight import Caller, CallStream, Server, Service, StoppedError
-from monolith.wire.limits import Limits
+from monolith.wire.flight import Caller, CallStream, Service, StoppedError
+from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.ports import Limits
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.flight")
@@ -69,12 +70,9 @@ def serve(stack: ExitStack, **options: Any) -> Server:
         "fail": lambda body, _: (fail(body), b""),
         **options.pop("exchanges", {}),
     }
-    server = Server(
-        SERVICE,
-        {"echo": lambda body: body, "fail": fail, **options.pop("calls", {})},
-        exchanges=exchanges,
-        **options,
-    )
+    calls = {"echo": lambda body: body, "fail": fail, **options.pop("calls", {})}
+    others = {name: options.pop(name) for name in ("polls", "fetch", "message") if name in options}
+    server = Server(SERVICE, Handlers(calls=calls, exchanges=exchanges, **others), **options)
     stack.callback(server.close)
     return server
 
@@ -119,9 +117,7 @@ def test_of_a_bug_the_caller_learns_only_where_it_stands_in_the_log(
     for name in ("fail", "odd"):
         with pytest.raises(ClusterError) as caught:
             caller.call(name, kind="bug")
-        found = re.fullmatch(
-            rf"echo service: {name} failed; its log says more of error (\w+)", str(caught.value)
-        )
+        found = re.fullmatch(rf"echo service: {name} failed; see error (\w+) in its log", str(caught.value))
         assert found is not None
         assert f"(error {found[1]})" in caplog.text
     assert "Traceback" in caplog.text
@@ -210,7 +206,7 @@ def test_a_fetch_that_fails_is_an_error_as_of_a_call(stack: ExitStack) -> None:
     caller = call(stack, serve(stack, fetch=fail).address)
     with pytest.raises(TableError, match=r"^no$"):
         caller.fetch({"kind": "told"})
-    with pytest.raises(ClusterError, match=r"^echo service: fetch failed; its log says more"):
+    with pytest.raises(ClusterError, match=r"^echo service: fetch failed; see error"):
         caller.fetch({"kind": "bug"})
     with pytest.raises(RequestError, match="this server serves no records"):
         call(stack, serve(stack).address).fetch({})
@@ -219,7 +215,7 @@ def test_a_fetch_that_fails_is_an_error_as_of_a_call(stack: ExitStack) -> None:
 def test_nobody_there_is_the_services_own_error(stack: ExitStack) -> None:
     server = serve(stack)
     server.close()
-    with pytest.raises(UnavailableError, match=f"^nobody answers at {server.address}"):
+    with pytest.raises(UnavailableError, match=f"^no answer from {server.address}"):
         call(stack, server.address).call("echo")
 
 
@@ -227,7 +223,7 @@ def test_an_answer_that_takes_too_long_is_the_services_own_error(stack: ExitStac
     go_on = threading.Event()
     server = serve(stack, calls={"wait": lambda _: {"done": go_on.wait(60)}})
     stack.callback(go_on.set)
-    with pytest.raises(DeadlineExceededError, match=f"^nobody answers at {server.address}"):
+    with pytest.raises(DeadlineExceededError, match=f"^no answer from {server.address}"):
         call(stack, server.address, timeout=timedelta(seconds=0.1)).call("wait")
 
 
@@ -362,7 +358,7 @@ def test_a_stream_goes_on_after_a_request_was_refused(stack: ExitStack) -> None:
     stream = open_stream(stack, serve(stack))
     with pytest.raises(TableError, match=r"^no$"):
         exchange(stream, "fail", {"kind": "told"})
-    with pytest.raises(ClusterError, match=r"^echo service: a request of a stream failed; its log says more"):
+    with pytest.raises(ClusterError, match=r"^echo service: a request of a stream failed; see error"):
         exchange(stream, "fail", {"kind": "bug"})
     with pytest.raises(ClusterError, match="there is no call 'shout'; there are echo, new, fail"):
         exchange(stream, "shout", {})
@@ -384,7 +380,7 @@ def test_a_stream_that_was_cancelled_says_why_and_is_broken(stack: ExitStack) ->
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(stream.receive)  # nothing was asked, so nothing comes
         stream.cancel("enough")
-        with pytest.raises(DeadlineExceededError, match=r"nobody answers at .*: enough"):
+        with pytest.raises(DeadlineExceededError, match=r"no answer from .*: enough"):
             waiting.result()
     assert stream.broken
 
@@ -399,7 +395,7 @@ def test_a_server_closes_when_requests_are_answered_though_callers_keep_their_st
         assert go_on.wait(60)
         return body, data
 
-    monkeypatch.setattr("monolith.wire.flight._LINGER", 600.0)
+    monkeypatch.setattr("monolith.wire.flight_server._LINGER", 600.0)
     server = serve(stack, exchanges={"slow": slow})
     stream, _idle = open_stream(stack, server), open_stream(stack, server)
     with ThreadPoolExecutor(2) as pool:
@@ -420,7 +416,7 @@ def test_a_server_that_closes_answers_no_more_requests(stack: ExitStack) -> None
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(server.close)
         assert server._closing.wait(60)
-        with pytest.raises(UnavailableError, match=f"^nobody answers at {server.address}"):
+        with pytest.raises(UnavailableError, match=f"^no answer from {server.address}"):
             exchange(stream, "echo", {})
         stream.close()
         closing.result()

@@ -15,7 +15,8 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.errors import ConfigError, UnavailableError
 from monolith.wire import proof
-from monolith.wire.flight import Caller, Server, Service
+from monolith.wire.flight import Caller, Service
+from monolith.wire.flight_server import Handlers, Server
 from monolith.wire.proof import CallerProof, PortProof, UnprovedError
 
 pa = pytest.importorskip("pyarrow")
@@ -148,8 +149,7 @@ def test_sessions_are_bounded_and_end_when_they_are_not_used(monkeypatch: pytest
 def serve(stack: ExitStack, guard: Guard | None = GUARD, port: int = 0, **options: Any) -> Server:
     server = Server(
         SERVICE,
-        {"echo": lambda body: body},
-        exchanges={"echo": lambda body, data: (body, data)},
+        Handlers(calls={"echo": lambda body: body}, exchanges={"echo": lambda body, data: (body, data)}),
         guard=guard,
         port=port,
         **options,

@@ -9,25 +9,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 
-from monolith.bench.options import (
-    BenchCheckpointOptions,
-    BenchDataOptions,
-    BenchFleetOptions,
-    BenchFreshnessOptions,
-    BenchPartsOptions,
-    BenchScaleOptions,
-    BenchServeOptions,
-    BenchStoreOptions,
-    BenchSyncOptions,
-    BenchTableOptions,
-    BenchTrainOptions,
-    ExperimentCollisionsOptions,
-    ExperimentDefaultsOptions,
-    ExperimentFreshnessOptions,
-    ExperimentMovielensOptions,
-    ExperimentRetrievalOptions,
-)
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
@@ -65,7 +49,6 @@ from monolith.cli.options.publish import (
     PublishStatusOptions,
 )
 from monolith.cli.options.serve import AskOptions, ServeOptions
-from monolith.cli.options.shows import DemoOptions, TourOptions
 from monolith.cli.options.top import StatusOptions, TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
 from monolith.cli.options.ui import UiOptions
@@ -95,8 +78,6 @@ class Command:
 
 COMMANDS = {
     "new": Command(NewOptions, "monolith.cli.new_project", positional=True),
-    "demo": Command(DemoOptions, "monolith.cli.demo.command"),
-    "tour": Command(TourOptions, "monolith.cli.tour"),
     "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True, let_down_status=os.EX_TEMPFAIL),
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate", run_flags=True),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict", run_flags=True),
@@ -113,22 +94,6 @@ COMMANDS = {
     "publish hold": Command(PublishHoldOptions, "monolith.cli.publish", "hold", positional=True),
     "publish resume": Command(PublishResumeOptions, "monolith.cli.publish", "resume", positional=True),
     "publish rollback": Command(PublishRollbackOptions, "monolith.cli.publish", "rollback", positional=True),
-    "bench table": Command(BenchTableOptions, "monolith.bench.table"),
-    "bench data": Command(BenchDataOptions, "monolith.bench.data"),
-    "bench checkpoint": Command(BenchCheckpointOptions, "monolith.bench.checkpoint"),
-    "bench train": Command(BenchTrainOptions, "monolith.bench.train"),
-    "bench parts": Command(BenchPartsOptions, "monolith.bench.parts"),
-    "bench store": Command(BenchStoreOptions, "monolith.bench.store"),
-    "bench fleet": Command(BenchFleetOptions, "monolith.bench.fleet"),
-    "bench sync": Command(BenchSyncOptions, "monolith.bench.sync"),
-    "bench serve": Command(BenchServeOptions, "monolith.bench.serve"),
-    "bench freshness": Command(BenchFreshnessOptions, "monolith.bench.freshness"),
-    "bench scale": Command(BenchScaleOptions, "monolith.bench.scale"),
-    "experiment collisions": Command(ExperimentCollisionsOptions, "monolith.bench.collisions"),
-    "experiment defaults": Command(ExperimentDefaultsOptions, "monolith.bench.defaults"),
-    "experiment freshness": Command(ExperimentFreshnessOptions, "monolith.bench.sync_intervals"),
-    "experiment movielens": Command(ExperimentMovielensOptions, "monolith.bench.quality"),
-    "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith.bench.retrieval"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),
     "data convert": Command(DataConvertOptions, "monolith.cli.data_files", "convert", positional=True),
@@ -162,3 +127,29 @@ COMMANDS = {
     "config show": Command(ConfigShowOptions, "monolith.cli.config_commands", "show", positional=True),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }
+
+ENTRY_POINTS = "monolith.commands"
+"""The group of entry points by which other packages add commands: a first word -> a table like `COMMANDS`."""
+ADDED_BY = {
+    "bench": "monolith_bench",
+    "demo": "monolith_bench",
+    "experiment": "monolith_bench",
+    "tour": "monolith_bench",
+}
+"""First words of commands that another package adds, so that their absence can be explained."""
+
+
+@cache
+def all_commands() -> dict[str, Command]:
+    """Return the commands of the library and those that installed packages add.
+
+    To read the entry points takes some 20 ms, so a command of the library is first looked for in `COMMANDS`.
+    """
+    found = dict(COMMANDS)
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found |= point.load()
+        except ModuleNotFoundError as missing:  # removed since it was installed, or lacks an extra of its own
+            if point.name not in ADDED_BY or missing.name != ADDED_BY[point.name]:
+                raise
+    return found

@@ -12,7 +12,7 @@ from monolith.cli.ann_index import LIBRARIES, chosen_library, index_recall
 from monolith.cli.evaluation import ReadingBar, settled
 from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.task_config import load_reading, say
-from monolith.data import Records, Stream, format_of, keep_columns
+from monolith.data import Records, Stream, format_of
 from monolith.errors import ConfigError
 from monolith.feature import Batch, ColumnKind, IdFeature
 from monolith.runtime import Trainer
@@ -35,7 +35,7 @@ def run(options: EmbeddingsOptions) -> int:
 
         def on_open(data: Stream[Batch]) -> None:
             if column is not None:
-                keep_columns(data, [column])
+                data.keep_columns([column])
             shown.open(data)
 
         found, users = Trainer(task, config).embed(

@@ -31,11 +31,7 @@ from monolith.data import (
     Records,
     RecordWriter,
     Stream,
-    bad_records,
     format_of,
-    fraction_read,
-    keep_columns,
-    known_size,
 )
 from monolith.data.formats import ParquetFormat
 from monolith.data.records import LABEL, LINE_ID, known_columns
@@ -103,7 +99,7 @@ def predict(options: PredictOptions) -> int:
 
         def on_open(data: Stream[Batch]) -> None:
             if columns:
-                keep_columns(data, columns)
+                data.keep_columns(columns)
             shown.open(data)
 
         for batch, predictions in Trainer(task, config).predict(
@@ -221,13 +217,13 @@ class ReadingBar(ExitStack):
     @property
     def bad_records(self) -> dict[str, int]:
         """Why records of the data were left out, and how many for each reason."""
-        return {} if self._data is None else bad_records(self._data)
+        return {} if self._data is None else self._data.bad_records()
 
     def open(self, data: Stream[Batch]) -> None:
         """Begin to show what is read of some data."""
         self._data = data
         if not self._options.quiet:
-            total = None if self._steps is not None else known_size(data)
+            total = None if self._steps is not None else data.size()
             self._bar = self.enter_context(
                 progress(self._label, total, unit="examples", fraction=lambda: self._part(data))
             )
@@ -240,7 +236,7 @@ class ReadingBar(ExitStack):
 
     def _part(self, data: Stream[Batch]) -> float | None:
         """Return which part is done: of the steps or of the data, whichever ends first."""
-        read = fraction_read(data, data.position())
+        read = data.fraction_read(data.position())
         if not self._steps:
             return read
         return max(self._batches / self._steps, read or 0.0)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from monolith import __version__
-from monolith.cli.commands import COMMANDS
+from monolith.cli.commands import ADDED_BY, COMMANDS, Command, all_commands
 from monolith.cli.options.flag_values import check_flags
 from monolith.cli.options.run_flags import split_run_flags
 from monolith.errors import ConfigError, MonolithError, RetryableError
@@ -85,13 +85,16 @@ def answer(words: Sequence[str]) -> int:
 def let_down_status(words: Sequence[str]) -> int:
     """Return the exit status of a command line whose process others have let down."""
     name, _ = split_command(shared_parser().parse_known_args(words)[1])
-    return COMMANDS[name].let_down_status
+    return find_command(name).let_down_status
 
 
 def run(argv: Sequence[str]) -> int:
     parser = shared_parser()
     shared, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help"):
+        parser.epilog = "\n".join(
+            [listed(all_commands()), "", "`monolith COMMAND --help` lists the options of a command."]
+        )
         parser.print_help()
         return 0
     if rest[-1] in ("-h", "--help") and (begun := commands_under(rest[:-1])):
@@ -111,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
         from monolith.cluster.mpi import abort_on_exception
 
         abort_on_exception(os.environ)
-    command = COMMANDS[name]
+    command = find_command(name)
     try:
         status: int = getattr(importlib.import_module(command.module), command.function)(options)
     finally:
@@ -134,7 +137,6 @@ def shared_parser() -> argparse.ArgumentParser:
         prog="monolith",
         usage="monolith COMMAND [options]",
         description="Train recommendation and ads models on live data, and serve what they learned.",
-        epilog="\n".join([listed(COMMANDS), "", "`monolith COMMAND --help` lists the options of a command."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,  # --help belongs to the command where there is one
         allow_abbrev=False,
@@ -152,18 +154,22 @@ def listed(commands: Iterable[str]) -> str:
     """Return commands with what each is for, for a help text."""
     names = list(commands)
     width = max(map(len, names))
-    return "\n".join(["commands:", *(f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names)])
+    return "\n".join(["commands:", *(f"  {name:<{width}}  {find_command(name).summary}" for name in names)])
 
 
 def commands_under(words: Sequence[str]) -> list[str]:
     """Return the commands that begin with these words, and have more: those of `bench`."""
     count = len(words)
-    return [name for name in COMMANDS if count < len(name.split()) and name.split()[:count] == list(words)]
+    known = all_commands()
+    return [name for name in known if count < len(name.split()) and name.split()[:count] == list(words)]
 
 
 def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Return the command that the first words name, and the arguments after it."""
-    for name in COMMANDS:
+    # A command of the library is found without reading the entry points.
+    own = any(name.split()[0] == arguments[0] for name in COMMANDS)
+    known = COMMANDS if own else all_commands()
+    for name in known:
         words = name.split()
         if list(arguments[: len(words)]) == words:
             return name, list(arguments[len(words) :])
@@ -172,9 +178,19 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
         raise ConfigError(f"unknown option {word!r} before a command; see `monolith --help`")
     if begun := commands_under([word]):
         raise ConfigError(f"`monolith {word}` needs a subcommand; choose one of: {', '.join(begun)}")
-    near = difflib.get_close_matches(word, [name.split()[0] for name in COMMANDS], n=1)
+    if word in ADDED_BY:
+        raise ConfigError(
+            f"`monolith {word}` is a command of the package {ADDED_BY[word]}, which is not installed here. "
+            "Install all packages of the repository: `make setup`, or `pip install .` in a clone."
+        )
+    near = difflib.get_close_matches(word, [name.split()[0] for name in known], n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"unknown command {word!r}. {hint}The commands are: {', '.join(COMMANDS)}")
+    raise ConfigError(f"unknown command {word!r}. {hint}The commands are: {', '.join(known)}")
+
+
+def find_command(name: str) -> Command:
+    """Return the command of this name; one of the library without reading the entry points."""
+    return COMMANDS[name] if name in COMMANDS else all_commands()[name]
 
 
 def parse_options(name: str, flags: Sequence[str], words: Sequence[str] = ()) -> Any:
@@ -185,7 +201,7 @@ def parse_options(name: str, flags: Sequence[str], words: Sequence[str] = ()) ->
     """
     import tyro
 
-    command = COMMANDS[name]
+    command = find_command(name)
     config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff,)
     if command.positional:
         config += (tyro.conf.PositionalRequiredArgs,)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from monolith.runtime.parameter_server import ServedShard
     from monolith.train import Hook
     from monolith.train.hooks.live_line import StepCountsHook
-    from monolith.wire.traffic import Traffic
+    from monolith.wire.bulk import Traffic
 
 IDLE_SECONDS = 15.0
 """A worker that has taken no step for so long is said to have taken none."""
@@ -102,7 +102,6 @@ class OwnStatus:
 
     def watch_worker(self, local: LocalRun) -> Hook:
         """Return what counts the steps of an attempt to train, which is looked at from now on."""
-        from monolith.data.layers import data_trouble
         from monolith.train.hooks.live_line import Outlook, StepCountsHook
         from monolith.train.publishing.hold_file import describe_publishing
 
@@ -128,7 +127,7 @@ class OwnStatus:
             received, sent = _wire_rates(bytes_rates, local.session.traffic)
             rows, memory = (None, None) if self._distributed else _tables(local)
             ahead = outlook.look(counts.step) if counts.steps and counts.step is not None else None
-            troubles = ["" if local.save is None else local.save.trouble, data_trouble(local.session.data)]
+            troubles = ["" if local.save is None else local.save.trouble, local.session.data.trouble]
             return replace(
                 status,
                 state=_worker_state(counts, local, now - moved[1]),

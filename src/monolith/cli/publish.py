@@ -17,7 +17,7 @@ from monolith.cluster.security import SecurityConfig
 from monolith.observe.progress import describe_bytes
 from monolith.train.publishing.bodies import ShareStanding
 from monolith.train.publishing.hold_file import when_utc
-from monolith.wire.bodies import write_body
+from monolith.wire.messages import write_message
 
 _ADDRESS = re.compile(r"[^/\\]+:[0-9]{1,5}")
 
@@ -54,7 +54,7 @@ def _order(options: PublishStatusOptions, *actions: str, reason: str = "", versi
         for action in actions:
             shares = job.publish(action, reason=reason, version=version)
     if options.json:
-        sys.stdout.write(json.dumps({"shares": [write_body(one) for one in shares]}) + "\n")
+        sys.stdout.write(json.dumps({"shares": [write_message(one) for one in shares]}) + "\n")
     else:
         sys.stdout.write("".join(f"{line}\n" for line in describe(shares)))
     return 0

@@ -274,7 +274,7 @@ def grpc_interceptors(
 
     Args:
         message_within: Seconds that an admitted call may take for its next message.
-        admit: Told the peer of each call that has sent its first message; see `wire.doorkeeper`.
+        admit: Told the peer of each call that has sent its first message; see `wire.ports`.
     """
     grpc = _import_grpc()
     waits = _MessageWaits(message_within)

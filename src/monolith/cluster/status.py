@@ -32,7 +32,7 @@ from monolith import filesystem
 from monolith.errors import MonolithError, RequestError, TransientFilesystemError
 from monolith.filesystem.backends import errors_as
 from monolith.observe import Doublings
-from monolith.wire.bodies import Count, Name, Seconds, Text, read_body, write_body
+from monolith.wire.messages import Count, Name, Seconds, Text, read_message, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class JobStatus:
     """Files that are damaged, of another version, or too many."""
 
     def to_json(self) -> bytes:
-        return json.dumps(write_body(self)).encode()
+        return json.dumps(write_message(self)).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> JobStatus:
@@ -156,7 +156,7 @@ class JobStatus:
             found = json.loads(text)
         except ValueError as cause:
             raise RequestError(f"it is not JSON: {cause}") from cause
-        return read_body(cls, found)
+        return read_message(cls, found)
 
 
 class StatusBoard:
@@ -177,7 +177,7 @@ class StatusBoard:
         Raises:
             FilesystemError: The folder cannot be written.
         """
-        path, text = self._path(status.role, status.index), json.dumps(write_body(status)).encode()
+        path, text = self._path(status.role, status.index), json.dumps(write_message(status)).encode()
         filesystem.make_dirs(self.folder)
         if self.is_remote:
             with filesystem.atomic_write(path) as file:
@@ -236,7 +236,7 @@ class StatusBoard:
         with filesystem.open_read(path) as file:
             text = file.read(_LONGEST_FILE)
         try:
-            return read_body(ProcessStatus, json.loads(text))
+            return read_message(ProcessStatus, json.loads(text))
         except ValueError as cause:
             raise RequestError(f"it is not JSON: {cause}") from cause
 

@@ -4,7 +4,6 @@ Files, streams and generated logs are sources: they yield records by column and 
 """
 
 from monolith.data.config import DataConfig, DataServiceConfig, DataSplit
-from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.files.bad_policy import BadRecordPolicy
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import FileSource
@@ -14,12 +13,11 @@ from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSour
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
-from monolith.data.layers import bad_records, fraction_read, keep_columns, known_size, need_no_labels
 from monolith.data.pipeline import Batches, Pipeline
 from monolith.data.records import BatchSpec, Records, concat, make_batch
-from monolith.data.share import Share, share_out
-from monolith.data.shuffling import ShuffleConfig
-from monolith.data.source import Position, SharedSource, Source, Stream
+from monolith.data.sharding import Shard
+from monolith.data.shuffling import Epochs, ShuffleConfig
+from monolith.data.source import Position, Source, Stage, Stream, WorkQueueSource, as_stream
 from monolith.data.synthetic.click_log import ClickLog, ClickLogConfig
 from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 
@@ -57,20 +55,15 @@ __all__ = [
     "Position",
     "RecordWriter",
     "Records",
-    "Share",
-    "SharedSource",
+    "Shard",
     "ShuffleConfig",
     "Source",
+    "Stage",
     "Stream",
     "Watch",
-    "bad_records",
+    "WorkQueueSource",
+    "as_stream",
     "concat",
     "format_of",
-    "fraction_read",
-    "keep_columns",
-    "known_size",
     "make_batch",
-    "need_no_labels",
-    "read_epochs",
-    "share_out",
 ]

@@ -79,7 +79,7 @@ class BadRecords:
 
     Args:
         max_bad: The share of records that may be bad.
-        set_aside: Given them, with their values as JSON.
+        reject: Given them, with their values as JSON.
         what: Is wrong with them, and `advice` what to do, for the error that ends a run.
         first_empty: Given a column, says where its first empty cell is, as far as somebody knows.
         told: Causes that were logged before, by an earlier pass over the same kind of data; grows.
@@ -88,7 +88,7 @@ class BadRecords:
     def __init__(
         self,
         max_bad: float,
-        set_aside: Callable[[Sequence[BadRecord]], None],
+        reject: Callable[[Sequence[BadRecord]], None],
         *,
         what: str,
         advice: str,
@@ -96,7 +96,7 @@ class BadRecords:
         told: set[str] | None = None,
     ) -> None:
         self._max_bad = max_bad
-        self._set_aside = set_aside
+        self._reject = reject
         self._what = what
         self._advice = advice
         self._first_empty = first_empty
@@ -133,7 +133,7 @@ class BadRecords:
                 self.tally.place(reason, self._first_empty(column))
         causes = dict.fromkeys([self.tally.add(reason) for reason in bad.values()])
         self._last = self.tally.describe(list(bad.values())[-1])
-        self._set_aside(
+        self._reject(
             [BadRecord(row, why, _as_json(records.take(torch.tensor([row])))) for row, why in bad.items()]
         )
         for cause in causes:
@@ -175,14 +175,14 @@ class BadValues:
     """Leaves out records with a bad event time or label, as long as they are few.
 
     Args:
-        set_aside: Given them, with their values as JSON.
+        reject: Given them, with their values as JSON.
         first_empty: As of `BadRecords`.
     """
 
     def __init__(
         self,
         spec: BatchSpec,
-        set_aside: Callable[[Sequence[BadRecord]], None],
+        reject: Callable[[Sequence[BadRecord]], None],
         *,
         first_empty: Callable[[str], str | None] = lambda _: None,
     ) -> None:
@@ -190,7 +190,7 @@ class BadValues:
         self._labels = sorted({column for column, _ in spec.labels.values()})
         self._bad = BadRecords(
             spec.max_bad,
-            set_aside,
+            reject,
             what="have a bad event time or label",
             advice="Make event times Unix seconds and labels numbers, name other columns in BatchSpec, or "
             "allow more with its max_bad.",

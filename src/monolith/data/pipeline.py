@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -33,14 +34,11 @@ from typing import TextIO, TypeVar
 from torch import Tensor
 
 from monolith.data.bad_values import BadTally, BadValues
-from monolith.data.holding import Rebatched, Shuffled, Taken
-from monolith.data.iteration import closed_after
+from monolith.data.buffering import Rebatched, Shuffled, Taken
 from monolith.data.kept import Kept
-from monolith.data.layers import first_empty, is_live
-from monolith.data.passing import Passing
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
 from monolith.data.shuffling import ShuffleConfig
-from monolith.data.source import Position, Source, Stream
+from monolith.data.source import Position, Stage, Stream, closed_after
 from monolith.data.spec_batches import SpecBatchMaker
 from monolith.data.transforming import SNAPSHOT_EVERY, transformed
 from monolith.data.transforms.transform import Transform
@@ -56,7 +54,7 @@ Predicate = Callable[[Records], Tensor]
 """Returns a bool per record: whether to keep it."""
 
 
-class Pipeline(Passing[Source]):
+class Pipeline(Stage[Records, Records]):
     """A source, and the stages on top of it. Adding a stage returns a new pipeline over the same source."""
 
     def map(self, function: Map) -> Pipeline:
@@ -142,7 +140,7 @@ class Pipeline(Passing[Source]):
         return iter(self._source)
 
 
-class Batches(Passing[Stream[Batch]]):
+class Batches(Stage[Batch, Batch]):
     """Batches for a model, with the position of the records they were made of."""
 
     def prefetch(self, batches: int) -> Batches:
@@ -153,13 +151,13 @@ class Batches(Passing[Stream[Batch]]):
         return iter(self._source)
 
 
-class _Mapped(Passing[Source]):
-    def __init__(self, source: Source, function: Map) -> None:
+class _Mapped(Stage[Records, Records]):
+    def __init__(self, source: Stream[Records], function: Map) -> None:
         super().__init__(source)
         self._function = function
 
-    def size(self) -> None:
-        """Nobody knows how many records a function makes."""
+    def size(self) -> int | None:
+        return None  # a function may make any number of records
 
     def __iter__(self) -> Iterator[Records]:
         with closed_after(self._source) as batches:
@@ -171,32 +169,32 @@ class _Mapped(Passing[Source]):
                     yield made
 
 
-class _Batched(Passing[Source]):
-    def __init__(self, source: Source, spec: BatchSpec) -> None:
+class _Batched(Stage[Batch, Records]):
+    def __init__(self, source: Stream[Records], spec: BatchSpec) -> None:
         super().__init__(source)
         self._spec = spec
         self._make = BatchMaker(spec)
         self._kept: Kept | None = None
         self._resumed = False
-        self.left_out = BadTally()
-        """Why records were left out, since the last time reading began."""
+        self._dropped = BadTally()  # since the last time reading began
 
-    def need_no_labels(self) -> None:
-        """Have records without labels stay; see `NeedsLabels`."""
+    def allow_missing_labels(self) -> None:
+        super().allow_missing_labels()
         labels = (column for column, _ in self._spec.labels.values())
         optional = dict.fromkeys([*self._spec.optional, *labels])
         self._spec = replace(self._spec, optional=tuple(optional))
         self._make = BatchMaker(self._spec, resumed=self._resumed)
 
-    def keep_columns(self, names: Sequence[str]) -> None:
-        """Have every batch carry these columns; see `KeepsColumns`."""
+    def keep_columns(self, names: Sequence[str]) -> bool:
         self._kept = Kept(names)
+        return True
+
+    def bad_records(self) -> dict[str, int]:
+        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
 
     def __iter__(self) -> Iterator[Batch]:
-        bad = BadValues(
-            self._spec, self.set_aside, first_empty=lambda column: first_empty(self._source, column)
-        )
-        self.left_out = bad.tally
+        bad = BadValues(self._spec, self.reject, first_empty=self._source.find_empty_cell)
+        self._dropped = bad.tally
         with closed_after(self._source) as batches:
             for records in batches:
                 fine = bad.left_out(records)
@@ -212,33 +210,35 @@ class _Batched(Passing[Source]):
         self._make = BatchMaker(self._spec, resumed=True)
 
 
-class _SpecBatched(Passing[Source]):
-    def __init__(self, source: Source, spec: FeatureSpec) -> None:
+class _SpecBatched(Stage[Batch, Records]):
+    def __init__(self, source: Stream[Records], spec: FeatureSpec) -> None:
         super().__init__(source)
         self._spec = spec
         self._resumed = False
         self._kept: Kept | None = None
-        self.left_out = BadTally()
-        """Why records were left out, since the last time reading began."""
+        self._dropped = BadTally()  # since the last time reading began
 
-    def need_no_labels(self) -> None:
-        """Have records without labels stay; see `NeedsLabels`."""
+    def allow_missing_labels(self) -> None:
+        super().allow_missing_labels()
         optional = dict.fromkeys([*self._spec.optional, *self._spec.targets])
         self._spec = replace(self._spec, optional=tuple(optional))
 
-    def keep_columns(self, names: Sequence[str]) -> None:
-        """Have every batch carry these columns; see `KeepsColumns`."""
+    def keep_columns(self, names: Sequence[str]) -> bool:
         self._kept = Kept(names)
+        return True
+
+    def bad_records(self) -> dict[str, int]:
+        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
 
     def __iter__(self) -> Iterator[Batch]:
         make = SpecBatchMaker(
             self._spec,
-            self.set_aside,
+            self.reject,
             resumed=self._resumed,
             kept=self._kept,
-            first_empty=lambda column: first_empty(self._source, column),
+            first_empty=self._source.find_empty_cell,
         )
-        self.left_out = make.tally
+        self._dropped = make.tally
         with closed_after(self._source) as batches:
             for records in batches:
                 made = make(records)
@@ -251,8 +251,8 @@ class _SpecBatched(Passing[Source]):
         self._resumed = True
 
 
-class _Watched(Passing[Source]):
-    def __init__(self, source: Source, line: ProgressLine, event_time: str) -> None:
+class _Watched(Stage[Records, Records]):
+    def __init__(self, source: Stream[Records], line: ProgressLine, event_time: str) -> None:
         super().__init__(source)
         self._line = line
         self._event_time = event_time
@@ -260,7 +260,7 @@ class _Watched(Passing[Source]):
     def __iter__(self) -> Iterator[Records]:
         with closed_after(self._source) as batches:
             for records in batches:
-                column = records.columns.get(self._event_time) if is_live(self._source) else None
+                column = records.columns.get(self._event_time) if self._source.live is not False else None
                 times = () if column is None else column.flat_values.tolist()
                 self._line.advance(len(records), max(times, default=None))
                 yield records
@@ -315,7 +315,7 @@ class ProgressLine:
         print(f"{self._label}: {', '.join(parts)}", file=self._stream, flush=True)
 
 
-class _Ahead(Passing[Stream[Item]]):
+class _Ahead(Stage[Item, Item]):
     """Reads ahead in a thread, and stands where its consumer stands."""
 
     def __init__(self, source: Stream[Item], capacity: int) -> None:

@@ -1,22 +1,35 @@
-"""Shuffling that can be taken up again: an order that follows from numbers alone.
+"""The order of records: epochs, shuffling that can be resumed, and batches of one size.
 
-A buffer from which records are drawn at random would have to be saved whole. Here a
-stretch of records is put into an order that is a function of the seed and of where the
-stretch begins, so that whoever knows these two reads on in the middle of it.
+A shuffle buffer from which records are drawn at random would have to be saved whole. Here a *stretch* of
+records is permuted by a function of the seed and of where the stretch begins, so a position needs two numbers
+more: the length of the stretch and how many of its records were yielded.
+
+A source reads *blocks* (chunks of files, batches of another stream) and yields batches of one size, maybe in
+another order. Records that it buffers meanwhile must neither be lost nor come twice. So each block knows the
+*cursor* before each of its records, and the two classes below report the cursor they have come to:
+
+    blocks ──Shuffler──► stretches, each permuted     blocks ──Batcher──► (batch, cursor after it), ...
+
+A cursor is a place between two records, in the terms of the source; a `Position` is a cursor as plain values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.errors import ConfigError
+from monolith.data.records import Records, concat
+from monolith.errors import ConfigError, DataError
 from monolith.table.hashing import mix, mix_one
 
 _ALL_BITS = 0xFFFF_FFFF_FFFF_FFFF
+
+Cursor = TypeVar("Cursor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +38,10 @@ class ShuffleConfig:
 
     seed: int = 0
     buffer: int = 65_536
-    """Records that are held and mixed with each other at a time."""
+    """Records that are buffered and permuted together."""
     files: bool = True
-    """Whether a list of files is mixed over its whole length: pieces of all files are read in a random order,
-    a new one in each epoch. False mixes `buffer` records at a time, in the order of the files."""
+    """Whether a list of files is shuffled over its whole length: pieces of all files are read in a random
+    order, a new one in each epoch. False permutes `buffer` records at a time, in the order of the files."""
     piece_bytes: int = 128 << 10
     """Bytes of a text or TFRecord file that are one piece; of Parquet, a row group is."""
 
@@ -41,11 +54,176 @@ class ShuffleConfig:
             raise ConfigError(f"shuffle: seed must be from 0 to 2^64 - 1, got {self.seed}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epochs:
+    """How often data is read, and in what order if its source has none of its own.
+
+    A task makes its stream as if it were read once; the run calls `stream.read_epochs(Epochs(count=3))`
+    before the first read. Sources count epochs in their position, so a restart resumes within an epoch.
+    """
+
+    count: int
+    seed: int = 0
+    buffer: int = ShuffleConfig().buffer
+    """Records that are permuted together; 0 leaves the order."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(f"epochs: data is read at least once, got {self.count}")
+
+    @property
+    def shuffle(self) -> ShuffleConfig | None:
+        """How to shuffle; None leaves the order."""
+        return ShuffleConfig(seed=self.seed, buffer=self.buffer) if self.buffer else None
+
+
+def check_epochs_unset(source: str, own: int | None, *, settled: bool) -> None:
+    """Refuse to set the epochs of a source that was read already, or that has its own number of them.
+
+    Args:
+        source: The name of the source in messages.
+        own: The number of epochs that it was made with.
+    """
+    if settled:
+        raise ConfigError(f"{source}: it was read already, so it is too late to set its number of epochs")
+    if own != 1:
+        raise ConfigError(
+            f"{source}: it was made with epochs={own}, and the run has train.epochs; leave one of them out"
+        )
+
+
 def permutation(count: int, *key: int) -> Tensor:
-    """Return the numbers from 0 to `count` - 1 in an order that the key decides, for good: int64 (count,)."""
+    """Return the numbers from 0 to `count` - 1 in an order that the key alone decides: int64 (count,)."""
     state = 0
     for number in key:
         state = mix_one((state + number + 1) & _ALL_BITS)
     # `mix` is a bijection, so no two hashes tie; the low bits of nearby keys are far apart after it.
     hashes = mix(np.arange(count, dtype=np.uint64) ^ np.uint64(state))
     return torch.from_numpy(np.argsort(mix(hashes + np.uint64(state))))
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Generic[Cursor]):
+    """Records that were read together; all of them are yielded before the next block."""
+
+    records: Records
+    cursor: Callable[[int], Cursor]
+    """Returns the cursor before record `number`; for `len(records)`, the one after the block. Only valid
+    until the source reads on."""
+    first: int = 0
+    """The first of `records` to yield; those before it were yielded earlier."""
+    length: int = 0
+    """Of the stretch that starts at `first`, if it was started before a restart; otherwise 0."""
+    taken: int = 0
+    """Records of that stretch that were yielded before the restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch(Generic[Cursor]):
+    """Records that were permuted together, and the cursors around them."""
+
+    begin: Cursor
+    end: Cursor
+    records: Records
+    first: int
+    """The first of `records` to yield; those before it were yielded earlier."""
+
+
+class Shuffler(Generic[Cursor]):
+    """Permutes stretches of records by numbers that a position has; see `permutation`.
+
+    A stretch that was started before a restart keeps its length, however much data there is now.
+
+    Args:
+        buffer: Records of a stretch; only one that the source ends is shorter.
+        order: Returns the permutation of so many records from a cursor on.
+        name_of: Returns what to call the data at a cursor in a message.
+    """
+
+    def __init__(
+        self, buffer: int, order: Callable[[Cursor, int], Tensor], name_of: Callable[[Cursor], str]
+    ) -> None:
+        self._buffer = buffer
+        self._order = order
+        self._name_of = name_of
+        self._buffered: list[Records] = []
+        self._begin: Cursor | None = None
+        self._missing = self._resumed = self._taken = 0
+
+    @property
+    def begin(self) -> Cursor | None:
+        """Where the unfinished stretch begins; None if there is none."""
+        return self._begin
+
+    def add(self, block: Block[Cursor]) -> Iterator[Stretch[Cursor]]:
+        """Yield the stretches that a block completes, and buffer the rest of it."""
+        here, size = block.first, len(block.records)
+        while here < size:
+            if self._begin is None:
+                self._resumed = block.length if here == block.first else 0
+                self._taken = block.taken if self._resumed else 0
+                self._missing = self._resumed or self._buffer
+                self._begin = block.cursor(here)
+            before, here = here, min(here + self._missing, size)
+            self._buffered.append(block.records.slice(before, here))
+            self._missing -= here - before
+            if not self._missing:
+                yield self._stretch(self._begin, block.cursor(here))
+
+    def end(self, cursor: Cursor) -> Stretch[Cursor] | None:
+        """Return the unfinished stretch, short as it is; None if there is none.
+
+        Raises:
+            DataError: It was longer before a restart.
+        """
+        begin = self._begin
+        if begin is None:
+            return None
+        if self._resumed:
+            raise DataError(
+                f"{self._name_of(begin)} has fewer records than when its position was saved: the data was "
+                "replaced since. Restore the data, or start from the beginning."
+            )
+        return self._stretch(begin, cursor)
+
+    def _stretch(self, begin: Cursor, end: Cursor) -> Stretch[Cursor]:
+        records = concat(self._buffered)
+        self._buffered, self._begin = [], None
+        return Stretch(begin, end, records.take(self._order(begin, len(records))), self._taken)
+
+
+class Batcher(Generic[Cursor]):
+    """Makes batches of one size out of blocks, across their ends.
+
+    batcher = Batcher(4)
+    [(len(batch), cursor) for batch, cursor in batcher.add(block_of_6)]   # [(4, cursor before record 4)]
+    len(batcher.rest())                                                   # 2
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = self._missing = size
+        self._buffered: list[Records] = []
+
+    def add(self, block: Block[Cursor]) -> Iterator[tuple[Records, Cursor]]:
+        """Yield the batches that a block completes, each with the cursor after it, and buffer the rest."""
+        done = block.first
+        while done < len(block.records):
+            end = min(done + self._missing, len(block.records))
+            self._buffered.append(block.records.slice(done, end))
+            self._missing -= end - done
+            done = end
+            if not self._missing:
+                yield self._batch(), block.cursor(done)
+
+    def rest(self) -> Records | None:
+        """Return the buffered records, which are less than a batch; None if there are none."""
+        return self._batch() if self._buffered else None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._buffered
+
+    def _batch(self) -> Records:
+        batch = concat(self._buffered)
+        self._buffered, self._missing = [], self._size
+        return batch

@@ -1,111 +1,457 @@
-"""The source seam: records in order, and a position that can be saved.
+"""The source seam: a stream of records with a position that can be saved and restored.
 
-A trainer that is killed must go on with the very record it had not yet trained on.
-So a source says at any time where it stands, and a new one of the same kind, restored to
-that position, yields exactly the records that were left, whatever the number of threads
-or the size of buffers.
+A trainer that is killed must resume with the first record that it has not trained on. So a source can report
+its position at any time, and a new source of the same kind and settings, restored to that position, yields
+exactly the remaining records, whatever the number of threads or the size of buffers.
 
-Whoever trains with several workers has each read one share of the data. A source that can be
-shared out says so by a method `read_share(share)`, which is called before anything else, or not at
-all: then it reads everything. So a constructor looks at no file, broker or queue yet; the first
-read, position or restore does. Every implementation passes `tests/contracts/test_source.py`.
+    ┌── open ──read_shard(), read_epochs()──► open ──first read, position() or restore()──► settled ──┐
+    │   a constructor opens no file, broker or queue                  too late for the other two      │
+    └──────────────────────────────────────────────────────────────────────────────────────close()────┘
+
+Derive a source of your own from `Source` and implement `__iter__`, `position` and `restore`. All other
+methods are optional abilities with a default: a source that does not override `read_shard`, for example,
+cannot be split among several workers, and the run says so. An object that is not derived from `Source` is
+wrapped once, by `as_stream`, when it enters a pipeline or a run. Every implementation passes
+`tests/contracts/test_source.py`.
+
+    class Squares(Source):
+        def __init__(self):
+            self._next = 0
+
+        def __iter__(self):
+            while self._next < 1000:
+                self._next += 10
+                yield to_records({"n": [n * n for n in range(self._next - 10, self._next)]})
+
+        def position(self):
+            return {"next": self._next}
+
+        def restore(self, position):
+            self._next = position["next"]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 from monolith.data.format import BadRecord
 from monolith.data.records import Records
-from monolith.data.share import Share
+from monolith.data.sharding import Shard
+from monolith.data.shuffling import Epochs
+from monolith.errors import NotRepeatableError, NotShareableError, RestoreError
 
+T = TypeVar("T")
 Item_co = TypeVar("Item_co", covariant=True)
+In = TypeVar("In")
 
 Position = dict[str, Any]
-"""Where a source stands: plain values that survive JSON, for a source of the same kind to go on from."""
+"""A place between two records, as plain values that survive JSON. A source of the same kind resumes there."""
 
 
-class Stream(Protocol[Item_co]):
-    """A source of anything: what a stage may stand on."""
+class Stream(ABC, Generic[Item_co]):
+    """A sequence of items with a position: a source of records, or a stage on top of one.
 
-    def __iter__(self) -> Iterator[Item_co]: ...
-    def position(self) -> Position: ...
-    def restore(self, position: Position) -> None: ...
-    def commit(self, position: Position) -> None: ...
-    def close(self) -> None: ...
+    One thread reads a stream at a time. `Source` is a stream of `Records`; `to_batches` of a pipeline makes a
+    stream of `Batch`.
+    """
 
+    @abstractmethod
+    def __iter__(self) -> Iterator[Item_co]:
+        """Yield items from the current position to the end of the data, if it has one.
 
-class Source(Protocol):
-    """Yields records. One thread reads it at a time. One that can be shared out is a `SharedSource`."""
-
-    def __iter__(self) -> Iterator[Records]:
-        """Yield records from where the source stands to the end of the data, if it has one.
-
-        Iterating again goes on from there. A consumer that stops early has taken what was yielded.
+        Iterating again continues from there. A consumer that stops early has consumed the yielded items.
         """
 
+    @abstractmethod
     def position(self) -> Position:
         """Return the place before the first record that was not yielded yet.
 
-        Asked for after every batch, whether or not a checkpoint is saved there: so it is cheap, writes no
-        file, and changes nothing. What it takes to go on from it is on disk, or in it, when it is returned.
+        The trainer asks after every batch, whether or not it saves a checkpoint there: so this is cheap,
+        writes no file and changes nothing. Everything that a restore needs is on disk, or in the position,
+        when it is returned.
         """
 
+    @abstractmethod
     def restore(self, position: Position) -> None:
-        """Go to a position of a source of the same kind and settings. Only before, or between, iterations.
+        """Move to a position of a source of the same kind and settings, before or between iterations.
 
         Raises:
-            RestoreError: The position is of another kind, or names data that is not there or not of this
+            RestoreError: The position is of another kind, or names data that is missing or not of this
                 source. A position may come from another process: a source opens no file that it would not
                 have found by itself.
         """
 
     def commit(self, position: Position) -> None:
-        """Hear that a checkpoint holds a position, so that nothing before it need come again.
+        """Note that a checkpoint contains this position, so the records before it are never needed again.
 
-        Only now may a queue of files finish them, a joiner drop older snapshots, a broker note offsets. Who
-        reads without checkpoints commits by itself. Again, with the same position, it does nothing more.
-        Any thread may call it, while another one reads. A source that stands on others passes it on.
+        Only now may a queue finish files, a joiner delete older snapshots, a broker store offsets. Committing
+        the same position twice does nothing more. Any thread may call it while another one reads.
         """
 
     def close(self) -> None:
-        """Let go of files, threads and connections. Closing again does nothing."""
+        """Release files, threads and connections. Closing again does nothing."""
 
+    # Reading a part of the data, or all of it several times. Both are called before the first use, or never.
 
-class SharedSource(Source, Protocol):
-    """A source of which several workers can each read a share."""
+    def read_shard(self, shard: Shard) -> None:
+        """Read one shard from now on: the shards of all workers together are the whole, without overlap.
 
-    def read_share(self, share: Share) -> None:
-        """Read one share from now on: those of all workers together are the whole, and no record is in two.
-
-        Arguments of the source that name a share win over it. A source that stands on others passes it on,
-        by `share_out`.
+        Arguments of the source that name a shard take precedence.
 
         Raises:
-            ConfigError: There is no such share; or the source was read, restored or asked for its position.
-            NotShareableError: It stands on a source that cannot be shared out.
+            ConfigError: There is no such shard; or the source was read, restored or asked for its position.
+            NotShareableError: The data cannot be split among workers.
+        """
+        del shard
+        raise NotShareableError(f"{_name(self)} cannot be split among workers: it has no read_shard()")
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        """Read the data several times.
+
+        Raises:
+            NotRepeatableError: The data cannot be read again, as a live stream.
+            ConfigError: It was read already, or has its own number of epochs.
+        """
+        del epochs
+        raise NotRepeatableError(f"{_name(self)} cannot be read several times: it has no read_epochs()")
+
+    # What is known about the data. All of these may be called from any thread.
+
+    @property
+    def live(self) -> bool | None:
+        """Whether events arrive as they happen, so that the stream can lag behind the clock and pause.
+
+        True for topics and watched files, False for a list of files or a table, None if unknown.
+        """
+        return None
+
+    @property
+    def repeats_order(self) -> bool:
+        """Whether a restored source yields the remaining records in exactly the order of before.
+
+        True for lists of files, tables and generators. The partitions of a topic, the files of a queue and
+        the splits of a data service keep their order only within each of them.
+        """
+        return False
+
+    def size(self) -> int | None:
+        """Return the number of records from the beginning to the end; None if unknown or costly to find."""
+        return None
+
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        """Return the fraction of the input, from 0 to 1, that precedes a position; None if unknown.
+
+        It counts input, not output: a filter may drop any number of records.
+
+        Args:
+            position: A recent position of this stream.
+            records: Records after the position that were yielded as well.
+        """
+        del position, records
+        return None
+
+    @property
+    def trouble(self) -> str:
+        """What the stream cannot do now and retries, for an operator; empty if all is well."""
+        return ""
+
+    # Bad records
+
+    def reject(self, bad: Sequence[BadRecord]) -> None:
+        """Count records that a later stage found bad, and quarantine them if this source has a quarantine."""
+
+    def bad_records(self) -> dict[str, int]:
+        """Return the causes for which records were dropped since reading began, each with its count."""
+        return {}
+
+    def find_empty_cell(self, column: str) -> str | None:
+        """Return where the first empty cell of a column is, such as `line 7 of clicks.csv`; None if unknown.
+
+        May read some files again.
+        """
+        del column
+        return None
+
+    # Options of the stage that makes batches of records
+
+    def keep_columns(self, names: Sequence[str]) -> bool:
+        """Make every batch carry these columns of its records in `Batch.raw`; return whether a stage can."""
+        del names
+        return False
+
+    def allow_missing_labels(self) -> None:
+        """Keep records without a label in the batches, as records to predict may have none."""
+
+    # Another number of workers
+
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Return the records that the old workers had left as the positions of another number of workers.
+
+            3 positions of a checkpoint ──redistribute──► 2 positions, each restored like any other
+
+        Exactly the remaining records move, in units that the source can name: files from the place reached,
+        partitions. This may read data, and leaves the source anywhere: restore it afterwards.
+
+        Args:
+            positions: One of each old worker, in order.
+            workers: The new number of workers; this source reads the shard of one of them.
+
+        Raises:
+            RestoreError: The positions cannot be redistributed.
+        """
+        del positions, workers
+        raise _cannot_redistribute(self)
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:
+        """Return a position from which this source yields what the worker of `position` would have.
+
+        A stage that buffers records needs it: the buffered records of an old worker are in the middle of a
+        unit, so one of the new workers reads them first, from the shard of the old one.
+
+        Args:
+            end: A later position of the same worker. The records between the two come first, in any order.
+
+        Raises:
+            RestoreError: The position cannot be adopted.
+        """
+        del position, end
+        raise _cannot_redistribute(self)
+
+    @property
+    def work_queue(self) -> WorkQueueSource | None:
+        """The source whose work moves between workers while they read; None if shards are fixed.
+
+        A stage that buffers records has none: what it buffers cannot be given back.
+        """
+        return None
+
+    @property
+    def upstream(self) -> Stream[Any] | None:
+        """The stream that this stage reads; None for a source."""
+        return None
+
+
+Source = Stream[Records]
+"""A stream of records: the base class of every source."""
+
+
+class WorkQueueSource(ABC):
+    """A source whose work may move from one worker to another while they read.
+
+    A queue of files and the data service know which worker has which piece of work. The unfinished work of a
+    worker that leaves or is lost is given back, and other workers get it. So the position of such a worker is
+    of no use to a successor, which starts with nothing:
+
+        with work ──position saved──► safe ──give_back(position)──► empty; the rest goes to any worker
+
+    The chief gives work back, because it knows which positions were saved. A worker never does by itself.
+
+    The partitions of a topic are known to no queue: the chief assigns them itself (`chief_assigns`). All
+    workers quiesce and report their positions; the chief reassigns the partitions and the workers resume.
+
+        one worker has all ──a worker joins, leaves or is lost──► reassign(positions, 3) ──► each has some
+    """
+
+    chief_assigns = False
+    """Whether the chief assigns the work, by `collect` and `reassign`, instead of a queue or dispatcher."""
+
+    @abstractmethod
+    def give_back(self, position: Position) -> Position:
+        """Return the unfinished work of a worker to the queue, from any thread, while this source is read.
+
+        Args:
+            position: Saved by any worker: the records before it are done.
+
+        Returns:
+            The position of a replacement of that worker: it has no work yet.
         """
 
+    @abstractmethod
+    def defer_to_chief(self) -> None:
+        """Leave it to the chief to give back this worker's work: closing the source keeps its leases.
 
-def repeats_order(source: object) -> bool:
-    """Return whether a source, restored, yields the records after a position in the very order it did before.
+        A source whose chief assigns the work reads only what its position names from now on.
+        """
 
-    One that does says so by `repeats`: files of a list, tables, generators. Partitions of a topic, files of a
-    queue and splits of a data service may come in another order, each of them in its own.
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Take no more work and wait for none, so that the current iteration ends. From any thread.
+
+        A source whose chief assigns the work can be read again once it is restored.
+        """
+
+    def collect(self, positions: Sequence[Position]) -> Position:
+        """Return all remaining work as the position of one worker. Only if the chief assigns.
+
+        Args:
+            positions: Saved together by all workers; none at the beginning of the data.
+
+        Raises:
+            RestoreError: They are of other data, or something is missing.
+        """
+        raise NotImplementedError(f"the chief does not assign the work of {_name(self)}: {len(positions)}")
+
+    def reassign(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Return the remaining work as positions of so many workers, some of which may be empty.
+
+        Only if the chief assigns. From any thread, while this source is read: its own position stays.
+        """
+        raise NotImplementedError(
+            f"the chief does not assign the work of {_name(self)}: {len(positions)} to {workers}"
+        )
+
+
+class Stage(Stream[Item_co], Generic[Item_co, In]):
+    """A stream that reads another one and has the same position: it buffers nothing.
+
+    Every ability is that of its upstream; a stage overrides those that it changes.
     """
-    return bool(getattr(source, "repeats", False))
+
+    def __init__(self, source: Iterable[In]) -> None:
+        self._source = as_stream(source)
+
+    @property
+    def upstream(self) -> Stream[In]:
+        return self._source
+
+    def position(self) -> Position:
+        return self._source.position()
+
+    def restore(self, position: Position) -> None:
+        self._source.restore(position)
+
+    def commit(self, position: Position) -> None:
+        self._source.commit(position)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def read_shard(self, shard: Shard) -> None:
+        self._source.read_shard(shard)
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        self._source.read_epochs(epochs)
+
+    @property
+    def live(self) -> bool | None:
+        return self._source.live
+
+    @property
+    def repeats_order(self) -> bool:
+        return self._source.repeats_order
+
+    def size(self) -> int | None:
+        return self._source.size()
+
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        return self._source.fraction_read(position, records)
+
+    @property
+    def trouble(self) -> str:
+        return self._source.trouble
+
+    def reject(self, bad: Sequence[BadRecord]) -> None:
+        self._source.reject(bad)
+
+    def bad_records(self) -> dict[str, int]:
+        return self._source.bad_records()
+
+    def find_empty_cell(self, column: str) -> str | None:
+        return self._source.find_empty_cell(column)
+
+    def keep_columns(self, names: Sequence[str]) -> bool:
+        return self._source.keep_columns(names)
+
+    def allow_missing_labels(self) -> None:
+        self._source.allow_missing_labels()
+
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        return self._source.redistribute(positions, workers)
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:
+        return self._source.adopt(position, end)
+
+    @property
+    def work_queue(self) -> WorkQueueSource | None:
+        return self._source.work_queue
 
 
-def commit_to(source: object, position: Position) -> None:
-    """Tell a source what is safe. One of a user's own that has nothing to forget may be without `commit`."""
-    commit = getattr(source, "commit", None)
-    if commit is not None:
-        commit(position)
+def as_stream(items: Iterable[T]) -> Stream[T]:
+    """Return an iterable as a stream: a `Stream` as it is, anything else wrapped.
+
+    The wrapper uses the methods that the object has, such as `position` and `restore`, and the defaults of
+    `Stream` for the rest. A plain iterable has the number of yielded items as its position.
+    """
+    return items if isinstance(items, Stream) else _Wrapped(items)
 
 
-def set_bad_aside(source: object, bad: Sequence[BadRecord]) -> None:
-    """Hand bad records to a source, if it keeps them; see `FileSource.set_aside`."""
-    set_aside = getattr(source, "set_aside", None)
-    if set_aside is not None:
-        set_aside(bad)
+class _Wrapped(Stream[T]):
+    """An object that is not derived from `Stream`. This is the only place that probes for methods."""
+
+    _METHODS = (
+        *("position", "restore", "commit", "close", "read_shard", "read_epochs", "size", "fraction_read"),
+        *("reject", "bad_records", "find_empty_cell", "keep_columns", "redistribute", "adopt"),
+    )
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = items
+        self._yielded = self._skip = 0
+        for name in self._METHODS:
+            if hasattr(items, name):
+                setattr(self, name, getattr(items, name))
+        if hasattr(items, "read_share"):  # its name in earlier versions
+            setattr(self, "read_shard", items.read_share)  # noqa: B010
+
+    def __iter__(self) -> Iterator[T]:
+        if hasattr(self._items, "position"):
+            yield from self._items
+            return
+        for number, item in enumerate(self._items):
+            if number >= self._skip:
+                self._skip = self._yielded = number + 1
+                yield item
+
+    def position(self) -> Position:
+        return {"source": "items", "next": self._yielded}
+
+    def restore(self, position: Position) -> None:
+        number = position.get("next") if position.get("source") == "items" else None
+        if not isinstance(number, int) or number < 0:
+            raise RestoreError(f"cannot restore {_name(self)}: {position!r:.200} is not a position of it")
+        if isinstance(self._items, Iterator) and self._yielded:
+            raise RestoreError(f"cannot restore {_name(self)}: an iterator cannot be read again")
+        self._skip = self._yielded = number
+
+    @property
+    def live(self) -> bool | None:
+        return getattr(self._items, "live", None)
+
+    @property
+    def repeats_order(self) -> bool:
+        return bool(getattr(self._items, "repeats_order", False))
+
+
+@contextmanager
+def closed_after(items: Iterable[T]) -> Iterator[Iterator[T]]:
+    """Give an iterator over the items; a generator is closed when the block ends, however it ends.
+
+    Without it, files and threads of a generator stay open until the garbage collector finds it.
+    """
+    iterator = iter(items)
+    try:
+        yield iterator
+    finally:
+        if isinstance(iterator, Generator):
+            iterator.close()
+
+
+def _name(source: object) -> str:
+    kind = type(source._items) if isinstance(source, _Wrapped) else type(source)
+    return kind.__name__.lstrip("_")
+
+
+def _cannot_redistribute(source: object) -> RestoreError:
+    return RestoreError(f"{_name(source)} cannot redistribute positions among another number of workers")

@@ -18,7 +18,7 @@ class SpecBatchMaker:
     another length than its weights) is left out and counted; see `FeatureSpec.max_bad`.
 
     Args:
-        set_aside: Given bad records, with their values as JSON.
+        reject: Given bad records, with their values as JSON.
         resumed: Whether the records are what is left of a stream; its end then says nothing.
         kept: Takes raw columns along with each batch.
         first_empty: As of `BadRecords`.
@@ -27,7 +27,7 @@ class SpecBatchMaker:
     def __init__(
         self,
         spec: FeatureSpec,
-        set_aside: Callable[[Sequence[BadRecord]], None],
+        reject: Callable[[Sequence[BadRecord]], None],
         *,
         resumed: bool = False,
         kept: Kept | None = None,
@@ -39,7 +39,7 @@ class SpecBatchMaker:
         self._check = _check_of(spec)
         self._bad = BadRecords(
             spec.max_bad,
-            set_aside,
+            reject,
             what="cannot be read as the features say",
             advice="Mend the data, change the features, or allow more with examples.max_bad of the config, "
             "which is max_bad of a FeatureSpec. Where a task can do without a label, name its column in "

@@ -27,15 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from monolith.data.epochs import Epochs, read_epochs
-from monolith.data.format import BadRecord
-from monolith.data.iteration import closed_after
-from monolith.data.layers import fraction_read
-from monolith.data.passing import Passing
 from monolith.data.records import Records
-from monolith.data.redistribution import redistributed
-from monolith.data.share import Share, share_out
-from monolith.data.source import Position, Source, commit_to, repeats_order, set_bad_aside
+from monolith.data.source import Position, Stage, Stream, WorkQueueSource, closed_after
 from monolith.data.transforms.transform import Compose, Filter, Rewrite, Stateful, Transform
 from monolith.errors import ConfigError, DataError, RestoreError
 
@@ -57,16 +50,12 @@ class _Snapshot:
     """What the transform remembers; None for one that remembers nothing."""
 
 
-class TransformedByContent(Passing[Source]):
+class TransformedByContent(Stage[Records, Records]):
     """Transforms that look at nothing but what is in a record."""
 
-    def __init__(self, source: Source, transforms: Sequence[Transform]) -> None:
+    def __init__(self, source: Stream[Records], transforms: Sequence[Transform]) -> None:
         super().__init__(source)
         self.transforms = tuple(transforms)
-
-    @property
-    def source(self) -> Source:
-        return self._source
 
     def __iter__(self) -> Iterator[Records]:
         with closed_after(self._source) as batches:
@@ -78,17 +67,17 @@ class TransformedByContent(Passing[Source]):
                     yield made
 
 
-class Transformed:
+class Transformed(Stage[Records, Records]):
     """Transforms that look at the number of a record, or remember what they saw. Owns them from here on.
 
     Args:
         snapshot_every: Records, at least, between two snapshots of what is remembered.
     """
 
-    def __init__(self, source: Source, transforms: Sequence[Transform], snapshot_every: int) -> None:
+    def __init__(self, source: Stream[Records], transforms: Sequence[Transform], snapshot_every: int) -> None:
         if snapshot_every < 1:
             raise ConfigError(f"pipeline: snapshot_every must be at least 1 record, got {snapshot_every}")
-        self.source = source
+        super().__init__(source)
         self.transforms = tuple(transforms)
         self.snapshot_every = snapshot_every
         self._transform = Compose(transforms)
@@ -103,7 +92,7 @@ class Transformed:
         if self._torn:
             self.restore(self.position())
         self._stand()
-        with closed_after(self.source) as batches:
+        with closed_after(self._source) as batches:
             for records in batches:
                 made = self._pass(records)
                 if len(made):
@@ -135,19 +124,12 @@ class Transformed:
         self._number += len(records)
         return made
 
-    def read_epochs(self, epochs: Epochs) -> None:
-        read_epochs(self.source, epochs)
-
     @property
-    def below(self) -> Source:
-        return self.source
+    def work_queue(self) -> WorkQueueSource | None:
+        return None  # the number of a record, or the state, belongs to this worker
 
-    def read_share(self, share: Share) -> None:
-        share_out(self.source, share)
-
-    def fraction(self, position: Position, records: int = 0) -> float | None:
-        """Return which part of the input is done; see `fraction_read`."""
-        return fraction_read(self.source, position["source"], position["skip"] + records)
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        return self._source.fraction_read(position["source"], position["skip"] + records)
 
     def position(self) -> Position:
         base = self._stand()
@@ -160,7 +142,7 @@ class Transformed:
         earlier = self._state()
         self._remember(base.state)
         try:
-            self.source.restore(base.source)
+            self._source.restore(base.source)
         except BaseException:
             self._remember(earlier)
             raise
@@ -187,7 +169,7 @@ class Transformed:
         return _Snapshot(below, number or 0, state), since or 0
 
     def commit(self, position: Position) -> None:
-        commit_to(self.source, position["source"])
+        self._source.commit(position["source"])
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         if self._remembers:
@@ -199,7 +181,7 @@ class Transformed:
         number = max(
             (one["number"] for one in positions), default=0
         )  # so that no draw comes twice to a worker
-        below = redistributed(self.source, [one["source"] for one in positions], workers)
+        below = self._source.redistribute([one["source"] for one in positions], workers)
         return [{"stage": KIND, "source": one, "number": number, "skip": 0} for one in below]
 
     def adopt(self, position: Position, end: Position | None = None) -> Position:  # noqa: ARG002
@@ -209,20 +191,10 @@ class Transformed:
             "many workers as before."
         )
 
-    def set_aside(self, bad: Sequence[BadRecord]) -> None:
-        set_bad_aside(self.source, bad)
-
-    def close(self) -> None:
-        self.source.close()
-
-    @property
-    def repeats(self) -> bool:
-        return repeats_order(self.source)
-
     @property
     def _waits(self) -> bool:
         """Whether a snapshot is worth waiting for, and the records since can be had again."""
-        return bool(self._remembers) and self.repeats
+        return bool(self._remembers) and self.repeats_order
 
     def _stand(self) -> _Snapshot:
         if self._base is None:
@@ -230,7 +202,7 @@ class Transformed:
         return self._base
 
     def _snapshot(self) -> _Snapshot:
-        return _Snapshot(self.source.position(), self._number, self._state())
+        return _Snapshot(self._source.position(), self._number, self._state())
 
     def _state(self) -> dict[str, Any] | None:
         """Return a copy of what is remembered, which nobody changes."""
@@ -262,7 +234,7 @@ class Transformed:
             ) from cause
 
 
-def transformed(source: Source, transform: Transform, snapshot_every: int) -> Source:
+def transformed(source: Stream[Records], transform: Transform, snapshot_every: int) -> Stream[Records]:
     """Put a transform on top of a source, or after the transforms that are there already: then a record keeps
     its number through all of them; see `Compose`.
 
@@ -275,7 +247,7 @@ def transformed(source: Source, transform: Transform, snapshot_every: int) -> So
     _check_new(source, [one for one in added if isinstance(one, Stateful)])
     below, parts = source, added
     if isinstance(source, TransformedByContent | Transformed):
-        below, parts = source.source, [*source.transforms, *added]
+        below, parts = source.upstream, [*source.transforms, *added]
     if isinstance(source, Transformed):
         snapshot_every = min(source.snapshot_every, snapshot_every)
     if all(isinstance(one, Filter | Rewrite) and not isinstance(one, Stateful) for one in parts):
@@ -319,18 +291,18 @@ def _check_exact(transform: Transform) -> None:
         )
 
 
-def _check_new(source: object, added: Sequence[Stateful]) -> None:
+def _check_new(source: Stream[Any], added: Sequence[Stateful]) -> None:
     """Refuse a transform that remembers and is a stage already: the two would see each other's records."""
-    below: object = source
+    below: Stream[Any] | None = source
     while below is not None:
-        there = getattr(below, "transforms", ()) if isinstance(below, Transformed) else ()
+        there: Sequence[object] = below.transforms if isinstance(below, Transformed) else ()
         for one in added:
-            if any(one is other for other in there):
+            if any(other is one for other in there):
                 raise ConfigError(
                     f"pipeline: this {_named([one])} is a stage already; what it remembers can be saved for "
                     "one stage only. Make another."
                 )
-        below = below.source if isinstance(below, Transformed) else getattr(below, "_source", None)
+        below = below.upstream
 
 
 def _takes_number(transform: Transform) -> bool:

@@ -26,7 +26,7 @@ from monolith.sync.publish_config import PublishConfig
 from monolith.table.admission_config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import RanksConfig, TrainConfig
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 if TYPE_CHECKING:
     from monolith.feature import FeatureSpec

@@ -15,7 +15,7 @@ from datetime import timedelta
 from monolith import filesystem
 from monolith.checkpoint import read_manifest, saved_spec
 from monolith.checkpoint.part import FEATURES
-from monolith.data import fraction_read
+from monolith.data import as_stream
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
@@ -64,9 +64,9 @@ def with_learned_features(
         for kept in _kept(config):  # of a run that this one starts from: its ids keep their meaning
             spec = take_learned(spec, kept)
         say(f"learning {', '.join(spec.to_learn)} in one pass over the training data")
-        with_data = _to_learn_from(task).records(Mode.TRAIN)
+        with_data = as_stream(_to_learn_from(task).records(Mode.TRAIN))
         try:
-            found = spec.fit(with_data, fraction=lambda: fraction_read(with_data, with_data.position()))
+            found = spec.fit(with_data, fraction=lambda: with_data.fraction_read(with_data.position()))
         finally:
             with_data.close()
     if trains and config.model_dir and run.cluster.role == "worker" and not run.cluster.index:

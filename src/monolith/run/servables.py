@@ -17,7 +17,7 @@ from torch import nn
 from monolith import filesystem
 from monolith.checkpoint import Saver
 from monolith.checkpoint.offline.reading import complete_names
-from monolith.data import fraction_read, keep_columns, known_size
+from monolith.data import as_stream
 from monolith.errors import ConfigError, DataError, ExportError, MonolithError
 from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
@@ -229,12 +229,12 @@ def _first_batch(task: Task, spec: FeatureSpec | None, say: Callable[[str], obje
 
 
 def _read_first(task: Task, names: Sequence[str], say: Callable[[str], object]) -> Batch | None:
-    with closing(task.dataset(Mode.EVALUATE)) as data:
-        if known_size(data) is None and fraction_read(data, data.position()) is None:
+    with closing(as_stream(task.dataset(Mode.EVALUATE))) as data:
+        if data.size() is None and data.fraction_read(data.position()) is None:
             say("no warm-up requests: nobody knows whether the evaluation data ends")
             return None
         if names:
-            keep_columns(data, names)
+            data.keep_columns(names)
         return next(iter(data), None)
 
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from monolith.checkpoint import Part, RestoreOptions
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.model import Together, WeightOptimizer
 from monolith.runtime.prefetch import Silence
@@ -47,8 +47,8 @@ from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.share import PublishPlan
-from monolith.wire.bodies import Count
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
+from monolith.wire.messages import Count
 
 Item = TypeVar("Item")
 
@@ -139,10 +139,10 @@ class RunState(Stepper, Protocol):
     """What those ask besides who may come and go."""
 
     def give_back(self, position: Position) -> Position:
-        """Have the data hand out what one of the others has not done; see `HandsOut`."""
+        """Have the data hand out what one of the others has not done; see `WorkQueueSource`."""
 
     def deal(self, positions: Sequence[Position], workers: int) -> list[Position]:
-        """Have the data deal what some workers had to so many; see `DealsOut`."""
+        """Have the data deal what some workers had to so many; see `WorkQueueSource`."""
 
     def move_to(self, position: Position) -> None:
         """Go on from what was dealt to this process, all updates done; what it read ahead is dropped."""
@@ -156,7 +156,7 @@ class Coordinator(Protocol):
         """Whether it is this process that restores and saves."""
 
     @property
-    def share(self) -> Share:
+    def share(self) -> Shard:
         """Which share of the data this process reads."""
 
     @property

@@ -71,7 +71,7 @@ from monolith.runtime.server_calls import ask, on_each, run_job, tell
 from monolith.runtime.standbys import Standbys
 from monolith.store import ServerGroup
 from monolith.store.group import PushStanding
-from monolith.wire.bodies import Nothing
+from monolith.wire.messages import Nothing
 
 _log = logging.getLogger(__name__)
 

@@ -79,7 +79,7 @@ from monolith.runtime.standbys import ShardStandbys, Standbys, UsedServer
 from monolith.store import ParameterServerStore, ServerGroup, Store
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.hooks.barrier import HealthStatus, MachineHealth
-from monolith.wire.bodies import Nothing, write_body
+from monolith.wire.messages import Nothing, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -621,7 +621,7 @@ class Fleet:
         return whether there was any.
 
         Args:
-            give_back: That of the data; see `HandsOut`.
+            give_back: That of the data; see `WorkQueueSource`.
         """
         found = [(worker, one, self._ready(worker, one)) for worker, one in self._departing()]
         for worker, departure, state in found:
@@ -673,7 +673,7 @@ class Fleet:
 
         Args:
             mine: How the chief stands.
-            deal, give_back: Those of the data; see `DealsOut`.
+            deal, give_back: Those of the data; see `WorkQueueSource`.
 
         Returns:
             Where the chief goes on; None where all keep what they have.
@@ -850,7 +850,7 @@ class Fleet:
         tell(self.group, server, name, request)
 
     def _tell_servers(self, name: str, request: object) -> None:
-        self.group.call_all(name, **write_body(request))
+        self.group.call_all(name, **write_message(request))
 
     def _surely(self, name: str, request: object) -> None:
         """Tell the meeting what it may be told twice."""

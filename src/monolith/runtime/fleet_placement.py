@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from monolith.checkpoint import DensePart, Part, RestoreOptions, SavedPart, merge_entries
 from monolith.checkpoint.part import Entry, PartCut
 from monolith.checkpoint.report import RestoreReport
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.errors import BarrierAlreadyPlacedError, ClusterError, ConfigError, RetryableError
 from monolith.model import WeightOptimizer
@@ -46,7 +46,7 @@ from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.served_rows import RowsOfServers
 from monolith.train.publishing.share import PublishPlan
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -348,8 +348,8 @@ class FleetCoordinator:
         return self._fleet.is_chief
 
     @property
-    def share(self) -> Share:
-        return Share(self._fleet.index, self._fleet.max_workers)
+    def share(self) -> Shard:
+        return Shard(self._fleet.index, self._fleet.max_workers)
 
     @property
     def may_change(self) -> bool:

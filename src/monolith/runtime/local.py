@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint import Part
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.errors import ConfigError
 from monolith.model import WeightOptimizer
@@ -37,7 +37,7 @@ from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders, OwnRows
 from monolith.train.publishing.share import PublishPlan, SharePublisher
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 
 class LocalCoordinator:
@@ -59,8 +59,8 @@ class LocalCoordinator:
         self._barrier = LocalBarrier(1)
 
     @property
-    def share(self) -> Share:
-        return Share()
+    def share(self) -> Shard:
+        return Shard()
 
     @property
     def make_store(self) -> MakeStore:

@@ -10,7 +10,15 @@ from monolith.checkpoint.report import RestoreReport
 from monolith.data.source import Position
 from monolith.runtime.coordinator import Start, WorkerState
 from monolith.train.publishing.bodies import HoldersTold, PublishOrder
-from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, Text
+from monolith.wire.messages import (
+    Bounds,
+    Count,
+    Json,
+    Name,
+    Nothing,
+    Seconds,
+    Text,
+)
 
 
 @dataclass(frozen=True, slots=True)

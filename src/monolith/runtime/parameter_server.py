@@ -92,11 +92,10 @@ from monolith.train.publishing.bodies import (
 )
 from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.train.task import Mode, Task
-from monolith.wire.bodies import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
-from monolith.wire.byte_messages import Bytes
-from monolith.wire.flight import typed_exchange
-from monolith.wire.limits import Limits
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Bytes, Traffic
+from monolith.wire.flight_server import typed_exchange
+from monolith.wire.messages import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
+from monolith.wire.ports import Limits
 
 _log = logging.getLogger(__name__)
 

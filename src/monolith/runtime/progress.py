@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from monolith.data.redistribution import redistributed
+from monolith.data import Stream
 from monolith.data.source import Position
 from monolith.errors import DivergedError, NonFiniteError, NothingTrainedError, RestoreError
 from monolith.feature import Batch, FeatureIds
@@ -70,7 +70,7 @@ def same_order(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -
 
 
 def split_position(
-    position: Position, workers: int, data: object, *, resumed: bool = False
+    position: Position, workers: int, data: Stream[Any], *, resumed: bool = False
 ) -> list[Position]:
     """Return the position of each worker.
 
@@ -92,7 +92,7 @@ def split_position(
             "of its workers together."
         )
     try:
-        return redistributed(data, found, workers)
+        return data.redistribute(found, workers)
     except RestoreError as cause:
         raise RestoreError(
             f"cannot resume the data: the checkpoint was saved by {len(found)} workers, each with its own "

@@ -70,8 +70,8 @@ from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.rank_rows import RowsOfRanks
 from monolith.train.publishing.served_rows import RowsOfServers
 from monolith.train.publishing.share import PublishPlan, SharePublisher
-from monolith.wire.bodies import Json, read_body, write_body
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
+from monolith.wire.messages import Json, read_message, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -204,10 +204,10 @@ class RankShard:
         self._cuts: dict[str, PartCut] = {}
         calls.offer(
             {
-                "tables.cut": lambda body: self._cut(read_body(SnapshotRank, body)),
-                "tables.write": lambda body: self._write(read_body(WriteRankSnapshot, body)),
-                "tables.close": lambda body: self._close(read_body(CloseRankSnapshot, body)),
-                "tables.restore": lambda body: self._restore(read_body(RestoreRank, body)),
+                "tables.cut": lambda body: self._cut(read_message(SnapshotRank, body)),
+                "tables.write": lambda body: self._write(read_message(WriteRankSnapshot, body)),
+                "tables.close": lambda body: self._close(read_message(CloseRankSnapshot, body)),
+                "tables.restore": lambda body: self._restore(read_message(RestoreRank, body)),
             }
         )
 
@@ -242,7 +242,7 @@ class RankShard:
             ),
         )
         rows = {f"table {name}": many for name, many in self._rows().items()}
-        return write_body(TablesRestored.of(report, rows))
+        return write_message(TablesRestored.of(report, rows))
 
 
 class RankTables:
@@ -256,7 +256,7 @@ class RankTables:
     def cut(self, step: int) -> PartCut:  # noqa: ARG002
         cut = _RankCut(self._calls, secrets.token_hex(8))
         try:
-            self._calls.ask_all("tables.cut", write_body(SnapshotRank(cut=cut.name)))
+            self._calls.ask_all("tables.cut", write_message(SnapshotRank(cut=cut.name)))
         except BaseException:
             cut.close(saved=False)
             raise
@@ -271,8 +271,8 @@ class RankTables:
             changes=changes_to_json(options.changes),
         )
         found = [
-            read_body(TablesRestored, answer)
-            for answer in self._calls.ask_all("tables.restore", write_body(body))
+            read_message(TablesRestored, answer)
+            for answer in self._calls.ask_all("tables.restore", write_message(body))
         ]
         rows = {name: sum(one.rows[name] for one in found) for name in found[0].loaded}
         loaded = {name: f"{many:,} rows on {len(found)} ranks" for name, many in rows.items()}
@@ -287,14 +287,16 @@ class _RankCut:
 
     def write(self, prefix: str, *, full: bool) -> Entry:
         body = WriteRankSnapshot(cut=self.name, prefix=prefix, full=full)
-        return merge_entries(self._calls.ask_all("tables.write", write_body(body)))
+        return merge_entries(self._calls.ask_all("tables.write", write_message(body)))
 
     def close(self, *, saved: bool) -> None:
         if not self._closed:
             self._closed = True
             # A moment that was not saved is of no use, and a rank that is gone holds it no more.
             with nullcontext() if saved else suppress(ClusterError):
-                self._calls.ask_all("tables.close", write_body(CloseRankSnapshot(cut=self.name, saved=saved)))
+                self._calls.ask_all(
+                    "tables.close", write_message(CloseRankSnapshot(cut=self.name, saved=saved))
+                )
 
 
 class RankDense:

@@ -38,7 +38,7 @@ from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import Address
 from monolith.cluster.security import is_loopback
 from monolith.config import Secret
-from monolith.data import Share
+from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.errors import (
     AddressError,
@@ -71,8 +71,8 @@ from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.share import PublishPlan
-from monolith.wire.bodies import read_body, write_body
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
+from monolith.wire.messages import read_message, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -90,13 +90,13 @@ def say_to_all(
     Args:
         waiting: Called every second for as long as somebody has not come.
     """
-    said = b"" if word is None else json.dumps(write_body(word)).encode()
+    said = b"" if word is None else json.dumps(write_message(word)).encode()
     lengths = collective.all_gather(torch.tensor([len(said)]), waiting).flatten().tolist()
     if not any(lengths):
         return [None] * collective.size
     padded = torch.frombuffer(bytearray(said.ljust(max(lengths), b" ")), dtype=torch.uint8)
     texts = [one.numpy().tobytes().strip() for one in collective.all_gather(padded)]
-    return [read_body(kind, json.loads(text)) if text else None for text in texts]
+    return [read_message(kind, json.loads(text)) if text else None for text in texts]
 
 
 def hear_from_first(collective: Collective, data: bytes) -> bytes:
@@ -481,8 +481,8 @@ class RankCoordinator:
         return self._groups.rank == 0
 
     @property
-    def share(self) -> Share:
-        return Share(self._groups.rank, self._groups.size)
+    def share(self) -> Shard:
+        return Shard(self._groups.rank, self._groups.size)
 
     @property
     def finished(self) -> bool:

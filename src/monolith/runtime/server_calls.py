@@ -30,8 +30,8 @@ from monolith.runtime.messages import (
 from monolith.runtime.service import LONGEST_WAIT
 from monolith.store import ServerGroup
 from monolith.store.servers import SERVICE
-from monolith.wire.bodies import Answer, Call, Json, read_body, write_body
 from monolith.wire.flight import Caller
+from monolith.wire.messages import Answer, Call, Json, read_message, write_message
 
 A = TypeVar("A")
 
@@ -47,22 +47,22 @@ def ask(group: ServerGroup, server: int, name: str, request: object, kind: type[
         MonolithError: What the server raised.
         RequestError: The answer is of another kind.
     """
-    return read_body(kind, group.call(server, name, **write_body(request)))
+    return read_message(kind, group.call(server, name, **write_message(request)))
 
 
 def tell(group: ServerGroup, server: int, name: str, request: object) -> None:
     """Make a call whose answer says nothing."""
-    group.call(server, name, **write_body(request))
+    group.call(server, name, **write_message(request))
 
 
 def run_job(group: ServerGroup, server: int, work: WorkName, request: object, kind: type[A]) -> A:
     """Have a server do what takes longer than a call may; return its answer when it is done."""
     job = secrets.token_hex(8)
-    tell(group, server, "job.start", StartJob(work, write_body(request), job))
+    tell(group, server, "job.start", StartJob(work, write_message(request), job))
     while True:
         result = ask(group, server, "job.wait", WaitForJob(job, POLL), JobResult)
         if result.done:
-            return read_body(kind, result.answer)
+            return read_message(kind, result.answer)
 
 
 ANSWER_WITHIN = timedelta(seconds=10)
@@ -96,7 +96,7 @@ class ServerCalls:
             ClusterError: It holds another one in a run.
             UnavailableError: It is gone.
         """
-        self(address, "server.assign", **write_body(AssignShard(share, num_ps)))
+        self(address, "server.assign", **write_message(AssignShard(share, num_ps)))
 
     def answers(self, address: str) -> bool:
         """Whether somebody is there. One that is only slow is."""
@@ -128,11 +128,11 @@ class TableWork:
 
     def cut(self, cut: str) -> None:
         """Have each server hold its tables fast as they are now."""
-        self._group.call_all("tables.cut", **write_body(OfSnapshot(self._run, cut)))
+        self._group.call_all("tables.cut", **write_message(OfSnapshot(self._run, cut)))
 
     def close_cut(self, cut: str | None, *, saved: bool) -> None:
         """Have each server let go of the tables it held fast; None for whatever it holds."""
-        self._group.call_all("tables.close", **write_body(CloseSnapshot(self._run, cut, saved)))
+        self._group.call_all("tables.close", **write_message(CloseSnapshot(self._run, cut, saved)))
 
     def write(self, cut: str, prefix: str, *, full: bool) -> list[TablesWritten]:
         """Have each server write the tables it held fast.

@@ -14,24 +14,15 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from monolith.cluster import (
-    ClusterManager,
-    fetch_ps_cluster,
-    save_ps_cluster,
-)
+from monolith.cluster import ClusterManager, fetch_ps_cluster, save_ps_cluster
 from monolith.cluster.security import Guard
-from monolith.errors import (
-    ClusterError,
-    ConfigError,
-    MonolithError,
-    UnavailableError,
-)
+from monolith.errors import ClusterError, ConfigError, MonolithError, UnavailableError
 from monolith.runtime.messages import EndRun, StandbyStatus
 from monolith.runtime.server_calls import ServerCalls
 from monolith.store.measuring import sample_gradient
 from monolith.store.servers import SERVICE
-from monolith.wire.bodies import read_body, write_body
 from monolith.wire.flight import Caller, CallStream
+from monolith.wire.messages import read_message, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +174,7 @@ class ServerChoice:
     def _copied_by(self, address: str) -> int | None:
         """Return the share of which a server keeps the copy; None where it keeps none, or does not answer."""
         with suppress(ClusterError):
-            follows = read_body(StandbyStatus, self._calls(address, "standby.standing")).follows
+            follows = read_message(StandbyStatus, self._calls(address, "standby.standing")).follows
             return None if follows is None else follows.index
         return None
 
@@ -242,7 +233,7 @@ class Spares:
 
     def end(self, run: str, *, finished: bool) -> None:
         """Tell them that the run is over, at the same time; who is gone is passed over."""
-        self._tell("server.end", **write_body(EndRun(run, finished)))
+        self._tell("server.end", **write_message(EndRun(run, finished)))
 
     def close(self) -> None:
         """Leave them alone. Closing again does nothing."""

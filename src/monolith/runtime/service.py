@@ -94,7 +94,7 @@ from monolith.runtime.messages import (
     Served,
     Stop,
 )
-from monolith.wire.bodies import Answer, Gone, PollAnswer
+from monolith.wire.messages import Answer, Gone, PollAnswer
 
 _log = logging.getLogger(__name__)
 

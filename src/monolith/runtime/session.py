@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from monolith.checkpoint import Part, StatePart
-from monolith.data import Epochs, Share, Stream, bad_records, fraction_read, read_epochs, share_out
-from monolith.data.handing import DealsOut, HandsOut, handing
-from monolith.data.layers import is_live
-from monolith.data.redistribution import redistributed
-from monolith.data.source import Position, commit_to
+from monolith.data import Epochs, Shard, Stream, WorkQueueSource, as_stream
+from monolith.data.source import Position
 from monolith.errors import (
     ConfigError,
     DataError,
@@ -52,7 +49,7 @@ from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
 from monolith.train.publishing.learning import Learned, newest_event
 from monolith.train.task import Mode, Outputs, Task
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ _Lane = PrefetchPipeline[
 ]  # what was looked up; ahead of that, if rows are to be fresh, what was gathered
 
 
-def open_data(task: Task, share: Share, epochs: Epochs | None = None) -> Stream[Batch]:
+def open_data(task: Task, share: Shard, epochs: Epochs | None = None) -> Stream[Batch]:
     """Return the data to train on, or one share of it.
 
     Args:
@@ -87,12 +84,12 @@ def open_data(task: Task, share: Share, epochs: Epochs | None = None) -> Stream[
     Raises:
         ConfigError: It cannot be shared out, or not be read several times.
     """
-    data = task.dataset(Mode.TRAIN)
+    data = as_stream(task.dataset(Mode.TRAIN))
     try:
         if epochs is not None:
-            read_epochs(data, epochs)
+            data.read_epochs(epochs)
         if share.workers > 1:
-            share_out(data, share)
+            data.read_shard(share)
     except BaseException as cause:
         data.close()
         if isinstance(cause, NotRepeatableError):
@@ -110,13 +107,13 @@ def open_data(task: Task, share: Share, epochs: Epochs | None = None) -> Stream[
     return data
 
 
-def _handing(stream: Stream[Batch], peers: Coordinator, config: TrainConfig) -> HandsOut | None:
+def _handing(stream: Stream[Batch], peers: Coordinator, config: TrainConfig) -> WorkQueueSource | None:
     """Return what gives back the work of workers that come and go; None where they do not.
 
     Raises:
         ConfigError: More may come than there are shares of the data.
     """
-    found = handing(stream) if peers.may_change and config.model_dir else None
+    found = stream.work_queue if peers.may_change and config.model_dir else None
     if found is None and peers.more_may_come:
         raise ConfigError(
             "cluster.max_workers: workers can come to a run only where its data hands out work and it has a "
@@ -160,9 +157,9 @@ class Session:
         self._updates = model.task.updates()
         self.metrics = HeadMetrics(model.task, Mode.TRAIN, window=config.metric_window, report=report)
         self._handing = _handing(stream, peers, config)
-        self._dealing = self._handing if isinstance(self._handing, DealsOut) else None
+        self._dealing = self._handing if self._handing is not None and self._handing.chief_assigns else None
         if self._dealing is not None:
-            self._dealing.entrust()
+            self._dealing.defer_to_chief()
         self._position = stream.position()
         self.expiry = RowExpiry(config.expiry, wall=clock, metrics=metrics)
         self._clock = clock
@@ -265,12 +262,12 @@ class Session:
     def fraction_read(self) -> float | None:
         """Return which part of its data this process has trained on; None where nobody knows. From any
         thread."""
-        return fraction_read(self.data, self._position)
+        return self.data.fraction_read(self._position)
 
     @property
     def live(self) -> bool:
         """Whether its data has events as they happen, so that it can be behind the clock."""
-        return is_live(self.data)
+        return self.data.live is not False
 
     @property
     def in_step(self) -> bool:
@@ -296,7 +293,7 @@ class Session:
     def ready(self) -> str | None:
         """Go on, now that everything is made or restored; return why not."""
         if self._handing is not None:
-            self._handing.entrust()
+            self._handing.defer_to_chief()
             if self._peers.leads and not self._starts and not self._peers.resumed:
                 self._share_out_anew([])
         found = Start(
@@ -361,7 +358,7 @@ class Session:
     def deal(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Have the data deal what some workers had to so many."""
         assert self._dealing is not None, "the data deals out nothing"
-        return self._dealing.deal(positions, workers)
+        return self._dealing.reassign(positions, workers)
 
     def move_to(self, position: Position) -> None:
         """Go on from what was dealt to this process, before another step is taken."""
@@ -455,7 +452,7 @@ class Session:
             self._close_lane()
         if self._peers.leave(run, self.state()):
             self._close_lane()  # nothing more is read, and the rows may be gone
-            commit_to(self.data, self._position)
+            self.data.commit(self._position)
 
     def _take_in(self, gathered: Gathered) -> None:
         self._others = gathered.others
@@ -626,7 +623,7 @@ class Session:
 
     def commit(self, position: Position) -> None:
         """Tell the source that everything before a position is safe, and the others theirs."""
-        self._open_lane().push(lambda: commit_to(self.data, position))
+        self._open_lane().push(lambda: self.data.commit(position))
         self._peers.note_saved(position)
 
     @property
@@ -672,7 +669,7 @@ class Session:
                 idle=self._idle,
                 threaded=self._handing is not None,  # it may wait for what another worker has
                 in_step=self.in_step,
-                update_after=LIVE_UPDATE_AFTER_S if is_live(self.data, unsaid=False) and not waits else None,
+                update_after=LIVE_UPDATE_AFTER_S if self.data.live and not waits else None,
             )
             if self._interrupted and not self.in_step:
                 self._lane.interrupt()
@@ -682,7 +679,7 @@ class Session:
         """Refuse data that ended where nothing was ever trained; the others may have some."""
         share = self._peers.share
         if share.workers == 1:
-            check_not_all_skipped(0, bad_records(self.data))
+            check_not_all_skipped(0, self.data.bad_records())
             raise DataError(
                 f"task {self.task.name!r}: dataset(Mode.TRAIN) has no examples; nothing was trained or saved"
             )
@@ -763,7 +760,7 @@ class Session:
         """Have data that hands out work take everything back, but for what these positions hold."""
         share = self._peers.share
         if self._dealing is None:
-            self._starts = redistributed(self.data, positions, share.workers)
+            self._starts = self.data.redistribute(positions, share.workers)
         else:
             everything = self._dealing.collect(positions)
             self._starts = [everything, *[self._dealing.give_back(everything)] * (share.workers - 1)]
@@ -773,7 +770,7 @@ class Session:
         self._close_lane()  # what was read ahead is not what follows
         self._moves = False
         self.data.restore(position)
-        commit_to(self.data, position)  # a kill may have come between the checkpoint and its commit
+        self.data.commit(position)  # a kill may have come between the checkpoint and its commit
         self._position = position
 
     def _progress(self) -> dict[str, Any]:

@@ -40,9 +40,9 @@ from monolith.sync.subscriber import Followed, Subscriber
 from monolith.sync.table_target import TableTarget
 from monolith.table import Rows
 from monolith.train.model import Model
-from monolith.wire.bodies import Nothing, read_body, write_body
 from monolith.wire.flight import PortGuard
-from monolith.wire.limits import Limits
+from monolith.wire.messages import Nothing, read_message, write_message
+from monolith.wire.ports import Limits
 
 _log = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class Standbys:
     def _call(self, address: str, name: str, request: object, kind: type[A]) -> A | None:
         """Return an answer; None where there is none."""
         try:
-            return read_body(kind, self._calls(address, name, **write_body(request)))
+            return read_message(kind, self._calls(address, name, **write_message(request)))
         except (ClusterError, ConfigError, RequestError) as error:
             _log.debug("passed over %s of %s: %s", name, address, error)
             return None

@@ -37,8 +37,7 @@ from monolith.checkpoint import (
     read_manifest,
     start_from,
 )
-from monolith.data import Epochs, bad_records
-from monolith.data.layers import data_trouble
+from monolith.data import Epochs, as_stream
 from monolith.errors import ConfigError, DivergedError, RestoreError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
@@ -282,7 +281,7 @@ class Trainer:
 
             def check_any() -> None:
                 if session.step == first_step:
-                    check_not_all_skipped(session.total_skipped - first_skipped, bad_records(session.data))
+                    check_not_all_skipped(session.total_skipped - first_skipped, session.data.bad_records())
 
             def try_step() -> StepResult | None:
                 try:
@@ -318,7 +317,7 @@ class Trainer:
                 steps=session.step - first_step,
                 examples=session.total_examples - first,
                 skipped=session.total_skipped - first_skipped,
-                bad_records=bad_records(session.data),
+                bad_records=session.data.bad_records(),
                 dense_staleness=None if (stale := session.staleness) is None else stale.most,
                 seconds=(ended := time.monotonic()) - began,
                 start_seconds=(ends.first_at or ended) - began,
@@ -384,7 +383,7 @@ class Trainer:
         with self._restored(Mode.EVALUATE, checkpoint) as (model, own, _):
             batches: list[Batch] = []
             with own.drawn():
-                stream = self.task.dataset(Mode.EVALUATE)
+                stream = as_stream(self.task.dataset(Mode.EVALUATE))
             with contextlib.closing(stream):
                 if on_open is not None:
                     on_open(stream)
@@ -466,7 +465,7 @@ class Trainer:
                 "candidates() says which items there are"
             )
         with self._restored(Mode.EVALUATE, checkpoint) as (model, own, _), own.drawn(), torch.no_grad():
-            with contextlib.closing(task.candidates()) as items:
+            with contextlib.closing(as_stream(task.candidates())) as items:
                 if on_open is not None:
                     on_open(items)
                 found = Candidates.of(model.module, items, advance)
@@ -518,7 +517,7 @@ class Trainer:
             made.callback(data.close)
             self._metrics.gauge(
                 "data_trouble", "1 while a source cannot note what was read, as on a full disk; else 0"
-            ).read_from(lambda: float(bool(data_trouble(data))))
+            ).read_from(lambda: float(bool(data.trouble)))
             session = Session(
                 model, data, peers, config, report=report, clock=self._clock, metrics=self._metrics
             )

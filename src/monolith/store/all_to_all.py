@@ -23,7 +23,7 @@ from monolith.store.rows import RowCall, RowRequest
 from monolith.store.spreading import Spreader
 from monolith.store.store import TableIds, add_stats
 from monolith.table import TableConfig, TableStats, arguments
-from monolith.wire.bodies import Bounds, Count, Name, read_body
+from monolith.wire.messages import Bounds, Count, Name, read_message
 
 _Store = Annotated[int, Bounds(0, 1 << 16)]
 
@@ -65,9 +65,9 @@ class AllToAllStore(RankStore):
         self._call_in: Callable[[int], None] | None = None
         groups.calls.offer(
             {
-                f"stats/{number}": lambda body: self._own_stats(read_body(OfRankStore, body)),
-                f"count_expired/{number}": lambda body: self._count(read_body(CountRankRows, body)),
-                f"evict/{number}": lambda body: self._drop(read_body(EvictRankRows, body)),
+                f"stats/{number}": lambda body: self._own_stats(read_message(OfRankStore, body)),
+                f"count_expired/{number}": lambda body: self._count(read_message(CountRankRows, body)),
+                f"evict/{number}": lambda body: self._drop(read_message(EvictRankRows, body)),
             }
         )
 

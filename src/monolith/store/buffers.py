@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from monolith.errors import FeatureError
-from monolith.wire.byte_messages import Bytes
+from monolith.wire.bulk import Bytes
 
 MOST_BYTES = 4 << 30
 """Of all workers together."""

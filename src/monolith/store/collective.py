@@ -28,7 +28,7 @@ from monolith.errors import (
     UnavailableError,
 )
 from monolith.store.rank_keys import Keys
-from monolith.wire.traffic import TrafficMeter
+from monolith.wire.bulk import TrafficMeter
 
 
 class Collective:

@@ -40,8 +40,8 @@ from monolith.store.dense import dump_dense, fill_dense, read_dense, share_of_we
 from monolith.store.lines import Kind, ServerLine, ServerLines
 from monolith.store.rows import RowHeader, incarnation_bytes
 from monolith.store.servers import SERVICE
+from monolith.wire.bulk import Traffic, TrafficMeter
 from monolith.wire.flight import Answer, Caller, PortGuard, StoppedError
-from monolith.wire.traffic import Traffic, TrafficMeter
 
 _LONG_POLL = timedelta(seconds=30)
 """What a small call may take longer than bulk: some wait for something to happen."""

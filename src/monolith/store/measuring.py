@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from monolith.errors import RequestError
-from monolith.wire.bodies import Nothing
-from monolith.wire.byte_messages import Bytes
+from monolith.wire.bulk import Bytes
+from monolith.wire.messages import Nothing
 
 SIDE = 256
 """Rows, and floats in each, that come and go."""

@@ -27,9 +27,10 @@ from monolith.errors import (
 )
 from monolith.store import servers
 from monolith.store.rank_keys import RankKeys
-from monolith.wire.bodies import Call, Gone, Json, Name, read_body
-from monolith.wire.flight import Caller, Server, Service
-from monolith.wire.limits import Limits
+from monolith.wire.flight import Caller, Service
+from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.messages import Call, Gone, Json, Name, read_message
+from monolith.wire.ports import Limits
 
 SERVICE = Service(
     name="rank",
@@ -87,9 +88,9 @@ class RankCalls:
         """Rank -> connections that no thread uses now. A stats call does not wait for a long write."""
         self._server: Server | None = None
         if size > 1:
-            polls = {"ask": lambda body, gone: self._answer(read_body(RankCall, body), gone)}
+            polls = {"ask": lambda body, gone: self._answer(read_message(RankCall, body), gone)}
             self._server = Server(
-                SERVICE, {}, polls=polls, host=port.host, guard=port.guard, limits=port.limits
+                SERVICE, Handlers(polls=polls), host=port.host, guard=port.guard, limits=port.limits
             )
             keys.set(f"calls/{rank}", self._server.address)
 

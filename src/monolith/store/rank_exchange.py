@@ -26,7 +26,7 @@ from monolith.store.rows import HEADER_BYTES, RowCall, RowFlags, RowHeader, RowR
 from monolith.store.spreading import Spread, Spreader
 from monolith.store.store import Store, TableIds
 from monolith.table import TableConfig
-from monolith.wire.byte_messages import Bytes
+from monolith.wire.bulk import Bytes
 
 _ALIGNMENT = 8
 _REFUSED = bytes(HEADER_BYTES)

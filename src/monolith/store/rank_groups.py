@@ -27,7 +27,7 @@ from monolith.errors import ClusterError, RetryableError
 from monolith.store.collective import Collective, Pulse, make_group
 from monolith.store.rank_calls import RankCalls, RankPort
 from monolith.store.rank_keys import RankKeys, prefixed
-from monolith.wire.traffic import Traffic, TrafficMeter
+from monolith.wire.bulk import Traffic, TrafficMeter
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from monolith.errors import RequestError, TableArgumentError
-from monolith.wire.byte_messages import Bytes
+from monolith.wire.bulk import Bytes
 
 _MAGIC, _VERSION = b"MRow", 1
 _HEADER = struct.Struct("<4sBBHIIQQqQ8s8sQ")
@@ -25,7 +25,7 @@ ANSWER_BYTES = _ANSWER.size
 """Of the header of an answer; serving servers append a claim to it."""
 _ANYTHING = bytes(8)
 _MOST_PADDING = 8
-"""Bytes that may follow a header; fewer than these. See `ByteMessages.padded`."""
+"""Bytes that may follow a header; fewer than these. See `BulkMessages.padded`."""
 _MOST = 1 << 53
 _MOST_BATCHES = 1 << 20
 

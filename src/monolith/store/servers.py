@@ -36,11 +36,11 @@ from monolith.store.measuring import take_sample_step
 from monolith.store.pushes import AppliedPushes, KnownPushes
 from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes, pack_answer
 from monolith.store.store import TableIds
-from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, typed
-from monolith.wire.byte_messages import Bytes
-from monolith.wire.flight import Exchange, PortGuard, Server, Service, typed_exchange
-from monolith.wire.limits import Limits
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Bytes, Traffic
+from monolith.wire.flight import PortGuard, Service
+from monolith.wire.flight_server import Exchange, Handlers, Server, typed_exchange
+from monolith.wire.messages import Bounds, Call, Count, Name, Nothing, Poll, typed
+from monolith.wire.ports import Limits
 
 SERVICE = Service(
     name="parameter server",
@@ -229,10 +229,7 @@ class ParameterServer:
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
         self._server = Server(
             SERVICE,
-            own | dict(calls or {}),
-            polls=polls,
-            exchanges=bulky,
-            message=self._rows,
+            Handlers(calls=own | dict(calls or {}), polls=polls or {}, exchanges=bulky, message=self._rows),
             host=host,
             port=port,
             guard=guard,

@@ -13,7 +13,7 @@ from monolith.store.routes import Routes
 from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest
 from monolith.store.store import TableIds
 from monolith.table import TableConfig, arguments
-from monolith.wire.byte_messages import Bytes
+from monolith.wire.bulk import Bytes
 
 Memory = Callable[[Sequence[int]], Sequence[Bytes]]
 """From how many bytes each request has to where they are written."""

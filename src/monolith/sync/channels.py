@@ -25,7 +25,7 @@ from monolith.sync.channel import DeltaReader, DeltaWriter, ShareLog, TakeSnapsh
 from monolith.sync.delta_log import LOG_BYTES
 from monolith.sync.messages import Delta, PublishState
 from monolith.wire.flight import PortGuard
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 PUBLISHER = "publisher"
 """The role under which processes that publish a share are registered, by the number of the share."""

@@ -17,9 +17,9 @@ from monolith.errors import (
     UnavailableError,
 )
 from monolith.sync.messages import BUCKETS, LogPlace
-from monolith.wire.bodies import Bounds, Count, Name, Seconds, Text
-from monolith.wire.byte_messages import ByteMessages
+from monolith.wire.bulk import BulkMessages
 from monolith.wire.flight import Service
+from monolith.wire.messages import Bounds, Count, Name, Seconds, Text
 
 SERVICE = Service(
     name="delta channel",
@@ -90,7 +90,7 @@ class AnswerAbout:
     """Names the snapshot that goes on after this chunk; empty where this was the last."""
 
 
-def pack_answer(wire: ByteMessages, about: AnswerAbout, frames: Sequence[bytes]) -> Any:
+def pack_answer(wire: BulkMessages, about: AnswerAbout, frames: Sequence[bytes]) -> Any:
     """Return frames as the record batch that a `Fetch` answers with."""
     said = json.dumps({"behind": about.behind, "stream": about.stream})
     return wire.batch(b"".join(frames)).replace_schema_metadata({_ABOUT: said})

@@ -35,11 +35,11 @@ from monolith.sync.flight_calls import (
 )
 from monolith.sync.messages import Delta, Message, PublishState
 from monolith.sync.wire_format import encode, log_to_plain
-from monolith.wire.bodies import read_body, typed
-from monolith.wire.byte_messages import ByteMessages
-from monolith.wire.flight import Clock, PortGuard, Server, import_arrow
-from monolith.wire.limits import Limits
-from monolith.wire.ports import join_address
+from monolith.wire.bulk import BulkMessages
+from monolith.wire.flight import Clock, PortGuard, import_arrow
+from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.messages import read_message, typed
+from monolith.wire.ports import Limits, join_address
 
 ANSWER_BYTES = 8 << 20
 """About how many bytes one answer has; more only where one frame is larger."""
@@ -85,7 +85,7 @@ class DeltaPort:
         if min(readers, snapshots, answer_bytes) < 1:
             raise ConfigError("delta port: readers, snapshots and answer_bytes must be at least 1")
         limits = (limits or Limits()).for_readers()
-        self._wire = ByteMessages(import_arrow("the delta channel"))
+        self._wire = BulkMessages(import_arrow("the delta channel"))
         self._longest = limits.wait.total_seconds()
         self._answer_bytes = answer_bytes
         self._most_readers, self._most_snapshots = readers, snapshots
@@ -98,8 +98,10 @@ class DeltaPort:
         self._closed = False
         self._server = Server(
             SERVICE,
-            {"shares": typed(SharesBody, self._shares), "leave": typed(LeaveBody, self._leave)},
-            fetch=self._fetch,
+            Handlers(
+                calls={"shares": typed(SharesBody, self._shares), "leave": typed(LeaveBody, self._leave)},
+                fetch=self._fetch,
+            ),
             host=host,
             port=port,
             guard=guard,
@@ -177,9 +179,9 @@ class DeltaPort:
     def _fetch(self, ticket: dict[str, Any]) -> Any:
         asked = ticket.get("ask")
         if asked == "deltas":
-            return self._deltas(read_body(DeltasBody, ticket.get("body")))
+            return self._deltas(read_message(DeltasBody, ticket.get("body")))
         if asked == "snapshot":
-            return self._snapshot(read_body(SnapshotBody, ticket.get("body")))
+            return self._snapshot(read_message(SnapshotBody, ticket.get("body")))
         raise RequestError("a ticket must ask for deltas or for a snapshot")
 
     def _deltas(self, body: DeltasBody) -> Any:

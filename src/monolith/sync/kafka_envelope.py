@@ -18,7 +18,7 @@ from monolith.errors import CorruptMessageError, RequestError
 from monolith.sync.channel import ShareLog
 from monolith.sync.messages import PublishState
 from monolith.sync.wire_format import log_from_plain, log_to_plain
-from monolith.wire.bodies import Count, Json, Name, Text, read_body, write_body
+from monolith.wire.messages import Count, Json, Name, Text, read_message, write_message
 
 _MAGIC = b"MDLK"
 _LEAD = struct.Struct("<4sII")
@@ -74,7 +74,7 @@ class _EnvelopeBody:
 
 def seal(envelope: Envelope, piece: bytes | memoryview) -> bytes:
     """Return a message: an envelope and its piece."""
-    plain = {**write_body(envelope), "log": log_to_plain(envelope.log)}
+    plain = {**write_message(envelope), "log": log_to_plain(envelope.log)}
     text = json.dumps(plain, separators=(",", ":")).encode()
     return b"".join([_LEAD.pack(_MAGIC, len(text), native.crc32c(text)), text, piece])
 
@@ -92,7 +92,7 @@ def unseal(data: bytes) -> tuple[Envelope, memoryview]:
     if magic != _MAGIC or size > _JSON_LIMIT or len(text) != size or native.crc32c(text) != crc:
         raise CorruptMessageError("a message is not of a delta channel, or damaged")
     try:
-        body = read_body(_EnvelopeBody, json.loads(text))
+        body = read_message(_EnvelopeBody, json.loads(text))
     except (RequestError, ValueError, RecursionError) as cause:
         raise CorruptMessageError(f"a message makes no sense: {str(cause)[:300]}") from cause
     envelope = Envelope(

@@ -38,7 +38,7 @@ from monolith.sync.messages import (
     SnapshotRows,
 )
 from monolith.table import Rows
-from monolith.wire.bodies import Count, read_body, write_body
+from monolith.wire.messages import Count, read_message, write_message
 
 VERSION = 1
 FRAME_LIMIT = 1 << 30
@@ -153,7 +153,7 @@ def encode(message: Message) -> bytes:
             3,
             _RowsHead(message.table, _rows_head(message.rows, body), message.snapshot, message.number),
         )
-    text = json.dumps(write_body(head), separators=(",", ":")).encode()
+    text = json.dumps(write_message(head), separators=(",", ":")).encode()
     text += b" " * (-(LEAD_BYTES + len(text)) % _ALIGNMENT)
     lead = _LEAD.pack(_MAGIC, VERSION, kind, 0, len(text), body.size)
     crc = native.crc32c(text, native.crc32c(lead))
@@ -262,7 +262,7 @@ def decode(frame: Frame, *, limit: int = FRAME_LIMIT) -> Message:
         raise CorruptMessageError(f"a message of {size:,} bytes was altered on its way: its checksum differs")
     begin = LEAD_BYTES + head_bytes
     try:
-        head: object = read_body(_KINDS[kind], json.loads(bytes(data[LEAD_BYTES:begin])))
+        head: object = read_message(_KINDS[kind], json.loads(bytes(data[LEAD_BYTES:begin])))
         return _message(head, _Tensors(data[begin:]))
     except (RequestError, RecursionError, ValueError) as cause:  # JSON's and Unicode's errors are ValueErrors
         if isinstance(cause, CorruptMessageError):
@@ -387,7 +387,7 @@ def _place(place: LogPlace) -> LogPlace:
 
 def log_to_plain(log: ShareLog) -> dict[str, Any]:
     """Return what a channel knows of a share as plain values."""
-    return write_body(_LogHead(log.run, log.share, log.newest, log.oldest, dict(log.tables)))
+    return write_message(_LogHead(log.run, log.share, log.newest, log.oldest, dict(log.tables)))
 
 
 def log_from_plain(plain: object) -> ShareLog:
@@ -397,7 +397,7 @@ def log_from_plain(plain: object) -> ShareLog:
         CorruptMessageError: It is none.
     """
     try:
-        head = read_body(_LogHead, plain)
+        head = read_message(_LogHead, plain)
     except RequestError as cause:
         raise CorruptMessageError(f"what a channel says of a share makes no sense: {cause}") from cause
     return ShareLog(head.run, _share(head.share), _place(head.newest), head.oldest, head.tables)

@@ -63,7 +63,7 @@ class Candidates:
     vectors: Tensor
     """float32 of shape (n, out): a row for each id."""
     raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
-    """Columns of the items as they were read, for whoever asked for some; see `keep_columns`."""
+    """Columns of the items as they were read, for whoever asked for some; see `Stream.keep_columns`."""
     raw_kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
     """How the data holds the columns of `raw`, where that is known."""
 

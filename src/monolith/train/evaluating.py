@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from monolith.checkpoint import BestCheckpoint
-from monolith.data import Stream, need_no_labels
+from monolith.data import Stream, as_stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.train.evaluate_config import HEADLINES, LOSS, EvaluateConfig
@@ -96,10 +96,10 @@ def outputs_of(
             predictions have the same names with and without labels.
     """
     with own.drawn():
-        stream = model.task.dataset(mode if data is None else data)
+        stream = as_stream(model.task.dataset(mode if data is None else data))
     with closing(stream), _reading(model, mode, own):
         if mode is Mode.PREDICT:
-            need_no_labels(stream)
+            stream.allow_missing_labels()
         if on_open is not None:
             on_open(stream)
         batches = iter(stream)
@@ -244,7 +244,7 @@ class KeepsBest(Protocol):
 
 
 class EvaluatedSession(Protocol):
-    """The training session that an `EvaluateHook` measures: `monolith.runtime` has it."""
+    """The training session that an `EvaluateHook` measures; `monolith.runtime` has it."""
 
     @property
     def task(self) -> Task: ...

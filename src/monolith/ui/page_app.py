@@ -28,7 +28,7 @@ from monolith.cluster.security import REFUSAL, Guard, is_loopback
 from monolith.errors import ConfigError, MonolithError, RequestError, UnavailableError
 from monolith.serve.server.http_loop import KnownHosts, Message, Receive, Send, is_cross_site
 from monolith.ui.board import Board, Seen
-from monolith.wire.bodies import Bounds, Name, read_body
+from monolith.wire.messages import Bounds, Name, read_message
 
 _log = logging.getLogger(__name__)
 
@@ -206,12 +206,12 @@ class PageApp:
         except (ValueError, RecursionError) as cause:
             raise RequestError("the body is not JSON") from cause
         if verb == "hold":
-            hold = read_body(HoldRequest, found)
+            hold = read_message(HoldRequest, found)
             self._board.control(hold.source).hold(hold.reason or "held by hand, on the page")
         elif verb == "resume":
-            self._board.control(read_body(ResumeRequest, found).source).resume()
+            self._board.control(read_message(ResumeRequest, found).source).resume()
         else:
-            back = read_body(RollbackRequest, found)
+            back = read_message(RollbackRequest, found)
             self._board.control(back.source).rollback(back.version)
         _log.info("the page was told to %s publishing", verb)
 

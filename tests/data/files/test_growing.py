@@ -18,7 +18,7 @@ from monolith.data.files.source import FileSource
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.parquet import ParquetFormat
-from monolith.data.share import Share
+from monolith.data.sharding import Shard
 from monolith.errors import ConfigError, DataError, RestoreError
 
 TYPES = {"id": torch.int64, "name": torch.uint8}
@@ -109,7 +109,7 @@ def test_json_lines_grow_and_keys_that_nobody_reads_may_appear_later(tmp_path: P
     watch.is_over = lambda: path.read_text().endswith("\n")  # type: ignore[method-assign]
     source = FileSource(watch, JsonLinesFormat(types=TYPES), batch_size=8, columns=["id"])
     assert read(source) == [[1], [2, 3]]
-    assert source.bad_records == 0
+    assert source.position()["bad"] == 0
 
 
 def test_a_batch_that_is_not_full_waits_for_max_wait_and_no_longer(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_other_numbers_of_workers_read_every_record_once(tmp_path: Path) -> None
     shares = []
     for worker in range(2):
         source = logs.source()
-        source.read_share(Share(worker, 2))
+        source.read_shard(Shard(worker, 2))
         shares.append(source)
     for source, position in zip(shares, shares[0].redistribute([one.position()], 2), strict=True):
         source.restore(json.loads(json.dumps(position)))

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pytest
 
 from monolith.data import ArrowSource, Epochs, IterableSource, PandasSource, PolarsSource, Source
-from monolith.data.epochs import read_epochs
 from monolith.errors import ConfigError, DataError, MissingExtraError
 
 COLUMNS: dict[str, Any] = {
@@ -161,9 +160,9 @@ def test_without_its_package_the_extra_is_named(
 
 def test_a_run_may_say_how_often_a_table_is_read_and_each_time_it_is_in_another_order() -> None:
     source = PandasSource(pd.DataFrame({"user": range(50)}), batch_size=50)
-    read_epochs(source, Epochs(count=2, seed=3))
+    source.read_epochs(Epochs(count=2, seed=3))
     first, second = (records["user"].flat_values.tolist() for records in source)
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
     with pytest.raises(ConfigError, match="too late to say how often"):
-        read_epochs(source, Epochs(count=3))
+        source.read_epochs(Epochs(count=3))

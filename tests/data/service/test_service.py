@@ -16,12 +16,11 @@ from data.service.processes import ALL, CONFIG, SPLITS, Counting, open_split
 
 from monolith.cluster.security import Guard, SecurityConfig, guard_caller
 from monolith.config import Secret
-from monolith.data import Epochs, Share, read_epochs, share_out
-from monolith.data.redistribution import redistributed
+from monolith.data import Epochs, Shard
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
 from monolith.data.service.flight import DataCaller
 from monolith.errors import ConfigError, DataError, ListenError, NotRepeatableError, RestoreError
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 pytest.importorskip("pyarrow")
 
@@ -62,7 +61,7 @@ def test_every_epoch_brings_everything_once(stack, tmp_path):
 
 def test_how_often_it_is_read_is_said_to_the_service_and_not_to_its_source():
     with pytest.raises(NotRepeatableError, match=r"counts epochs itself.*to the dispatcher as --epochs"):
-        read_epochs(DataServiceSource("127.0.0.1:1", "trainer"), Epochs(count=2))
+        DataServiceSource("127.0.0.1:1", "trainer").read_epochs(Epochs(count=2))
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
@@ -145,7 +144,7 @@ def test_another_number_of_trainers_is_given_what_was_not_saved(stack, dispatche
         found, stands = [], []
         for worker in range(workers):
             source = trainer(dispatcher, prefetch=1)
-            share_out(source, Share(worker, workers))
+            source.read_shard(Shard(worker, workers))
             if positions:
                 source.restore(positions[worker])
             for records in itertools.islice(source, chunks):
@@ -155,8 +154,8 @@ def test_another_number_of_trainers_is_given_what_was_not_saved(stack, dispatche
 
     def moved(positions, workers):
         chief = trainer(dispatcher)
-        share_out(chief, Share(0, workers))
-        return redistributed(chief, positions, workers)
+        chief.read_shard(Shard(0, workers))
+        return chief.redistribute(positions, workers)
 
     first, saved = some(2, None, 3)
     some(3, moved(saved, 3), 2)
@@ -246,7 +245,7 @@ def test_with_certificates_every_record_arrives_and_who_has_none_does_not_come_i
     dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), guard=guard))
     add_worker(stack, dispatcher, guard=guard)
     assert sorted(read(trainer(dispatcher, guard=guard))) == ALL
-    with pytest.raises(DataError, match=r"nobody answers at .*, or it expects other certificates"):
+    with pytest.raises(DataError, match=r"no answer from .*, or it expects other certificates"):
         list(trainer(dispatcher, patience=timedelta()))
     with pytest.raises(ConfigError, match="refused the shared token"):
         list(trainer(dispatcher, guard=guard_caller(tls)))
@@ -254,7 +253,7 @@ def test_with_certificates_every_record_arrives_and_who_has_none_does_not_come_i
 
 def test_a_dispatcher_that_cannot_be_trusted_is_named_at_once(stack, dispatcher, tls, certificates, tmp_path):
     patient = {"patience": timedelta(minutes=5)}
-    with pytest.raises(ConfigError, match="is not to be trusted: it speaks no TLS"):
+    with pytest.raises(ConfigError, match="is not trusted: it speaks no TLS"):
         list(trainer(dispatcher, guard=guard_caller(tls), **patient))
     strange = replace(tls, cert=certificates / "other-node.crt", key=certificates / "other-node.key")
     other = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path / "2"), guard=guard_caller(strange)))

@@ -27,7 +27,7 @@ from monolith.errors import (
 )
 from monolith.serve.shards import RemoteRows, ServingServer, ShardsConfig, open_remote_rows
 from monolith.store import TableIds
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 SOON = 60.0
 """Seconds within which what happens in the background has happened, on the slowest of machines."""

@@ -29,9 +29,9 @@ from monolith.serve.servable.versions import remove_versions
 from monolith.serve.shards import ServingServer, shard_role
 from monolith.serve.shards.service import SERVICE, ShardAbout, ShardStatus
 from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes
-from monolith.wire.bodies import read_body
 from monolith.wire.flight import Caller
-from monolith.wire.limits import Limits
+from monolith.wire.messages import read_message
+from monolith.wire.ports import Limits
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def own_caller(server: ServingServer) -> Iterator[Caller]:
 
 
 def hello(caller: Caller, version: str) -> ShardAbout:
-    return read_body(ShardAbout, caller.call("hello", version=version))
+    return read_message(ShardAbout, caller.call("hello", version=version))
 
 
 def ask(caller: Caller, item: list[int], user: list[int], version: str = "1") -> torch.Tensor:
@@ -236,7 +236,7 @@ def test_it_is_registered_while_it_is_ready(untouched: Path) -> None:
         assert server.ready
         assert discovery.query("clicks:ps_1") == {3: server.address}
         with Caller(SERVICE, server.address) as caller:
-            status = read_body(ShardStatus, caller.call("status"))
+            status = read_message(ShardStatus, caller.call("status"))
         assert (status.ready, status.shard, status.replica) == (True, 1, 3)
         assert [asdict(one)["version"] for one in status.versions] == ["1"]
     assert not server.ready

@@ -40,7 +40,7 @@ from monolith.train.hooks import (
 )
 from monolith.train.hooks.control_server import ControlServer
 from monolith.train.hooks.profiling import Tracer
-from monolith.wire.limits import Limits
+from monolith.wire.ports import Limits
 
 grpc = pytest.importorskip("grpc")
 SECONDS = 10.0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from monolith.cluster.security import Guard, Role, SecurityConfig
     from monolith.run import RunConfig
-    from monolith.wire.limits import Limits
+    from monolith.wire.ports import Limits
 
 _FIELDS = {
     "tls_cert": "cert",

@@ -28,7 +28,7 @@ from monolith.data.files.order import Left, OldWorker, Spot, Step
 from monolith.data.format import Chunk, Format, RecordWriter
 from monolith.data.formats.compressed import compression_of
 from monolith.data.records import Records
-from monolith.data.share import Share
+from monolith.data.sharding import Shard
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, FileMissingError, RestoreError
 from monolith.table.hashing import mix_one
@@ -135,7 +135,7 @@ class Growing:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._share = Share()
+        self._share = Shard()
         self._places: dict[str, _Place] = {}
         self._sizes: dict[str, int] = {}
         """Of each file, the size for which it was last read."""
@@ -150,7 +150,7 @@ class Growing:
         self._unfinished: dict[str, tuple[int, float]] = {}
         """Files whose last line has no line break: their size, and since when."""
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: Shard) -> None:
         self._share = share
 
     def after(self, spot: Spot) -> Spot | Step:
@@ -304,7 +304,7 @@ class Growing:
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
         return [[] for _ in old]
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:  # noqa: ARG002
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:  # noqa: ARG002
         places = {path: one for worker in old for path, one in _read_places(worker.position).items()}
         return {"grown": {path: list(one) for path, one in places.items() if _is_of(path, share)}}
 
@@ -330,7 +330,7 @@ def _read_places(saved: Position) -> dict[str, _Place]:
     )
 
 
-def _is_of(path: str, share: Share) -> bool:
+def _is_of(path: str, share: Shard) -> bool:
     """Return whether a file is in a share: by its name alone, since nobody knows how many there will be."""
     # The low bits of crc32 are the same for many names that differ in one digit.
     return mix_one(zlib.crc32(path.encode())) % share.workers == share.worker

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from monolith.data.files.discovery import Watch
 from monolith.data.files.work_queue import Progress
 from monolith.data.format import Chunk
-from monolith.data.share import Share
+from monolith.data.sharding import Shard
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
 from monolith.errors import DataError, RestoreError
@@ -101,7 +101,7 @@ class Left(NamedTuple):
 class OldWorker(NamedTuple):
     """One of the workers of an earlier run: its share, its position, and where it stood."""
 
-    share: Share
+    share: Shard
     position: Position
     spot: Spot
 
@@ -121,7 +121,7 @@ class Files(Protocol):
     grows: bool
     """Whether more may come in a file that was read to its end."""
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: Shard) -> None:
         """Hear which of the workers this is; once, before anything else."""
 
     def after(self, spot: Spot) -> Spot | Step:
@@ -156,7 +156,7 @@ class Files(Protocol):
             RestoreError: It cannot be told.
         """
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:
         """Return what the position of a new worker has, beside its spot, that begins with some of what was
         left."""
 
@@ -164,7 +164,7 @@ class Files(Protocol):
 class _Paths:
     """The paths of one worker, and their order in each epoch."""
 
-    def __init__(self, every: Sequence[str], share: Share, seed: int | None) -> None:
+    def __init__(self, every: Sequence[str], share: Shard, seed: int | None) -> None:
         self.paths = every[share.worker :: share.workers]
         self.digest = zlib.crc32("\n".join(self.paths).encode())
         self._seed = seed
@@ -251,10 +251,10 @@ class ListedPaths:
         self._known = frozenset(self._all)
         self._epochs = epochs
         self._seed = shuffle.seed if shuffle is not None and shuffle.files else None
-        self._mine = _Paths((), Share(), None)
+        self._mine = _Paths((), Shard(), None)
         self._backlog = _Backlog()
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: Shard) -> None:
         files = len(self._all)
         self._mine = _Paths(self._all, share, self._seed)
         if files < share.workers and (share.worker == 0 or not self._mine.paths):
@@ -352,7 +352,7 @@ class ListedPaths:
         begun = max(map(self._begun, old))
         return [self._left_before(begun, one) for one in old]
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:
         return {
             "files": _Paths(self._all, share, None).digest,
             "backlog": [list(one) for one in left],
@@ -390,7 +390,7 @@ class Watched:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._share = Share()
+        self._share = Shard()
         self._seen: list[str] = []
         self._known: set[str] = set()
         self._first = 0
@@ -400,7 +400,7 @@ class Watched:
         self._waits_at = Spot()
         """The end of the last file that was read, while there is no other."""
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: Shard) -> None:
         self._share = share
 
     def after(self, spot: Spot) -> Spot | Step:
@@ -461,7 +461,7 @@ class Watched:
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
         return [self._left(one) for one in old]
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:
         mine = [one.file for one in left]
         # Who looks for files must not find again what others have read, or are going to.
         others = [path for one in old for path in one.position["seen"] if _reader_of(path, share) == share]
@@ -494,6 +494,6 @@ def _check_known(files: Iterable[str], known: Collection[str]) -> None:
         )
 
 
-def _reader_of(path: str, share: Share) -> Share:
+def _reader_of(path: str, share: Shard) -> Shard:
     """Return the share that a file is in which was found by looking."""
-    return Share(zlib.crc32(path.encode()) % share.workers, share.workers)
+    return Shard(zlib.crc32(path.encode()) % share.workers, share.workers)

@@ -38,11 +38,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.data.blocks import Block
 from monolith.data.format import Chunk, Format, SplittableFormat
 from monolith.data.records import Records, concat
-from monolith.data.share import Share
-from monolith.data.shuffling import ShuffleConfig, permutation
+from monolith.data.sharding import Shard
+from monolith.data.shuffling import Block, ShuffleConfig, permutation
 from monolith.data.source import Position
 from monolith.errors import DataError, RestoreError
 from monolith.tensors import RaggedTensor
@@ -217,14 +216,14 @@ class Pieces:
         self._empty = empty
         self._ends: list[dict[int, int | None] | None] = [None] * len(paths)
         """Of each file that was looked at: where each of its pieces begins, and ends."""
-        self._plans: dict[Share, NDArray[np.int64]] = {}
-        self._orders: dict[tuple[int, Share], Tensor] = {}
+        self._plans: dict[Shard, NDArray[np.int64]] = {}
+        self._orders: dict[tuple[int, Shard], Tensor] = {}
         self._parts: dict[tuple[int, int], tuple[float, float]] = {}
         """Of chunks of files that cannot be split: which part of the file lies before and up to its end."""
 
     # What there is to read
 
-    def _plan(self, share: Share) -> NDArray[np.int64]:
+    def _plan(self, share: Shard) -> NDArray[np.int64]:
         """Return the pieces of a worker's files, each a file and a place: int64 (pieces, 2)."""
         if share not in self._plans:
             files = range(share.worker, len(self._paths), share.workers)
@@ -251,14 +250,14 @@ class Pieces:
 
     def _piece(self, unopened: Unopened) -> tuple[int, int] | None:
         """Return the first of some unopened pieces, as a file and a place; None if there is none."""
-        share = Share(unopened.worker, unopened.workers)
+        share = Shard(unopened.worker, unopened.workers)
         plan = self._plan(share)
         if unopened.first >= len(plan):
             return None
         file, place = plan[int(self._order(unopened.epoch, share)[unopened.first])].tolist()
         return file, place
 
-    def _order(self, epoch: int, share: Share) -> Tensor:
+    def _order(self, epoch: int, share: Shard) -> Tensor:
         """Return the order in which an epoch opens the pieces of a worker's plan."""
         key = (epoch, share)
         if key not in self._orders:
@@ -272,29 +271,29 @@ class Pieces:
         done = self._epochs is not None and place.next_epoch >= self._epochs
         return done and not place.open and not place.windows and not place.rest
 
-    def files_left(self, place: MixedPlace, share: Share) -> set[str]:
+    def files_left(self, place: MixedPlace, share: Shard) -> set[str]:
         """Return the files of which something is left to read after a place."""
         left = {one.file for one in place.open}
         left.update(one.file for window in place.windows for one in window.cursors)
         if self._epochs is None or place.next_epoch < self._epochs:
             left.update(range(share.worker, len(self._paths), share.workers))
         for one in place.rest:
-            part = Share(one.worker, one.workers)
+            part = Shard(one.worker, one.workers)
             order = self._order(one.epoch, part)[one.first :: one.step]
             left.update(self._plan(part)[order.numpy(), 0].tolist())
         return {self._paths[number] for number in left}
 
-    def _left(self, place: MixedPlace, share: Share) -> int | None:
+    def _left(self, place: MixedPlace, share: Shard) -> int | None:
         """Return how many pieces are yet to be opened after a place; None without end."""
         if self._epochs is None:
             return None
         later = max(self._epochs - place.next_epoch, 0) * len(self._plan(share))
         return later + sum(
-            len(range(one.first, len(self._plan(Share(one.worker, one.workers))), one.step))
+            len(range(one.first, len(self._plan(Shard(one.worker, one.workers))), one.step))
             for one in place.rest
         )
 
-    def fraction(self, place: MixedPlace, share: Share, records: int) -> float | None:
+    def fraction(self, place: MixedPlace, share: Shard, records: int) -> float | None:
         """Return which part of everything lies before the place so many records after one, by pieces."""
         if share not in self._plans:
             return None if place.given else 0.0  # whoever reads looks at the files first
@@ -314,7 +313,7 @@ class Pieces:
 
     # Reading
 
-    def blocks(self, place: MixedPlace, share: Share) -> Iterator[Block[MixedPlace]]:
+    def blocks(self, place: MixedPlace, share: Shard) -> Iterator[Block[MixedPlace]]:
         """Yield records from a place on, with the places between them."""
         lanes: list[_Lane] = []
         try:
@@ -388,7 +387,7 @@ class Pieces:
             place, windows=(), open=(), rest=(), next_epoch=max(place.next_epoch, self._epochs or 0)
         )
 
-    def _open_more(self, lanes: list[_Lane], place: MixedPlace, share: Share) -> MixedPlace:
+    def _open_more(self, lanes: list[_Lane], place: MixedPlace, share: Shard) -> MixedPlace:
         """Open pieces until there are enough; return the place, which then names what is left."""
         held, used = sum(len(lane.records) for lane in lanes), sum(lane.bytes for lane in lanes)
         while len(lanes) < MOST_OPEN and (
@@ -538,7 +537,7 @@ class Pieces:
             )
         return place
 
-    def redistributed(self, old: Sequence[tuple[Share, MixedPlace]], workers: int) -> list[MixedPlace]:
+    def redistributed(self, old: Sequence[tuple[Shard, MixedPlace]], workers: int) -> list[MixedPlace]:
         """Return what several workers had left as the places of another number of them.
 
         Windows and open pieces go to one worker each, from where they were left; what was yet to be opened is
@@ -556,7 +555,7 @@ class Pieces:
         for share, place in old:
             later = [Unopened(epoch, *share) for epoch in range(place.next_epoch, begun)]
             for number, one in enumerate((*place.rest, *later)):
-                pieces = len(self._plan(Share(one.worker, one.workers)))
+                pieces = len(self._plan(Shard(one.worker, one.workers)))
                 for turn in range(workers):
                     first = one.first + turn * one.step
                     if first < pieces:

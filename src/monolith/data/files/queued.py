@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from monolith.data.files.order import Left, OldWorker, Spot, Step
 from monolith.data.files.work_queue import FileQueue, Lease
-from monolith.data.share import Share
+from monolith.data.sharding import Shard
 from monolith.data.source import Position
 from monolith.errors import DataError, RestoreError, TransientFilesystemError
 
@@ -38,13 +38,13 @@ class Queued:
             self._call(worker)
         self._begun = False
         self.auto_commit = auto_commit
-        self._entrusted = self._interrupted = False
+        self._deferred = self._interrupted = False
         self._lock = threading.RLock()  # guards all below: who reads is not always who commits
         self._held: dict[int, Lease] = {}  # by number, in the order in which they were taken
         self._reported: tuple[int, int] | None = None
         self._ended = False
 
-    def deal(self, share: Share) -> None:
+    def deal(self, share: Shard) -> None:
         if not self._named and share.workers > 1:
             self._call(share.worker)
 
@@ -176,13 +176,13 @@ class Queued:
 
     def close(self) -> None:
         with self._lock:
-            if not self._entrusted:
+            if not self._deferred:
                 self._queue.release(self._worker)
             self._queue.flush()
             self._held = {}
 
-    def entrust(self) -> None:
-        self._entrusted = True
+    def defer_to_chief(self) -> None:
+        self._deferred = True
 
     @property
     def trouble(self) -> str:
@@ -209,5 +209,5 @@ class Queued:
         reached = {one.spot.round: one.spot.progress() for one in old if one.spot.file is not None}
         self._queue.settle(readers, finished, reached)
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:  # noqa: ARG002
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:  # noqa: ARG002
         return {"finished": [], "reader": None if share.workers == 1 else f"{_WORKER}{share.worker}"}

@@ -21,8 +21,6 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import islice
 
-from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
-from monolith.data.epochs import Epochs, check_unsaid
 from monolith.data.files.bad_policy import BadRecordPolicy, quarantine
 from monolith.data.files.bytes_read import BytesRead
 from monolith.data.files.discovery import Watch
@@ -33,12 +31,19 @@ from monolith.data.files.pieces import MixedPlace, Pieces
 from monolith.data.files.queued import Queued
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
-from monolith.data.handing import HandsOut
-from monolith.data.iteration import closed_after
 from monolith.data.records import Records, known_columns
-from monolith.data.share import Share, ShareChoice
-from monolith.data.shuffling import ShuffleConfig, permutation
-from monolith.data.source import Position
+from monolith.data.sharding import Shard, ShardChoice
+from monolith.data.shuffling import (
+    Batcher,
+    Block,
+    Epochs,
+    ShuffleConfig,
+    Shuffler,
+    Stretch,
+    check_epochs_unset,
+    permutation,
+)
+from monolith.data.source import Position, Source, WorkQueueSource, closed_after
 from monolith.errors import (
     ConfigError,
     DataError,
@@ -105,7 +110,7 @@ class _Pass:
         raise RestoreError(f"cannot restore a file source: malformed files in {saved!r:.200}")
 
 
-class FileSource:
+class FileSource(Source, WorkQueueSource):
     """Records of files, in batches.
 
     Args:
@@ -113,7 +118,7 @@ class FileSource:
             modulo `num_workers`. A watch deals out by a hash of the name, since nobody knows how many
             there will be.
         columns: To read; None for all. One that a table does not have is named in a warning.
-        worker: Which of `num_workers` this is; by default what `read_share` says.
+        worker: Which of `num_workers` this is; by default what `read_shard` says.
             A queue takes it for a name: whoever begins under a name gets what was leased to that name
             before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
             a process that died run out by themselves.
@@ -151,7 +156,7 @@ class FileSource:
             raise ConfigError(f"file source: batch_size must be at least 1, got {batch_size}")
         if max_wait is not None and max_wait < timedelta(0):
             raise ConfigError(f"file source: max_wait must not be negative, got {max_wait}")
-        self._share = ShareChoice("file source", worker, num_workers)
+        self._share = ShardChoice("file source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"file source: epochs must be at least 1, or None for ever, got {epochs}")
         if isinstance(files, str):
@@ -199,26 +204,16 @@ class FileSource:
         self._empty: set[str | None] = set()
         self._columns_seen = columns is None
 
-    @property
-    def records(self) -> int:
-        """How many records were read, since the beginning of the data and across restarts."""
-        return self._reading.good
-
-    @property
-    def bad_records(self) -> int:
-        """How many were malformed, likewise."""
-        return self._reading.bad
-
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         """Read one share: of a list or a watch, the files that are dealt to it; of a queue, whatever is left,
         under the number of the worker."""
-        self._share.tell(share)
+        self._share.choose(share)
 
     def read_epochs(self, epochs: Epochs) -> None:
         """Read a list several times; see `Epochs`. An order of its own, if it has one, stays."""
         if self._paths is None:
             raise NotRepeatableError("a file source with a watch or a queue is read once")
-        check_unsaid("file source", self._own_epochs, settled=bool(self._settings))
+        check_epochs_unset("file source", self._own_epochs, settled=bool(self._settings))
         self._own_epochs = epochs.count
         self._shuffle = self._shuffle or epochs.shuffle
         self._list(self._paths, epochs.count, self._shuffle)
@@ -298,8 +293,8 @@ class FileSource:
                 "this one with restore.dir and restore.restart_data."
             )
 
-    def fraction(self, position: Position, records: int = 0) -> float | None:
-        """Return which part of a list of files lies before a position, by bytes; see `fraction_read`."""
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        """Return the fraction of the bytes of a list of files that precedes a position."""
         if self._pieces is not None and "open" in position:
             if position.get("files") != self._pieces.digest:
                 return None  # it is of the files before the new ones
@@ -340,18 +335,18 @@ class FileSource:
             for block in blocks:
                 waits = isinstance(block, Spot)  # there is nothing more for now
                 if isinstance(block, Block):
-                    held = batcher.holds_some
+                    held = not batcher.is_empty
                     for batch, self._spot in batcher.add(block):
                         yield batch
                         self._files.taken(self._spot, ended=False)
                         held = False
-                    if batcher.holds_some and not held:
+                    if not batcher.is_empty and not held:
                         due = self._clock() + self._max_wait
-                if not waits and not (flushes and batcher.holds_some):
+                if not waits and not (flushes and not batcher.is_empty):
                     continue
-                if batcher.holds_some and (self._drop_remainder or self._clock() < due):
+                if not batcher.is_empty and (self._drop_remainder or self._clock() < due):
                     continue
-                self._spot = block.place(len(block.records)) if isinstance(block, Block) else block
+                self._spot = block.cursor(len(block.records)) if isinstance(block, Block) else block
                 if (rest := batcher.rest()) is not None:
                     yield rest
                 self._files.taken(self._spot, ended=waits)
@@ -399,7 +394,7 @@ class FileSource:
         """What reads the files in pieces; None where they are read one after the other."""
         return None if self._stretches else self._pieces
 
-    def _own_share(self, position: Position) -> Share:
+    def _own_share(self, position: Position) -> Shard:
         """Return the share that the worker of a position reads, which is not its own if it was adopted."""
         return _read_share(position.get("adopted", self._settings.get("shard", position.get("shard"))))
 
@@ -481,13 +476,13 @@ class FileSource:
                 this source says otherwise.
         """
         self._settle()
-        share = Share(*self._settings["shard"])
+        share = Shard(*self._settings["shard"])
         if share.workers != workers:
             raise RestoreError(f"the file source has num_workers {share.workers}, this run has {workers}")
         for one in positions:
             self._read_as(one)
         found_shares = [_share_of(one) for one in positions]
-        shares = [Share(number, len(positions)) for number in range(len(positions))]
+        shares = [Shard(number, len(positions)) for number in range(len(positions))]
         if not isinstance(self._files, Queued) and found_shares != shares:
             raise RestoreError(
                 f"the positions are of shares {', '.join(str(list(one)) for one in found_shares)} of the "
@@ -507,7 +502,7 @@ class FileSource:
                 [(_share_of(one), pieces.restored(one)) for one in positions], workers
             )
             for worker, place in enumerate(places):
-                self._check_there(pieces.files_left(place, Share(worker, workers)))
+                self._check_there(pieces.files_left(place, Shard(worker, workers)))
             return [
                 {**self._settings, "shard": [worker, workers], **pieces.save(place), **saved}
                 for worker, place in enumerate(places)
@@ -526,7 +521,7 @@ class FileSource:
                 good=sum(one.spot.good for one in mine),
                 bad=sum(one.spot.bad for one in mine),
             )
-            begin = self._files.begin(old, left, Share(worker, workers))
+            begin = self._files.begin(old, left, Shard(worker, workers))
             found.append(
                 {
                     **self._settings,
@@ -539,30 +534,27 @@ class FileSource:
         return found
 
     @property
-    def repeats(self) -> bool:
-        """Whether the files follow each other as before: those of a list do; see `repeats_order`."""
+    def repeats_order(self) -> bool:
         return isinstance(self._files, ListedPaths)
 
     @property
     def live(self) -> bool:
-        """Whether files are read as they come, by a watch; see `is_live`."""
         return isinstance(self._files, Watched | Growing)
 
     @property
-    def hands_out(self) -> HandsOut | None:
-        """Who gives back work: this source, where it reads a queue that hears what was saved."""
+    def work_queue(self) -> WorkQueueSource | None:
+        """This source, if it reads a queue that is told which positions were saved."""
         return self if isinstance(self._files, Queued) and not self._files.auto_commit else None
 
     def give_back(self, position: Position) -> Position:
-        """Have the queue hand out what a worker has not done, see `HandsOut`; a place in the middle of a file
-        included."""
+        """Give the unfinished files of a worker back to the queue, from the places it had reached."""
         self._settle()
         spot = self._checked(position, share=False)
         self._queued.give_back(OldWorker(_share_of(position), position, spot))
         return {**position, **_numbers_of(Spot(good=spot.good, bad=spot.bad)), "finished": []}
 
-    def entrust(self) -> None:
-        self._queued.entrust()
+    def defer_to_chief(self) -> None:
+        self._queued.defer_to_chief()
 
     def interrupt(self) -> None:
         self._queued.interrupt()
@@ -574,7 +566,7 @@ class FileSource:
 
     @property
     def _queued(self) -> Queued:
-        assert isinstance(self._files, Queued), "ask hands_out first"
+        assert isinstance(self._files, Queued), "ask work_queue first"
         return self._files
 
     def adopt(self, position: Position, end: Position | None = None) -> Position:  # noqa: ARG002
@@ -619,7 +611,7 @@ class FileSource:
         """
         self._files.commit(position)
 
-    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+    def reject(self, bad: Sequence[BadRecord]) -> None:
         """Count records that could be read and are bad all the same, and keep them in the quarantine.
 
         They are not judged by the policy: whoever found them does that.
@@ -630,7 +622,7 @@ class FileSource:
             number = zlib.crc32(b"".join(record.payload for record in bad))
             quarantine(self._policy.quarantine, self._reading.file or "records", number, bad)
 
-    def first_empty(self, column: str) -> str | None:
+    def find_empty_cell(self, column: str) -> str | None:
         """Return where the first empty cell of a column is, in the file that is being read or the one before
         it; None where there is none. Reads them again."""
         paths = sorted(self._paths or ())
@@ -854,20 +846,20 @@ def _numbers_of(spot: Spot) -> Position:
     return {field.name: getattr(spot, field.name) for field in fields(spot)}
 
 
-def _read_share(saved: object) -> Share:
+def _read_share(saved: object) -> Shard:
     """Return the share that a position names.
 
     Raises:
         RestoreError: There is no such share.
     """
     if isinstance(saved, list) and len(saved) == 2 and all(isinstance(one, int) for one in saved):
-        share = Share(*saved)
+        share = Shard(*saved)
         if 0 <= share.worker < share.workers:
             return share
     raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not a share of the files")
 
 
-def _share_of(position: Position) -> Share:
+def _share_of(position: Position) -> Shard:
     """Return the share of the worker that a position is of."""
     return _read_share(position.get("adopted", position.get("shard")))
 

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.data.epochs import Epochs, check_unsaid
 from monolith.data.formats.objects import are_whole, kind_of_cells, seconds_of, values_of
 from monolith.data.records import Records
-from monolith.data.share import Share, ShareChoice
-from monolith.data.shuffling import permutation
-from monolith.data.source import Position
+from monolith.data.sharding import Shard, ShardChoice
+from monolith.data.shuffling import Epochs, check_epochs_unset, permutation
+from monolith.data.source import Position, Source
 from monolith.errors import ConfigError, DataError, RestoreError, TensorArgumentError
 from monolith.feature import ColumnKind
 from monolith.tensors import RaggedTensor
@@ -32,19 +31,19 @@ of these, a datetime or None per record; or what `numpy.asarray` makes an array 
 pandas."""
 
 
-class MemorySource:
+class MemorySource(Source):
     """Yields records that are at hand, in batches.
 
     Args:
         data: Records, or columns by name: a dict, a DataFrame.
         worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`. By default
-            what `read_share` says.
+            what `read_shard` says.
         epochs: How often; None for ever. Batches go on across their ends.
         shuffle_seed: Puts each epoch into an order of its own; None leaves the order.
         drop_remainder: Leave out the last batch if it is shorter.
     """
 
-    repeats = True
+    repeats_order = True
     live = False
 
     def __init__(
@@ -60,7 +59,7 @@ class MemorySource:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"memory source: batch_size must be at least 1, got {batch_size}")
-        self._share = ShareChoice("memory source", worker, num_workers)
+        self._share = ShardChoice("memory source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
         self._records = replace(data, complete=True) if isinstance(data, Records) else to_records(data)
@@ -73,23 +72,23 @@ class MemorySource:
         self._ordered: tuple[int, Tensor] | None = None
         self._settings: Position = {}  # until the share is settled
 
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         """Read every so manieth record."""
-        self._share.tell(share)
+        self._share.choose(share)
 
     def size(self) -> int | None:
         """How many records there are to read; None without end."""
         self._settle()
         return self._total
 
-    def fraction(self, position: Position, records: int = 0) -> float | None:
-        """Return which part of the records lies before a position; see `fraction_read`."""
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of the records lies before a position; see `Stream.fraction_read`."""
         total = self.size()
-        return None if not total else (position["next"] + records) / total
+        return None if not total else min(1.0, (position["next"] + records) / total)
 
     def read_epochs(self, epochs: Epochs) -> None:
         """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
-        check_unsaid("memory source", self._epochs, settled=bool(self._settings))
+        check_epochs_unset("memory source", self._epochs, settled=bool(self._settings))
         self._epochs = epochs.count
         if self._seed is None and epochs.shuffle is not None:
             self._seed = epochs.seed
@@ -124,12 +123,6 @@ class MemorySource:
         if not isinstance(number, int) or number < 0 or (self._total is not None and number > self._total):
             raise RestoreError(f"cannot restore a memory source: there is no record {number!r}")
         self._next = number
-
-    def commit(self, position: Position) -> None:
-        """Do nothing: all records stay."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to let go of."""
 
     def _settle(self) -> None:
         """Keep the records of this worker alone."""

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
-from monolith.data.epochs import Epochs, check_unsaid
 from monolith.data.formats.arrow_columns import arrow_records, columns_of, declared_by, import_arrow
 from monolith.data.formats.objects import (
     Cell,
@@ -31,11 +29,19 @@ from monolith.data.formats.objects import (
     values_of,
     wider,
 )
-from monolith.data.iteration import closed_after
 from monolith.data.records import Records
-from monolith.data.share import Share, ShareChoice
-from monolith.data.shuffling import ShuffleConfig, permutation
-from monolith.data.source import Position
+from monolith.data.sharding import Shard, ShardChoice
+from monolith.data.shuffling import (
+    Batcher,
+    Block,
+    Epochs,
+    ShuffleConfig,
+    Shuffler,
+    Stretch,
+    check_epochs_unset,
+    permutation,
+)
+from monolith.data.source import Position, Source, closed_after
 from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
 from monolith.feature import ColumnKind
 
@@ -55,20 +61,20 @@ class _Place(NamedTuple):
     """Of the stretch; 0 between two."""
 
 
-class TabularSource:
+class TabularSource(Source):
     """Records that come a piece at a time, from the beginning whenever it is asked.
 
     Args:
         pieces: Opens them.
         kind: Names this source in positions and messages.
         worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`. By default
-            what `read_share` says.
+            what `read_shard` says.
         epochs: How often; None for ever. Batches go on across their ends.
         shuffle: Mixes stretches of `buffer` records, in another order in each epoch; None leaves the order.
         rows: How many records there are, for each time they are read; None where nobody knows.
     """
 
-    repeats = True
+    repeats_order = True
 
     @property
     def live(self) -> bool:
@@ -91,7 +97,7 @@ class TabularSource:
             raise ConfigError(f"{kind} source: batch_size must be at least 1, got {batch_size}")
         if epochs is not None and epochs < 1:
             raise ConfigError(f"{kind} source: epochs must be at least 1, or None for ever, got {epochs}")
-        self._share = ShareChoice(f"{kind} source", worker, num_workers)
+        self._share = ShardChoice(f"{kind} source", worker, num_workers)
         self._pieces = pieces
         self._kind = kind
         self._batch_size = batch_size
@@ -100,9 +106,9 @@ class TabularSource:
         self._rows = rows
         self._place = _Place(0)
 
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         """Read every so manieth record."""
-        self._share.tell(share)
+        self._share.choose(share)
 
     def size(self) -> int | None:
         """How many records there are to read; None where nobody knows, or there is no end."""
@@ -110,13 +116,13 @@ class TabularSource:
             return None
         return self._each * self._epochs
 
-    def fraction(self, position: Position, records: int = 0) -> float | None:
-        """Return which part of the records lies before a position; see `fraction_read`."""
+    def fraction_read(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of the records lies before a position; see `Stream.fraction_read`."""
         total = self.size()
         if not total:
             return None
         done: int = position["epoch"] * self._each + position["read"] + position["taken"]
-        return (done + records) / total
+        return min(1.0, (done + records) / total)
 
     @property
     def _each(self) -> int:
@@ -126,7 +132,7 @@ class TabularSource:
 
     def read_epochs(self, epochs: Epochs) -> None:
         """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
-        check_unsaid(f"{self._kind} source", self._epochs, settled=self._place != _Place(0))
+        check_epochs_unset(f"{self._kind} source", self._epochs, settled=self._place != _Place(0))
         self._epochs = epochs.count
         self._shuffle = self._shuffle or epochs.shuffle
 
@@ -158,12 +164,6 @@ class TabularSource:
             raise RestoreError(f"cannot restore a {self._kind} source: there is no place {numbers}")
         self._place = _Place(**{name: int(number or 0) for name, number in numbers.items()})
 
-    def commit(self, position: Position) -> None:
-        """Do nothing: what was read is not ours to let go of."""
-
-    def close(self) -> None:
-        """Do nothing: what is open is closed when reading stops."""
-
     def _settings(self) -> Position:
         mixed = None if self._shuffle is None else [self._shuffle.seed, self._shuffle.buffer]
         return {"source": self._kind, "shard": list(self._share.settle()), "shuffle": mixed}
@@ -194,7 +194,7 @@ class TabularSource:
             )
             end = start
             for block in blocks:
-                end = block.place(len(block.records))
+                end = block.cursor(len(block.records))
                 for stretch in shuffler.add(block):
                     yield _mixed(stretch)
             if (last := shuffler.end(end)) is not None:

@@ -28,10 +28,9 @@ import numpy as np
 
 from monolith import filesystem
 from monolith.data.join.joiner import NOTHING_JOINED, Joiner, JoinerConfig
-from monolith.data.layers import is_live
 from monolith.data.records import Records, concat
-from monolith.data.share import Share, share_out
-from monolith.data.source import Position, Source, commit_to
+from monolith.data.sharding import Shard
+from monolith.data.source import Position, Source, as_stream
 from monolith.errors import ConfigError, FilesystemError, NotShareableError, RestoreError
 from monolith.observe import Metrics
 
@@ -50,7 +49,7 @@ class _Base:
     joiner: dict[str, Any]
 
 
-class JoinedSource:
+class JoinedSource(Source):
     """Two sources as one of joined examples.
 
     Reads whichever has come less far in event time, so neither runs away from the other;
@@ -65,8 +64,8 @@ class JoinedSource:
 
     def __init__(
         self,
-        impressions: Source,
-        actions: Source,
+        impressions: Iterable[Records],
+        actions: Iterable[Records],
         config: JoinerConfig,
         *,
         close_at_end: bool = True,
@@ -87,18 +86,17 @@ class JoinedSource:
 
     @property
     def live(self) -> bool:
-        """Whether one of both is; see `is_live`."""
-        return any(is_live(one.source) for one in self._inputs.values())
+        return any(one.source.live is not False for one in self._inputs.values())
 
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         """Have both sources read one share, and join it in a folder of its own below the one given.
 
         The impressions and actions of a key must be in the same share: files that were cut alike, partitions
         by key. Actions that cannot be shared out are read whole by everybody.
         """
-        share_out(self._inputs[_IMPRESSIONS].source, share)
+        self._inputs[_IMPRESSIONS].source.read_shard(share)
         with suppress(NotShareableError):
-            share_out(self._inputs[_ACTIONS].source, share)
+            self._inputs[_ACTIONS].source.read_shard(share)
         if share.workers > 1:
             assert self._config.folder is not None
             folder = filesystem.join(self._config.folder, f"worker-{share.worker}-of-{share.workers}")
@@ -155,7 +153,7 @@ class JoinedSource:
         The sources hear of where they stood at the snapshot: what came since is read again by a restart.
         """
         for name, one in self._inputs.items():
-            commit_to(one.source, position[name])
+            one.source.commit(position[name])
         with self._lock:
             self.joiner.commit(position["joiner"])
 
@@ -217,8 +215,8 @@ class JoinedSource:
 class _Input:
     """A source of which some records may have been read and not yet joined, just after a restore."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Iterable[Records]) -> None:
+        self.source = as_stream(source)
         self.rest: Records | None = None
         self._reading: Iterator[Records] | None = None
 

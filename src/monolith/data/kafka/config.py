@@ -63,7 +63,7 @@ class KafkaConfig:
     assignment: ByWorker | None = None
     """None lets the group share out partitions. Where several workers train together the run does that, so
     that a checkpoint can hold their offsets: it deals them out whenever a worker comes or goes; where a stage
-    holds records back they are fixed, see `read_share`."""
+    holds records back they are fixed, see `read_shard`."""
     run: str = ""
     """Names one start of the job, the same for all its workers. It tells an offset that another worker handed
     over since from one of an earlier start, over which a restored position wins. Only a group needs it."""

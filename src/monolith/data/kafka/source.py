@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from monolith.data.bad_values import BadTally
 from monolith.data.format import BadRecord
-from monolith.data.handing import DealsOut
 from monolith.data.kafka.client_log import ClientLog
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, import_kafka
 from monolith.data.kafka.positions import (
@@ -35,8 +34,8 @@ from monolith.data.kafka.positions import (
 )
 from monolith.data.kafka.strings import plain_strings
 from monolith.data.records import Records
-from monolith.data.share import Share, ShareChoice
-from monolith.data.source import Position
+from monolith.data.sharding import Shard, ShardChoice
+from monolith.data.source import Position, Source, WorkQueueSource
 from monolith.errors import ConfigError, DataError, RestoreError
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ _TIMES = re.compile(r" \(after \d+ms in state [^()]*(?:\(s\)[^()]*)?\)")
 """What makes the same complaint look like another each time."""
 
 
-class KafkaSource:
+class KafkaSource(Source, WorkQueueSource):
     """Yields the messages of topics as records, `poll_batch` messages at a time, each partition in order.
 
     Connects when it is first asked for something. A broker that goes away is waited for. What a decoder
@@ -86,6 +85,7 @@ class KafkaSource:
     """
 
     live = True
+    chief_assigns = True
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class KafkaSource:
         self.config = config
         given = config.assignment
         self._share = (
-            ShareChoice("kafka") if given is None else ShareChoice("kafka", given.worker, given.num_workers)
+            ShardChoice("kafka") if given is None else ShardChoice("kafka", given.worker, given.num_workers)
         )
         self._kafka = import_kafka()
         self._decode = decode
@@ -161,8 +161,7 @@ class KafkaSource:
         self._reasons: dict[str, None] = {}
         """What the client has complained about, each complaint once."""
 
-        self.left_out = BadTally()
-        """Why messages were left out that could not be read."""
+        self._dropped = BadTally()
         self._lag = self._count = self._count_bad = None
         self._reported = -math.inf
         if metrics is not None:
@@ -173,9 +172,9 @@ class KafkaSource:
                 "kafka_bad_messages", "Messages that could not be read.", ("topic",)
             )
 
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         """Read the partitions that are fixed for one worker; those that `assignment` names, if it does."""
-        self._share.tell(share)
+        self._share.choose(share)
 
     def __iter__(self) -> Iterator[Records]:
         """Yield records until the stream timeout, or for ever.
@@ -241,12 +240,11 @@ class KafkaSource:
             self._ahead = True
 
     @property
-    def hands_out(self) -> DealsOut | None:
-        """This source, whose partitions may be dealt to workers that come and go; None where `assignment`
-        fixes them."""
+    def work_queue(self) -> WorkQueueSource | None:
+        """This source, whose partitions the chief assigns to workers; None if `assignment` fixes them."""
         return None if self._share.is_fixed else self
 
-    def entrust(self) -> None:
+    def defer_to_chief(self) -> None:
         self._dealt = True
 
     def give_back(self, position: Position) -> Position:
@@ -269,7 +267,7 @@ class KafkaSource:
         new = {one: self._first(one) for one in there if one not in offsets}
         return make_position(self._partitions, {**offsets, **new})
 
-    def deal(self, positions: Sequence[Position], workers: int) -> list[Position]:
+    def reassign(self, positions: Sequence[Position], workers: int) -> list[Position]:
         return deal_position(merge_positions(positions), workers)
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
@@ -338,13 +336,16 @@ class KafkaSource:
                 lags[partition] = max(high - offset, 0)
         return lags
 
-    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+    def reject(self, bad: Sequence[BadRecord]) -> None:
         """Count messages that could be read and are bad all the same, and hand them to `on_bad`."""
         if self._count_bad is not None:
             self._count_bad.inc(len(bad), topic=",".join(self.config.topics))
         if self._on_bad is not None:
             for record in bad:
                 self._on_bad(record)
+
+    def bad_records(self) -> dict[str, int]:
+        return self._dropped.described()
 
     def close(self) -> None:
         """Leave the group; whoever gets its partitions goes on from what was committed. The position remains.
@@ -657,7 +658,7 @@ class KafkaSource:
             raise
         bad += [(full[one.place], one.reason) for one in unread]
         for message, reason in bad:
-            self.left_out.add(reason)
+            self._dropped.add(reason)
             if self._count_bad is not None:
                 self._count_bad.inc(topic=str(message.topic()))
             if self._on_bad is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from monolith.data.service.job import Place
-from monolith.wire.bodies import Bounds, Count, Json, Name, Seconds, Text
+from monolith.wire.messages import Bounds, Count, Json, Name, Seconds, Text
 
 _Many = Annotated[int, Bounds(0, 1 << 16)]
 

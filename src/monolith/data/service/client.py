@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from monolith.data.epochs import Epochs
-from monolith.data.handing import HandsOut
 from monolith.data.records import Records
 from monolith.data.service.codec import from_batch
 from monolith.data.service.flight import (
@@ -24,8 +22,9 @@ from monolith.data.service.flight import (
     StoppedError,
     UnreachableError,
 )
-from monolith.data.share import Share, ShareChoice
-from monolith.data.source import Position
+from monolith.data.sharding import Shard, ShardChoice
+from monolith.data.shuffling import Epochs
+from monolith.data.source import Position, Source, WorkQueueSource
 from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
 _KIND = "data_service"
@@ -44,7 +43,7 @@ class _Settings:
         return DataCaller(address, guard=self.guard, patience=patience, stop=stop, clock=self.clock)
 
 
-class DataServiceSource:
+class DataServiceSource(Source, WorkQueueSource):
     """Yields this trainer's share of a job, chunk by chunk.
 
     Each chunk of an epoch goes to one trainer. A position is the number of the trainer's turn: restored
@@ -54,7 +53,7 @@ class DataServiceSource:
     Args:
         dispatcher: host:port, or a function that finds it.
         trainer: Its name, the same after a restart. No two trainers of a job have the same; where
-            there are several, see `read_share`, "-" and their number are added.
+            there are several, see `read_shard`, "-" and their number are added.
         guard: What dispatcher and data workers want to be shown, if they do.
         prefetch: Chunks to fetch ahead; so many may still be with a slow trainer when others are done.
         patience: How long the dispatcher, or every data worker, may be away.
@@ -74,7 +73,7 @@ class DataServiceSource:
     ) -> None:
         if not trainer or prefetch < 1:
             raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
-        self._share = ShareChoice("data service")
+        self._share = ShardChoice("data service")
         self._base, self._named = trainer, False
         self._settings = _Settings(
             address=dispatcher,
@@ -88,9 +87,9 @@ class DataServiceSource:
         self._turn = 0
         self._interrupted = threading.Event()
 
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         """Be one of several trainers, who together are given all chunks."""
-        self._share.tell(share)
+        self._share.choose(share)
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
         raise NotRepeatableError(
@@ -153,12 +152,11 @@ class DataServiceSource:
         return [{"kind": _KIND, "job": job, "trainer": name, "turn": turns[name]} for name in names]
 
     @property
-    def hands_out(self) -> HandsOut:
-        """Who gives back work: this source."""
+    def work_queue(self) -> WorkQueueSource:
         return self
 
     def give_back(self, position: Position) -> Position:
-        """Have the dispatcher hand out what comes after a trainer's position; see `HandsOut`.
+        """Have the dispatcher hand out what comes after a trainer's position; see `WorkQueueSource`.
 
         Raises:
             DataError: The dispatcher does not answer.
@@ -172,7 +170,7 @@ class DataServiceSource:
             raise DataError(f"data service: the dispatcher takes nothing back: {cause}") from cause
         return position  # it is given what comes after it, which is nothing
 
-    def entrust(self) -> None:
+    def defer_to_chief(self) -> None:
         """Do nothing: a trainer that closes its source has what it had."""
 
     def interrupt(self) -> None:

@@ -28,8 +28,8 @@ from monolith.data.service.bodies import (
 )
 from monolith.data.service.flight import Call, Clock, DataServer, PortGuard
 from monolith.data.service.job import DataJobConfig, Job
-from monolith.wire.bodies import Nothing, typed
-from monolith.wire.limits import Limits
+from monolith.wire.messages import Nothing, typed
+from monolith.wire.ports import Limits
 
 B = TypeVar("B")
 

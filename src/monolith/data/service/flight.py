@@ -10,10 +10,10 @@ from typing import Any
 
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.wire import flight
-from monolith.wire.bodies import Call
-from monolith.wire.flight import POLL, Address, Clock, Fetch, PortGuard, Service, StoppedError
-from monolith.wire.limits import Limits
-from monolith.wire.ports import join_address
+from monolith.wire.flight import POLL, Address, Clock, PortGuard, Service, StoppedError
+from monolith.wire.flight_server import Fetch, Handlers, Server
+from monolith.wire.messages import Call
+from monolith.wire.ports import Limits, join_address
 
 __all__ = [
     "POLL",
@@ -49,7 +49,7 @@ def import_arrow() -> Any:
     return flight.import_arrow("the data service")
 
 
-class DataServer(flight.Server):
+class DataServer(Server):
     """Answers calls of the data service."""
 
     def __init__(
@@ -62,7 +62,8 @@ class DataServer(flight.Server):
         guard: PortGuard | None = None,
         limits: Limits | None = None,
     ) -> None:
-        super().__init__(SERVICE, calls, fetch=fetch, host=host, port=port, guard=guard, limits=limits)
+        handlers = Handlers(calls=calls, fetch=fetch)
+        super().__init__(SERVICE, handlers, host=host, port=port, guard=guard, limits=limits)
 
 
 class DataCaller(flight.Caller):

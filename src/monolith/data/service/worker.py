@@ -33,8 +33,8 @@ from monolith.data.service.flight import (
 from monolith.data.service.job import Place
 from monolith.data.source import Source
 from monolith.errors import ConfigError, DataError, MonolithError
-from monolith.wire.bodies import Nothing, read_body, typed
-from monolith.wire.limits import Limits
+from monolith.wire.messages import Nothing, read_message, typed
+from monolith.wire.ports import Limits
 
 OpenSplit = Callable[[str], Source]
 """Opens a split from its beginning. Has to give the same records in the same order, on every worker."""
@@ -158,7 +158,7 @@ class DataWorker:
         self._address_of_dispatcher, self._guard, self._patience = dispatcher, guard, patience
         self._server = DataServer(
             {"ping": typed(Nothing, lambda _: {})},
-            fetch=lambda ticket: self._fetch(read_body(ChunkBody, ticket)),
+            fetch=lambda ticket: self._fetch(read_message(ChunkBody, ticket)),
             host=host,
             port=port,
             guard=guard,

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.data.records import LABEL, LINE_ID, BatchSpec, Records, make_batch
-from monolith.data.share import Share, ShareChoice
-from monolith.data.source import Position
+from monolith.data.sharding import Shard, ShardChoice
+from monolith.data.source import Position, Source
 from monolith.data.synthetic.drawing import Draws, ranks, sigmoid
 from monolith.errors import ConfigError, FeatureError, RestoreError
 from monolith.feature import Batch
@@ -160,26 +160,26 @@ class _Examples(NamedTuple):
     """When each user and item appeared, in seconds since the start; most of the first ones before it."""
 
 
-class DriftingStream:
+class DriftingStream(Source):
     """A source of examples in the order of their event time. Its position is the number of the next one.
 
-    Of several workers (see `read_share`) each has every so manieth batch.
+    Of several workers (see `read_shard`) each has every so manieth batch.
     """
 
-    repeats = True
+    repeats_order = True
     live = False
 
     def __init__(self, config: DriftConfig | None = None) -> None:
         self.config = DriftConfig() if config is None else config
         self._draws = Draws(self.config.seed)
-        self._choice = ShareChoice("drifting stream")
+        self._choice = ShardChoice("drifting stream")
         self._next: int | None = None
         """None where it begins."""
 
     # A source
 
-    def read_share(self, share: Share) -> None:
-        self._choice.tell(share)
+    def read_shard(self, share: Shard) -> None:
+        self._choice.choose(share)
 
     def __iter__(self) -> Iterator[Records]:
         size, share = self.config.batch_size, self._choice.settle()

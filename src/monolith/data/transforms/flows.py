@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from monolith.data.records import Records, concat
-from monolith.data.share import Share, share_out
-from monolith.data.source import Position, Source, commit_to
+from monolith.data.sharding import Shard
+from monolith.data.source import Position, Source, as_stream
 from monolith.data.transforms.columns import (
     DATA_SOURCE_KEY,
     DATA_SOURCE_NAME,
@@ -80,7 +80,7 @@ class SplitFlow:
     """Sorts the records of a source into one queue per flow. Thread-safe."""
 
     def __init__(
-        self, config: SplitConfig, source: Source, *, patience: timedelta = timedelta(minutes=10)
+        self, config: SplitConfig, source: Iterable[Records], *, patience: timedelta = timedelta(minutes=10)
     ) -> None:
         """
         Args:
@@ -131,9 +131,9 @@ class SplitFlow:
             self._changed.notify_all()
             return found
 
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         """Have the source read one share of its data."""
-        share_out(self._reader.source, share)
+        self._reader.source.read_shard(share)
 
     def position(self) -> Position:
         """Return the place before the first record that is in no queue yet.
@@ -245,7 +245,7 @@ class SplitFlow:
             self._unknown[None] += nameless
 
 
-class MergeFlow:
+class MergeFlow(Source):
     """Makes one stream of several flows: a record of each in turn, of those that have one, until all end.
 
     Each record gets the name of its flow as `line_id.data_source_name`. A source: its
@@ -254,7 +254,7 @@ class MergeFlow:
 
     def __init__(
         self,
-        flows: SplitFlow | Mapping[str, Source],
+        flows: SplitFlow | Mapping[str, Iterable[Records]],
         *,
         capacity: int = QUEUE_RECORDS,
         transforms: Mapping[str, Transform] | None = None,
@@ -277,9 +277,9 @@ class MergeFlow:
             if len(merged):
                 yield merged
 
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         """Have every flow read one share of its data."""
-        self._inputs.read_share(share)
+        self._inputs.read_shard(share)
 
     def position(self) -> Position:
         states = {name: transform.state() for name, transform in self._stateful().items()}
@@ -329,7 +329,7 @@ class MergeFlow:
 class _Sources:
     """Sources by name, read an equal number of records at a time."""
 
-    def __init__(self, sources: Mapping[str, Source], capacity: int) -> None:
+    def __init__(self, sources: Mapping[str, Iterable[Records]], capacity: int) -> None:
         if not sources or capacity < 1:
             raise ConfigError(f"merge flow: needs flows and a capacity from 1 on, got {capacity}")
         self._readers = {name: _Reader(source) for name, source in sources.items()}
@@ -352,9 +352,9 @@ class _Sources:
             reader.advance(len(parts[-1]))
         return concat(parts) if parts else Records(0, {})
 
-    def read_share(self, share: Share) -> None:
+    def read_shard(self, share: Shard) -> None:
         for reader in self._readers.values():
-            share_out(reader.source, share)
+            reader.source.read_shard(share)
 
     def position(self) -> Position:
         return {name: reader.position() for name, reader in self._readers.items()}
@@ -385,8 +385,8 @@ def _drained(queue: deque[Records]) -> Records:
 class _Reader:
     """Reads a source a stretch at a time, and may stand in the middle of one."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Iterable[Records]) -> None:
+        self.source = as_stream(source)
         self.held: Records | None = None
         """What was read and not used yet, with its numbers; None when there is nothing."""
         self._iterator: Iterator[Records] | None = None
@@ -443,4 +443,4 @@ class _Reader:
         self._skip, self._used, self._number = used, 0, number
 
     def commit(self, position: Position) -> None:
-        commit_to(self.source, position["source"])
+        self.source.commit(position["source"])

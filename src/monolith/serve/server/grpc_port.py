@@ -38,8 +38,6 @@ from monolith.serve.server.protocol import (
 from monolith.serve.server.quotas import JSON_COST, Quotas
 from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
-from monolith.wire.doorkeeper import Doorkeeper
-from monolith.wire.limits import Limits
 from monolith.wire.open_inference import (
     SERVICE,
     message_pool,
@@ -47,6 +45,7 @@ from monolith.wire.open_inference import (
     packed_infer_type,
     service_methods,
 )
+from monolith.wire.ports import ConnectionGuard, Limits
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -96,7 +95,7 @@ class GrpcPort:
         self._most_typed = min(config.limits.json_bytes, config.limits.request_bytes)
         self._working = threading.BoundedSemaphore(config.threads)
         self._grpc = grpc
-        self._doorkeeper: Doorkeeper | None = None
+        self._doorkeeper: ConnectionGuard | None = None
         self._types = message_types()
         self._packed = packed_infer_type()
         # gRPC waits for the message of a call on a thread, so there is one for each call that may be open:
@@ -125,7 +124,7 @@ class GrpcPort:
                 peer_connections=config.limits.peer_connections,
                 admit_within=config.limits.read_timeout,
             )
-            self._doorkeeper = Doorkeeper(self.port, limits, bounds_bytes=False, every=_LOOK_EVERY)
+            self._doorkeeper = ConnectionGuard(self.port, limits, bounds_bytes=False, every=_LOOK_EVERY)
 
     def close(self, grace: float) -> None:
         """Refuse new requests and wait so many seconds for those in flight."""

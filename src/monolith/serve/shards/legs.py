@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from monolith.serve.claims import RowsClaim
 from monolith.serve.shards.replicas import Replica, ShardLine, ShardReplicas
-from monolith.wire.byte_messages import Bytes
+from monolith.wire.bulk import Bytes
 
 Floats = NDArray[np.float32]
 

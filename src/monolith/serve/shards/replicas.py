@@ -27,8 +27,8 @@ from monolith.errors import MonolithError, UnavailableError
 from monolith.serve.shards.config import ShardsConfig
 from monolith.serve.shards.latencies import HedgeDelay
 from monolith.serve.shards.service import SERVICE, ShardAbout, misfit, shard_part, shard_role
-from monolith.wire.bodies import read_body
 from monolith.wire.flight import Caller, CallStream, PortGuard
+from monolith.wire.messages import read_message
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Replica:
             SERVICE, self.address, guard=self._guard, timeout=timedelta(seconds=max(seconds, 0.001))
         )
         try:
-            about = read_body(ShardAbout, caller.call("hello", version=self._wanted["version"]))
+            about = read_message(ShardAbout, caller.call("hello", version=self._wanted["version"]))
             if (wrong := misfit(about, self._wanted)) is not None:
                 raise UnavailableError(f"the server at {self.address} is another one: {wrong}")
             return ShardLine(self, caller, caller.open_stream())

@@ -16,8 +16,8 @@ from monolith import errors
 from monolith.errors import ClusterError, DeadlineExceededError, UnavailableError
 from monolith.serve.claims import UNKNOWN, RowsClaim
 from monolith.store.rows import ANSWER_BYTES
-from monolith.wire.bodies import Count, Name, Text
 from monolith.wire.flight import Service
+from monolith.wire.messages import Count, Name, Text
 
 SERVICE = Service(
     name="serving server",

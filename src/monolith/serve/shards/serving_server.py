@@ -49,12 +49,11 @@ from monolith.serve.shards.service import (
 from monolith.store import TableIds
 from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
 from monolith.sync.channel import OpenReader
-from monolith.wire.bodies import Nothing, typed_calls
-from monolith.wire.byte_messages import Bytes
-from monolith.wire.flight import PortGuard, Server
-from monolith.wire.limits import Limits
-from monolith.wire.ports import join_address
-from monolith.wire.traffic import Traffic
+from monolith.wire.bulk import Bytes, Traffic
+from monolith.wire.flight import PortGuard
+from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.messages import Nothing, typed_calls
+from monolith.wire.ports import Limits, join_address
 
 _log = logging.getLogger(__name__)
 
@@ -149,9 +148,7 @@ class ServingServer:
         try:
             self._server = Server(
                 SERVICE,
-                typed_calls(_CALLS, calls),
-                exchanges={},
-                message=self._lookup,
+                Handlers(calls=typed_calls(_CALLS, calls), message=self._lookup),
                 host=host,
                 port=port,
                 guard=guard,

@@ -52,9 +52,8 @@ from monolith.train.hooks.barrier import Barrier, unblocked_indices
 from monolith.train.hooks.profiling import MOST_SECONDS, Trace, Tracer
 from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding, person_order
 from monolith.wire import controller_pb2 as wire
-from monolith.wire.bodies import read_body, write_body
-from monolith.wire.doorkeeper import Doorkeeper
-from monolith.wire.limits import Limits
+from monolith.wire.messages import read_message, write_message
+from monolith.wire.ports import ConnectionGuard, Limits
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class ControlServer:
         self._waiting = waiting
         self._message_within = message_within
         self._server: Any = None
-        self._doorkeeper: Doorkeeper | None = None
+        self._doorkeeper: ConnectionGuard | None = None
         self.closing = threading.Event()
         """Set when calls that wait should give up."""
         self.address: str | None = None
@@ -161,7 +160,7 @@ class ControlServer:
             ) from cause
         server.start()
         self._server = server
-        self._doorkeeper = Doorkeeper(port, Limits(), bounds_bytes=False, every=_LOOK_EVERY)
+        self._doorkeeper = ConnectionGuard(port, Limits(), bounds_bytes=False, every=_LOOK_EVERY)
         self.address = f"{self._listen_on.rpartition(':')[0]}:{port}"
         _log.info("control server listens on %s", self.address)
 
@@ -359,7 +358,7 @@ def _publish(obey: Obey | None, request: Any) -> wire.PublishResponse:
         raise _RefusedError("FAILED_PRECONDITION", str(error)) from error
     except RetryableError as error:
         raise _RefusedError("UNAVAILABLE", str(error)) from error
-    return wire.PublishResponse(shares=json.dumps(write_body(PublishedShares(tuple(shares)))))
+    return wire.PublishResponse(shares=json.dumps(write_message(PublishedShares(tuple(shares)))))
 
 
 def control_token(model_dir: str) -> Secret:
@@ -473,7 +472,7 @@ class ControlClient:
             TrainingError: The run publishes nothing, or a holder of rows could not be told.
         """
         found = self._call("Publish", {"action": action, "reason": reason, "version": version})
-        return read_body(PublishedShares, json.loads(found.shares)).shares
+        return read_message(PublishedShares, json.loads(found.shares)).shares
 
     def close(self) -> None:
         self._channel.close()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from monolith.errors import RequestError
-from monolith.wire.bodies import Bounds, Count, Name, Seconds, read_body
+from monolith.wire.messages import Bounds, Count, Name, Seconds, read_message
 
 Reason = Annotated[str, Bounds(0, 4096)]
 """In words for a person."""
@@ -38,7 +38,7 @@ def person_order(action: str, *, reason: str = "", version: str = "") -> Publish
     if action not in get_args(Action):
         raise RequestError(f"publish: {action[:60]!r} is none of {', '.join(get_args(Action))}")
     body = {"action": action, "reason": reason, "version": version or None}
-    return sound(read_body(PublishOrder, body))
+    return sound(read_message(PublishOrder, body))
 
 
 def sound(order: PublishOrder) -> PublishOrder:

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from monolith import filesystem
 from monolith.errors import FilesystemError, MonolithError, RequestError
 from monolith.train.publishing.bodies import Reason, ShareStanding
-from monolith.wire.bodies import Count, Name, Seconds, read_body, write_body
+from monolith.wire.messages import Count, Name, Seconds, read_message, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class HoldFile:
         try:
             if not filesystem.exists(self._path):
                 return None
-            return read_body(KeptHold, json.loads(filesystem.read_bytes(self._path)))
+            return read_message(KeptHold, json.loads(filesystem.read_bytes(self._path)))
         except (FilesystemError, RequestError, ValueError) as error:
             reason = f"{self._path}, which says whether publishing is held, cannot be read: {error}"
             return KeptHold(reason[:4096], since=0.0)
@@ -128,7 +128,7 @@ class HoldFile:
         else:
             filesystem.make_dirs(self._folder)
             with filesystem.atomic_write(self._path) as file:
-                file.write(json.dumps(write_body(kept)).encode())
+                file.write(json.dumps(write_message(kept)).encode())
             # After the file: an export that is committed meanwhile either sees the file or is found here.
             self._withhold(kept)
         self._written, self._known = kept, True

@@ -11,7 +11,7 @@ from monolith.store import RankGroups
 from monolith.sync.messages import LearnedUpTo, LogPlace
 from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding, sound
 from monolith.train.publishing.share import SharePublisher
-from monolith.wire.bodies import Json, read_body, write_body
+from monolith.wire.messages import Json, read_message, write_message
 
 _OBEY = "publish/obey"
 
@@ -40,8 +40,8 @@ class RowsOfRanks:
         self._share.bring(weights)
 
     def obey(self, order: PublishOrder) -> Sequence[ShareStanding]:
-        found = self._groups.calls.ask_all(_OBEY, write_body(order))
-        shares = [one for answer in found for one in read_body(PublishedShares, answer).shares]
+        found = self._groups.calls.ask_all(_OBEY, write_message(order))
+        shares = [one for answer in found for one in read_message(PublishedShares, answer).shares]
         with self._lock:
             self._standings |= {one.share: one for one in shares}
         return shares
@@ -60,5 +60,5 @@ class RowsOfRanks:
         self._share.close()
 
     def _answer(self, body: dict[str, Json]) -> dict[str, Json]:
-        order = sound(read_body(PublishOrder, body))
-        return write_body(PublishedShares(self._share.obey(order)))
+        order = sound(read_message(PublishOrder, body))
+        return write_message(PublishedShares(self._share.obey(order)))

@@ -21,7 +21,7 @@ from monolith.train.publishing.bodies import (
     WeightsTold,
 )
 from monolith.train.publishing.learning import Learning
-from monolith.wire.bodies import read_body, write_body
+from monolith.wire.messages import read_message, write_message
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class RowsOfServers:
             self._weights = weights
 
     def obey(self, order: PublishOrder) -> Sequence[ShareStanding]:
-        found = self._group.call_all("publish.obey", **write_body(order))
-        shares = [one for answer in found for one in read_body(PublishedShares, answer).shares]
+        found = self._group.call_all("publish.obey", **write_message(order))
+        shares = [one for answer in found for one in read_message(PublishedShares, answer).shares]
         self._note(shares)
         return shares
 
@@ -104,7 +104,7 @@ class RowsOfServers:
             weights, self._weights = self._weights, None
         if weights is None:
             return
-        said = write_body(WeightsTold(self._run(), len(weights)))
+        said = write_message(WeightsTold(self._run(), len(weights)))
         try:
             self._group.exchange("publish.weights", {0: (said, pack_tensors(list(weights.values())))})
         except BaseException:
@@ -115,8 +115,8 @@ class RowsOfServers:
     def _tell_learned(self) -> None:
         learned = self._learning.now()
         told = HoldersTold(self._run(), learned.step, max(learned.watermark, 0))
-        found = self._group.call_all("publish.told", **write_body(told))
-        self._note([one for answer in found for one in read_body(PublishedShares, answer).shares])
+        found = self._group.call_all("publish.told", **write_message(told))
+        self._note([one for answer in found for one in read_message(PublishedShares, answer).shares])
 
     def _note(self, shares: Sequence[ShareStanding]) -> None:
         with self._lock:

@@ -1,0 +1,57 @@
+"""The commands that this package adds to `monolith`: `bench` measures speed, `experiment` quality;
+`demo` and `tour` are examples to watch.
+
+`pyproject.toml` names the tables as entry points of the group `monolith.commands`, so the library finds them
+without importing this package.
+"""
+
+from __future__ import annotations
+
+from monolith.cli.commands import Command
+from monolith_bench.options import (
+    BenchCheckpointOptions,
+    BenchDataOptions,
+    BenchFleetOptions,
+    BenchFreshnessOptions,
+    BenchPartsOptions,
+    BenchScaleOptions,
+    BenchServeOptions,
+    BenchStoreOptions,
+    BenchSyncOptions,
+    BenchTableOptions,
+    BenchTrainOptions,
+    DemoOptions,
+    ExperimentCollisionsOptions,
+    ExperimentDefaultsOptions,
+    ExperimentFreshnessOptions,
+    ExperimentMovielensOptions,
+    ExperimentRetrievalOptions,
+    TourOptions,
+)
+
+BENCH = {
+    "bench table": Command(BenchTableOptions, "monolith_bench.table"),
+    "bench data": Command(BenchDataOptions, "monolith_bench.data"),
+    "bench checkpoint": Command(BenchCheckpointOptions, "monolith_bench.checkpoint"),
+    "bench train": Command(BenchTrainOptions, "monolith_bench.train"),
+    "bench parts": Command(BenchPartsOptions, "monolith_bench.parts"),
+    "bench store": Command(BenchStoreOptions, "monolith_bench.store"),
+    "bench fleet": Command(BenchFleetOptions, "monolith_bench.fleet"),
+    "bench sync": Command(BenchSyncOptions, "monolith_bench.sync"),
+    "bench serve": Command(BenchServeOptions, "monolith_bench.serve"),
+    "bench freshness": Command(BenchFreshnessOptions, "monolith_bench.freshness"),
+    "bench scale": Command(BenchScaleOptions, "monolith_bench.scale"),
+}
+
+EXPERIMENT = {
+    "experiment collisions": Command(ExperimentCollisionsOptions, "monolith_bench.collisions"),
+    "experiment defaults": Command(ExperimentDefaultsOptions, "monolith_bench.defaults"),
+    "experiment freshness": Command(ExperimentFreshnessOptions, "monolith_bench.sync_intervals"),
+    "experiment movielens": Command(ExperimentMovielensOptions, "monolith_bench.quality"),
+    "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith_bench.retrieval"),
+}
+
+EXAMPLES = {
+    "demo": Command(DemoOptions, "monolith_bench.examples.demo.command"),
+    "tour": Command(TourOptions, "monolith_bench.examples.tour"),
+}

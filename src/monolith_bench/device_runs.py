@@ -1,0 +1,196 @@
+"""Those that train on a GPU, window after window.
+
+A device works behind the back of its host, so no single step can be timed by a clock: a run trains on so many
+batches and returns when the device is done with them. What a batch is made of is ready before: ids of
+features as a reader of data hands them over, positions for torch in pinned memory, labels on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from monolith.cuda import Device, ModuleGraph
+from monolith.feature import FeatureIds
+from monolith.model import PreparedBatch
+from monolith.runtime.prefetch import PrefetchPipeline
+from monolith_bench.timing import Contender, Timing, race
+from monolith_bench.trainers import FusedTorchTrainer, OurTrainer
+
+_WARM_UP = 4
+_MOST_STEPS = 400
+_BUSY = 16_384  # rows of a square matrix that takes a GPU longer to multiply than a host to launch a step
+_PREPARED = 4
+"""Batches whose rows are on the device while it works alone."""
+
+
+Run = Callable[[Iterable[int]], None]
+"""Trains on the batches of these numbers, or does a part of it."""
+
+
+class DeviceRun(Protocol):
+    """A trainer on a GPU, with the batches it is to train on."""
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        """Bring batches into the form in which it takes them: positions, int64 of (examples, features)."""
+
+    def run(self, numbers: Iterable[int]) -> None:
+        """Train on the batches of these numbers, and return when the device is done."""
+
+
+class TorchRun:
+    """torch's rows; positions go up from pinned memory in each step."""
+
+    def __init__(self, trainer: FusedTorchTrainer, device: Device) -> None:
+        self._trainer = trainer
+        self._device = device
+        self._batches: list[Tensor] = []
+        self._labels = torch.empty(0)
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        self._batches = [self._device.pinned(tuple(one.shape), one.dtype).copy_(one) for one in batches]
+        self._labels = labels.to(self._device.torch_device)
+
+    def run(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._trainer.step(self._batches[number], self._labels)
+        self._device.current_stream().synchronize()
+
+
+class PlainRun:
+    """Our rows, in a plain loop: for rows that lie on the device."""
+
+    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+        self.trainer = trainer
+        self._device = device
+        self._batches: list[FeatureIds] = []
+        self._labels = torch.empty(0)
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        self._batches = [self.trainer.batch_of(one) for one in batches]
+        self._labels = labels.to(self._device.torch_device)
+
+    def run(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.trainer.train(self._batches[number], self._labels)
+        self._device.current_stream().synchronize()
+
+    def phases(self) -> dict[str, float]:
+        """Return what the host takes to launch a step, and the device to compute its phases, in milliseconds.
+
+        The device is kept busy until all is launched, so that it waits for nobody.
+        """
+        stream, trainer = self._device.current_stream(), self.trainer
+        stream.synchronize()
+        if self._device.torch_device.type == "cuda":
+            busy = torch.empty((_BUSY, _BUSY), device=self._device.torch_device)
+            torch.mm(busy, busy)
+        began, marks = time.perf_counter(), [stream.record(timed=True)]
+        prepared = trainer.model.embeddings.prepare(self._batches[0])
+        marks.append(stream.record(timed=True))
+        loss = trainer.forward(prepared, self._labels)
+        marks.append(stream.record(timed=True))
+        loss.backward()  # type: ignore[no-untyped-call]
+        marks.append(stream.record(timed=True))
+        trainer.update()
+        marks.append(stream.record(timed=True))
+        launched = (time.perf_counter() - began) * 1e3
+        names = ("lookup", "forward", "backward", "update")
+        took = [mark.milliseconds_since(before) for before, mark in itertools.pairwise(marks)]
+        return {"launching": launched} | dict(zip(names, took, strict=True))
+
+
+class GraphedRun(PlainRun):
+    """The same with the dense half replayed from CUDA graphs, captured for each size of batches."""
+
+    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+        super().__init__(trainer, device)
+        self._graphs: dict[int, ModuleGraph] = {}
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        super().load(batches, labels)
+        if len(labels) not in self._graphs:
+            self._graphs[len(labels)] = self.trainer.model.capture(len(labels))
+            self._graphs[len(labels)].enabled = False
+
+    def run(self, numbers: Iterable[int]) -> None:
+        graph = self._graphs[len(self._labels)]
+        graph.enabled = True
+        super().run(numbers)
+        graph.enabled = False
+
+
+class PipelinedRun(PlainRun):
+    """Our rows in host memory: looked up ahead and updated behind by a lane, as in `monolith train`."""
+
+    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+        super().__init__(trainer, device)
+        self._prepared: list[PreparedBatch] = []
+        self._gradients = torch.empty(0)
+
+    def run(self, numbers: Iterable[int]) -> None:
+        with PrefetchPipeline(iter(numbers), self._prepare) as lane:
+            while (found := lane.next()) is not None:
+                _, prepared = found
+                self.trainer.train(prepared, self._labels, push=lane.push)
+            lane.drain()
+        self._device.current_stream().synchronize()
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        super().load(batches, labels)
+        several = [self._prepare(number) for number in range(len(batches))]
+        self._prepared = several[:_PREPARED]
+        self._gradients = torch.full((max(one.gathered.floats for one in several),), 1e-6)
+
+    def run_host(self, numbers: Iterable[int]) -> None:
+        """Do what the host does of these steps: find distinct ids, look rows up, update them."""
+        for number in numbers:
+            prepared = self._prepare(number)
+            self.trainer.store.apply_gradients(prepared.keys, self._gradients[: prepared.gathered.floats])
+
+    def run_device(self, numbers: Iterable[int]) -> None:
+        """Do what the device does of these steps, on rows that are there."""
+        self.trainer.model.eval()  # then nobody takes the gradients of the rows
+        for number in numbers:
+            self.trainer.compute(self._prepared[number % len(self._prepared)], self._labels)
+        self.trainer.model.train()
+        self._device.current_stream().synchronize()
+
+    def _prepare(self, number: int) -> PreparedBatch:
+        return self.trainer.model.embeddings.prepare(self._batches[number])
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How runs are timed: a number of steps at a time, on batches that are gone through in turn."""
+
+    batches: int
+    least_steps: int
+
+    def race(self, runs: Mapping[str, Run], timing: Timing) -> dict[str, float]:
+        """Return each one's best steps a second: windows by turns, each of as many steps as fill it."""
+        contenders = {}
+        for name, run in runs.items():
+            steps = self._steps(run, timing["window"])
+            contenders[name] = Contender(steps, self._window(run, steps), itertools.count(step=steps))
+        return race(contenders, repeats=timing["repeats"], window=0.0)
+
+    def _steps(self, run: Run, window: float) -> int:
+        """Return how many steps fill a window, after some to warm up."""
+        run(self._numbers(0, _WARM_UP))
+        began = time.perf_counter()
+        run(self._numbers(0, _WARM_UP))
+        seconds = (time.perf_counter() - began) / _WARM_UP
+        return int(min(max(window / seconds, self.least_steps), _MOST_STEPS))
+
+    def _window(self, run: Run, steps: int) -> Callable[[int], None]:
+        return lambda first: run(self._numbers(first, steps))
+
+    def _numbers(self, first: int, steps: int) -> list[int]:
+        return [number % self.batches for number in range(first, first + steps)]

