@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.runtime.failover import PushCounts, marked, take_lost_of
 from monolith.runtime.messages import CopiedPushes, Served
+from monolith.runtime.push_counts import PushCounts, marked, take_lost_of
 from monolith.store.group import PushStanding
 
 

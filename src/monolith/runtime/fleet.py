@@ -37,7 +37,6 @@ from monolith.runtime.coordinator import LastCheckpoint, Start, WorkerState
 from monolith.runtime.failover import (
     LOOK_EVERY,
     KeepGoing,
-    PushCounts,
     ServerRecovery,
     WorkerReturn,
     restore_dense,
@@ -72,6 +71,7 @@ from monolith.runtime.messages import (
     ServerStatus,
     Stop,
 )
+from monolith.runtime.push_counts import PushCounts
 from monolith.runtime.report import Lost, LostServer
 from monolith.runtime.server_calls import POLL, ServerCalls, TableWork, ask, on_each, tell
 from monolith.runtime.server_choice import RESERVE_EVERY, PsBenchmark, ServerChoice, Spares, StepMeasure

@@ -59,7 +59,6 @@ from typing import Protocol, TypeVar
 
 from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.runtime.coordinator import Start, WorkerState
-from monolith.runtime.failover import marked, take_lost_of
 from monolith.runtime.messages import (
     AllLostUpdates,
     Arrive,
@@ -94,6 +93,7 @@ from monolith.runtime.messages import (
     Served,
     Stop,
 )
+from monolith.runtime.push_counts import marked, take_lost_of
 from monolith.wire.messages import Answer, Gone, PollAnswer
 
 _log = logging.getLogger(__name__)
