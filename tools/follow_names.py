@@ -1,7 +1,7 @@
 """Which names of the package a run uses: the definitions that its commands reach, name by name.
 
     python tools/follow_names.py                           each definition that is used, and by which other
-    python tools/follow_names.py monolith.nn.clipping ...  whether a run uses a module or a name, and how
+    python tools/follow_names.py monolith.nn.gradients ...  whether a run uses a module or a name, and how
 
 A definition is a function, a class, a method or a constant of a module. It is reached if the body of another
 that is reached mentions it: by a name that was imported, as an attribute of a module, through a front door.

@@ -26,7 +26,7 @@ from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
 from monolith.runtime import LocalRun, Trainer
-from monolith.serve.asking import Answered, HttpWire
+from monolith.serve.client import Answered, HttpWire
 from monolith.serve.freshness_probe import quantile
 from monolith.train import Hook, Run, SaveConfig, StepResult, TrainConfig
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch

@@ -215,7 +215,7 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
     need_memory(plan.features * plan.rows * (plan.dim + 4) * 4 * 2 * 2.0)
     report.say(f"filling {plan.features} features of {plan.rows:,} rows, on the device and in host memory")
     torchs = FusedTorchTrainer(*plan.shape, max(plan.batches), device=device.torch_device)
-    there = OurTrainer(*plan.shape, plan.threads, device=device, rows_on="device")
+    there = OurTrainer(*plan.shape, plan.threads, device=device, embedding_device="device")
     here = PipelinedRun(OurTrainer(*plan.shape, plan.threads, device=device), device)
     on_device = PlainRun(there, device)
     runs: dict[str, DeviceRun] = {

@@ -39,7 +39,7 @@ class OurTrainer:
 
     Args:
         device: Where the dense half computes; None for the CPU.
-        rows_on: Where rows lie.
+        embedding_device: Where rows lie.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OurTrainer:
         threads: int,
         *,
         device: Device | None = None,
-        rows_on: Literal["host", "device"] = "host",
+        embedding_device: Literal["host", "device"] = "host",
     ) -> None:
         self._names = tuple(f"f{number:03d}" for number in range(features))
         adagrad = Adagrad(learning_rate=LEARNING_RATE, initial_accumulator_value=ACCUMULATOR)
@@ -62,7 +62,7 @@ class OurTrainer:
         if device is not None:
             self.model.to(device.torch_device)
             embeddings.compute_on(device)
-            if rows_on == "device":
+            if embedding_device == "device":
                 embeddings.bind(partial(LocalStore.from_configs, device=device))
         assert isinstance(embeddings.store, LocalStore)
         self.store = embeddings.store

@@ -79,13 +79,13 @@ def test_all_contenders_train_the_same_model() -> None:
 
 
 @pytest.mark.parametrize("name", device_names())
-@pytest.mark.parametrize("rows_on", ["host", "device"])
+@pytest.mark.parametrize("embedding_device", ["host", "device"])
 def test_on_a_device_ours_trains_the_same_model_wherever_its_rows_are(
-    name: str, rows_on: Literal["host", "device"]
+    name: str, embedding_device: Literal["host", "device"]
 ) -> None:
     device = device_named(name)
     here = trainers.OurTrainer(*SHAPE, 1)
-    there = trainers.OurTrainer(*SHAPE, 1, device=device, rows_on=rows_on)
+    there = trainers.OurTrainer(*SHAPE, 1, device=device, embedding_device=embedding_device)
     assert_close(trained(there, there.model), trained(here, here.model), rtol=1e-4, atol=1e-4)
     ids = torch.arange(50)
     assert_close(there.store.table("f001").lookup(ids), here.store.table("f001").lookup(ids))

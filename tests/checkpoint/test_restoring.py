@@ -188,14 +188,14 @@ def test_a_restored_server_counts_as_live_from_then_on(prefix: str, ahead: Clust
 
 
 @pytest.mark.parametrize(
-    "custom", [CustomRestore(alias_map={"v0": "v1", "v1": "v0"}), CustomRestore(clear_nn=True)]
+    "custom", [CustomRestore(alias_map={"v0": "v1", "v1": "v0"}), CustomRestore(reset_dense=True)]
 )
 def test_custom_restores_leave_live_servers_alone(prefix: str, ahead: Cluster, custom: CustomRestore) -> None:
-    """Upstream's alias map and clear_nn wrote over them."""
+    """Upstream's alias map and reset_dense wrote over them."""
     cluster = Cluster(ahead.servers[0], FakeServer())
     cluster.restore(prefix, monitored=True, custom=custom)
     assert cluster.state[0] == (2, 2)
-    assert cluster.state[1] == ((0, 1) if custom.clear_nn else (1, 1))
+    assert cluster.state[1] == ((0, 1) if custom.reset_dense else (1, 1))
 
 
 def test_what_is_on_no_shard_is_always_restored() -> None:

@@ -26,7 +26,7 @@ from monolith.data import DataConfig, KafkaConfig
 from monolith.errors import ConfigError
 from monolith.run import RunConfig, read_run
 from monolith.run.templates import KINDS
-from monolith.train import ExpiryConfig, KeepConfig, SaveConfig, TideWindow, TrainConfig
+from monolith.train import DailyHours, ExpiryConfig, KeepConfig, SaveConfig, TrainConfig
 
 TASK = "train.tasks:Clicks"
 SOURCE = Path(monolith.__file__).parent
@@ -125,7 +125,7 @@ def test_a_run_contains_its_training(write: Any) -> None:
         max_to_keep = 4
         evict = true
         [train.expiry]
-        max_share = 0.5
+        max_fraction = 0.5
         max_ahead = "2h"
         [train.restore]
         dir = "old"
@@ -140,7 +140,7 @@ def test_a_run_contains_its_training(write: Any) -> None:
     assert config.save == SaveConfig(secs=600, steps=None, asynchronous=True)
     assert config.dense_save == SaveConfig(steps=7)
     assert config.keep == KeepConfig(max_to_keep=4, evict=True)
-    assert config.expiry == ExpiryConfig(max_share=0.5, max_ahead=timedelta(hours=2))
+    assert config.expiry == ExpiryConfig(max_fraction=0.5, max_ahead=timedelta(hours=2))
     assert (config.restore.dir, config.restore.checkpoint) == ("old", "model.ckpt-3")
     assert config.restore.alias_map == {"b.weight": "a.weight"}
     assert config.summary_every_steps == 9
@@ -153,11 +153,12 @@ def test_what_nobody_said_is_as_a_training_has_it() -> None:
 
 
 def test_a_daily_window_with_an_interval_outside_of_it_does_not_end_the_run() -> None:
-    window = ["--train.tide.start-hour", "1", "--train.tide.start-minute", "2"]
+    window = ["--train.hours.start-hour", "1", "--train.hours.start-minute", "2"]
     window += ["--tide_end_hour", "3", "--tide_end_minute", "4"]
-    assert trained(None, *window).tide == TideWindow(1, 2, 3, 4)
-    config = trained(None, *window, "--train.save.tide-secs", "60")
-    assert (config.tide, config.save.tide, config.save.tide_secs) == (None, TideWindow(1, 2, 3, 4), 60)
+    assert trained(None, *window).hours == DailyHours(1, 2, 3, 4)
+    config = trained(None, *window, "--train.save.secs-outside-hours", "60")
+    assert (config.hours, config.save.hours) == (None, DailyHours(1, 2, 3, 4))
+    assert config.save.secs_outside_hours == 60
 
 
 def test_threads_are_left_alone_unless_somebody_said_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +389,7 @@ SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir"
         ([*RANKS, "--dense.max-staleness", "2"], "nothing is fetched or pushed. Leave dense out"),
         ([*SERVED_RANKS, "--discovery.kind", "mpi"], "name a registry that both reach"),
         (["--log_step_count_steps", "3"], "log lines are counted in time"),
-        (["--mode", "eval"], "job.mode: 'eval' is not training; use `monolith evaluate`"),
+        (["--mode", "eval"], "job.command: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),
         (["--cluster.num-workers", "2"], "set --model-dir"),
         (["--cluster.num-ps", "1", "--model_dir", "m", "--only_feature_engineering"], "set job.local"),
@@ -396,8 +397,8 @@ SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir"
         (["--cluster.listen", "0.0.0.0"], "cannot to 0.0.0.0; name one address"),
         (["--cluster.port", "70000"], "must be from 0 to 65535"),
         (["--profile.from-step", "3"], "profile.from_step: a profile is a file in the model_dir"),
-        (["--train.save.tide-secs", "60"], "it is for the hours outside of a daily window"),
-        (["--train.restore.continue-training"], "continue_training says what clear_nn does"),
+        (["--train.save.secs-outside-hours", "60"], "it applies outside of a daily window"),
+        (["--train.restore.continue-training"], "continue_training says what reset_dense does"),
         (["--metrics.port", "0", "--metrics.host", "0.0.0.0"], "metrics.host: cannot listen on 0.0.0.0"),
         (["--train.max-steps", "-1"], "max_steps must be above 0"),
     ],
@@ -550,7 +551,7 @@ def test_the_command_line_is_named_where_a_short_flag_is_wrong() -> None:
 
 
 def test_modes_that_are_not_training_are_refused_with_what_to_use_instead() -> None:
-    assert "use `monolith evaluate` or `monolith predict`" in problems(None, "--job.mode", "eval")
+    assert "use `monolith evaluate` or `monolith predict`" in problems(None, "--job.command", "eval")
     said = problems(None, "--mode=train_and_eval")
     assert "'train_and_eval' is not supported" in said
     assert "train.evaluate.every_steps" in said
@@ -569,21 +570,21 @@ def test_xla_is_refused_without_torch_xla_and_among_several_processes() -> None:
 
 
 def test_rows_on_a_device_are_refused_where_parameter_servers_hold_them() -> None:
-    flags = ["--train.accelerator=cuda", "--train.rows_on=device", "--train.model_dir=m"]
-    said = "train.rows_on: 'device' is for runs of one process or of ranks"
+    flags = ["--train.accelerator=cuda", "--train.embedding_device=device", "--train.model_dir=m"]
+    said = "train.embedding_device: 'device' is for runs of one process or of ranks"
     assert said in problems(None, *flags, "--num_ps=1")
     assert said not in problems(None, *flags, "--num_workers=2", "--cluster.mode=sync")
 
 
 def test_a_test_on_a_cpu_is_one_process_whatever_else_is_asked_for() -> None:
     flags = ["--cpu_test=true", "--num_ps=2", "--num_workers=3", "--train.accelerator=cuda"]
-    flags += ["--train.rows_on=device"]
+    flags += ["--train.embedding_device=device"]
     training = load_training(TrainOptions(task=TASK, run_flags=tuple(flags), set=("batch_size=512",)), {})
     assert not training.run.distributed
     assert training.config.accelerator == "cpu"
     task: Any = training.task
     assert task.batch_size == 128
-    assert "is not training" in problems(None, "--cpu_test=true", "--job.mode=eval")
+    assert "is not training" in problems(None, "--cpu_test=true", "--job.command=eval")
 
 
 def test_a_test_on_a_cpu_trains_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,8 +85,8 @@ def test_too_many_malformed_lines_name_the_key_that_allows_more(
     assert run("train", config, "--no-summaries") == 2
     said = capsys.readouterr().err
     assert "1 of 64 records could not be read" in said
-    assert "data.max_bad of the config (--data.max-bad 0.01)" in said
-    assert run("train", config, "--no-summaries", "--data.max-bad", "0.05") == 0
+    assert "data.max_unreadable of the config (--data.max-unreadable 0.01)" in said
+    assert run("train", config, "--no-summaries", "--data.max-unreadable", "0.05") == 0
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from monolith.cluster import open_discovery_url
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, UnavailableError
 from monolith.serve import Predictor
-from monolith.serve.asking import open_asker
-from monolith.serve.exporting import ExportHow
-from monolith.serve.servable import list_versions
+from monolith.serve.client import open_asker
+from monolith.serve.exporter import ExportHow
+from monolith.serve.versions import list_versions
 from monolith.sync.channels import open_writer
 
 pytest.importorskip("grpc")

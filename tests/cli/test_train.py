@@ -41,7 +41,7 @@ from monolith.sync.run_identity import run_identity
 from monolith.train import Hook, Mode, Run, StepResult, TrainConfig
 from monolith.train.hooks import ControlClient, LiveLineHook
 from monolith.train.publishing.hold_file import HoldFile, when_utc
-from monolith.ui.run_publishing import RunPublishing, orders_of
+from monolith.ui.publishing import RunPublishing, orders_of
 
 TASK = "train.tasks:Clicks"
 TESTS = Path(__file__).parents[1]
@@ -264,7 +264,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (config.steps, config.seed, config.save.steps, config.keep.max_to_keep) == (5, 3, 7, 2)
     assert config.max_time is not None
     assert config.max_time.total_seconds() == 3600
-    assert config.restore.clear_nn
+    assert config.restore.reset_dense
     assert config.alert is not None
     assert config.alert.action == "stop"
     config = load_training(
@@ -297,7 +297,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (config.keep.max_to_keep, config.keep.full_every) == (0, 3)
     assert (config.restore.dir, config.restore.checkpoint) == ("d", "model.ckpt-3")
     assert (config.restore.optimizer_state, config.restore.strict) == ("auto", False)
-    assert (config.restore.clear_nn, config.restore.continue_training) == (True, True)
+    assert (config.restore.reset_dense, config.restore.continue_training) == (True, True)
     assert (config.prefetch, config.async_push, config.evict_every_steps) == (0, False, 11)
     assert config.summary_every_steps == 100
     assert type(config) is TrainConfig

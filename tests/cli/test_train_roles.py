@@ -270,7 +270,7 @@ def metrics_config(**values: Any) -> RunConfig:
 def test_metrics_are_served_only_where_somebody_asks_for_them() -> None:
     assert serve_metrics(Metrics(), load_run_config()) is None
     metrics = Metrics()
-    served = serve_metrics(metrics, metrics_config(**{"job.model_name": "m", "cluster.kind": "tide"}))
+    served = serve_metrics(metrics, metrics_config(**{"train.model_name": "m", "cluster.kind": "tide"}))
     assert served is not None
     with served, urllib.request.urlopen(served.url, timeout=10) as answer:
         text = answer.read().decode()

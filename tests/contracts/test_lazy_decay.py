@@ -28,7 +28,7 @@ from monolith.table import (
     TableConfig,
     iterate,
 )
-from monolith.table.lazy_decay import caught_up
+from monolith.table.update_rules import caught_up
 
 MANY, DIM, RATE, DECAY = 30, 3, 0.1, 0.2
 LAZY = DynamicWdAdagrad(learning_rate=RATE, weight_decay=DECAY, lazy_decay=True)

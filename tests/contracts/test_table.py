@@ -28,7 +28,6 @@ from monolith.table import (
     DictTable,
     Expiry,
     FixedR8,
-    FollowedTable,
     Fp16,
     Momentum,
     OneBit,
@@ -672,7 +671,7 @@ def test_touching_begins_and_ends_while_the_table_is_used(make: Make, touched: A
 
 
 def test_digests_tell_rows_apart_by_id_and_by_every_bit(make: Make) -> None:
-    table, same, other = cast("list[FollowedTable]", [make() for _ in range(3)])
+    table, same, other = cast("list[Table]", [make() for _ in range(3)])
     every = torch.arange(BUCKETS)
     keys = torch.arange(-50, 50)
     table.assign(keys, torch.arange(200.0).reshape(100, 2))
@@ -699,7 +698,7 @@ def test_rows_are_iterated_bucket_by_bucket(make: Make, count: int) -> None:
 
 
 def test_digests_are_those_of_the_rows_given_one_by_one(make: Make) -> None:
-    table = cast(FollowedTable, make())
+    table = cast(Table, make())
     keys = torch.arange(-50, 50)
     values = torch.rand(100, 2)
     table.assign(keys, values)

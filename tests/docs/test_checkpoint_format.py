@@ -61,7 +61,7 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     Trainer(task, config).train()
     back = RestoreConfig(checkpoint="model.ckpt-4")
     Trainer(task, replace(config, restore=back, max_steps=10)).train()
-    warm = RestoreConfig(dir=str(first), clear_nn=True)
+    warm = RestoreConfig(dir=str(first), reset_dense=True)
     Trainer(task, replace(config, model_dir=str(second), restore=warm, steps=4)).train()
     return files_below(first) | files_below(second)
 

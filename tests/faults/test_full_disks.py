@@ -39,7 +39,7 @@ from monolith.observe import Metrics
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import exports_when_saving
 from monolith.runtime import Trainer
-from monolith.serve.servable.versions import list_versions
+from monolith.serve.versions import list_versions
 from monolith.sync import Publisher, Subscriber, TableTarget
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
 from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig

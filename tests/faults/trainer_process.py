@@ -364,7 +364,7 @@ def train(job: Job) -> None:
             last_secs=job.last_secs,
         ),
         keep=KeepConfig(max_to_keep=job.max_to_keep, full_every=job.full_every, evict=True),
-        expiry=ExpiryConfig(max_share=1),
+        expiry=ExpiryConfig(max_fraction=1),
         restore=RestoreConfig(checkpoint=job.checkpoint),
         summary_every_steps=job.summary_every,
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from monolith.errors import LayerArgumentError, LayerTypeError
-from monolith.nn.clipping import (
+from monolith.nn.gradients import (
     GradClipType,
     clip_by_global_norm,
     clip_gradients,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from monolith.nn.foreach import fusable_runs
+from monolith.nn.optimizers.dense_optimizer import fusable_runs
 
 
 def test_runs_are_of_one_dtype_and_in_order() -> None:

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from monolith.config import Dropped, Renamed, Unsupported, describe_fields, to_d
 from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
 from monolith.run import ALIASES, FLAGS_OF_OTHERS, OLD_NAMES, RunConfig, load_run_config
-from monolith.run.old_names import moved_fields
+from monolith.run.old_names import RENAMED_FIELDS, moved_fields
 from monolith.train.config import RanksConfig
 
 CPU_TRAINING = """
@@ -166,7 +167,7 @@ def test_every_field_is_explained() -> None:
         ("deep_insight_name", "", "job.name", None),
         ("max_slow_start_wait_minute", "3", "train.hooks.slow_start_max_wait", timedelta(minutes=3)),
         ("deep_insight_target", "click,buy", "train.hooks.deep_insight.targets", ("click", "buy")),
-        ("overwrite_end_date", "20240131", "job.end_date", "20240131"),
+        ("overwrite_end_date", "20240131", "job.override_end_date", "20240131"),
         ("cpu_test", "true", "job.cpu_test", True),
         ("enable_gpu_training", "true", "train.accelerator", "cuda"),
         ("save_checkpoints_secs", "60", "train.save.secs", 60.0),
@@ -207,7 +208,7 @@ def test_topics_are_a_list_however_they_are_given(tmp_path) -> None:
 
 def test_a_window_of_the_day_is_one_table() -> None:
     tide = {"tide_start_hour": 1, "tide_start_minute": 2, "tide_end_hour": 3, "tide_end_minute": 4}
-    window = load_run_config(code=tide).train.tide
+    window = load_run_config(code=tide).train.hours
     assert window is not None
     assert str(window) == "01:02-03:04 UTC"
 
@@ -374,3 +375,43 @@ def test_the_originals_variables_for_ranks_act_or_say_why_not(fusion: str, sent:
 
 def test_the_initial_capacity_of_tables_acts() -> None:
     assert load_run_config(args=["--hashtable_init_capacity=1000"]).train.tables.initial_rows == 1000
+
+
+@pytest.mark.parametrize(("former", "renamed"), RENAMED_FIELDS.items())
+def test_a_renamed_field_is_read_by_its_former_path_and_the_new_one_is_named(
+    former: str, renamed: Renamed
+) -> None:
+    if former in ("train.tide", "train.save.tide"):
+        value: object = {"start_hour": 1, "start_minute": 2, "end_hour": 3, "end_minute": 4}
+    else:
+        given = {"job.mode": "eval", "job.end_date": "20240131", "train.rows_on": "host"}
+        value = given.get(former, "m" if former.endswith("model_name") else 1)
+    if former == "train.restore.clear_nn":
+        value = True
+    said: list[str] = []
+    others = {"data.path": "x"} if former.startswith("data.") else {}
+    by_former = load_run_config(code={former: value, **others}, warn=said.append)
+    assert by_former == load_run_config(code={renamed.path: value, **others})
+    assert said
+    assert all(f"(from code) is now {renamed.path}" in line for line in said)
+
+
+def test_a_renamed_field_is_read_from_variables_and_flags(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "run.toml"
+    file.write_text("[train.save]\ntide_secs = 60\n")
+    run = load_run_config(
+        file=file,
+        environ={"MONOLITH_TRAIN__TIDE__START_HOUR": "1", "MONOLITH_TRAIN__TIDE__END_HOUR": "2"},
+        args=["--train.tide.start-minute", "0", "--train.hours.end-minute=5", "--train.rows-on=host"],
+        warn=said.append,
+    )
+    assert str(run.train.hours) == "01:00-02:05 UTC"
+    assert run.train.save.secs_outside_hours == 60
+    assert "train.rows_on (from --train.rows-on) is now train.embedding_device" in said
+
+
+def test_a_field_given_by_both_paths_in_one_source_is_refused() -> None:
+    both = {"train.rows_on": "host", "train.embedding_device": "host"}
+    with pytest.raises(ConfigError, match=r"train.embedding_device .*given twice, also by its old path"):
+        load_run_config(code=both)

@@ -176,7 +176,7 @@ def test_what_is_done_to_gradients_and_how_rates_move() -> None:
     )
     assert built().updates() == UpdateConfig()
     schedule = {"kind": "cosine", "steps": 100, "warmup_steps": 5, "rows": True}
-    expiry = {"max_share": 0.5}
+    expiry = {"max_fraction": 0.5}
     run = config_from_mapping(RunConfig, {"train": {"schedule": schedule, "expiry": expiry}}, "the config")
     assert run.train.schedule == ScheduleConfig(kind="cosine", steps=100, warmup_steps=5, rows=True)
-    assert to_dict(run.train.expiry)["max_share"] == 0.5
+    assert to_dict(run.train.expiry)["max_fraction"] == 0.5

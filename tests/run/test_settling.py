@@ -1,7 +1,7 @@
 import pytest
 
 from monolith.run import RunConfig, load_run_config, settle
-from monolith.train import TideWindow
+from monolith.train import DailyHours
 
 
 def load(**values: object) -> RunConfig:
@@ -9,10 +9,10 @@ def load(**values: object) -> RunConfig:
 
 
 def test_the_model_is_named_after_the_job_or_the_task():
-    assert settle(load(model_name="m", deep_insight_name="j")).job.model_name == "m"
-    assert settle(load(deep_insight_name="j")).job.model_name == "j"
-    assert settle(load(task="tasks.ctr:MyTask")).job.model_name == "di_name_MyTask"
-    assert settle(load(task="tasks.ctr.MyTask")).job.model_name == "di_name_MyTask"
+    assert settle(load(model_name="m", deep_insight_name="j")).model_name == "m"
+    assert settle(load(deep_insight_name="j")).model_name == "j"
+    assert settle(load(task="tasks.ctr:MyTask")).model_name == "di_name_MyTask"
+    assert settle(load(task="tasks.ctr.MyTask")).model_name == "di_name_MyTask"
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ def test_without_a_limit_of_their_own_calls_have_that_of_lookups():
 
 def test_a_daily_window_ends_the_run_unless_it_says_how_to_save_outside():
     window = {"tide_start_hour": 1, "tide_start_minute": 2, "tide_end_hour": 3, "tide_end_minute": 4}
-    assert settle(load(**window)).train.tide == TideWindow(1, 2, 3, 4)
+    assert settle(load(**window)).train.hours == DailyHours(1, 2, 3, 4)
     train = settle(load(**window, tide_save_secs=60)).train
-    assert train.tide is None
-    assert (train.save.tide, train.save.tide_secs) == (TideWindow(1, 2, 3, 4), 60)
+    assert train.hours is None
+    assert (train.save.hours, train.save.secs_outside_hours) == (DailyHours(1, 2, 3, 4), 60)
 
 
 def test_settling_again_changes_nothing():

@@ -33,7 +33,7 @@ def unheard(line: str) -> None:
 
 
 def test_the_end_date_of_a_job_replaces_those_that_the_task_has() -> None:
-    task: Any = with_job(ByDay(), JobConfig(end_date="20240109"), unheard)
+    task: Any = with_job(ByDay(), JobConfig(override_end_date="20240109"), unheard)
     assert task.data == DataConfig(path="clicks", start_date="20240101", end_date="20240109")
     assert task.end_date == "20240109"
     assert task.other == ITEMS  # reads no folders by day
@@ -43,8 +43,8 @@ def test_the_end_date_of_a_job_replaces_those_that_the_task_has() -> None:
 def test_an_end_date_that_changes_nothing_is_said() -> None:
     said: list[str] = []
     task = Clicks()
-    assert with_job(task, JobConfig(end_date="20240109"), said.append) is task
-    assert "job.end_date 20240109 changes nothing" in said[0]
+    assert with_job(task, JobConfig(override_end_date="20240109"), said.append) is task
+    assert "job.override_end_date 20240109 changes nothing" in said[0]
 
 
 @pytest.mark.parametrize(("given", "tested"), [(512, 128), (128, 128), (8, 8)])

@@ -71,7 +71,7 @@ def test_rows_that_a_save_drops_are_not_used_by_what_was_looked_up_ahead(
         prefetch=prefetch,
         save=SaveConfig(steps=4),
         keep=KeepConfig(evict=True),
-        expiry=ExpiryConfig(max_share=1),
+        expiry=ExpiryConfig(max_fraction=1),
     )
     whole = Rows()
     Trainer(Watched(), config, hooks=[whole]).train()

@@ -68,7 +68,7 @@ class Rows(Hook):
 def trainer(device: Device | None, *hooks: Hook, task: Any = TASK, **config: Any) -> Trainer:
     if device is None:
         return Trainer(task, TrainConfig(**config), hooks=hooks)
-    config |= {"accelerator": "cuda", "rows_on": "device"}
+    config |= {"accelerator": "cuda", "embedding_device": "device"}
     return Trainer(task, TrainConfig(**config), hooks=hooks, accelerator=OnDevice(device))
 
 
@@ -130,7 +130,7 @@ def test_rows_wait_for_admission_as_in_host_memory(device: Device) -> None:
 
 def test_a_subscriber_ends_equal_to_a_trainer_whose_rows_are_on_a_device(device: Device) -> None:
     following, rows = Following(TASK), Rows()
-    config = TrainConfig(accelerator="cuda", rows_on="device", summary_every_steps=None)
+    config = TrainConfig(accelerator="cuda", embedding_device="device", summary_every_steps=None)
     made = Trainer(TASK, config, hooks=[rows], publish=following.plan, accelerator=OnDevice(device))
     made.train()
     trained = {name: {key: tuple(row[1]) for key, row in of.items()} for name, of in rows.found.items()}
@@ -162,14 +162,18 @@ def test_a_run_goes_on_from_its_checkpoint_wherever_rows_were(
 
 
 def test_memory_for_rows_on_a_device_is_for_such_rows() -> None:
-    for wrong in ({"rows_on": "host"}, {"device_memory_bytes": 0}):
-        config: Any = {"accelerator": "cuda", "rows_on": "device", "device_memory_bytes": 1000} | wrong
+    for wrong in ({"embedding_device": "host"}, {"device_memory_bytes": 0}):
+        config: Any = {
+            "accelerator": "cuda",
+            "embedding_device": "device",
+            "device_memory_bytes": 1000,
+        } | wrong
         with pytest.raises(ConfigError, match="device_memory_bytes"):
             TrainConfig(**config)
 
 
 def test_memory_of_a_device_is_shared_out_among_the_tables_of_one_collection(device: Device) -> None:
-    config = TrainConfig(rows_on="device", accelerator="cuda", device_memory_bytes=1 << 20)
+    config = TrainConfig(embedding_device="device", accelerator="cuda", device_memory_bytes=1 << 20)
     make = store_maker(config, OnDevice(device), LocalCoordinator())
     tables = {"item": TableConfig(name="item", segments=(Segment(dim=4),))}
     make(tables, thresholds=None, threads=1).close()
@@ -178,18 +182,18 @@ def test_memory_of_a_device_is_shared_out_among_the_tables_of_one_collection(dev
 
 
 def test_rows_on_a_device_need_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="accelerator is None; set accelerator to cuda, or rows_on to host"):
-        TrainConfig(rows_on="device")
+    with pytest.raises(ConfigError, match="accelerator is None; set accelerator to cuda, or embedding"):
+        TrainConfig(embedding_device="device")
     with pytest.raises(ConfigError, match="accelerator is 'xla'"):
-        TrainConfig(rows_on="device", accelerator="xla")
-    config = TrainConfig(rows_on="device", accelerator="cuda")
-    with pytest.raises(ConfigError, match=r"set train.accelerator to cuda, or train.rows_on to host"):
+        TrainConfig(embedding_device="device", accelerator="xla")
+    config = TrainConfig(embedding_device="device", accelerator="cuda")
+    with pytest.raises(ConfigError, match=r"set train.accelerator to cuda, or train.embedding"):
         store_maker(config, Cpu(), LocalCoordinator())
     assert store_maker(TrainConfig(), Cpu(), LocalCoordinator()) == LocalStore.from_configs
 
 
 def test_rows_on_a_device_are_for_who_holds_them() -> None:
     peers = FleetCoordinator(cast(Any, None))
-    config = TrainConfig(rows_on="device", accelerator="cuda")
-    with pytest.raises(ConfigError, match="rows are with parameter servers in this run"):
+    config = TrainConfig(embedding_device="device", accelerator="cuda")
+    with pytest.raises(ConfigError, match="rows are on parameter servers in this run"):
         Trainer(TASK, config, peers=peers, accelerator=Cpu())

@@ -149,10 +149,10 @@ def test_a_table_that_would_lose_a_large_share_at_once_keeps_it_and_says_so(
     assert report.overdue == {"item": 100}
     warnings = [record for record in caplog.records if "have expired" in record.getMessage()]
     assert 1 <= len(warnings) <= 4  # of about ten evictions
-    for part in ("table 'item'", "100 of 500 rows", "share of 0.1", "max_share"):
+    for part in ("table 'item'", "100 of 500 rows", "share of 0.1", "max_fraction"):
         assert part in warnings[0].getMessage()
     assert 'train_rows_overdue{table="item"} 100.0' in metrics.render().decode()
-    allowed = config(tmp_path / "all", expiry=ExpiryConfig(max_share=1))
+    allowed = config(tmp_path / "all", expiry=ExpiryConfig(max_fraction=1))
     assert Trainer(task, allowed).train().overdue == {}
     assert saved_items(tmp_path / "all")[-1] == 400
 
@@ -197,7 +197,7 @@ def test_times_in_milliseconds_end_neither_a_run_nor_its_next_start(tmp_path: Pa
     assert saved_items(tmp_path / "run")[-1] == ITEMS
 
 
-@pytest.mark.parametrize("wrong", [{"max_share": -0.1}, {"max_share": 1.1}, {"max_ahead": timedelta(-1)}])
+@pytest.mark.parametrize("wrong", [{"max_fraction": -1}, {"max_fraction": 1.1}, {"max_ahead": timedelta(-1)}])
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expiry"):
         ExpiryConfig(**wrong)

@@ -322,7 +322,7 @@ def test_clearing_the_dense_half_does_not_overwrite_a_server_that_lives(tmp_path
     with Trained(tmp_path) as run:
         run.fleet.replace_server(1)
         fresh = weights_of(run.fleet, 1)
-        custom = CustomRestore(clear_nn=True)
+        custom = CustomRestore(reset_dense=True)
         run.restart(RestoreOptions(custom=custom, model_dir=str(tmp_path)))
         assert run.values()[0] == {2.0}
         assert weights_of(run.fleet, 1) == fresh

@@ -381,7 +381,7 @@ def test_every_source_hears_what_is_safe_up_to_its_end(tmp_path: Path) -> None:
 def test_rows_expire_on_the_servers(tmp_path: Path) -> None:
     task = Tallied(batches=20, expire_after=timedelta(seconds=20))
     run_fleet(task, tmp_path / "kept")
-    run_fleet(task, tmp_path / "evicted", evict_every_steps=2, expiry=ExpiryConfig(max_share=1))
+    run_fleet(task, tmp_path / "evicted", evict_every_steps=2, expiry=ExpiryConfig(max_fraction=1))
     kept, evicted = (len(read_model(task, tmp_path / name).rows["context"]) for name in ("kept", "evicted"))
     assert 0 < evicted < kept
 

@@ -16,7 +16,7 @@ from monolith.runtime import LocalRun
 from monolith.train import Hook, Run, SaveConfig, StepResult, TrainConfig
 from monolith.train.config import KeepConfig
 from monolith.train.hooks.config import HooksConfig
-from monolith.train.hooks.hours import TideWindow
+from monolith.train.hooks.hours import DailyHours
 
 STEPS = 10
 SIZES = pytest.mark.parametrize("size", [2, 3])
@@ -86,7 +86,7 @@ def test_inside_of_a_window_ranks_save_by_themselves_and_outside_only_where_a_fi
         save=SaveConfig(steps=3),
         operator_files=True,
         operator_files_every_steps=1,
-        dump_window=TideWindow(18, 0, 21, 0),
+        dump_window=DailyHours(18, 0, 21, 0),
     )
     day = timedelta(days=20_000, hours=hour).total_seconds()
     reports = train_ranks(tasks(size), config, clock=lambda: day)

@@ -18,7 +18,7 @@ from services.emulated_cuda import device_named, device_names
 from monolith.model import UpdateConfig
 from monolith.train import TrainConfig
 
-ON_DEVICE: dict[str, Any] = {"accelerator": "cuda", "rows_on": "device"}
+ON_DEVICE: dict[str, Any] = {"accelerator": "cuda", "embedding_device": "device"}
 FEW: dict[str, Any] = {"device_memory_bytes": 2048}
 CLIPPED = UpdateConfig(clip_norm=0.5)
 """Then gradients that came from all are added up and clipped before they are applied."""

@@ -449,7 +449,7 @@ def test_rows_expire_on_all_ranks_at_the_same_place(prefetch: int, tmp_path: Pat
             TrainConfig(model_dir=str(tmp_path / name), deterministic=True, seed=1),
             prefetch=prefetch,
             evict_every_steps=3,
-            expiry=ExpiryConfig(max_share=1.0),
+            expiry=ExpiryConfig(max_fraction=1.0),
         )
         train_ranks([task] * 2, config)
         found.append(read_model(task, tmp_path / name).rows)

@@ -21,6 +21,7 @@ from monolith.feature import Batch
 from monolith.runtime import LocalRun, Trainer
 from monolith.train import (
     AlertConfig,
+    DailyHours,
     Hook,
     KeepConfig,
     Mode,
@@ -29,7 +30,6 @@ from monolith.train import (
     Run,
     SaveConfig,
     StepResult,
-    TideWindow,
     TrainConfig,
     WindowRow,
 )
@@ -197,9 +197,9 @@ def test_of_data_that_is_read_once_prefetch_changes_no_bit(ahead: int) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("rows_on", ["host", "device"])
-def test_on_a_gpu_too_prefetch_changes_nothing_of_data_that_is_read_once(rows_on: str) -> None:
-    where = {"accelerator": "cuda", "rows_on": rows_on}
+@pytest.mark.parametrize("embedding_device", ["host", "device"])
+def test_on_a_gpu_too_prefetch_changes_nothing_of_data_that_is_read_once(embedding_device: str) -> None:
+    where = {"accelerator": "cuda", "embedding_device": embedding_device}
     plain, fresh = train(prefetch=0, **where)[0], train(prefetch=2, **where)[0]
     assert fresh.losses == pytest.approx(plain.losses, rel=1e-5)
     stale = train(prefetch=2, fresh_rows=False, **where)[0]
@@ -361,7 +361,7 @@ def test_a_run_goes_back_to_a_checkpoint_once(tmp_path: Path) -> None:
 
 def test_weights_start_anew_when_asked_and_rows_do_not(tmp_path: Path) -> None:
     train(TASK, StopAt(10), model_dir=str(tmp_path))
-    how = {"model_dir": str(tmp_path), "restore": RestoreConfig(clear_nn=True, continue_training=True)}
+    how = {"model_dir": str(tmp_path), "restore": RestoreConfig(reset_dense=True, continue_training=True)}
     watch, _ = train(TASK, StopAt(11), **how)
     assert watch.steps == [11]
     assert (tmp_path / "clear_nn").read_text() == "clean nn done!"
@@ -453,7 +453,7 @@ def test_a_loss_that_is_nan_once_is_rolled_back(tmp_path: Path) -> None:
 
 
 def test_outside_its_hours_a_run_saves_and_ends(tmp_path: Path) -> None:
-    config = TrainConfig(model_dir=str(tmp_path), tide=TideWindow(1, 0, 5, 0))
+    config = TrainConfig(model_dir=str(tmp_path), hours=DailyHours(1, 0, 5, 0))
     report = Trainer(TASK, config, clock=lambda: 10 * 3600.0).train()
     assert report.step == 1
     assert report.checkpoint == str(tmp_path / "model.ckpt-1")

@@ -17,7 +17,7 @@ from monolith.model import DeepInterest
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
 from monolith.runtime import Trainer
-from monolith.serve.exporting import ExportedServable, Exporter, ExportHow
+from monolith.serve.exporter import ExportedServable, Exporter, ExportHow
 from monolith.train import Mode, SaveConfig, Task, TrainConfig
 
 SPEC = FeatureSpec(

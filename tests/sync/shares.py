@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from monolith.sync import MemoryChannel, Publisher, Subscriber, TableTarget
-from monolith.table import FollowedTable, NativeTable, Segment, Sgd, Table, TableConfig, iterate
+from monolith.table import NativeTable, Segment, Sgd, Table, TableConfig, iterate
 
 
 class Clock:
@@ -22,9 +22,7 @@ class Clock:
         return self.now
 
 
-def make_table(
-    dim: int = 2, *, cls: Callable[..., FollowedTable] = NativeTable, **options: Any
-) -> FollowedTable:
+def make_table(dim: int = 2, *, cls: Callable[..., Table] = NativeTable, **options: Any) -> Table:
     segment = Segment(dim=dim, optimizer=Sgd(), learning_rate=1.0)
     return cls(TableConfig(name="item", segments=(segment,), **options))
 
@@ -45,12 +43,12 @@ def held(*tables: Table) -> dict[int, list[float]]:
     return found
 
 
-def publish(channel: MemoryChannel, table: FollowedTable, **options: Any) -> Publisher:
+def publish(channel: MemoryChannel, table: Table, **options: Any) -> Publisher:
     options.setdefault("clock", Clock())
     return Publisher({"item": table}, channel.writer(), run="run", **options)
 
 
-def subscribe(channel: MemoryChannel, table: FollowedTable, **options: Any) -> tuple[Subscriber, TableTarget]:
+def subscribe(channel: MemoryChannel, table: Table, **options: Any) -> tuple[Subscriber, TableTarget]:
     target = TableTarget({"item": table})
     return Subscriber(channel.reader, target, **options), target
 

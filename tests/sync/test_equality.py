@@ -23,7 +23,7 @@ from sync.shares import Clock, held, ids, make_table
 from torch import Tensor
 
 from monolith.sync import BUCKETS, ChannelFaults, MemoryChannel, Publisher, Subscriber, TableTarget
-from monolith.table import DictTable, Expiry, FollowedTable, NativeTable, Rows, in_share, iterate
+from monolith.table import DictTable, Expiry, NativeTable, Rows, Table, in_share, iterate
 
 HOUR = 3600
 KEYS = st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True)
@@ -48,7 +48,7 @@ class Fleet:
         self.places: dict[int, Any] = {}
         self.subscriber = self._subscribed()
 
-    def _table(self) -> FollowedTable:
+    def _table(self) -> Table:
         return make_table(cls=self._cls, expiry=Expiry(default=timedelta(hours=1)))
 
     def _published(self) -> list[Publisher]:
@@ -68,7 +68,7 @@ class Fleet:
     def _subscribed(self) -> Subscriber:
         return Subscriber(self.channel.reader, TableTarget({"item": self.copy}), places=self.places)
 
-    def owner(self, keys: Tensor) -> list[tuple[FollowedTable, Tensor]]:
+    def owner(self, keys: Tensor) -> list[tuple[Table, Tensor]]:
         """Return each share's table with the positions of its ids."""
         total = len(self.shares)
         return [(one, in_share(keys, (k, total)).nonzero()[:, 0]) for k, one in enumerate(self.shares)]

@@ -35,7 +35,7 @@ from monolith.table import (
 )
 from monolith.table.entry_dumps import export_multi_rows, import_multi_entry_dumps, tables_of_multi_dump
 from monolith.table.shard_files import RowLayout
-from monolith.table.tfrecords import records
+from monolith.table.sharded_files import records
 
 CONFIG = TableConfig(
     name="item",

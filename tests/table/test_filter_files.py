@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError
 from monolith.table import NoFilter, ProbabilisticFilter, Segment, SlidingFilter, SlotThresholds, TableConfig
 from monolith.table.filter_files import SplitMeta, decode_data, decode_meta, encode_data, encode_meta
-from monolith.table.tfrecords import records, tfrecord
+from monolith.table.sharded_files import records, tfrecord
 
 
 def sliding(capacity: int = 300, split_num: int = 7, threshold: int = 2) -> SlidingFilter:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from monolith.errors import RestoreError, TableArgumentError
 from monolith.table import sharded_names, validate_sharded
-from monolith.table.numbered_files import find_sharded, parse, replace_sharded
+from monolith.table.sharded_files import find_sharded, parse, replace_sharded
 
 
 def test_a_name_says_which_shard_of_how_many() -> None:

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from monolith.errors import TableArgumentError
-from monolith.table.parallel import StopTogether, in_parallel
+from monolith.table.sharded_files import StopTogether, in_parallel
 
 
 @pytest.mark.parametrize("workers", [1, 3])

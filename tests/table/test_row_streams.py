@@ -18,7 +18,7 @@ from monolith.table import (
     Segment,
     TableConfig,
     dump_changes,
-    dump_cut,
+    dump_snapshot,
     iterate,
     load,
     load_changes,
@@ -49,11 +49,11 @@ def table_of(*keys: int) -> NativeTable:
 
 def save(table: NativeTable, basename: Path, changes: bool) -> DumpStep:
     """Dump a table in blocks of three rows, so that few rows are many blocks."""
-    cut = table.cut()
+    cut = table.snapshot()
     if changes:
         dump_changes(cut, str(basename))
     else:
-        dump_cut(cut, str(basename), num_shards=3)
+        dump_snapshot(cut, str(basename), num_shards=3)
     step = DumpStep(str(basename), changes, changes and cut.cleared)
     cut.close(saved=True)
     shards = 1 if changes else 3

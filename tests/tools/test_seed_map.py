@@ -90,7 +90,7 @@ MODULES = {
     ),
     "monolith/native_training/serving_ps_test.py": "FeatMeta TableMeta ServingPSTest",
     "monolith/native_training/session_run_hooks.py": (
-        "before tide_available_now CustomGlobalStepWaiterHook TideStoppingHook"
+        "before tide_available_now CustomGlobalStepWaiterHook StopOutsideHoursHook"
     ),
     "monolith/native_training/session_run_hooks_test.py": "GlobalStepWaiterHookTest TideStoppingHookTest",
     "monolith/native_training/signal_utils.py": "print_stack_trace add_siguser1_handler",

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from vectors.case import Case, floats
 
-from monolith.nn.clipping import clip_by_global_norm
+from monolith.nn.gradients import clip_by_global_norm
 from monolith.nn.optimizers import Adamom, RMSprop, Shampoo
 from monolith.nn.schedules import RateSchedule
 from monolith.table import ConstantRate, PolynomialDecay
-from monolith.table.learning_rates import LearningRate
+from monolith.table.config import LearningRate
 
 
 def adagrad(params: list[Tensor], **settings: Any) -> torch.optim.Optimizer:

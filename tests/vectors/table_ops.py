@@ -32,7 +32,7 @@ from monolith.table import (
     merged_name,
 )
 from monolith.table.compressors import Compressor, round_to_half
-from monolith.table.initializers import Initializer
+from monolith.table.config import Initializer
 from monolith.table.update_rules import state_views
 
 

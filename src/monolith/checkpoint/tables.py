@@ -3,7 +3,7 @@
     model.ckpt-100.assets/item.manifest ...     a dump of the table, whole or of its changes
     model.ckpt-100.assets/hash_filter_item-...  what its filter has counted
 
-A cut holds all tables at one moment; see `monolith.table.cuts`. Restoring goes into tables
+A cut holds all tables at one moment; see `monolith.table.table`. Restoring goes into tables
 of any capacity and, with `share`, into one of several that each hold a share of the rows. Several may
 also write one checkpoint together; see `shares`.
 """
@@ -38,14 +38,14 @@ from monolith.feature import MAX_SLOTS_V2, slot_of
 from monolith.observe import Progress
 from monolith.table import (
     AdmissionFilter,
-    DumpableTable,
     LoadReport,
     Scan,
     SlidingFilter,
+    Table,
     TableConfig,
-    TableCut,
+    TableSnapshot,
     dump_changes,
-    dump_cut,
+    dump_snapshot,
     filter_files,
     iterate,
     load,
@@ -83,7 +83,7 @@ class TablesPart:
 
     def __init__(
         self,
-        tables: Mapping[str, DumpableTable],
+        tables: Mapping[str, Table],
         filters: Mapping[str, AdmissionFilter] | None = None,
         *,
         num_shards: int | None = None,
@@ -112,9 +112,9 @@ class TablesPart:
         with contextlib.ExitStack() as held, contextlib.ExitStack() as undo:
             for table in self._tables.values():
                 held.enter_context(table.frozen())
-            cuts: dict[str, TableCut] = {}
+            cuts: dict[str, TableSnapshot] = {}
             for name, table in self._tables.items():
-                cuts[name] = cut = table.cut()
+                cuts[name] = cut = table.snapshot()
                 undo.callback(cut.close, saved=False)
             filters = {name: one.copy() for name, one in self._filters.items()}
             undo.pop_all()
@@ -272,7 +272,7 @@ class TablesPart:
 
     def _load(
         self,
-        table: DumpableTable,
+        table: Table,
         saved: SavedTable,
         share: int,
         state: Literal["keep", "reset"],
@@ -302,7 +302,7 @@ class TablesPart:
             )
         return done
 
-    def _forget_cleared(self, table: DumpableTable, saved: SavedTable, source: _Source) -> None:
+    def _forget_cleared(self, table: Table, saved: SavedTable, source: _Source) -> None:
         """Remove what the shares held that were cleared before the changes of one checkpoint."""
         mine = saved.shares_for(self._share)
         gone = [share for share in mine if saved.changes and saved.cleared[share]]
@@ -348,7 +348,7 @@ class TablesCut:
 
     def __init__(
         self,
-        cuts: Mapping[str, TableCut],
+        cuts: Mapping[str, TableSnapshot],
         filters: Mapping[str, AdmissionFilter],
         *,
         num_shards: int | None,
@@ -392,8 +392,8 @@ class TablesCut:
             entry["slots"] = met
         return entry
 
-    def _write_full(self, cut: TableCut, basename: str, slots: _Slots) -> Entry:
-        done = dump_cut(
+    def _write_full(self, cut: TableSnapshot, basename: str, slots: _Slots) -> Entry:
+        done = dump_snapshot(
             cut,
             basename,
             num_shards=self._num_shards,
@@ -412,7 +412,7 @@ class TablesCut:
             **_merged(cut.config),
         }
 
-    def _write_changes(self, cut: TableCut, basename: str) -> Entry:
+    def _write_changes(self, cut: TableSnapshot, basename: str) -> Entry:
         done = dump_changes(
             cut, basename, workers=self._workers, stamp=self._stamp, resume=True, progress=self._progress
         )
@@ -435,7 +435,7 @@ class TablesCut:
 class _Watched:
     """A cut that shows the ids that are read from it to somebody, in several threads at once."""
 
-    def __init__(self, cut: TableCut, *watchers: Callable[[Tensor], None]) -> None:
+    def __init__(self, cut: TableSnapshot, *watchers: Callable[[Tensor], None]) -> None:
         self._cut = cut
         self._watchers = watchers
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from monolith.cli.options.serve import AskOptions
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import ConfigError
-from monolith.serve.asking import Answered, open_asker
+from monolith.serve.client import Answered, open_asker
 
 SHOWN_FIRST = ("step", "watermark", "staleness")
 """Of what a server says beside an answer. The times of its stages are for --json and `monolith freshness`."""

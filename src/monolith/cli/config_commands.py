@@ -81,8 +81,11 @@ def explain(options: ConfigExplainOptions) -> int:
     elif isinstance(alias, Unsupported):
         _say(f"{name} is refused: {alias.reason}.")
     elif name in moved_fields():
-        place = moved_fields()[name]
-        _say(f"{name} is {place}." if isinstance(place, str) else f"{name} is gone: {place.reason}.")
+        now = moved_fields()[name]
+        if isinstance(now, Renamed):
+            _say(f"{name} is the old name of {now.path}.")
+        else:
+            _say(f"{name} is {now}." if isinstance(now, str) else f"{name} is gone: {now.reason}.")
     elif (said := _explained_by_type(name, exact, options.task)) is not None:
         _say(said)
     else:

@@ -23,8 +23,8 @@ from monolith.run import RunConfig
 from monolith.run.export_config import ExportConfig, RowCoding
 from monolith.run.servables import export_folder, how_to_export, task_exporter
 from monolith.runtime.report import read_run_manifest
-from monolith.serve.exporting import ExportedServable
-from monolith.serve.own_module import OwnModule
+from monolith.serve.exporter import ExportedServable
+from monolith.serve.python_module import OwnModule
 from monolith.train import Task
 
 FACTORY = "monolith.cli.export:served_module"

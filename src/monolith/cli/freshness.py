@@ -16,9 +16,9 @@ from monolith.cli.options.freshness import FreshnessOptions
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import progress
-from monolith.serve.asking import Answered, Asker, open_asker
-from monolith.serve.following.freshness import STAGES
+from monolith.serve.client import Answered, Asker, open_asker
 from monolith.serve.freshness_probe import FreshnessProbe, Probed, open_events, quantile, stages_of
+from monolith.serve.rows import STAGES
 
 
 def run(options: FreshnessOptions) -> int:

@@ -58,7 +58,7 @@ class OwnStatus:
             started=clock(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            job=run.job.name or run.job.task or run.job.model_name,
+            job=run.job.name or run.job.task or run.model_name,
             num_ps=cluster.num_ps if run.distributed else 0,
             num_workers=cluster.num_workers,
         )

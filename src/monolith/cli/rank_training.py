@@ -61,7 +61,7 @@ def as_rank(
             "timeout": timeouts.exchange,
             "silence": timeouts.silence,
             "backend": run.ranks.backend,
-            "rows_backend": run.ranks.backend if run.train.rows_on == "device" else "gloo",
+            "rows_backend": run.ranks.backend if run.train.embedding_device == "device" else "gloo",
         },
         on_waiting=on_waiting,
     )

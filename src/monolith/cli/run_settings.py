@@ -5,6 +5,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,8 @@ from monolith.config import parse_duration
 from monolith.errors import ConfigError
 from monolith.run import RunConfig, read_run
 from monolith.train.config import TrainConfig
+
+_log = logging.getLogger(__name__)
 
 SHORT_FLAGS = {
     "task": "job.task",
@@ -46,7 +49,7 @@ SHORT_FLAGS = {
 SWITCHES: Mapping[str, tuple[str, object]] = {
     "deterministic": ("train.deterministic", True),
     "no_strict": ("train.restore.strict", False),
-    "clear_nn": ("train.restore.clear_nn", True),
+    "reset_dense": ("train.restore.reset_dense", True),
     "continue_training": ("train.restore.continue_training", True),
     "no_async_push": ("train.async_push", False),
     "no_summaries": ("train.summary_every_steps", None),
@@ -96,7 +99,11 @@ def _said(options: TrainOptions) -> dict[str, Any]:
     }
     said |= dict(change for name, change in SWITCHES.items() if getattr(options, name))
     if options.mode is not None:
-        said["cluster.mode" if options.mode in ("async", "sync") else "job.mode"] = options.mode
+        if options.mode in ("async", "sync"):
+            said["cluster.mode"] = options.mode
+        else:
+            _log.warning("--mode %s is now --job.command %s", options.mode, options.mode)
+            said["job.command"] = options.mode
     if options.restore_checkpoint is not None:
         said["train.restore.required"] = True  # a person named it
     if options.from_ is not None:

@@ -29,7 +29,6 @@ from monolith.cluster.launch.processes import Member, launch
 from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import ClockWatch
-from monolith.serve.servable.versions import list_versions
 from monolith.serve.server import (
     BatchingConfig,
     InferenceServer,
@@ -41,6 +40,7 @@ from monolith.serve.server import (
     VersionPolicy,
 )
 from monolith.serve.server.catalog import BestVersion, ServableCatalog, example_row, served_folder
+from monolith.serve.versions import list_versions
 from monolith.wire.ports import bound_socket, join_address
 
 READY = "ready"

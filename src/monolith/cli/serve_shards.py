@@ -24,11 +24,11 @@ from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import Guard, SecurityConfig, derive_token, guard_caller, ssl_context
 from monolith.errors import ConfigError, MonolithError
 from monolith.observe import ClockWatch, Metrics, MetricsServer, progress
-from monolith.serve.following.config import ServeFollowConfig
+from monolith.serve.config import ServeFollowConfig
+from monolith.serve.manifest import read_servable
 from monolith.serve.rows import RowSource
-from monolith.serve.servable.manifest import read_servable
-from monolith.serve.servable.versions import list_versions
 from monolith.serve.shards import ServingServer, ShardsConfig, open_remote_rows
+from monolith.serve.versions import list_versions
 from monolith.sync.channel import OpenReader
 from monolith.sync.channels import open_reader, parse_channel_url
 from monolith.sync.run_identity import split_identity

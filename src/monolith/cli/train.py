@@ -382,7 +382,7 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         measure_ps=cluster.measure_ps,
         use_ps=cluster.use_ps,
         metrics=metrics,
-        model_name=run.job.model_name,
+        model_name=run.model_name,
         cluster_type=cluster.kind,
         say=say,
         guard=guard_caller(run.security),
@@ -395,11 +395,11 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         half_rows=cluster.half_rows,
         on_waiting=stopper.check,
     )
-    if run.job.submitted_at is not None:
+    if run.train.submitted_at is not None:
         ready = metrics.gauge(
             "container_ready_seconds", "From the job's submission to its servers' being there."
         )
-        ready.set(time.time() - run.job.submitted_at)
+        ready.set(time.time() - run.train.submitted_at)
     return fleet
 
 
@@ -438,7 +438,7 @@ def serve_metrics(metrics: Metrics, run: RunConfig, status: OwnStatus | None = N
     if run.metrics.port is None:
         return None
     guard = guard_listener(run.metrics.host, run.security)
-    labels = {"model_name": run.job.model_name, "role": run.cluster.role, "cluster_type": run.cluster.kind}
+    labels = {"model_name": run.model_name, "role": run.cluster.role, "cluster_type": run.cluster.kind}
     metrics.gauge("run_info", "What this process is; always 1.", list(labels)).set(1, **labels)
     return metrics.serve(
         run.metrics.port,

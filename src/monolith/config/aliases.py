@@ -49,8 +49,9 @@ class Unsupported:
 
 
 Aliases = Mapping[str, Renamed | Dropped | Unsupported]
-Moved = Mapping[str, str | Dropped | Unsupported]
-"""The former dotted path of a field -> the one it has now, or why there is none."""
+Moved = Mapping[str, str | Renamed | Dropped | Unsupported]
+"""The former dotted path of a field or table -> Renamed if it is still read; a text with the new path, for an
+error that names it; or the reason why there is no such field."""
 
 
 def rename(tree: Node, aliases: Aliases, warn: Callable[[str], None]) -> tuple[Node, list[str]]:
@@ -87,30 +88,37 @@ def rename(tree: Node, aliases: Aliases, warn: Callable[[str], None]) -> tuple[N
     return result, problems
 
 
-def relocate(tree: Node, moved: Moved, aliases: Aliases) -> tuple[Node, list[str]]:
-    """One source's tree without fields that have moved, and where each of them is now.
+def relocate(
+    tree: Node, moved: Moved, aliases: Aliases, warn: Callable[[str], None]
+) -> tuple[Node, list[str]]:
+    """Return one source's tree with moved fields at their new paths, and the problems of the others.
 
-    A former path that is an old name, too, counts as one, unless there are other former paths beside it.
+    A former path that is also an old name counts as that, unless the source has other former paths, too.
     """
-    found = {path: (place, source) for path, source in _leaves(tree) if (place := moved_to(path, moved))}
+    found = {path: (*former, leaf) for path, leaf in _leaves(tree) if (former := former_path(path, moved))}
     if found.keys() <= aliases.keys():
         return tree, []
     problems = []
-    for path, (place, source) in found.items():
+    for path, (known, now, leaf) in found.items():
         tree = _without(tree, tuple(path.split(".")))
-        if isinstance(place, str):
-            problems.append(f"{path} is {place} (from {source})")
+        if isinstance(now, str):
+            problems.append(f"{path} is {now} (from {leaf.source})")
+        elif not isinstance(now, Renamed):
+            problems.append(f"{path} is gone (from {leaf.source}): {now.reason}")
+        elif find(tree, new := tuple((now.path + path.removeprefix(known)).split("."))) is not None:
+            problems.append(f"{'.'.join(new)} (from {leaf.source}): given twice, also by its old path {path}")
         else:
-            problems.append(f"{path} is gone (from {source}): {place.reason}")
+            warn(f"{path} (from {leaf.source}) is now {'.'.join(new)}")
+            tree = overlay(tree, plant(new, leaf))
     return tree, problems
 
 
-def moved_to(path: str, moved: Moved) -> str | Dropped | Unsupported | None:
-    """Where the field at a former path is now; None for one that has not moved."""
+def former_path(path: str, moved: Moved) -> tuple[str, str | Renamed | Dropped | Unsupported] | None:
+    """Return the key of `moved` that is `path` or a table above it, with its value; None for other paths."""
     known = path
     while known:
         if known in moved:
-            return moved[known]
+            return known, moved[known]
         known = known.rpartition(".")[0]
     return None
 
@@ -124,10 +132,10 @@ def _without(tree: Node, path: tuple[str, ...]) -> Node:
     )
 
 
-def _leaves(node: Node, above: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path and source of each value."""
+def _leaves(node: Node, above: str = "") -> Iterator[tuple[str, Leaf]]:
+    """Yield the dotted path of each value, and the value."""
     if isinstance(node, Leaf):
-        yield above, node.source
+        yield above, node
         return
     for key, child in node.children.items():
         yield from _leaves(child, f"{above}.{key}" if above else key)
@@ -174,7 +182,7 @@ def old_flags(args: Sequence[str], aliases: Aliases, moved: Moved | None = None)
         flag, equals, text = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
         off = name.removeprefix("no").lstrip("_")
-        was_moved = "." in name and moved_to(name, moved or {}) is not None
+        was_moved = "." in name and former_path(name, moved or {}) is not None
         if not was_moved and name not in aliases and (not name.startswith("no") or off not in aliases):
             rest.append(word)
             continue

@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Annotated, Any, get_args
 
+from monolith.config.aliases import Moved, former_path
 from monolith.config.fields import default_of, default_text, field_docs, leaf_paths, nested_class
 from monolith.config.hints import (
     dataclass_members,
@@ -106,7 +107,7 @@ def environment_tree(
     ignore: Collection[str] = (),
     foreign: Mapping[str, str] | None = None,
     old: Collection[str] = (),
-    moved: Collection[str] = (),
+    moved: Moved | None = None,
 ) -> tuple[Node, list[str]]:
     """What the variables that begin with `prefix` say, and which of them no field answers to.
 
@@ -128,7 +129,7 @@ def environment_tree(
             tree = overlay(tree, plant((ending.lower(),), Leaf(environ[name], name, is_text=True)))
             continue
         former = ending.lower().replace("__", ".")
-        if "." in former and former in moved:
+        if "." in former and former_path(former, moved or {}) is not None:
             tree = overlay(tree, plant(tuple(former.split(".")), Leaf(environ[name], name, is_text=True)))
             continue
         found = _locate(cls, ending.split("__"))

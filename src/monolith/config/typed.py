@@ -82,7 +82,8 @@ def load_config(
         code_source: What gave `code`, for messages.
         defaults: As `code`, but instead of the defaults of `cls`, and so below all other sources.
         aliases: Old names of fields, which any source may use.
-        moved: Former dotted paths of fields: to use one is an error that names the path it has now.
+        moved: Former dotted paths of fields. One that is Renamed is read, and `warn` is told the new path;
+            any other is an error that names the new path, or says why there is none.
         exclusive: Pairs of dotted paths of which a source that sets one unsets the other.
         foreign: Variables of others, such as TF_CONFIG -> the dotted path of the field that one sets.
         warn: Told of names that are accepted and mean nothing any more.
@@ -99,7 +100,7 @@ def load_config(
         layers.append(grow(_file_data(file), str(file)))
     if environ is not None:
         layer, unknown = environment_tree(
-            cls, environ, prefix, ignore=ignore, foreign=foreign, old=known, moved=moved or ()
+            cls, environ, prefix, ignore=ignore, foreign=foreign, old=known, moved=moved
         )
         layers.append(layer)
         problems += unknown
@@ -113,8 +114,8 @@ def load_config(
     layers.append(_code_tree(code or {}, code_source))
     tree: Node = Branch({}, "defaults")
     for layer in layers:
-        kept, misplaced = relocate(layer, moved or {}, known)
-        renamed, wrong = rename(kept, known, warn)
+        current, misplaced = relocate(layer, moved or {}, known, warn)
+        renamed, wrong = rename(current, known, warn)
         tree = overlay(tree, _choosing(renamed, exclusive))
         problems += [*misplaced, *wrong]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from monolith.data.kafka import KafkaSource
     from monolith.data.pipeline import Pipeline
     from monolith.data.service import DataServiceSource
-    from monolith.data.service.flight import PortGuard
+    from monolith.data.service.messages import PortGuard
 
 FormatName = Literal[
     "tf_example",
@@ -187,7 +187,7 @@ class DataConfig(Checked):
     """The first hour of each day to read, where folders are by hour."""
     end_hour: int | None = None
     """The hour after the last one of each day."""
-    max_bad: float = 0.0
+    max_unreadable: float = 0.0
     """The share of records that may be malformed, 0 to 1, such as lines with too many fields: they are left
     out and counted. More end the run, and with 0 the first does."""
     queue: str | None = None
@@ -195,8 +195,8 @@ class DataConfig(Checked):
     more. None deals the files out beforehand."""
 
     def problems(self) -> Iterator[Problem]:
-        if not 0 <= self.max_bad <= 1:
-            yield Problem(("max_bad",), f"must be from 0 to 1, got {self.max_bad}")
+        if not 0 <= self.max_unreadable <= 1:
+            yield Problem(("max_unreadable",), f"must be from 0 to 1, got {self.max_unreadable}")
         for name in ("start_hour", "end_hour"):
             given = getattr(self, name)
             if given is not None and not 0 <= given <= 24:
@@ -388,7 +388,7 @@ class DataConfig(Checked):
 
         if self.kafka is not None:
             return self._topics(self.kafka, batch_size, types, options)
-        options = {"bad": BadRecordPolicy(max_share=self.max_bad), **options}
+        options = {"bad": BadRecordPolicy(max_share=self.max_unreadable), **options}
         if self.watch is not None:
             return self._watched(self.watch, batch_size, types, options)
         files = self.files()

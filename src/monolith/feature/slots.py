@@ -38,7 +38,7 @@ from monolith.table import (
     merge,
 )
 from monolith.table.compressors import Compressor
-from monolith.table.initializers import Initializer
+from monolith.table.config import Initializer
 from monolith.table.optimizers import Optimizer
 
 _FOREVER = timedelta(days=36500)

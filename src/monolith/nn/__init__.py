@@ -1,17 +1,15 @@
 """Dense mathematics: layers, losses, optimizers, clipping, schedules."""
 
-from monolith.nn.clipping import (
+from monolith.nn.gradients import (
     ClippedGradients,
     GradClipType,
     clip_by_global_norm,
     clip_gradients,
     clip_scale,
     global_norm,
-    warmed_clip_norm,
-)
-from monolith.nn.gradients import (
     propagate_back_dict_gradients,
     propagate_back_gradients,
+    warmed_clip_norm,
 )
 from monolith.nn.layers import (
     ACTIVATIONS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.layers.arguments import check_shape
+from monolith.nn.layers.dense import check_shape
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:

@@ -23,7 +23,7 @@ from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfi
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.store.dense_config import DenseConfig
 from monolith.sync.publish_config import PublishConfig
-from monolith.table.admission_config import AdmissionConfig
+from monolith.table.config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import RanksConfig, TrainConfig
 from monolith.wire.ports import Limits
@@ -89,6 +89,12 @@ class RunConfig(Checked):
         """Whether there is more than this process."""
         alone = self.job.local or self.job.cpu_test
         return not alone and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model in the labels of metrics."""
+        task = (self.job.task or "").rpartition(":")[2].rpartition(".")[2]
+        return self.train.model_name or self.job.name or f"di_name_{task}"
 
     @property
     def has_data_service(self) -> bool:

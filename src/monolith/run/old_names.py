@@ -169,7 +169,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "index": Renamed("cluster.index"),
     "num_ps": Renamed("cluster.num_ps"),
     "num_workers": Renamed("cluster.num_workers"),
-    "model_name": Renamed("job.model_name"),
+    "model_name": Renamed("train.model_name"),
     "filter_capacity": Renamed("admission.capacity"),
     "filter_split_num": Renamed("admission.split_num"),
     "filter_type": Renamed("admission.kind"),
@@ -189,13 +189,13 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "merge_sync_training_ckpt": Unsupported(
         "all processes of a run write one checkpoint; there is no other way", default=True
     ),
-    "mode": Renamed("job.mode"),
+    "mode": Renamed("job.command"),
     "partial_recovery": Renamed("failover.recovery", recovery_mode),
-    "tide_start_hour": Renamed("train.tide.start_hour"),
-    "tide_start_minute": Renamed("train.tide.start_minute"),
-    "tide_end_hour": Renamed("train.tide.end_hour"),
-    "tide_end_minute": Renamed("train.tide.end_minute"),
-    "tide_save_secs": Renamed("train.save.tide_secs"),
+    "tide_start_hour": Renamed("train.hours.start_hour"),
+    "tide_start_minute": Renamed("train.hours.start_minute"),
+    "tide_end_hour": Renamed("train.hours.end_hour"),
+    "tide_end_minute": Renamed("train.hours.end_minute"),
+    "tide_save_secs": Renamed("train.save.secs_outside_hours"),
     "enable_realtime_training": Renamed("publish.to", publish_place),
     "enable_async_optimize": Dropped(_OVERLAP),
     "enable_pipelined_fwda2a": Dropped(_OVERLAP),
@@ -226,7 +226,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     ),
     "max_rpc_deadline_millis": Renamed("timeouts.lookup", milliseconds),
     "checkpoints_max_to_keep": Renamed("train.keep.max_to_keep"),
-    "submit_time_secs": Renamed("job.submitted_at"),
+    "submit_time_secs": Renamed("train.submitted_at"),
     "containers_ready_time_secs": Dropped("the chief takes the time itself, when all processes are there"),
     "cluster_type": Renamed("cluster.kind"),
     "max_slow_start_wait_minute": Renamed("train.hooks.slow_start_max_wait", minutes),
@@ -238,7 +238,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     ),
     "enable_fused_layout": Dropped("all features of a batch are looked up and laid out in one call anyway"),
     "force_shutdown_ps": Dropped("servers always end with the run"),
-    "clear_nn": Renamed("train.restore.clear_nn"),
+    "clear_nn": Renamed("train.restore.reset_dense"),
     "continue_training": Renamed("train.restore.continue_training"),
     "reload_alias_map": Renamed("train.restore.alias_map", turned_round),
     "enable_alias_map_auto_gen": Renamed("train.restore.auto_alias"),
@@ -330,7 +330,7 @@ FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "metric_prefix": Renamed("metrics.prefix"),
     "save_summary_interval": Renamed("train.summary_every_steps"),
     "root_log_interval": Unsupported(_LOG),
-    "overwrite_end_date": Renamed("job.end_date", empty_is_open),
+    "overwrite_end_date": Renamed("job.override_end_date", empty_is_open),
     "enable_local_profiling": Dropped("name the first step with profile.from_step"),
     "tf_version": Dropped("there is no TensorFlow"),
     "tpu": Dropped(_TPU),
@@ -380,14 +380,13 @@ _MOVED = {
     "checkpoint.dense_every_steps": "train.dense_save.steps",
     "checkpoint.keep": "train.keep.max_to_keep",
     "checkpoint.evict_expired": "train.keep.evict",
-    "checkpoint.max_expired_share": "train.expiry.max_share",
+    "checkpoint.max_expired_share": "train.expiry.max_fraction",
     "checkpoint.max_clock_ahead": "train.expiry.max_ahead",
     "restore.folder": "train.restore.dir",
-    "restore.reset_dense": "train.restore.clear_nn",
     "restore.keep_step": "train.restore.continue_training",
     "restore.renamed": "train.restore.alias_map, from new names to old ones",
     "restore.guess_renamed": "train.restore.auto_alias",
-    "tide.save_every": "train.save.tide_secs",
+    "tide.save_every": "train.save.secs_outside_hours",
     "metrics.summary_every_steps": "train.summary_every_steps",
     "metrics.targets": "train.hooks.deep_insight.targets",
     "metrics.sample_ratio": "train.hooks.deep_insight.sample_ratio",
@@ -429,13 +428,31 @@ _GONE = {
 """Former path -> the old name that says why there is no such field."""
 
 
-def moved_fields() -> dict[str, str | Dropped | Unsupported]:
+RENAMED_FIELDS: Mapping[str, Renamed] = {
+    "job.mode": Renamed("job.command"),
+    "job.model_name": Renamed("train.model_name"),
+    "job.end_date": Renamed("job.override_end_date"),
+    "job.submitted_at": Renamed("train.submitted_at"),
+    "data.max_bad": Renamed("data.max_unreadable"),
+    "train.rows_on": Renamed("train.embedding_device"),
+    "train.tide": Renamed("train.hours"),
+    "train.save.tide": Renamed("train.save.hours"),
+    "train.save.tide_secs": Renamed("train.save.secs_outside_hours"),
+    "train.expiry.max_share": Renamed("train.expiry.max_fraction"),
+    "train.restore.clear_nn": Renamed("train.restore.reset_dense"),
+    "train.hooks.model_name": Renamed("train.model_name"),
+    "train.hooks.submitted_at": Renamed("train.submitted_at"),
+}
+"""Former paths of fields or tables that are still read, with a line of the log that names the new path."""
+
+
+def moved_fields() -> dict[str, str | Renamed | Dropped | Unsupported]:
     """Return the former paths of our own fields: where each is now, or why there is none.
 
     Fields of a training stood at the top of a file once, without `train` before them.
     """
     flat = {path: f"train.{path}" for path in leaf_paths(TrainConfig)}
-    return {**flat, **dict(_reasons()), **_MOVED}
+    return {**flat, **dict(_reasons()), **_MOVED, **RENAMED_FIELDS}
 
 
 def _reasons() -> Iterator[tuple[str, Dropped | Unsupported]]:

@@ -18,19 +18,17 @@ class JobConfig(Checked):
 
     task: str | None = None
     """The task: module:Class, or a Python file."""
-    mode: Literal["train", "eval", "infer", "train_and_eval"] = "train"
-    """The command that this config is for: `monolith train`, `evaluate` or `predict`. `train` refuses all but
-    the first, and says what to use instead."""
+    command: Literal["train", "eval", "infer", "train_and_eval"] = "train"
+    """The command that this config is for: `monolith train`, `evaluate` or `predict`. `train` refuses
+    all but the first, and names the command to use instead."""
     name: str | None = None
     """The name of the job, the same for all its processes: in ZooKeeper, in metrics."""
-    model_name: str = ""
-    """The name of the model; empty takes the job's name, or else di_name_ and the task's class."""
     id: str = ""
     """An id that tells one submission of the job from the next: in Consul, and in names of files and
     folders."""
     local: bool = False
     """Whether everything runs in this process, without discovery."""
-    end_date: str | None = None
+    override_end_date: str | None = None
     """The day, as 20240131, that replaces the end date of the task's data: its setting end_date, and the
     end_date of every setting of type DataConfig that has a start_date."""
     cpu_test: bool = False
@@ -38,13 +36,11 @@ class JobConfig(Checked):
     cluster say, and its setting batch_size is at most 128."""
     dump_features: bool = False
     """Whether the features are written to the model_dir, and nothing is trained."""
-    submitted_at: int | None = None
-    """When the job was submitted, in Unix seconds; the metric of the start-up time counts from it."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from not_negative(self, "submitted_at")
-        if self.end_date is not None and (len(self.end_date) != 8 or not self.end_date.isdigit()):
-            yield Problem(("end_date",), f"must be a day such as 20240131, got {self.end_date!r}")
+        day = self.override_end_date
+        if day is not None and (len(day) != 8 or not day.isdigit()):
+            yield Problem(("override_end_date",), f"must be a day such as 20240131, got {day!r}")
         if "/" in self.id:
             yield Problem(("id",), f"becomes part of file names, so it must have no slash, got {self.id!r}")
 

@@ -53,24 +53,26 @@ def read_run(
 
 def refused(run: RunConfig) -> Iterator[str]:
     """Yield what a run asks for and `monolith train` cannot do."""
-    if run.job.mode == "train_and_eval":
+    if run.job.command == "train_and_eval":
         yield (
-            "job.mode: 'train_and_eval' is not supported: a run of mode train evaluates while it trains if "
+            "job.command: 'train_and_eval' is not supported: `monolith train` evaluates while it trains if "
             "train.evaluate.every_steps or train.evaluate.every is set, and `monolith evaluate --follow` "
-            "evaluates its checkpoints in another process. Set job.mode to train, and one of these"
+            "evaluates its checkpoints in another process. Set job.command to train, and one of these"
         )
-    elif run.job.mode != "train":
-        yield f"job.mode: {run.job.mode!r} is not training; use `monolith evaluate` or `monolith predict`"
+    elif run.job.command != "train":
+        yield (
+            f"job.command: {run.job.command!r} is not training; use `monolith evaluate` or `monolith predict`"
+        )
     if run.distributed and run.train.accelerator == "xla":
         yield (
             "train.accelerator: 'xla' is not supported with parameter servers or several workers: what they "
             "exchange each step would have to be fetched from the device. Set job.local, or cuda"
         )
-    if run.distributed and run.cluster.num_ps and run.train.rows_on == "device":
+    if run.distributed and run.cluster.num_ps and run.train.embedding_device == "device":
         yield (
-            "train.rows_on: 'device' is for runs of one process or of ranks: with parameter servers rows are "
-            "in the host memory of those. Set train.rows_on to host, or job.local, or cluster.mode to sync "
-            "without parameter servers"
+            "train.embedding_device: 'device' is for runs of one process or of ranks: with parameter servers "
+            "rows are in their host memory. Set train.embedding_device to host, or job.local, or "
+            "cluster.mode to sync without parameter servers"
         )
     if run.profile.from_step is not None and not run.train.model_dir:
         yield "profile.from_step: a profile is a file in the model_dir; set --model-dir"
@@ -103,8 +105,8 @@ def refused(run: RunConfig) -> Iterator[str]:
             "and an exact run goes back to its last checkpoint instead; set failover.recovery to keep_going, "
             "or standbys to 0"
         )
-    if run.train.save.tide_secs is not None and run.train.save.tide is None:
-        yield "train.save.tide_secs: it is for the hours outside of a daily window; set train.tide, too"
+    if run.train.save.secs_outside_hours is not None and run.train.save.hours is None:
+        yield "train.save.secs_outside_hours: it applies outside of a daily window; set train.hours, too"
     if run.distributed and run.job.dump_features:
         yield "job.dump_features: features are written by one process; set job.local"
 

@@ -29,8 +29,13 @@ def with_job(task: Task, job: JobConfig, warn: Warn = _log.warning) -> Task:
     Args:
         warn: Told what the job asks for and the task has no setting for.
     """
-    if job.end_date is not None:
-        task = _changed(task, _end_dates(task, job.end_date), f"job.end_date {job.end_date}", warn)
+    if job.override_end_date is not None:
+        task = _changed(
+            task,
+            _end_dates(task, job.override_end_date),
+            f"job.override_end_date {job.override_end_date}",
+            warn,
+        )
     if job.cpu_test:
         batch_size = getattr(task, "batch_size", CPU_TEST_BATCH)
         if isinstance(batch_size, int) and batch_size > CPU_TEST_BATCH:

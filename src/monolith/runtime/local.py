@@ -191,13 +191,13 @@ def store_maker(config: TrainConfig, accelerator: Accelerator | None, peers: Coo
     Raises:
         ConfigError: The accelerator cannot hold rows, or this process holds none.
     """
-    if config.rows_on == "host":
+    if config.embedding_device == "host":
         return peers.make_store
     device = None if accelerator is None else accelerator.rows_device()
     if device is None:
         raise ConfigError(
-            "train.rows_on: rows can only be on a CUDA device; set train.accelerator to cuda, or "
-            "train.rows_on to host"
+            "train.embedding_device: rows can only be on a CUDA device; set train.accelerator to cuda, or "
+            "train.embedding_device to host"
         )
     local: MakeStore = partial(LocalStore.from_configs, device=device)
     if config.device_memory_bytes is not None:
@@ -216,8 +216,9 @@ def holding(peers: Coordinator, local: MakeStore) -> MakeStore:
     found = peers.holding(local)
     if found is None:
         raise ConfigError(
-            "train.rows_on: rows are with parameter servers in this run, not on the device of a worker; set "
-            "train.rows_on to host, or train in one process or on ranks without parameter servers"
+            "train.embedding_device: rows are on parameter servers in this run, not on the device of a "
+            "worker; set train.embedding_device to host, or train in one process or on ranks without "
+            "parameter servers"
         )
     return found
 

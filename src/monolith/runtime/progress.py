@@ -219,7 +219,7 @@ class RowExpiry:
         for store in stores:
             rows = {name: stats.rows for name, stats in store.stats().items()}
             expired = {name: count for name, count in store.count_expired(now).items() if count}
-            kept = {name for name, count in expired.items() if count > self._config.max_share * rows[name]}
+            kept = {name for name, count in expired.items() if count > self._config.max_fraction * rows[name]}
             for name, count in rows.items():
                 self._note(name, expired[name] if name in kept else 0, count, now)
             if going := expired.keys() - kept:
@@ -244,12 +244,12 @@ class RowExpiry:
             _log.warning(
                 "table %r: %s of %s rows have expired by %s UTC, more than the share of %g that may go at "
                 "once; all are kept (%s times so far). Check that event times are right. If they are, set "
-                "expiry.max_share (train.expiry.max_share in a run's config) to 1 to let them go.",
+                "expiry.max_fraction (train.expiry.max_fraction in a run's config) to 1 to evict them.",
                 table,
                 f"{overdue:,}",
                 f"{rows:,}",
                 datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M"),
-                self._config.max_share,
+                self._config.max_fraction,
                 f"{times:,}",
             )
 

@@ -66,9 +66,9 @@ from monolith.train.hooks import (
     FeatureInsightHook,
     ModelInsightHook,
     SaveHook,
+    StopOutsideHoursHook,
     SummaryHook,
     TableInfoHook,
-    TideStoppingHook,
 )
 from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
@@ -180,7 +180,7 @@ class Trainer:
         self._peers: Coordinator = LocalCoordinator() if peers is None else peers
         self.config = TrainConfig() if config is None else config
         self._accelerator = accelerator_of(self.config.accelerator) if accelerator is None else accelerator
-        if self.config.rows_on == "device":
+        if self.config.embedding_device == "device":
             holding(self._peers, LocalStore.from_configs)
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
@@ -606,8 +606,8 @@ class Trainer:
         hooks: list[Hook] = [_SessionHook(run.session, config, began)]
         if self._accelerator is not None:
             hooks.append(AcceleratorHook(self._accelerator))
-        if config.tide is not None:
-            hooks.append(TideStoppingHook(config.tide, clock=self._clock))
+        if config.hours is not None:
+            hooks.append(StopOutsideHoursHook(config.hours, clock=self._clock))
         kept: list[Hook] = []
         if keeper is not None:
             kept = keeper.hooks(self._metrics, self._listeners)

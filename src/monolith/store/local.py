@@ -24,7 +24,7 @@ from monolith.table import (
     Table,
     TableConfig,
     TableStats,
-    device_shares,
+    device_budgets,
     make_filter,
 )
 
@@ -75,7 +75,7 @@ class LocalStore:
             threads: That share a batch, the caller counted; by default as many as torch uses.
             device: A GPU that holds the rows: tables are made there, whatever `make_table` is. None holds
                 them in host memory.
-            device_bytes: Of that GPU's memory, for all tables, as `device_shares` says; what does not fit is
+            device_bytes: Of that GPU's memory, for all tables, as `device_budgets` says; what does not fit is
                 in host memory, see `SpillingTable`. None takes as much as rows need.
 
         Raises:
@@ -83,7 +83,7 @@ class LocalStore:
             ConfigError: The bytes are too few for the smallest tables.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
-        shares = {} if device is None or device_bytes is None else device_shares(configs, device_bytes)
+        shares = {} if device is None or device_bytes is None else device_budgets(configs, device_bytes)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
         for name, config in configs.items():

@@ -44,7 +44,7 @@ from monolith.sync.messages import (
     SnapshotEnd,
     SnapshotRows,
 )
-from monolith.table import FollowedTable, Fp32, Rows, TouchedKeySet, bucket_of, iterate, iterate_buckets
+from monolith.table import Fp32, Rows, Table, TouchedKeySet, bucket_of, iterate, iterate_buckets
 
 DELTA_IDS = 1 << 17
 """Ids in one delta, at most; where more have changed another follows at once."""
@@ -113,7 +113,7 @@ class Publisher:
 
     def __init__(
         self,
-        tables: Mapping[str, FollowedTable],
+        tables: Mapping[str, Table],
         writer: DeltaWriter,
         *,
         run: str,
@@ -454,7 +454,7 @@ class Publisher:
         waiting = self._pending.pop(name, None)
         return stolen if waiting is None else _union([waiting, stolen])
 
-    def _look_up(self, table: FollowedTable, ids: Tensor) -> tuple[Rows, Tensor]:
+    def _look_up(self, table: Table, ids: Tensor) -> tuple[Rows, Tensor]:
         """Return the rows of ids that have one, and the other ids."""
         found, rows = table.lookup_rows(ids)
         return self._as_sent(rows).keep(found), ids[~found]
@@ -528,7 +528,7 @@ class Publisher:
         whole_at = making if making.epoch == place.epoch else place
         yield SnapshotEnd(place, whole_at, name, number)
 
-    def _chunks(self, table: FollowedTable, buckets: Tensor | None) -> Iterator[Rows]:
+    def _chunks(self, table: Table, buckets: Tensor | None) -> Iterator[Rows]:
         width = 16 + 4 * (table.dim + (table.state_dim if self._with_state else 0))
         limit = min(1 << 16, max(1, CHUNK_BYTES // width))
         if buckets is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from monolith.checkpoint.shares import IdShare
 from monolith.sync.messages import PublishState
-from monolith.table import FollowedTable, Rows, in_share, iterate, iterate_buckets
+from monolith.table import Rows, Table, in_share, iterate, iterate_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TableTarget:
 
     def __init__(
         self,
-        tables: Mapping[str, FollowedTable],
+        tables: Mapping[str, Table],
         *,
         swap: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class TableTarget:
         self.state = state
 
 
-def _ids_of(table: FollowedTable, snapshot: _Snapshot) -> Iterator[Tensor]:
+def _ids_of(table: Table, snapshot: _Snapshot) -> Iterator[Tensor]:
     """Yield the ids that a table has of what a snapshot replaces."""
     buckets = snapshot.buckets
     for rows in iterate(table) if buckets is None else iterate_buckets(table, buckets):

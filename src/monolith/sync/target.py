@@ -43,7 +43,7 @@ class DeltaTarget(Protocol):
         """Forget that a snapshot was begun: it broke off. The rows that came may stay."""
 
     def digests(self, table: str, share: IdShare, buckets: Tensor) -> Tensor | None:
-        """Return what `FollowedTable.digests` says; None where it cannot be compared."""
+        """Return what `Table.digests` says; None where it cannot be compared."""
 
     def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
         """Put all dense weights in place, between two batches."""

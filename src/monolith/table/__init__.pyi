@@ -15,11 +15,28 @@ from monolith.table.admission import (
     intercept_gradient,
     make_filter,
 )
-from monolith.table.admission_config import AdmissionConfig
 from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, Fp32, OneBit
-from monolith.table.config import Segment, TableConfig
-from monolith.table.cuda import CudaTable, SpillingTable, device_shares
-from monolith.table.cuts import DumpableTable, TableCut
+from monolith.table.config import (
+    INITIALIZERS,
+    AdmissionConfig,
+    BatchSoftmaxInit,
+    Constant,
+    ConstantRate,
+    Initializer,
+    LearningRate,
+    MergedTable,
+    Ones,
+    PolynomialDecay,
+    RandomUniform,
+    Segment,
+    TableConfig,
+    Zeros,
+    legacy_names,
+    merge,
+    merged_name,
+    warmup,
+)
+from monolith.table.cuda import CudaTable, SpillingTable, device_budgets
 from monolith.table.dict_table import DictTable
 from monolith.table.digests import bucket_of, digest_rows, in_share, iterate_buckets
 from monolith.table.dumps import (
@@ -29,7 +46,7 @@ from monolith.table.dumps import (
     LoadReport,
     dump,
     dump_changes,
-    dump_cut,
+    dump_snapshot,
     load,
     load_changes,
     read_dump_manifest,
@@ -41,8 +58,7 @@ from monolith.table.entry_dumps import (
     export_entry_dumps,
     import_entry_dumps,
 )
-from monolith.table.event_clock import EventClock
-from monolith.table.expiry import Expiry
+from monolith.table.expiry import EventClock, Expiry
 from monolith.table.frozen_table import (
     FrozenInfo,
     FrozenSegment,
@@ -53,20 +69,8 @@ from monolith.table.frozen_table import (
     open_frozen_writer,
     write_frozen_table,
 )
-from monolith.table.initializers import (
-    INITIALIZERS,
-    BatchSoftmaxInit,
-    Constant,
-    Initializer,
-    Ones,
-    RandomUniform,
-    Zeros,
-)
-from monolith.table.learning_rates import ConstantRate, LearningRate, PolynomialDecay, warmup
-from monolith.table.merging import MergedTable, legacy_names, merge, merged_name
 from monolith.table.multi_table import FusedRows, MultiTable
 from monolith.table.native_table import NativeTable
-from monolith.table.numbered_files import sharded_names, validate_sharded
 from monolith.table.optimizers import (
     OPTIMIZERS,
     STATE_FIELDS,
@@ -91,9 +95,10 @@ from monolith.table.optimizers import (
     from_upstream,
 )
 from monolith.table.overlaid_tables import OverlaidTables, RowOverlay
+from monolith.table.rows import Rows, Scan, TableStats
 from monolith.table.shard_files import ShardInfo, inspect
-from monolith.table.table import FollowedTable, Rows, Scan, Table, TableStats, iterate
-from monolith.table.tfrecords import tfrecord
+from monolith.table.sharded_files import sharded_names, tfrecord, validate_sharded
+from monolith.table.table import Table, TableSnapshot, iterate
 from monolith.table.touched_keys import (
     TOUCHED_KEY_SET_CAPACITY,
     TOUCHED_KEY_SET_CONCURRENCY_LEVEL,
@@ -125,12 +130,10 @@ __all__ = [
     "DictTable",
     "DumpManifest",
     "DumpReport",
-    "DumpableTable",
     "DynamicWdAdagrad",
     "EventClock",
     "Expiry",
     "FixedR8",
-    "FollowedTable",
     "Fp16",
     "Fp32",
     "FrozenInfo",
@@ -173,17 +176,17 @@ __all__ = [
     "StochasticRounding",
     "Table",
     "TableConfig",
-    "TableCut",
     "TableIdsLike",
+    "TableSnapshot",
     "TableStats",
     "TouchedKeySet",
     "Zeros",
     "bucket_of",
-    "device_shares",
+    "device_budgets",
     "digest_rows",
     "dump",
     "dump_changes",
-    "dump_cut",
+    "dump_snapshot",
     "encode_entry_dumps",
     "entry_dumps_of",
     "export_entry_dumps",

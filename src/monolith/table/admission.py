@@ -1,16 +1,18 @@
-"""Admission: which unseen ids earn a row.
+"""Admission: which new ids get a row.
 
-Most ids appear once and never return, and a row for each would fill memory with
-noise. A filter counts sightings of ids that have no row and turns away those it has
-seen too rarely. With threshold T an id waits T times and has its row on the next
-sighting; threshold 0 lets an id in at once and leaves no trace of it.
+Most ids appear once and never return, and a row for each would fill memory with noise. A filter counts
+sightings of ids that have no row and refuses those it has seen too rarely. With threshold T an id is refused
+T times and gets its row on the next sighting; threshold 0 admits an id at once and keeps no trace of it.
 
-Counting is native; these classes check the arguments and hand over arrays.
+A table whose memory budget is used up refuses new ids, too; `Refusals` logs that.
+
+Counting is native; these classes check the arguments and pass arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,8 +23,10 @@ from torch import Tensor
 
 from monolith import filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, TableArgumentError
+from monolith.observe import Doublings
+from monolith.observe.progress import describe_bytes
 from monolith.table import arguments, filter_files
-from monolith.table.admission_config import AdmissionConfig
+from monolith.table.config import AdmissionConfig, TableConfig
 from monolith.table.hashing import MAX_SLOTS
 
 DEFAULT_CAPACITY = 300_000_000
@@ -329,3 +333,37 @@ def _counts(counts: Tensor, n: int) -> NDArray[np.uint32]:
     if n and int(numbers.min()) < 0:
         raise TableArgumentError(f"counts must be 0 or more, got {int(numbers.min())}")
     return np.minimum(numbers, _UINT32_MAX).astype(np.uint32)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Refusals:
+    """Warns of the first id that one table refuses, then whenever their number has doubled."""
+
+    def __init__(self, config: TableConfig) -> None:
+        self._config = config
+        self._doublings = Doublings()
+
+    def note(self, refused: int, rows: Callable[[], int]) -> None:
+        """Take note of how many ids were refused so far.
+
+        Args:
+            rows: Says how many there are; asked only where there is something to say.
+        """
+        if not self._doublings.due(refused):
+            return
+        config = self._config
+        budget = config.capacity_bytes
+        room = "raise capacity_bytes, admit fewer ids (occurrence_threshold), let rows expire (expire_after)"
+        if config.when_full != "expire_oldest":
+            room += ", or set when_full='expire_oldest'"
+        _log.warning(
+            "table %r is full: it refused %s new ids and holds %s rows; %s. Refused ids read as zeros and "
+            "learn nothing. To make room, %s.",
+            config.name,
+            f"{refused:,}",
+            f"{rows():,}",
+            "memory is short" if budget is None else f"its capacity_bytes is {describe_bytes(budget)}",
+            room,
+        )

@@ -1,9 +1,8 @@
 """Arguments of table calls: checked once, then seen as numpy arrays.
 
-Every table takes torch tensors and works on plain memory. These functions stand
-between: they share memory where they can, copy where a tensor is strided, and
-refuse what does not fit before anything is touched. They run on every call, so
-the path on which all is well asks as little as possible.
+Every table takes torch tensors and works on plain memory. These functions convert: they share memory if
+they can, copy a strided tensor, and raise before anything is changed if an argument does not fit. They run on
+every call, so that the path of a correct call checks as little as possible.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, TypedDict
 
 import numpy as np
 import torch
@@ -19,9 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.errors import RestoreError, ServingTableError, TableArgumentError
-from monolith.table.config import Segment, TableConfig
-from monolith.table.learning_rates import ConstantRate
-from monolith.table.table import Rows
+from monolith.table.config import ConstantRate, Segment, TableConfig
+from monolith.table.rows import Rows
 
 MAX_EVENT_TIME = (1 << 32) - 1
 """Rows keep their event time in 32 unsigned bits."""
@@ -32,7 +30,7 @@ _UINT32_MAX = (1 << 32) - 1
 
 @contextmanager
 def core_errors() -> Iterator[None]:
-    """Let what the core refuses be an error of ours."""
+    """Translate the errors of the core."""
     try:
         yield
     except ValueError as cause:
@@ -114,6 +112,41 @@ def wrong_second(time: int) -> str:
             moment = datetime.fromtimestamp(time // per_second, UTC)
             return f"{what}; {unit}? It would be {moment:%Y-%m-%d %H:%M} UTC. Divide by {per_second}"
     return what
+
+
+class UpdateOptions(TypedDict, total=False):
+    """The keyword arguments of `apply_gradients` and of fused calls; n is the number of ids."""
+
+    step: int
+    """The global step, for learning-rate schedules, batch_softmax and one_bit; 0 by default."""
+    event_time: int | Tensor
+    """Unix seconds of the event, one for the batch or int64 of shape (n,); 0 by default."""
+    learning_rates: Tensor | None
+    """float32, one per segment; by default each segment's own rate at `step`."""
+    dedup: bool
+    """False, the default, applies repeats one after another, in order. True sums the gradients of equal ids
+    over the whole call and takes one step, with the latest of their event times."""
+    latest_values: Tensor | None
+    """float32, shaped as the gradients: the values they were computed on, for delay-compensated segments."""
+    counts: Tensor | None
+    """int64 of shape (n,): how many sightings each id stands for, for the admission filter, if equal ids were
+    combined before the call; one each by default."""
+
+
+class Update(NamedTuple):
+    """The options of an `apply_gradients` call, with their defaults; see `UpdateOptions`."""
+
+    step: int = 0
+    event_time: int | Tensor = 0
+    learning_rates: Tensor | None = None
+    dedup: bool = False
+    latest_values: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def update_options(options: UpdateOptions) -> Update:
+    """Return all options of a call, defaults included; one that does not exist is a TypeError."""
+    return Update(**options)
 
 
 def rate_array(learning_rates: Tensor | None, config: TableConfig, step: int) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import ConfigError
-from monolith.table.labels import label
+from monolith.table.optimizers import label
 
 Floats = NDArray[np.float32]
 

@@ -1,16 +1,212 @@
-"""A table's configuration: what a row is made of, and how rows are born and die."""
+"""The configuration of a table: what a row is made of, and which slots share a table.
+
+    TableConfig            one table: its segments, expiry, memory budget
+      Segment              part of a row: dim, initializer, optimizer, compressor, learning rate
+    AdmissionConfig        how often an id must be seen before it gets a row
+    merge(configs)         one table for all slots with equal configs
+
+Every setting compares and prints by its fields: two tables may be merged when their configs print the same.
+Nothing here needs torch, so that a run's config can be read without it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import hashlib
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from monolith.errors import ConfigError
 from monolith.table.compressors import Compressor, Fp32
 from monolith.table.expiry import Expiry
-from monolith.table.initializers import Initializer, Zeros
-from monolith.table.learning_rates import ConstantRate, LearningRate, warmup
-from monolith.table.optimizers import Optimizer, Sgd
+from monolith.table.hashing import draws
+from monolith.table.optimizers import Optimizer, Sgd, label
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer(ABC):
+    """The first values of one segment. Equal settings compare equal and print the same."""
+
+    kind: ClassVar[str] = ""
+
+    @abstractmethod
+    def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:
+        """Return float32 of shape (len(ids), len(columns)); `columns` counts over the whole entry."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Between what values are drawn; the two are equal where they are not random."""
+        constant = float(self.values(np.zeros(1, np.int64), range(1), 0)[0, 0])
+        return constant, constant
+
+    def __str__(self) -> str:
+        return label(self.kind, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Initializer):
+    """Every value is `value`."""
+
+    kind: ClassVar[str] = "constant"
+    value: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ConfigError(f"constant initializer: value must be finite, got {self.value!r}")
+
+    def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:  # noqa: ARG002
+        return np.full((len(ids), len(columns)), self.value, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros(Initializer):
+    """Every value is 0."""
+
+    kind: ClassVar[str] = "zeros"
+
+    def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:
+        return Constant(0.0).values(ids, columns, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Ones(Initializer):
+    """Every value is 1."""
+
+    kind: ClassVar[str] = "ones"
+
+    def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:
+        return Constant(1.0).values(ids, columns, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSoftmaxInit(Initializer):
+    """The interval, in steps, that `BatchSoftmax` assumes for an id it has not seen."""
+
+    kind: ClassVar[str] = "batch_softmax"
+    init_step_interval: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.init_step_interval < math.inf:
+            raise ConfigError(
+                "batch_softmax initializer: init_step_interval must be at least 1, "
+                f"got {self.init_step_interval!r}"
+            )
+
+    def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:
+        return Constant(self.init_step_interval).values(ids, columns, seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomUniform(Initializer):
+    """Values drawn evenly from [low, high), each fixed by (seed, id, column).
+
+    With u from `hashing.draws`, a value is `low + (high - low) * u`, every
+    operation and both bounds rounded to float32 and none of them fused. All
+    implementations give the same bits.
+    """
+
+    kind: ClassVar[str] = "random_uniform"
+    low: float = -0.05
+    high: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not -math.inf < self.low <= self.high < math.inf:
+            raise ConfigError(
+                f"random_uniform initializer: needs finite low <= high, got {self.low!r} and {self.high!r}"
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.low, self.high
+
+    def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:
+        low, high = np.float32(self.low), np.float32(self.high)
+        return low + (high - low) * draws(seed, ids, columns)
+
+
+INITIALIZERS: dict[str, type[Initializer]] = {
+    "zeros": Zeros,
+    "ones": Ones,
+    "constant": Constant,
+    "random_uniform": RandomUniform,
+    "batch_softmax": BatchSoftmaxInit,
+}
+
+
+LearningRate: TypeAlias = Callable[[int], float]
+"""Gives the learning rate at a global step. `ConstantRate` and `PolynomialDecay` compare by their settings,
+so that tables with equal schedules can be merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantRate:
+    """The same rate at every step. 0 is a rate like any other: the segment stands still."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate < math.inf:
+            raise ConfigError(f"constant learning rate: must be at least 0 and finite, got {self.rate!r}")
+
+    def __call__(self, step: int, /) -> float:  # noqa: ARG002
+        return self.rate
+
+    def __str__(self) -> str:
+        return label(type(self).__name__, self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolynomialDecay:
+    """From one rate to another over `decay_steps`, then on at the second; up as well as down."""
+
+    initial_learning_rate: float
+    """The rate of the first step."""
+    decay_steps: int
+    """The step at which the second rate is reached."""
+    end_learning_rate: float = 0.0001
+    """The second rate."""
+    power: float = 1.0
+    """The exponent of the curve between both; 1 is a straight line."""
+    cycle: bool = False
+    """True starts over, each time for one more `decay_steps`, instead of staying at the end."""
+
+    def __post_init__(self) -> None:
+        if self.decay_steps < 1:
+            raise ConfigError(f"polynomial decay: decay_steps must be at least 1, got {self.decay_steps!r}")
+        for name in ("initial_learning_rate", "end_learning_rate", "power"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"polynomial decay: {name} must be at least 0 and finite, got {getattr(self, name)!r}"
+                )
+
+    def __call__(self, step: int, /) -> float:
+        if self.cycle:
+            decay_steps = self.decay_steps * max(1, -(-step // self.decay_steps))
+        else:
+            decay_steps = self.decay_steps
+            step = min(step, decay_steps)
+        span = self.initial_learning_rate - self.end_learning_rate
+        return float(span * (1 - step / decay_steps) ** self.power + self.end_learning_rate)
+
+    def __str__(self) -> str:
+        return label(type(self).__name__, self)
+
+
+def warmup(optimizer: Optimizer) -> LearningRate:
+    """Return the optimizer's own rate, growing from 0 over its `warmup_steps` where it has some."""
+    if optimizer.warmup_steps > 0:
+        return PolynomialDecay(
+            initial_learning_rate=0.0,
+            decay_steps=optimizer.warmup_steps,
+            end_learning_rate=optimizer.learning_rate,
+        )
+    return ConstantRate(optimizer.learning_rate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,3 +332,73 @@ class TableConfig:
             f"capacity_bytes={self.capacity_bytes}, when_full={self.when_full}, seed={self.seed}, "
             f"serving={self.serving}, skip_zero={self.skip_zero})"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionConfig:
+    """How sightings of ids without a row are counted, where a feature has an `occurrence_threshold`."""
+
+    kind: Literal["sliding_hash_filter", "probabilistic_filter", "no_filter"] = "sliding_hash_filter"
+    """The admission filter: count sightings for a while, admit by chance without counting, or admit all."""
+    capacity: int = 1 << 22
+    """Ids that a table's sliding filter remembers, at least 300; 2.4 bytes each."""
+    split_num: int = 7
+    """Parts of a sliding filter, at least 5; the oldest is emptied when the newest is full."""
+    equal: bool = False
+    """Whether a probabilistic filter gives every sighting the same chance, instead of one that grows with the
+    sightings in a batch."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("capacity", 300), ("split_num", 5)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"admission: {name} must be at least {least}, got {getattr(self, name)}")
+
+
+_FC_SLOT = re.compile(r"fc_slot_[0-9]*")
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTable:
+    """One physical table and the slots that live in it, sorted."""
+
+    config: TableConfig
+    slots: tuple[str, ...]
+
+
+def merged_name(slots: Iterable[str]) -> str:
+    """Return the name of the table that holds `slots`: the md5 of their sorted names."""
+    return _md5(sorted(slots))
+
+
+def legacy_names(slots: Iterable[str]) -> tuple[str, ...]:
+    """Return the name, if any, the table had while `fc_slot_7` was still called `slot_7`."""
+    ordered = sorted(slots)
+    # In the order of today's names: that is how such tables were written.
+    before = _md5([slot.removeprefix("fc_") if _FC_SLOT.fullmatch(slot) else slot for slot in ordered])
+    return () if before == _md5(ordered) else (before,)
+
+
+def merge(configs: Mapping[str, TableConfig]) -> list[MergedTable]:
+    """Group slots whose configs have equal signatures, one table per group, by first slot name.
+
+    A merged table can be restored from whatever its slots could be, then from its legacy name.
+    The configs given are left as they are.
+    """
+    groups: dict[str, list[str]] = {}
+    for slot in sorted(configs):
+        groups.setdefault(configs[slot].signature(), []).append(slot)
+    return [_merged(slots, configs) for slots in groups.values()]
+
+
+def _merged(slots: list[str], configs: Mapping[str, TableConfig]) -> MergedTable:
+    old_names = [name for slot in slots for name in configs[slot].extra_restore_names]
+    config = replace(
+        configs[slots[0]],
+        name=merged_name(slots),
+        extra_restore_names=tuple(dict.fromkeys([*old_names, *legacy_names(slots)])),
+    )
+    return MergedTable(config, tuple(slots))
+
+
+def _md5(names: list[str]) -> str:
+    return hashlib.md5(",".join(names).encode(), usedforsecurity=False).hexdigest()

@@ -1,4 +1,4 @@
-"""DictTable: a table as plain as it can be, to say what the others must do.
+"""DictTable: the simplest table, which defines what the other implementations must do.
 
 One Python dict, one lock, one row at a time. It is the reference in tests and
 serves where a compiled core is not at hand; it is not meant to be fast.
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -19,29 +19,17 @@ from torch import Tensor
 
 from monolith.errors import TableArgumentError, TableClosedError
 from monolith.table import arguments
+from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.compressors import round_to_half
 from monolith.table.config import Segment, TableConfig
 from monolith.table.digests import digest_rows
 from monolith.table.hashing import draws, mix, mix_one
-from monolith.table.refusals import Refusals
-from monolith.table.table import Rows, Scan, TableStats
+from monolith.table.rows import Rows, Scan, TableStats
+from monolith.table.touched_keys import TouchedKeySet
 from monolith.table.update_rules import MAX_GRADIENT, decayed, last_steps, state_views, take_step
 
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 _ROW_OVERHEAD_BYTES = 24
-
-
-class RefusesIds(Protocol):
-    """What a table asks of an admission filter."""
-
-    def refuse(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Record `counts` sightings of each id (default 1); return a mask of those that must wait."""
-
-
-class CollectsIds(Protocol):
-    """What a table asks of a set of touched keys."""
-
-    def insert(self, ids: Tensor) -> int: ...
 
 
 @dataclass(slots=True)
@@ -115,8 +103,8 @@ class DictTable:
         self,
         config: TableConfig,
         *,
-        admission: RefusesIds | None = None,
-        touched: CollectsIds | None = None,
+        admission: AdmissionFilter | None = None,
+        touched: TouchedKeySet | None = None,
     ) -> None:
         self._config = config
         self._admission = admission
@@ -141,8 +129,8 @@ class DictTable:
         self._steps = 0  # one more than the newest step
         self._counts = _Counts()
         self._refusals = Refusals(config)
-        self._cut: DictTableCut | None = None
-        self._saved: dict[int, _Row] | None = None  # as of the last cut; None tracks nothing
+        self._snapshot: DictTableSnapshot | None = None
+        self._saved: dict[int, _Row] | None = None  # as of the last snapshot; None tracks nothing
         self._closed = False
 
     @property
@@ -156,6 +144,10 @@ class DictTable:
     @property
     def state_dim(self) -> int:
         return self._config.state_dim
+
+    @property
+    def cuda(self) -> None:
+        return None
 
     def __len__(self) -> int:
         with self._open():
@@ -231,17 +223,9 @@ class DictTable:
             self._touch(keys[self._found(keys)])
 
     def apply_gradients(
-        self,
-        ids: Tensor,
-        gradients: Tensor,
-        *,
-        step: int = 0,
-        event_time: int | Tensor = 0,
-        learning_rates: Tensor | None = None,
-        dedup: bool = False,
-        latest_values: Tensor | None = None,
-        counts: Tensor | None = None,
+        self, ids: Tensor, gradients: Tensor, **options: Unpack[arguments.UpdateOptions]
     ) -> None:
+        step, event_time, learning_rates, dedup, latest_values, counts = arguments.update_options(options)
         with self._writing():
             arguments.check_trainable(self._config, "apply_gradients")
             arguments.check_step(step)
@@ -328,8 +312,8 @@ class DictTable:
 
     def clear(self, *, expect_rows: int = 0) -> None:  # noqa: ARG002
         with self._writing():
-            if self._cut is not None:
-                raise TableArgumentError("clear: a cut of this table is open; close it first")
+            if self._snapshot is not None:
+                raise TableArgumentError("clear: a snapshot of this table is open; close it first")
             gone = np.fromiter(self._rows, np.int64, len(self._rows))
             self._rows.clear()
             self._touch(gone)
@@ -337,7 +321,7 @@ class DictTable:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Hold writers off while the block runs; readers go on. Nests."""
+        """Pause writers while the block runs; readers continue. Nests."""
         with self._open():
             self._frozen += 1
         try:
@@ -347,32 +331,34 @@ class DictTable:
                 self._frozen -= 1
                 self._thawed.notify_all()
 
-    def cut(self) -> DictTableCut:
-        """Hold this moment fast, by copying all of it. A table that is held still can be cut."""
+    def snapshot(self) -> DictTableSnapshot:
+        """Copy all rows. A frozen table can be snapshotted."""
         with self._open():
-            if self._cut is not None:
-                raise TableArgumentError("table: a cut is open already; close it first")
+            if self._snapshot is not None:
+                raise TableArgumentError("table: a snapshot is open already; close it first")
             rows = self._copied()
-            self._cut = DictTableCut(self, rows, self._saved, list(self._scales), self._counts.max_event_time)
-            return self._cut
+            self._snapshot = DictTableSnapshot(
+                self, rows, self._saved, list(self._scales), self._counts.max_event_time
+            )
+            return self._snapshot
 
     def track_changes(self, on: bool = True) -> None:
         with self._open():
             rows = self._copied()
             self._saved = rows if on else None
 
-    def end_cut(self, rows: dict[int, _Row] | None) -> None:
-        """Take note that a cut was closed: with its rows if they are saved. Called by the cut."""
+    def end_snapshot(self, rows: dict[int, _Row] | None) -> None:
+        """Close the open snapshot, whose rows are given if they are saved. Called by the snapshot."""
         with self._lock:
-            self._cut = None
+            self._snapshot = None
             if self._saved is not None and rows is not None:
                 self._saved = rows
 
-    def touch(self, touched: CollectsIds) -> None:
+    def touch(self, touched: TouchedKeySet) -> None:
         with self._open():
             self._touched.append(touched)
 
-    def untouch(self, touched: CollectsIds) -> None:
+    def untouch(self, touched: TouchedKeySet) -> None:
         with self._open():
             self._touched = [other for other in self._touched if other is not touched]
 
@@ -578,8 +564,8 @@ class DictTable:
                 touched.insert(changed)
 
 
-class DictTableCut:
-    """A `TableCut` that is a copy. What changed is what differs from the copy before."""
+class DictTableSnapshot:
+    """A `TableSnapshot` that is a copy. What changed is what differs from the copy before."""
 
     def __init__(
         self,
@@ -624,23 +610,23 @@ class DictTableCut:
     ) -> Scan:
         start, end = arguments.scan_range(cursor, limit, shard, num_shards)
         if not self._open:
-            raise TableArgumentError("scan: the cut was closed")
+            raise TableArgumentError("scan: the snapshot was closed")
         rows = self._rows
         if changed_only:
             before = self._before
             if before is None:
                 raise TableArgumentError("scan: this table does not keep track of changes")
-            rows = {key: row for key, row in rows.items() if not _alike(row, before.get(key))}
+            rows = {key: row for key, row in rows.items() if not _equal(row, before.get(key))}
         keys, following = _chunk_of(rows, start, end, limit)
         return Scan(_gathered(rows, keys, self.config.dim, self._table.state_dim), following)
 
     def close(self, *, saved: bool) -> None:
         if self._open:
             self._open = False
-            self._table.end_cut(self._rows if saved else None)
+            self._table.end_snapshot(self._rows if saved else None)
 
 
-def _alike(row: _Row, other: _Row | None) -> bool:
+def _equal(row: _Row, other: _Row | None) -> bool:
     return (
         other is not None
         and row.event_time == other.event_time

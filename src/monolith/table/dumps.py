@@ -33,9 +33,7 @@ from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
 from monolith.front_door import module_when_used
 from monolith.table.config import TableConfig
-from monolith.table.cuts import DumpableTable, TableCut
-from monolith.table.numbered_files import find_sharded, parse, sharded_names
-from monolith.table.parallel import StopTogether, in_parallel
+from monolith.table.rows import Rows
 from monolith.table.shard_files import (
     Description,
     RowLayout,
@@ -45,7 +43,8 @@ from monolith.table.shard_files import (
     rows_per_block,
     write_shard,
 )
-from monolith.table.table import Rows, Table, iterate
+from monolith.table.sharded_files import StopTogether, find_sharded, in_parallel, parse, sharded_names
+from monolith.table.table import Table, TableSnapshot, iterate
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +130,7 @@ def table_basename(folder: str, name: str) -> str:
 
 
 def dump(
-    table: DumpableTable,
+    table: Table,
     basename: str,
     *,
     num_shards: int | None = None,
@@ -178,8 +177,8 @@ def dump(
         )
 
 
-def dump_cut(
-    cut: TableCut,
+def dump_snapshot(
+    snapshot: TableSnapshot,
     basename: str,
     *,
     num_shards: int | None = None,
@@ -190,18 +189,18 @@ def dump_cut(
     progress: Progress | None = None,
     written: Callable[[Tensor], None] | None = None,
 ) -> DumpReport:
-    """Write all rows of a cut to `basename`, as `dump` does those of a table.
+    """Write all rows of a snapshot to `basename`, as `dump` does those of a table.
 
     Args:
         written: Told the ids of all rows that the dump comes to hold, those of kept files too; in several
             threads at once.
     """
-    total = default_num_shards(len(cut)) if num_shards is None else num_shards
+    total = default_num_shards(len(snapshot)) if num_shards is None else num_shards
     return _write(
         basename,
-        _description(cut.config, RowLayout.of(cut.config), total, stamp, cut.scales),
-        lambda shard, limit: _scanned(cut, shard, total, limit, changed_only=False),
-        live=_unexpired(cut.config, expire_at),
+        _description(snapshot.config, RowLayout.of(snapshot.config), total, stamp, snapshot.scales),
+        lambda shard, limit: _scanned(snapshot, shard, total, limit, changed_only=False),
+        live=_unexpired(snapshot.config, expire_at),
         workers=workers,
         resume=resume,
         progress=progress,
@@ -210,7 +209,7 @@ def dump_cut(
 
 
 def dump_changes(
-    cut: TableCut,
+    snapshot: TableSnapshot,
     basename: str,
     *,
     workers: int = 4,
@@ -218,29 +217,29 @@ def dump_changes(
     resume: bool = False,
     progress: Progress | None = None,
 ) -> ChangesReport:
-    """Write what changed since the cut before: the rows to `basename`, the ids that went to `.removed` of it.
+    """Write the changes since the snapshot before: rows to `basename`, removed ids to `.removed` next to it.
 
     Expired rows are written too: what is left out would come back as it was in the dump before.
 
     Raises:
         TableArgumentError: The table does not keep track of changes.
     """
-    if not cut.tracked:
+    if not snapshot.tracked:
         raise TableArgumentError(
-            f"cannot dump the changes of table {cut.config.name!r}: it does not keep track of them; "
-            "call track_changes() before the cut they count from"
+            f"cannot dump the changes of table {snapshot.config.name!r}: it does not keep track of them; "
+            "call track_changes() before the snapshot they count from"
         )
-    config = cut.config
+    config = snapshot.config
     changed = _write(
         basename,
-        _description(config, RowLayout.of(config), 1, stamp, cut.scales),
-        lambda shard, limit: _scanned(cut, shard, 1, limit, changed_only=True),
+        _description(config, RowLayout.of(config), 1, stamp, snapshot.scales),
+        lambda shard, limit: _scanned(snapshot, shard, 1, limit, changed_only=True),
         live=None,
         workers=workers,
         resume=resume,
         progress=progress,
     )
-    removed = cut.removed()
+    removed = snapshot.removed()
     none = torch.empty(len(removed), 0)
     gone_rows = Rows(removed, torch.zeros_like(removed), none, none)
 
@@ -257,7 +256,7 @@ def dump_changes(
         resume=resume,
         progress=None,
     )
-    return ChangesReport(changed, gone.rows, gone.bytes, cut.cleared)
+    return ChangesReport(changed, gone.rows, gone.bytes, snapshot.cleared)
 
 
 def dump_rows(
@@ -301,10 +300,14 @@ def _description(
     )
 
 
-def _scanned(cut: TableCut, shard: int, num_shards: int, limit: int, *, changed_only: bool) -> Iterator[Rows]:
+def _scanned(
+    snapshot: TableSnapshot, shard: int, num_shards: int, limit: int, *, changed_only: bool
+) -> Iterator[Rows]:
     cursor: int | None = None
     while True:
-        scan = cut.scan(cursor, limit=limit, shard=shard, num_shards=num_shards, changed_only=changed_only)
+        scan = snapshot.scan(
+            cursor, limit=limit, shard=shard, num_shards=num_shards, changed_only=changed_only
+        )
         if len(scan.rows):
             yield scan.rows
         if scan.cursor is None:
@@ -385,7 +388,7 @@ def _write(
 
 
 def load(
-    table: DumpableTable,
+    table: Table,
     basename: str,
     *,
     clear: bool = True,
@@ -434,7 +437,7 @@ def load(
 
 
 def _load(
-    table: DumpableTable,
+    table: Table,
     basename: str,
     ready: Callable[[int], AbstractContextManager[None]],
     *,
@@ -497,7 +500,7 @@ def _load(
 
 
 def load_changes(
-    table: DumpableTable,
+    table: Table,
     basename: str,
     *,
     cleared: bool = False,
@@ -718,7 +721,7 @@ def _refitted(rows: Rows, has: RowLayout, config: TableConfig) -> Rows:
     return replace(rows, values=torch.cat(parts, 1))
 
 
-def _restore_scales(table: DumpableTable, description: Description) -> None:
+def _restore_scales(table: Table, description: Description) -> None:
     """Take over the scales if they are of the same segments; a one_bit segment that is new starts over."""
     mine = [segment.compressor.kind for segment in table.config.segments]
     if [segment.compressor for segment in description.layout.segments] == mine:

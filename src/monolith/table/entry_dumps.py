@@ -29,7 +29,6 @@ from monolith import filesystem, native
 from monolith.errors import CorruptFileError, RestoreError, ServingTableError
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.table.config import TableConfig
-from monolith.table.cuts import DumpableTable
 from monolith.table.dumps import (
     DumpReport,
     Keep,
@@ -41,12 +40,19 @@ from monolith.table.dumps import (
     without_expired,
     without_state,
 )
-from monolith.table.numbered_files import find_sharded, has_shards, replace_sharded, sharded_names
-from monolith.table.parallel import StopTogether, in_parallel
+from monolith.table.rows import Rows
 from monolith.table.shard_files import RowLayout
-from monolith.table.table import Rows, Table, iterate
-from monolith.table.tfrecords import records as tfrecord_payloads
-from monolith.table.tfrecords import tfrecord
+from monolith.table.sharded_files import (
+    StopTogether,
+    find_sharded,
+    has_shards,
+    in_parallel,
+    replace_sharded,
+    sharded_names,
+    tfrecord,
+)
+from monolith.table.sharded_files import records as tfrecord_payloads
+from monolith.table.table import Table, iterate
 
 if TYPE_CHECKING:
     from monolith.observe import Progress
@@ -79,7 +85,7 @@ def entry_dumps_of(table: Table, ids: Tensor) -> list[bytes]:
 
 
 def export_entry_dumps(
-    table: DumpableTable,
+    table: Table,
     basename: str,
     *,
     num_shards: int | None = None,

@@ -1,21 +1,33 @@
-"""Expiry: how long a row may go without an update.
+"""Expiry: how long a row may go without an update, and which time it is.
 
-Ids die out: items are withdrawn, users leave. Each feature (slot) has its own
-notion of how long that takes. Age is counted in event time, so that replaying an
-old stream expires the rows that running it live would have expired.
+Ids die out: items are withdrawn, users leave. Each feature (slot) has its own notion of how long that takes.
+Age is counted in event time, so that replaying an old stream expires the rows that running it live would have
+expired.
+
+The newest event is not a clock: a single record with a wrong date would expire all rows at once. Nor is the
+wall clock: training on last month's data is not a month of silence. So the time is what nearly all recent
+events have reached. A few records cannot move it, whatever their dates, and it moves back when older data is
+trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import ConfigError
 from monolith.table.hashing import MAX_SLOTS, slot_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,3 +80,60 @@ class Expiry:
 
 def _seconds(ttl: timedelta) -> int:
     return ttl.days * 86400 + ttl.seconds
+
+
+BATCHES = 64
+"""How many batches are remembered."""
+SAMPLES = 16
+"""How many event times are remembered of each: these stand for the whole batch, evenly from old to new."""
+SHARE = 0.9
+"""The share of the remembered event times that are not newer than now."""
+LEAST = 64
+"""Event times below which the clock tells no time."""
+
+_LARGEST_SAMPLE = 256
+
+
+class EventClock:
+    """Tells the time by the last batches of events. Not thread-safe.
+
+    Args:
+        max_ahead: How far it may be ahead of the wall clock at most.
+        wall: Unix seconds.
+    """
+
+    def __init__(
+        self, *, max_ahead: timedelta = timedelta(hours=1), wall: Callable[[], float] = time.time
+    ) -> None:
+        if max_ahead < timedelta(0):
+            raise ConfigError(f"event clock: max_ahead must not be negative, got {max_ahead}")
+        self._max_ahead = max_ahead
+        self._wall = wall
+        self._batches: deque[list[int]] = deque(maxlen=BATCHES)
+
+    def observe(self, event_times: Tensor) -> None:
+        """Record a batch: Unix seconds of its events, int64 of shape (n,). 0 says nothing."""
+        times = event_times.numpy()
+        if len(times) > _LARGEST_SAMPLE:
+            times = times[:: math.ceil(len(times) / _LARGEST_SAMPLE)]
+        times = np.sort(times[times > 0])
+        if len(times) > SAMPLES:
+            times = times[(2 * np.arange(SAMPLES) + 1) * len(times) // (2 * SAMPLES)]
+        if len(times):
+            self._batches.append(times.tolist())
+
+    def now(self) -> int | None:
+        """Return Unix seconds; None as long as there are too few events to tell."""
+        times = sorted(time for batch in self._batches for time in batch)
+        if len(times) < LEAST:
+            return None
+        reached = times[math.ceil(SHARE * len(times)) - 1]
+        return min(reached, int(self._wall() + self._max_ahead.total_seconds()))
+
+    def state(self) -> list[list[int]]:
+        """Return what it remembers, for a checkpoint."""
+        return [list(batch) for batch in self._batches]
+
+    def restore(self, state: Sequence[Sequence[int]]) -> None:
+        """Resume with the state of a checkpoint."""
+        self._batches = deque((list(batch) for batch in state), maxlen=BATCHES)

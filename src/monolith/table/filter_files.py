@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, RestoreError
 from monolith.filesystem.backends import errors_as
-from monolith.table.numbered_files import find_sharded, replace_sharded, sharded_names
-from monolith.table.tfrecords import records, tfrecord
+from monolith.table.sharded_files import find_sharded, records, replace_sharded, sharded_names, tfrecord
 
 CELLS_PER_RECORD = 10_000
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, TableArgumentError, TableClosedError
 from monolith.observe import Progress
 from monolith.table import arguments
-from monolith.table.parallel import in_parallel
+from monolith.table.sharded_files import in_parallel
 
 Coding = Literal["fp32", "fp16", "int8"]
 
@@ -412,11 +412,9 @@ def _check_chunk(ids: NDArray[np.int64], values: NDArray[np.float32], dim: int) 
         )
 
 
-class _OnBytes(Protocol):
-    def __call__(self, start: int, size: int) -> None: ...
-
-
-def _by_pieces(work: _OnBytes, total: int, progress: Progress | None, threads: int | None) -> None:
+def _by_pieces(
+    work: Callable[[int, int], None], total: int, progress: Progress | None, threads: int | None
+) -> None:
     def one(number: int, _: object) -> None:
         start = number * _PIECE_BYTES
         size = min(_PIECE_BYTES, total - start)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Protocol
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -24,11 +24,11 @@ from monolith import native
 from monolith.cuda import Device
 from monolith.errors import TableArgumentError, UnknownTableError
 from monolith.table import arguments
-from monolith.table.config import TableConfig
+from monolith.table.config import TableConfig, merge
 from monolith.table.cuda.fused import FusedBatch, FusedTables, common_device
-from monolith.table.merging import merge
 from monolith.table.native_table import NativeTable
-from monolith.table.table import Table, TableStats
+from monolith.table.rows import TableStats
+from monolith.table.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class MultiTable:
         self._dims = np.array([table.dim for table in self._tables.values()], np.int64)
         self._workers = workers
         self._memory = native.KeptMemory()
-        self._kept: tuple[list[native.Table], _Group] | None = None
+        self._kept: tuple[list[native.Table], native.TableGroup] | None = None
         self._device = common_device(list(self._tables.values()))
         self._kept_fused: FusedTables | None = None
         # Settled once, because fused calls are made every step.
@@ -273,12 +273,7 @@ class MultiTable:
         gradients: Tensor,
         *,
         num_batches: int,
-        learning_rates: Tensor | None = None,
-        step: int = 0,
-        event_time: int | Tensor = 0,
-        dedup: bool = False,
-        latest_values: Tensor | None = None,
-        counts: Tensor | None = None,
+        **options: Unpack[arguments.UpdateOptions],
     ) -> None:
         """Train K tables at once; each takes its ids of all N batches in one call, in batch order.
 
@@ -287,58 +282,53 @@ class MultiTable:
             sizes: As for `fused_lookup`.
             gradients: float32, flat, laid out as the embeddings of `fused_lookup`.
             num_batches: N, 1 or more.
-            learning_rates: float32, flat: one per segment, table after table as in `tables`; by
-                default each table's own at `step`.
-            step: The global step.
-            event_time: Unix seconds: one for all, or int64 with one per id.
-            dedup: Whether equal ids of one table, of whichever batches, become one step with the sum
-                of their gradients and the latest of their event times.
-            latest_values: float32, laid out as `gradients`; required by delay-compensated segments only.
-            counts: int64, one per id: how many sightings it stands for.
+            options: As for `Table.apply_gradients`, over all tables: `learning_rates` is flat, one per
+                segment, table after table as in `tables`; `latest_values` is laid out as `gradients`.
         """
-        arguments.check_step(step)
+        update = arguments.update_options(options)
+        arguments.check_step(update.step)
         if self._serving is not None:
             arguments.check_trainable(self._serving, "fused_apply_gradients")
-        if self._delayed is not None and latest_values is None:
+        if self._delayed is not None and update.latest_values is None:
             arguments.latest_array(None, self._delayed, 0)
         cells = arguments.id_array(sizes, "sizes")
         rates = (
-            self._rates(step)
-            if learning_rates is None
-            else arguments.float_array(learning_rates, (self._num_rates,), "learning_rates")
+            self._rates(update.step)
+            if update.learning_rates is None
+            else arguments.float_array(update.learning_rates, (self._num_rates,), "learning_rates")
         )
+        latest = update.latest_values
         if (fused := self._fused()) is not None:
             there, keys_there = fused.inputs, fused.inputs.ids(ids)
-            shape = (int(self._offsets(cells, num_batches, len(keys_there))[-1][-1]),)
-            batch = FusedBatch.of(
-                keys_there,
-                cells,
-                self._dims,
+            n = len(keys_there)
+            shape = (int(self._offsets(cells, num_batches, n)[-1][-1]),)
+            batch = FusedBatch(
+                ids=keys_there,
+                sizes=cells,
                 gradients=there.floats(gradients, shape, "gradients"),
                 rates=rates,
-                step=step,
-                dedup=dedup,
-                event_time=there.seconds(event_time, len(keys_there)),
-                latest=None if latest_values is None else there.floats(latest_values, shape, "latest_values"),
-                counts=there.counts(counts, len(keys_there)),
+                step=update.step,
+                dedup=update.dedup,
+                event_time=there.seconds(update.event_time, n),
+                latest=None if latest is None else there.floats(latest, shape, "latest_values"),
+                counts=there.counts(update.counts, n),
             )
-            fused.apply_gradients(batch)
+            fused.apply_gradients(batch.by_table(self._dims))
             return
         keys = arguments.id_array(ids)
-        shape = (int(self._offsets(cells, num_batches, len(keys))[-1][-1]),)
+        n = len(keys)
+        shape = (int(self._offsets(cells, num_batches, n)[-1][-1]),)
         self._group().apply_gradients(
             keys,
             cells,
             num_batches,
             gradients=arguments.float_array(gradients, shape, "gradients"),
             rates=rates,
-            step=step,
-            times=arguments.event_second_array(event_time, len(keys)),
-            dedup=dedup,
-            latest=None
-            if latest_values is None
-            else arguments.float_array(latest_values, shape, "latest_values"),
-            counts=arguments.count_array(counts, len(keys)),
+            step=update.step,
+            times=arguments.event_second_array(update.event_time, n),
+            dedup=update.dedup,
+            latest=None if latest is None else arguments.float_array(latest, shape, "latest_values"),
+            counts=arguments.count_array(update.counts, n),
         )
         for table in self._budgeted:
             table.note_refusals()
@@ -436,7 +426,7 @@ class MultiTable:
             self._kept_fused = FusedTables(list(self._tables.values()), self._device)
         return self._kept_fused
 
-    def _group(self) -> _Group:
+    def _group(self) -> native.TableGroup | _PlainGroup:
         if self._exclusive and self._kept is not None:
             return self._kept[1]
         tables = list(self._tables.values())
@@ -493,27 +483,16 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-class _Group(Protocol):
-    """Fused calls on checked arrays. `native.TableGroup` is one."""
+class _UpdateArrays(TypedDict):
+    """The checked arrays of a fused update, as `native.TableGroup.apply_gradients` takes them."""
 
-    def lookup(
-        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], num_batches: int, out: NDArray[np.float32]
-    ) -> None: ...
-
-    def apply_gradients(
-        self,
-        ids: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        num_batches: int,
-        *,
-        gradients: NDArray[np.float32],
-        rates: NDArray[np.float32],
-        step: int,
-        times: NDArray[np.uint32],
-        dedup: bool,
-        latest: NDArray[np.float32] | None,
-        counts: NDArray[np.uint32] | None,
-    ) -> None: ...
+    gradients: NDArray[np.float32]
+    rates: NDArray[np.float32]
+    step: int
+    times: NDArray[np.uint32]
+    dedup: bool
+    latest: NDArray[np.float32] | None
+    counts: NDArray[np.uint32] | None
 
 
 class _PlainGroup:
@@ -527,41 +506,40 @@ class _PlainGroup:
     ) -> None:
         tables = self._tables * num_batches
         cells = torch.from_numpy(ids).split_with_sizes(sizes.tolist())
-        places = torch.from_numpy(out).split_with_sizes(self._floats(sizes, num_batches))
-        for table, cell, place in zip(tables, cells, places, strict=True):
-            table.lookup(cell, out=place.view(-1, table.dim))
+        parts = torch.from_numpy(out).split_with_sizes(self._floats(sizes, num_batches))
+        for table, cell, part in zip(tables, cells, parts, strict=True):
+            table.lookup(cell, out=part.view(-1, table.dim))
 
     def apply_gradients(
         self,
         ids: NDArray[np.int64],
         sizes: NDArray[np.int64],
         num_batches: int,
-        *,
-        gradients: NDArray[np.float32],
-        rates: NDArray[np.float32],
-        step: int,
-        times: NDArray[np.uint32],
-        dedup: bool,
-        latest: NDArray[np.float32] | None,
-        counts: NDArray[np.uint32] | None,
+        **update: Unpack[_UpdateArrays],
     ) -> None:
-        cuts, floats = sizes.tolist(), self._floats(sizes, num_batches)
-        seconds = np.broadcast_to(times, ids.shape).astype(np.int64)
+        latest, counts = update["latest"], update["counts"]
+        lengths_of_ids, floats = sizes.tolist(), self._floats(sizes, num_batches)
+        seconds = np.broadcast_to(update["times"], ids.shape).astype(np.int64)
         segments = [len(table.config.segments) for table in self._tables]
         often = np.ones_like(ids) if counts is None else counts.astype(np.int64)
-        columns = [(ids, cuts), (gradients, floats), (seconds, cuts), (often, cuts)]
+        columns = [
+            (ids, lengths_of_ids),
+            (update["gradients"], floats),
+            (seconds, lengths_of_ids),
+            (often, lengths_of_ids),
+        ]
         columns += [] if latest is None else [(latest, floats)]
         cells = [torch.from_numpy(column).split_with_sizes(lengths) for column, lengths in columns]
-        own = torch.from_numpy(rates).split_with_sizes(segments)
+        own = torch.from_numpy(update["rates"]).split_with_sizes(segments)
         for k, table in enumerate(self._tables):
             keys, grads, when, met, *seen = (torch.cat(column[k :: len(self._tables)]) for column in cells)
             table.apply_gradients(
                 keys,
                 grads.view(-1, table.dim),
-                step=step,
+                step=update["step"],
                 event_time=when,
                 learning_rates=own[k],
-                dedup=dedup,
+                dedup=update["dedup"],
                 latest_values=seen[0].view(-1, table.dim) if seen else None,
                 counts=None if counts is None else met,
             )

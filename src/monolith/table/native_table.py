@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -18,12 +19,11 @@ from torch import Tensor
 from monolith import native
 from monolith.errors import TableArgumentError, TableClosedError
 from monolith.table import arguments
-from monolith.table.admission import AdmissionFilter
+from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.compressors import Compressor, FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.optimizers import Optimizer
-from monolith.table.refusals import Refusals
-from monolith.table.table import Rows, Scan, TableStats
+from monolith.table.rows import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
 _COMPRESSOR_KINDS = {
@@ -95,6 +95,10 @@ class NativeTable:
             raise TableClosedError(f"table {self._config.name!r} was closed")
         return core
 
+    @property
+    def cuda(self) -> None:
+        return None
+
     def __len__(self) -> int:
         return len(self.core)
 
@@ -142,17 +146,9 @@ class NativeTable:
         self.note_refusals()
 
     def apply_gradients(
-        self,
-        ids: Tensor,
-        gradients: Tensor,
-        *,
-        step: int = 0,
-        event_time: int | Tensor = 0,
-        learning_rates: Tensor | None = None,
-        dedup: bool = False,
-        latest_values: Tensor | None = None,
-        counts: Tensor | None = None,
+        self, ids: Tensor, gradients: Tensor, **options: Unpack[arguments.UpdateOptions]
     ) -> None:
+        step, event_time, learning_rates, dedup, latest_values, counts = arguments.update_options(options)
         core = self.core
         arguments.check_trainable(self._config, "apply_gradients")
         arguments.check_step(step)
@@ -224,7 +220,7 @@ class NativeTable:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Hold writers off while the block runs; readers go on.
+        """Pause writers while the block runs; readers continue.
 
         A call in the block that writes to this table would wait for the block to end: do not.
         """
@@ -235,9 +231,9 @@ class NativeTable:
         finally:
             core.thaw()
 
-    def cut(self) -> NativeTableCut:
-        """Hold this moment fast, without waiting for more than the writes under way."""
-        return NativeTableCut(self)
+    def snapshot(self) -> NativeTableSnapshot:
+        """Open a snapshot; waits for the writes in progress, not longer."""
+        return NativeTableSnapshot(self)
 
     def track_changes(self, on: bool = True) -> None:
         self.core.track_changes(on)
@@ -288,8 +284,8 @@ class NativeTable:
         self._core = None  # calls still running hold on to it; the last one frees it
 
 
-class NativeTableCut:
-    """A `TableCut` in the core. It keeps the core of its table alive."""
+class NativeTableSnapshot:
+    """A `TableSnapshot` in the core. It keeps the core of its table alive."""
 
     def __init__(self, table: NativeTable) -> None:
         self._config = table.config

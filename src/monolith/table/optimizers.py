@@ -1,13 +1,12 @@
-"""Sparse optimizers: how one row learns from one gradient.
+"""Sparse optimizers: the settings of the rule by which a row learns from its gradient.
 
-An optimizer here is a description. The rules that act on it are in
-`update_rules.py` and, as compiled kernels, in the native core. Each segment of a
-row has its own optimizer, whose state lies behind the embedding in the same row;
-`STATE_FIELDS` says what lies where.
+An optimizer here is a description. The rules are in `update_rules.py` (the reference in numpy) and, compiled,
+in `native/include/update_rules.h`. Each segment of a row has its own optimizer, whose state follows the
+embedding in the same row; `STATE_FIELDS` lists the fields of that state in order.
 
-Defaults are upstream's, some of them unusual (Adam's epsilon of 0.01), but for the rate of Adagrad, where
-upstream has 0.001. Ready models, slots made by hand and a plain `Adagrad()` all begin with the same rate and
-the same first accumulator.
+Defaults are those of the original system, some of them unusual (Adam's epsilon of 0.01), except for the rate
+of Adagrad, which is 0.001 there. Ready models, slots made by hand and a plain `Adagrad()` all start with the
+same rate and the same initial accumulator.
 """
 
 from __future__ import annotations
@@ -15,13 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import ConfigError
-from monolith.table.labels import label
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def label(kind: str, settings: DataclassInstance) -> str:
+    """Return `kind` and the settings by name, such as `sgd(learning_rate=0.01, warmup_steps=0)`."""
+    names = sorted(field.name for field in fields(settings))
+    return f"{kind}({', '.join(f'{name}={getattr(settings, name)}' for name in names)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,120 +1,101 @@
-"""The table seam: int64 ids to rows that are born, trained and expire.
+"""The table seam: int64 ids to rows that are created, trained and expire.
 
-A row is an embedding, the optimizer state that trains it and the newest event time
-it was trained with: older data does not make it older. Every implementation (a plain
-dict, the native core, a shard behind a wire) answers the same calls and passes
-`tests/contracts/test_table.py`.
+A row is an embedding, the optimizer state that trains it and the newest event time it was trained with: older
+data does not make it older. Every implementation (a plain dict, the native core, a GPU, a GPU that spills to
+host memory) answers the same calls and passes `tests/contracts/test_table.py` and `test_table_snapshot.py`.
 
-Ids are any int64. Calls are batched and thread-safe; each row changes as a
-whole, a batch does not.
+Ids are any int64. Calls are batched and thread-safe; each row changes as a whole, a batch does not.
+
+A checkpoint must be of one moment, and training must not wait for the disk. So a table can be snapshotted:
+from then on a row is copied before it changes for the first time, and the snapshot reads the copy.
+
+    snapshot opened        row 7 is trained             snapshot.scan()
+         |                 copy of row 7 -> snapshot    row 7 from its copy, all others from the table
+    -----+-----------------------+--------------------------+----------------- time
+
+Opening a snapshot costs next to nothing, whatever the size of the table; memory grows with the rows that
+change until it is closed. A table that tracks changes also says what happened since the snapshot before:
+which rows changed and which ids were removed. An incremental checkpoint writes only those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol, Unpack
 
-from monolith.front_door import module_when_used
+from monolith.table.config import TableConfig
+from monolith.table.rows import Rows, Scan, TableStats
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from monolith.table.config import TableConfig
+    from monolith.cuda.device import Device
+    from monolith.table.arguments import UpdateOptions
     from monolith.table.touched_keys import TouchedKeySet
-else:
-    torch = module_when_used("torch")
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Whole rows, column by column. The unit of dumps, restores and deltas."""
+class TableSnapshot(Protocol):
+    """The rows of a table at the moment it was opened. Thread-safe; a table has one at a time."""
 
-    ids: Tensor
-    """int64 of shape (n,)."""
-    event_times: Tensor
-    """int64 of shape (n,): Unix seconds of the newest event that changed each row."""
-    values: Tensor
-    """float32 of shape (n, dim): all segments side by side, as stored (never fake-quantized)."""
-    state: Tensor
-    """float32 of shape (n, state_dim): optimizer state by segment. A counter is two floats of bits."""
+    @property
+    def config(self) -> TableConfig: ...
+
+    @property
+    def scales(self) -> list[float]:
+        """One per segment: how steep a one_bit segment was."""
+
+    @property
+    def max_event_time(self) -> int:
+        """The newest event time that the table had been told by then."""
+
+    @property
+    def captured_bytes(self) -> int:
+        """Memory of the rows copied so far because they changed."""
+
+    @property
+    def tracked(self) -> bool:
+        """Whether the snapshot knows which rows changed since the snapshot before."""
+
+    @property
+    def cleared(self) -> bool:
+        """Whether the table was cleared since the snapshot before: all rows of that one were removed."""
 
     def __len__(self) -> int:
-        return int(self.ids.shape[0])
+        """Return the number of rows."""
 
-    def slice(self, begin: int, end: int) -> Rows:
-        """Return rows [begin, end), over the same memory."""
-        if begin <= 0 and end >= len(self):
-            return self
-        span = slice(begin, end)
-        return Rows(self.ids[span], self.event_times[span], self.values[span], self.state[span])
+    def removed(self) -> Tensor:
+        """Return the ids removed since the snapshot before, int64; some may have a new, changed row."""
 
-    def take(self, places: Tensor) -> Rows:
-        """Return the rows at these places, int64, in any order and as often as they are given."""
-        return Rows(
-            self.ids.index_select(0, places),
-            self.event_times.index_select(0, places),
-            self.values.index_select(0, places),
-            self.state.index_select(0, places),
-        )
+    def scan(
+        self,
+        cursor: int | None = None,
+        *,
+        limit: int = 65536,
+        shard: int = 0,
+        num_shards: int = 1,
+        changed_only: bool = False,
+    ) -> Scan:
+        """As `Table.scan`; with `changed_only`, the rows that changed since the snapshot before."""
 
-    def keep(self, mask: Tensor) -> Rows:
-        """Return the rows where the bool `mask` is True."""
-        return self if bool(mask.all()) else self.take(mask.nonzero().squeeze(1))
+    def close(self, *, saved: bool) -> None:
+        """Free the copies. Closing again does nothing.
 
-    @staticmethod
-    def concat(several: Sequence[Rows]) -> Rows:
-        """Lay rows of one layout end to end; there must be some."""
-        if len(several) == 1:
-            return several[0]
-        return Rows(
-            torch.cat([rows.ids for rows in several]),
-            torch.cat([rows.event_times for rows in several]),
-            torch.cat([rows.values for rows in several]),
-            torch.cat([rows.state for rows in several]),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """One bounded chunk of a table and where the next one begins."""
-
-    rows: Rows
-    cursor: int | None
-    """Hand this to the next `scan`; None when the shard has been read to its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableStats:
-    """What a table holds and what happened to the ids it was asked to take."""
-
-    rows: int
-    bytes_total: int
-    """Everything the table has allocated: rows, free rows, index, directory."""
-    bytes_rows: int
-    """Row storage handed out, free rows included."""
-    bytes_index: int
-    load: float
-    """Occupied share of the index, 0 to 1."""
-    inserted: int
-    """Ids that were given a row since the table was made."""
-    filtered: int
-    """Sightings turned away by the admission filter."""
-    refused: int
-    """Ids turned away because `capacity_bytes` was reached."""
-    evicted: int
-    """Rows that expired, by `evict` or to make room."""
-    removed: int
-    """Rows taken out by `remove`, or by a zero assignment to a table that skips zeros."""
-    max_event_time: int
-    """The newest event time written so far."""
-    non_finite: int = 0
-    """Updates left out because their gradient, or the row they would have made, was NaN or infinite."""
+        Args:
+            saved: Whether the changes up to the snapshot are on disk now. If not, they count as changed again
+                and are part of the next snapshot.
+        """
 
 
 class Table(Protocol):
-    """Maps int64 ids to rows of floats."""
+    """Maps int64 ids to rows of floats.
+
+    Shapes: n ids of a call, dim floats of an embedding, state_dim floats of optimizer state.
+
+        table = NativeTable(TableConfig(name="item", segments=(Segment(dim=8, optimizer=Adagrad()),)))
+        table.apply_gradients(ids, gradients, step=1)   # (n,) int64, (n, 8) float32: creates rows
+        embeddings = table.lookup(ids)                  # (n, 8) float32: zeros for ids without a row
+    """
 
     @property
     def config(self) -> TableConfig: ...
@@ -126,6 +107,10 @@ class Table(Protocol):
     @property
     def state_dim(self) -> int:
         """Floats of optimizer state per row; 0 for a serving table."""
+
+    @property
+    def cuda(self) -> Device | None:
+        """The GPU that the rows are on, as kernels know it; None for rows in host memory."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -161,35 +146,16 @@ class Table(Protocol):
     def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
         """Add to embeddings; a new row starts from its initializer."""
 
-    def apply_gradients(
-        self,
-        ids: Tensor,
-        gradients: Tensor,
-        *,
-        step: int = 0,
-        event_time: int | Tensor = 0,
-        learning_rates: Tensor | None = None,
-        dedup: bool = False,
-        latest_values: Tensor | None = None,
-        counts: Tensor | None = None,
-    ) -> None:
+    def apply_gradients(self, ids: Tensor, gradients: Tensor, **options: Unpack[UpdateOptions]) -> None:
         """Take one optimizer step per id; a new row starts from its initializer.
 
         A gradient with a NaN, an infinity or a float beyond 1e15 is left out, and so is a step that would
-        make its row so: the row stays as it is, and `stats().non_finite` counts it.
+        make its row so: the row keeps its values, and `stats().non_finite` counts it.
 
         Args:
             ids: int64 of shape (n,).
             gradients: float32 of shape (n, dim).
-            step: The global step, for learning-rate schedules, batch_softmax and one_bit.
-            event_time: Unix seconds of the event, one for the batch or one per id.
-            learning_rates: float32, one per segment; by default each segment's own at `step`.
-            dedup: False applies repeats one after another, in order. True sums the
-                gradients of equal ids over the whole call and takes one step, with the
-                latest of their event times.
-            latest_values: float32 of shape (n, dim), required by delay-compensated segments only.
-            counts: int64 of shape (n,): how many sightings each id stands for, for the admission
-                filter, where equal ids were brought together before the call.
+            options: See `UpdateOptions`.
         """
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
@@ -206,7 +172,7 @@ class Table(Protocol):
 
         Args:
             now: Unix seconds. By default the newest event time that was written, which a single event
-                from the future sets: who trains on data that others write asks an `EventClock`.
+                from the future sets; pass the time of an `EventClock` if the data may be wrong.
 
         Returns:
             How many there were.
@@ -233,22 +199,40 @@ class Table(Protocol):
 
     def stats(self) -> TableStats: ...
 
-    def close(self) -> None:
-        """Free the table. Any later call raises TableClosedError; closing again does nothing."""
+    # Snapshots, for checkpoints
 
+    def frozen(self) -> AbstractContextManager[None]:
+        """Pause writers while the block runs; readers continue. Nests."""
 
-class FollowedTable(Table, Protocol):
-    """A table in this process that others keep up with: it says what changed, and what it holds in short."""
+    def snapshot(self) -> TableSnapshot:
+        """Open a snapshot of this moment. Writers wait while it is opened, not longer. It can be opened in a
+        `frozen` block, so that many tables are snapshotted at one moment.
+
+        Raises:
+            TableArgumentError: Another snapshot is open.
+        """
+
+    def track_changes(self, on: bool = True) -> None:
+        """Remember from now on which rows change, for later snapshots; earlier changes are forgotten."""
+
+    @property
+    def scales(self) -> list[float]:
+        """One per segment: how steep a one_bit segment has become."""
+
+    def set_scales(self, scales: list[float]) -> None:
+        """Set how steep one_bit segments are, one number per segment."""
+
+    # Changed rows, for publishers
 
     def touch(self, touched: TouchedKeySet) -> None:
-        """Tell a set from now on, after each change, the ids that got another row or lost theirs.
+        """Insert into a set from now on, after each change, the ids whose rows changed or were removed.
 
-        Whoever steals from it and looks the ids up finds them as they are, or will be told of them again.
-        Several sets may be told. Writers wait while it is added, not longer.
+        A reader that takes ids from the set and looks them up sees those changes, or finds the ids in the set
+        again. There may be several sets. Writers wait while one is added, not longer.
         """
 
     def untouch(self, touched: TouchedKeySet) -> None:
-        """Tell a set no more."""
+        """Stop inserting into a set."""
 
     def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
         """Return a digest of each bucket: what `digests.digest_rows` says of its ids and values.
@@ -260,6 +244,9 @@ class FollowedTable(Table, Protocol):
         Returns:
             int64, one per bucket. Rows that change meanwhile count as before or as after.
         """
+
+    def close(self) -> None:
+        """Free the table. Any later call raises TableClosedError; closing again does nothing."""
 
 
 def iterate(table: Table, *, limit: int = 65536, shard: int = 0, num_shards: int = 1) -> Iterator[Rows]:

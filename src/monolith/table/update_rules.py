@@ -1,24 +1,22 @@
-"""Update rules: one optimizer step on one segment of one row, spelled out.
+"""Update rules: the arithmetic of the sparse optimizers, in numpy, one segment of one row at a time.
 
-This is the arithmetic every table must agree with; `DictTable` runs it as it
-stands. Everything is float32, settings included, except rmsprop, which works in
-double and rounds what it stores.
+This is the reference: the compiled rules of `native/include/update_rules.h`, for the CPU and for GPUs, give
+the same bits. A rule changes values and state in place. All arithmetic is float32 in the order written,
+except where a rule says otherwise.
 
-Three corners are settled here for all implementations. An accumulator that is
-still 0 takes no step, where the formula says 0/0. A group whose norm and threshold
-are both 0 becomes 0. And a rate of 0, where a warm-up begins, leaves the values of
-rules that divide by it alone: ftrl and group_ftrl wait, since their state would
-divide by it too, and group_adagrad goes on accumulating as adagrad does.
+Lazy decay: a row of such an optimizer stores the step of its last update, and a table shows it decayed by all
+steps since. `caught_up` does the same for rows that are read from a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monolith.table.config import TableConfig
 from monolith.table.optimizers import (
     Adadelta,
     Adagrad,
@@ -34,6 +32,7 @@ from monolith.table.optimizers import (
     Rmsprop,
     RmspropV2,
 )
+from monolith.table.rows import Rows
 
 MAX_GRADIENT = 1e15
 """Nothing is trained by a gradient with a float beyond this, or with a NaN: squares of the others, and sums
@@ -251,3 +250,52 @@ RULES: dict[str, Callable[[Any, Floats, State, Floats, np.float32, int], None]] 
     "rmsprop": _rmsprop,
     "rmspropv2": _rmsprop,
 }
+
+
+def decays_lazily(config: TableConfig) -> bool:
+    """Whether rows of a table decay by steps that they are not in."""
+    return any(segment.optimizer.decays_lazily for segment in config.segments)
+
+
+def caught_up(config: TableConfig, saved: Iterable[Rows]) -> Callable[[Rows], Floats]:
+    """Return what gives the values of rows after the newest step.
+
+    Args:
+        saved: All rows, with the state of this table, to find that step.
+    """
+    pieces = [piece for piece in _pieces(config) if config.segments[piece[0]].optimizer.decays_lazily]
+    newest = 0
+    for rows in saved:
+        newest = max(newest, newest_step(config, rows))
+
+    def values_of(rows: Rows) -> Floats:
+        values = np.array(rows.values.numpy(), dtype=np.float32)
+        for number, columns, state in pieces:
+            segment = config.segments[number]
+            seen = last_steps(rows.state.numpy()[:, state], segment.dim)
+            missed = np.where(seen == 0, 0, newest - seen)
+            decay = np.float32(segment.decay_rate) * np.float32(segment.optimizer.rule.weight_decay)  # type: ignore[attr-defined]
+            steps, which = np.unique(missed, return_inverse=True)
+            kept = np.array([kept_after(float(decay), int(one)) for one in steps], dtype=np.float32)
+            values[:, columns] *= kept[which][:, None]
+        return values
+
+    return values_of
+
+
+def newest_step(config: TableConfig, rows: Rows) -> int:
+    """Return the step after the last of any of these rows, 0 where none was in one."""
+    newest = 0
+    for number, _, state in _pieces(config):
+        segment = config.segments[number]
+        if segment.optimizer.decays_lazily:
+            newest = max(newest, int(last_steps(rows.state.numpy()[:, state], segment.dim).max(initial=0)))
+    return newest
+
+
+def _pieces(config: TableConfig) -> Iterable[tuple[int, slice, slice]]:
+    """Yield each segment's number, and where its values and its state lie."""
+    column = state = 0
+    for number, segment in enumerate(config.segments):
+        yield number, slice(column, column + segment.dim), slice(state, state + segment.state_dim)
+        column, state = column + segment.dim, state + segment.state_dim

@@ -6,7 +6,7 @@ from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, Train
 from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.evaluation_log import Evaluation
 from monolith.train.hook import Hook, Run, StepResult, drive
-from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
+from monolith.train.hooks import AlertConfig, DailyHours, SaveConfig
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.publishing.share import PublishPlan
 from monolith.train.rate_schedule import ScheduleConfig
@@ -19,6 +19,7 @@ __all__ = [
     "AlertConfig",
     "Candidates",
     "CandidatesConfig",
+    "DailyHours",
     "EvaluateConfig",
     "Evaluation",
     "ExpiryConfig",
@@ -36,7 +37,6 @@ __all__ = [
     "ScheduleConfig",
     "StepResult",
     "Task",
-    "TideWindow",
     "TrainConfig",
     "WindowRow",
     "Windowed",

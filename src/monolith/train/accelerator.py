@@ -1,5 +1,5 @@
 """Accelerators: where the dense half of a model computes. Rows stay where their store keeps them: in host
-memory, or on the accelerator, too, where a run asks for that (`train.rows_on`).
+memory, or on the accelerator, too, where a run asks for that (`train.embedding_device`).
 
 Without one a module computes where the task has put it. With one the trainer moves the module there, and
 the outputs of its embedding collections come there, too; what is missing to use it is said before a run

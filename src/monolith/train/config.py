@@ -10,7 +10,7 @@ from typing import Literal
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
 from monolith.train.evaluate_config import EvaluateConfig
-from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
+from monolith.train.hooks import AlertConfig, DailyHours, SaveConfig
 from monolith.train.hooks.config import HooksConfig, TrackingConfig
 from monolith.train.rate_schedule import ScheduleConfig
 
@@ -19,15 +19,15 @@ from monolith.train.rate_schedule import ScheduleConfig
 class ExpiryConfig:
     """By which clock rows expire, and how many may go at once."""
 
-    max_share: float = 0.1
-    """The share of a table that may expire at once, 0 to 1. Where more has expired, the table keeps all of
-    its rows and a warning says so; 1 lets all go."""
+    max_fraction: float = 0.1
+    """The fraction of a table that may expire at once, 0 to 1. If more has expired, the table keeps all of
+    its rows and logs a warning; 1 sets no limit."""
     max_ahead: timedelta = timedelta(hours=1)
     """How far event times may move the clock of expiry ahead of the wall clock."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_share <= 1:
-            raise ConfigError(f"expiry: max_share must be from 0 to 1, got {self.max_share}")
+        if not 0 <= self.max_fraction <= 1:
+            raise ConfigError(f"expiry: max_fraction must be from 0 to 1, got {self.max_fraction}")
         if self.max_ahead < timedelta(0):
             raise ConfigError(f"expiry: max_ahead must not be negative, got {self.max_ahead}")
 
@@ -80,10 +80,10 @@ class RestoreConfig:
     """The dense variables that were saved under another name: name in the model to name in the checkpoint."""
     auto_alias: bool = True
     """Whether the old names of variables that the checkpoint does not have are guessed."""
-    clear_nn: bool = False
+    reset_dense: bool = False
     """Whether dense variables are initialized again, once, and only rows are restored."""
     continue_training: bool = False
-    """Whether `clear_nn` keeps the step of the checkpoint, instead of counting from 0."""
+    """Whether `reset_dense` keeps the step of the checkpoint, instead of counting from 0."""
 
     def __post_init__(self) -> None:
         self.options("")  # refuses what does not go together
@@ -94,7 +94,7 @@ class RestoreConfig:
             strict=self.strict,
             custom=CustomRestore(
                 alias_map=None if self.alias_map is None else dict(self.alias_map),
-                clear_nn=self.clear_nn,
+                reset_dense=self.reset_dense,
                 continue_training=self.continue_training,
                 auto_alias=self.auto_alias,
             ),
@@ -125,8 +125,13 @@ class TrainConfig:
     model_dir: str = ""
     """The folder of checkpoints, summaries and the run's manifest, local or remote; "" keeps nothing. A run
     of several processes needs one."""
+    model_name: str = ""
+    """The name of the model in metrics and in sampled predictions; by default the job's or the task's."""
+    submitted_at: float | None = None
+    """Unix seconds at which the job was submitted; metrics of the start-up time count from it. None counts
+    from the start of training."""
     steps: int | None = None
-    """The run ends after so many more steps."""
+    """The run ends after this many more steps."""
     max_steps: int | None = None
     """The run ends when the model has taken so many steps in all its runs."""
     max_time: timedelta | None = None
@@ -146,9 +151,10 @@ class TrainConfig:
     accelerator: Literal["cpu", "cuda", "xla"] | None = None
     """Where the dense half of the model computes: xla is a TPU, and needs torch_xla. None leaves it where the
     task has put it."""
-    rows_on: Literal["host", "device"] = "host"
-    """Where rows live: in host memory, or in that of the accelerator, which must be cuda, so that only ids go
-    there and no step waits for rows to come and go. For runs of one process."""
+    embedding_device: Literal["host", "device"] = "host"
+    """The memory that holds embedding rows: that of the host, or that of the accelerator, which must be cuda.
+    On the device, only ids cross the bus, and no step waits for rows. For runs of one process, and for ranks
+    without parameter servers."""
     device_memory_bytes: int | None = None
     """The memory of the accelerator that rows on it may take, all tables together: "40GB". It is taken at the
     start; beyond it the rows that were not trained for longest go to host memory. None takes as much as rows
@@ -174,9 +180,9 @@ class TrainConfig:
     keep: KeepConfig = field(default_factory=KeepConfig)
     restore: RestoreConfig = field(default_factory=RestoreConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    tide: TideWindow | None = None
-    """The daily hours, UTC, in which to train; outside of them the run saves and ends. In a run's config
-    with `save.tide_secs` it goes on, and saves that often."""
+    hours: DailyHours | None = None
+    """The daily hours, UTC, in which to train; outside of them the run saves and ends. If a run's config also
+    sets `save.secs_outside_hours`, the run continues, and saves at that interval."""
     schedule: ScheduleConfig | None = None
     """How learning rates move with the step; None leaves that to the task."""
     alert: AlertConfig | None = None
@@ -199,7 +205,7 @@ class TrainConfig:
     request_time_every_steps: int = 1000
     """How often operator_files looks at limit_req_time, and whether the data has reached it, in steps. Among
     ranks, the data of rank 0 says it for all."""
-    dump_window: TideWindow | None = None
+    dump_window: DailyHours | None = None
     """The daily hours, UTC, in which a run with operator_files saves by itself; outside of them only where a
     file asks for it. None saves at any hour."""
     insight_every_steps: int | None = None
@@ -218,18 +224,20 @@ class TrainConfig:
     """How long a stream may bring nothing before rows are updated without waiting for it."""
 
     def __post_init__(self) -> None:
-        if self.rows_on == "device" and self.accelerator != "cuda":
+        if self.embedding_device == "device" and self.accelerator != "cuda":
             raise ConfigError(
-                f"train: rows_on='device' keeps rows on a GPU, and accelerator is {self.accelerator!r}; set "
-                "accelerator to cuda, or rows_on to host"
+                f"train: embedding_device='device' needs a GPU, and accelerator is {self.accelerator!r}; "
+                "set accelerator to cuda, or embedding_device to host"
             )
         if self.device_memory_bytes is not None and (
-            self.rows_on != "device" or self.device_memory_bytes < 1
+            self.embedding_device != "device" or self.device_memory_bytes < 1
         ):
             raise ConfigError(
                 f"train: device_memory_bytes is {self.device_memory_bytes:,}; it must be above 0, and is for "
-                "rows_on='device'. Leave it out, or keep rows on the device"
+                "embedding_device='device'. Leave it out, or keep rows on the device"
             )
+        if self.submitted_at is not None and self.submitted_at < 0:
+            raise ConfigError(f"train: submitted_at must be 0 or more, or None, got {self.submitted_at}")
         if self.dump_window is not None and not self.operator_files:
             raise ConfigError("train: dump_window is for runs with operator_files; set that, or leave it out")
         for name in (

@@ -21,7 +21,7 @@ from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatc
 from monolith.nn import RateSchedule
 from monolith.observe import Resting
 from monolith.store import AllToAllStore, LocalStore, MakeStore, Store
-from monolith.table import AdmissionFilter, ConstantRate, DumpableTable, TableConfig, TableStats
+from monolith.table import AdmissionFilter, ConstantRate, Table, TableConfig, TableStats
 from monolith.train.accelerator import Accelerator, take
 from monolith.train.config import TablesConfig
 from monolith.train.rate_schedule import ScheduleConfig, ScheduledRate
@@ -165,7 +165,7 @@ class Model:
         return DensePart(self.module, optimizers, schedules, random=random and self.sparse is not None)
 
     @property
-    def tables(self) -> Mapping[str, DumpableTable]:
+    def tables(self) -> Mapping[str, Table]:
         """The tables of this process, by name.
 
         Raises:
@@ -281,7 +281,7 @@ class Model:
                 )
         self._checked = True
 
-    def _tables(self) -> tuple[dict[str, DumpableTable], dict[str, AdmissionFilter]]:
+    def _tables(self) -> tuple[dict[str, Table], dict[str, AdmissionFilter]]:
         tables: dict[str, Any] = {}
         filters: dict[str, AdmissionFilter] = {}
         for found in self.stores:

@@ -313,7 +313,7 @@ def test_parts_are_found_by_guessing_too() -> None:
 
 
 def test_clearing_is_done_once_per_folder(tmp_path: Path) -> None:
-    custom = CustomRestore(clear_nn=True)
+    custom = CustomRestore(reset_dense=True)
     assert custom.clears(str(tmp_path))
     custom.mark_cleared(str(tmp_path))
     assert (tmp_path / "clear_nn").read_text() == "clean nn done!"
@@ -323,10 +323,10 @@ def test_clearing_is_done_once_per_folder(tmp_path: Path) -> None:
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="choose one"):
-        CustomRestore(clear_nn=True, alias_map={"a": "b"})
-    with pytest.raises(ConfigError, match="clear_nn does to the global step"):
+        CustomRestore(reset_dense=True, alias_map={"a": "b"})
+    with pytest.raises(ConfigError, match="reset_dense does to the global step"):
         CustomRestore(continue_training=True)
     with pytest.raises(ConfigError, match="needs a model_dir"):
-        CustomRestore(clear_nn=True).clears(None)
+        CustomRestore(reset_dense=True).clears(None)
     with pytest.raises(ConfigError, match="not a regular expression"):
         CustomRestore(rules=[("(", "")])

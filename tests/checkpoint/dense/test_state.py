@@ -338,7 +338,7 @@ def test_clearing_starts_the_dense_variables_anew_once(prefix: str, tmp_path: Pa
     model, optimizer, schedule = make_run(5)
     schedule.step()
     capture_dense(model, [optimizer], [schedule], global_step=7).write(prefix)
-    custom = CustomRestore(clear_nn=True, continue_training=continues)
+    custom = CustomRestore(reset_dense=True, continue_training=continues)
     other, resumed, other_schedule = make_run(1)
     fresh, momentum = values(other), str(resumed.state_dict())
     report = restore_dense(prefix, other, [resumed], [other_schedule], custom=custom, model_dir=str(tmp_path))
@@ -357,9 +357,9 @@ def test_clearing_starts_the_dense_variables_anew_once(prefix: str, tmp_path: Pa
 
 def test_clearing_that_fails_is_not_marked_as_done(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(RestoreError):
-        restore_dense(prefix, mlp(), custom=CustomRestore(clear_nn=True), model_dir=str(tmp_path))
+        restore_dense(prefix, mlp(), custom=CustomRestore(reset_dense=True), model_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="model_dir"):
-        restore_dense(prefix, mlp(), custom=CustomRestore(clear_nn=True))
+        restore_dense(prefix, mlp(), custom=CustomRestore(reset_dense=True))
     assert not (tmp_path / "clear_nn").exists()
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from monolith.errors import LayerArgumentError
 from monolith.nn.layers import GroupInt, ffm
-from monolith.nn.layers.group_interactions import FFM
+from monolith.nn.layers.interactions import FFM
 
 
 def reference(left: Tensor, right: Tensor, dim: int, int_type: str) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.losses import batch_softmax_loss, in_batch, inbatch_auc_log_likelihood, inbatch_auc_loss
+from monolith.nn.losses import batch_softmax_loss, inbatch_auc_log_likelihood, inbatch_auc_loss, retrieval
 
 # Batch softmax
 
@@ -89,7 +89,7 @@ def pairs(label: Tensor, logit: Tensor) -> list[tuple[int, int, float]]:
 def test_every_positive_meets_every_negative(
     neg_weight: float, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_batch, "_PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(retrieval, "_PAIRS_AT_ONCE", at_once)
     torch.manual_seed(0)
     label = torch.tensor([1.0, 0.0, -10000.0, 0.5, -1.0, 2.0, -20000.0, 0.0])
     logit = torch.randn(8, requires_grad=True)

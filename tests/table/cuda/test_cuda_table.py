@@ -29,7 +29,7 @@ from monolith.table import (
     iterate,
     load,
 )
-from monolith.table.cuda import holding, room
+from monolith.table.cuda import growth, resident_rows
 from monolith.table.cuda.memory import DeviceMemory, RowArrays
 
 SEGMENT = Segment(dim=8, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.5)
@@ -273,7 +273,7 @@ def test_rows_that_come_and_go_in_a_full_table_are_found_and_never_two_memories_
 def test_a_large_table_takes_memory_in_one_call_and_moves_in_the_next(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(growth, "_LARGE_BYTES", 0)
     config = TableConfig(name="item", segments=(SEGMENT,))
     host, table = NativeTable(config), CudaTable(config, device=device)
     ids, values = torch.arange(4000), torch.rand(4000, 8)
@@ -327,7 +327,7 @@ def test_a_table_grows_by_less_where_the_device_has_no_room_for_more(
 def test_evicting_goes_by_parts_and_gives_memory_back(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holding, "_AT_ONCE", 1000)
+    monkeypatch.setattr(resident_rows, "_AT_ONCE", 1000)
     config = TableConfig(name="item", segments=(SEGMENT,), expiry=Expiry.days(1))
     table = CudaTable(config, device=device)
     first = table.stats().bytes_total

@@ -6,7 +6,7 @@ import pytest
 
 from monolith.errors import ConfigError
 from monolith.table import Adagrad, Segment, TableConfig
-from monolith.table.cuda.device_shares import device_shares
+from monolith.table.cuda.growth import device_budgets
 
 GB = 1 << 30
 
@@ -16,7 +16,7 @@ def table(name: str, dim: int = 8, **options: int) -> TableConfig:
 
 
 def shares(*tables: TableConfig, total: int = GB) -> dict[str, float]:
-    found = device_shares({one.name: one for one in tables}, total)
+    found = device_budgets({one.name: one for one in tables}, total)
     assert total - 2 * len(tables) <= sum(found.values()) <= total or any(
         one.capacity_bytes is not None for one in tables
     )
@@ -40,7 +40,7 @@ def test_who_will_have_more_rows_has_more_and_who_does_not_say_as_many_as_is_usu
 def test_nobody_has_more_than_its_capacity_and_the_others_share_the_rest() -> None:
     found = shares(table("a", capacity_bytes=GB // 8), table("b"), table("c", capacity_bytes=GB // 2))
     assert found == pytest.approx({"a": 1 / 8, "b": 7 / 16, "c": 7 / 16})
-    small = device_shares({"a": table("a", capacity_bytes=5000)}, GB)
+    small = device_budgets({"a": table("a", capacity_bytes=5000)}, GB)
     assert small == {"a": 5000}
 
 

@@ -339,11 +339,11 @@ def test_who_keeps_track_of_rows_is_told(device: Device) -> None:
     for tables, told in zip(both, touched, strict=True):
         tables["followed"].touch(told)
         tables["tracked"].track_changes()
-        cuts.append(tables["cut"].cut())
+        cuts.append(tables["cut"].snapshot())
     train(2000, 2)  # all of them grow
     train(50, 3)
     for tables in both:
-        changes.append(tables["tracked"].cut())
+        changes.append(tables["tracked"].snapshot())
     assert sorted(touched[0].steal().tolist()) == sorted(touched[1].steal().tolist()) != []
     for found, expected in (cuts, changes):
         for only in (False, True) if (found, expected) == tuple(changes) else (False,):

@@ -10,7 +10,7 @@ from monolith.cuda import Device
 from monolith.table import Adagrad, Segment, TableConfig
 from monolith.table.cuda.layout import row_layout
 from monolith.table.cuda.memory import MARKS, NONE, USED, DeviceMemory, Times
-from monolith.table.cuda.paces import Paces
+from monolith.table.cuda.step_scalars import StepScalars
 
 CONFIG = TableConfig(name="item", segments=(Segment(dim=5, optimizer=Adagrad()),))
 
@@ -26,7 +26,7 @@ def filled(device: Device, places: int, ids: torch.Tensor) -> DeviceMemory:
     memory = DeviceMemory(row_layout(CONFIG), counters, places, device=device, stream=stream)
     claimed = memory.claim(ids, Times(None, 1), None)
     values = ids.float()[:, None].expand(len(ids), 5).contiguous()
-    memory.put(claimed, values, None, whole=False, scalars=Paces(CONFIG, lazy=False).scalars())
+    memory.put(claimed, values, None, whole=False, scalars=StepScalars(CONFIG, lazy=False).scalars())
     return memory
 
 

@@ -34,11 +34,11 @@ from monolith.table import (
     SpillingTable,
     Table,
     TableConfig,
-    TableCut,
+    TableSnapshot,
     TouchedKeySet,
     dump,
     dump_changes,
-    dump_cut,
+    dump_snapshot,
     iterate,
     load,
     load_changes,
@@ -263,7 +263,7 @@ def test_digests_are_those_of_all_rows(table: SpillingTable) -> None:
 def test_a_cut_is_of_its_moment_whatever_rows_change_places(table: SpillingTable) -> None:
     train(table, torch.arange(30), 1)
     before = content(table)
-    cut = table.cut()
+    cut = table.snapshot()
     for step in range(2, 8):
         train(table, torch.arange(5 * step, 5 * step + 10) % 45, step)
     table.remove(torch.arange(3))
@@ -288,7 +288,7 @@ def test_changes_bring_a_copy_up_to_date_whatever_rows_change_places(
     table.track_changes()
     train(table, torch.arange(30), 1)
     with _cut(table) as cut:
-        dump_cut(cut, str(tmp_path / "base"))
+        dump_snapshot(cut, str(tmp_path / "base"))
     load(copy, str(tmp_path / "base"))
     for step in range(2, 8):
         train(table, torch.arange(5 * step, 5 * step + 10) % 45, step)
@@ -300,8 +300,8 @@ def test_changes_bring_a_copy_up_to_date_whatever_rows_change_places(
 
 
 @contextmanager
-def _cut(table: SpillingTable) -> Iterator[TableCut]:
-    cut = table.cut()
+def _cut(table: SpillingTable) -> Iterator[TableSnapshot]:
+    cut = table.snapshot()
     yield cut
     cut.close(saved=True)
 

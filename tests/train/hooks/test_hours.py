@@ -10,7 +10,7 @@ import pytest
 from train.runs import FakeClock, FakeRun, train
 
 from monolith.errors import ConfigError
-from monolith.train.hooks import SlowStartHook, TideStoppingHook, TideWindow, before, slow_start_target
+from monolith.train.hooks import DailyHours, SlowStartHook, StopOutsideHoursHook, before, slow_start_target
 
 
 def at(hour: int, minute: int = 0, second: int = 0) -> float:
@@ -37,7 +37,7 @@ def test_before_is_strictly_earlier_and_no_minute_is_minute_0(first, second, exp
     [(at(0, 59, 59), False), (at(1), True), (at(2), True), (at(2, 59, 59), True), (at(3), False)],
 )
 def test_a_window_has_its_start_and_not_its_end(now, inside):
-    assert TideWindow(1, 0, 3, 0).contains(now) is inside
+    assert DailyHours(1, 0, 3, 0).contains(now) is inside
 
 
 @pytest.mark.parametrize(
@@ -52,51 +52,53 @@ def test_a_window_has_its_start_and_not_its_end(now, inside):
     ],
 )
 def test_a_window_that_ends_before_it_starts_goes_over_midnight(now, inside):
-    assert TideWindow(22, None, 6, None).contains(now) is inside
+    assert DailyHours(22, None, 6, None).contains(now) is inside
 
 
 @pytest.mark.parametrize("now", [at(0), at(7), at(7, 30), at(23, 59)])
 def test_a_window_that_ends_where_it_starts_is_all_day(now):
-    assert TideWindow(7, None, 7, 0).contains(now)
+    assert DailyHours(7, None, 7, 0).contains(now)
 
 
 def test_minutes_count_within_an_hour():
-    window = TideWindow(7, None, 7, 30)
+    window = DailyHours(7, None, 7, 30)
     assert window.contains(at(7))
     assert not window.contains(at(7, 30))
 
 
 @pytest.mark.parametrize("window", [(24, 0, 1, 0), (1, 60, 2, 0), (1, 0, -1, 0), (1, 0, 2, 99)])
 def test_a_time_that_no_day_has_is_refused(window):
-    with pytest.raises(ConfigError, match="tide window"):
-        TideWindow(*window)
+    with pytest.raises(ConfigError, match="daily window"):
+        DailyHours(*window)
 
 
 @pytest.mark.parametrize(
     "window, stops",
     [
-        (TideWindow(1, 0, 5, 0), True),
-        (TideWindow(1, 0, 12, 0), False),
-        (TideWindow(22, 0, 6, 0), True),
+        (DailyHours(1, 0, 5, 0), True),
+        (DailyHours(1, 0, 12, 0), False),
+        (DailyHours(22, 0, 6, 0), True),
         (None, False),
     ],
 )
 def test_a_run_is_stopped_outside_its_window(window, stops):
     run = FakeRun()
-    TideStoppingHook(window, clock=FakeClock(at(10))).before_step(run)
+    StopOutsideHoursHook(window, clock=FakeClock(at(10))).before_step(run)
     assert (run.stop_reason is not None) is stops
 
 
 def test_the_step_that_was_begun_is_finished():
     clock = FakeClock(at(4, 59, 59))
-    run = train([TideStoppingHook(TideWindow(1, 0, 5, 0), clock=clock)], 10, on_step=lambda _: clock.sleep(1))
+    run = train(
+        [StopOutsideHoursHook(DailyHours(1, 0, 5, 0), clock=clock)], 10, on_step=lambda _: clock.sleep(1)
+    )
     assert run.step == 2
-    assert run.stop_reason == "outside the tide window 01:00-05:00 UTC"
+    assert run.stop_reason == "outside the daily window 01:00-05:00 UTC"
 
 
 def test_the_clock_is_read_once_a_step():
     reads = iter([at(2)])
-    TideStoppingHook(TideWindow(1, 0, 3, 0), clock=lambda: next(reads)).before_step(FakeRun())
+    StopOutsideHoursHook(DailyHours(1, 0, 3, 0), clock=lambda: next(reads)).before_step(FakeRun())
     assert list(reads) == []
 
 
@@ -171,14 +173,14 @@ def at_ten() -> FakeClock:
 
 def test_outside_the_tide_the_run_stops_instead():
     run, clock = FakeRun(), at_ten()
-    hook(1000, clock, lambda: 0, tide=TideWindow(1, 0, 5, 0)).before_step(run)
+    hook(1000, clock, lambda: 0, hours=DailyHours(1, 0, 5, 0)).before_step(run)
     assert run.stop_reason is not None
     assert clock.sleeps == []
 
 
 def test_inside_the_tide_it_waits():
     run, clock = FakeRun(), at_ten()
-    hook(1000, clock, lambda: 2000 * len(clock.sleeps), tide=TideWindow(1, 0, 12, 0)).before_step(run)
+    hook(1000, clock, lambda: 2000 * len(clock.sleeps), hours=DailyHours(1, 0, 12, 0)).before_step(run)
     assert run.stop_reason is None
     assert clock.sleeps == [0.5]
 
@@ -186,14 +188,14 @@ def test_inside_the_tide_it_waits():
 def test_the_tide_may_end_while_it_waits():
     run, clock = FakeRun(), at_ten()
     begin = clock.now
-    hook(1000, clock, lambda: 0, tide=TideWindow(1, 0, 10, 1)).before_step(run)
+    hook(1000, clock, lambda: 0, hours=DailyHours(1, 0, 10, 1)).before_step(run)
     assert run.stop_reason is not None
     assert clock.now - begin == 60
 
 
 def test_worker_0_obeys_the_tide_as_well():
     run = FakeRun()
-    hook(0, at_ten(), lambda: 0, tide=TideWindow(1, 0, 5, 0)).before_step(run)
+    hook(0, at_ten(), lambda: 0, hours=DailyHours(1, 0, 5, 0)).before_step(run)
     assert run.stop_reason is not None
 
 

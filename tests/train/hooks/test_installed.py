@@ -64,8 +64,8 @@ class Later(Hook):
 
 def test_throughput_is_reported_every_so_often_and_the_start_once() -> None:
     metrics, clock = Metrics("m"), FakeClock(1000.0)
-    hooks = HooksConfig(throughput_every=timedelta(seconds=2), submitted_at=990.0, model_name="feed")
-    config = TrainConfig(hooks=hooks, summary_every_steps=None)
+    hooks = HooksConfig(throughput_every=timedelta(seconds=2))
+    config = TrainConfig(hooks=hooks, summary_every_steps=None, submitted_at=990.0, model_name="feed")
     Trainer(
         Clicks(batches=5), config, metrics=metrics, hooks=[Later(clock)], clock=clock, timer=clock
     ).train()
@@ -316,7 +316,7 @@ def _with_users(records: Records) -> Records:
 
 def test_sampled_predictions_are_written_by_model_day_and_worker(tmp_path: Path) -> None:
     insight = DeepInsightConfig(folder=str(tmp_path), sample_ratio=1.0)
-    train(HooksConfig(deep_insight=insight, model_name="feed"), WithUsers(batches=3))
+    train(HooksConfig(deep_insight=insight), WithUsers(batches=3), model_name="feed")
     part = tmp_path / "feed" / "19700101" / "worker_0" / "part_000000.txt"
     written = part.read_text().splitlines()
     assert len(written) == 24

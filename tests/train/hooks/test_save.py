@@ -20,12 +20,12 @@ from monolith.train.hook import Hook
 from monolith.train.hooks import (
     BarrierHook,
     BarrierSaveListener,
+    DailyHours,
     LocalBarrier,
     SaveConfig,
     SaveHook,
     SaveListener,
     SaveMemory,
-    TideWindow,
 )
 from monolith.train.hooks.save import FILES_PAUSE
 
@@ -177,7 +177,7 @@ def test_both_intervals_are_refused():
     assert str(refused.value) == "Can not provide both save_checkpoints_secs and save_checkpoints_steps."
 
 
-@pytest.mark.parametrize("name", ["secs", "steps", "tide_secs", "retry_secs"])
+@pytest.mark.parametrize("name", ["secs", "steps", "secs_outside_hours", "retry_secs"])
 def test_an_interval_of_nothing_is_refused(name):
     with pytest.raises(ConfigError, match=name):
         SaveConfig(**{name: 0})
@@ -192,7 +192,7 @@ def test_without_an_interval_a_save_is_due_every_hundred_million_steps():
 
 def test_the_tide_has_its_own_interval(checkpoints):
     clock = FakeClock(0.0)  # midnight
-    config = SaveConfig(secs=1000, tide=TideWindow(1, 0, 3, 0), tide_secs=5)
+    config = SaveConfig(secs=1000, hours=DailyHours(1, 0, 3, 0), secs_outside_hours=5)
     train([SaveHook(checkpoints, config, clock=clock, timer=clock)], 12, on_step=lambda _: clock.sleep(1))
     assert checkpoints.steps == [5, 10, 12]
 

@@ -11,13 +11,13 @@ from monolith.errors import ConfigError
 from monolith.train.hooks import (
     AfterSaveListener,
     BeforeSaveListener,
+    DailyHours,
     ForceDumpHook,
     OnlineFileHook,
     RequestTimeHook,
     SaveListener,
     SaveMemory,
     SaveTimer,
-    TideWindow,
 )
 
 
@@ -67,9 +67,11 @@ def test_by_steps():
     assert timer.should_trigger(15)
 
 
-def test_inside_the_tide_the_usual_interval_holds():
+def test_inside_the_hours_the_usual_interval_holds():
     clock = clock_at(2)
-    timer = SaveTimer(every_secs=10, tide=TideWindow(1, 0, 3, 0), tide_every_secs=5, clock=clock, timer=clock)
+    timer = SaveTimer(
+        every_secs=10, hours=DailyHours(1, 0, 3, 0), secs_outside_hours=5, clock=clock, timer=clock
+    )
     timer.stamp(1)
     clock.now += 5
     assert not timer.should_trigger(2)
@@ -77,9 +79,11 @@ def test_inside_the_tide_the_usual_interval_holds():
     assert timer.should_trigger(2)
 
 
-def test_outside_the_tide_its_own_interval_holds():
+def test_outside_the_hours_its_own_interval_holds():
     clock = clock_at(4)
-    timer = SaveTimer(every_secs=10, tide=TideWindow(1, 0, 3, 0), tide_every_secs=5, clock=clock, timer=clock)
+    timer = SaveTimer(
+        every_secs=10, hours=DailyHours(1, 0, 3, 0), secs_outside_hours=5, clock=clock, timer=clock
+    )
     timer.stamp(1)
     clock.now += 2
     assert not timer.should_trigger(2)
@@ -88,13 +92,13 @@ def test_outside_the_tide_its_own_interval_holds():
 
 
 def test_outside_the_tide_steps_do_not_count():
-    timer = SaveTimer(every_steps=1, tide=TideWindow(1, 0, 3, 0), tide_every_secs=5, clock=clock_at(4))
+    timer = SaveTimer(every_steps=1, hours=DailyHours(1, 0, 3, 0), secs_outside_hours=5, clock=clock_at(4))
     timer.stamp(1)
     assert not timer.should_trigger(100)
 
 
 def test_without_an_interval_for_it_the_tide_changes_nothing():
-    timer = SaveTimer(every_steps=1, tide=TideWindow(1, 0, 3, 0), clock=clock_at(4))
+    timer = SaveTimer(every_steps=1, hours=DailyHours(1, 0, 3, 0), clock=clock_at(4))
     timer.stamp(1)
     assert timer.should_trigger(2)
 

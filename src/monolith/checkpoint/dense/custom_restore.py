@@ -83,23 +83,23 @@ class CustomRestore:
 
     alias_map: Mapping[str, str] | None = None
     """New name -> old name; parts of a variable may be given one by one, or by its own name."""
-    clear_nn: bool = False
+    reset_dense: bool = False
     """Leave all dense variables as the model made them. Once per model folder, which a marker remembers."""
     continue_training: bool = False
-    """With `clear_nn`: go on from the checkpoint's global step, not from 0."""
+    """With `reset_dense`: go on from the checkpoint's global step, not from 0."""
     auto_alias: bool = True
     """Without an `alias_map`: look for what the variables may have been called."""
     rules: Sequence[Rule] = ()
     """For `auto_alias`, tried after `MAPPING_RULES`."""
 
     def __post_init__(self) -> None:
-        if self.clear_nn and self.alias_map:
+        if self.reset_dense and self.alias_map:
             raise ConfigError(
-                "clear_nn loads no dense variables and alias_map says how to load them: choose one"
+                "reset_dense loads no dense variables and alias_map says how to load them: choose one"
             )
-        if self.continue_training and not self.clear_nn:
+        if self.continue_training and not self.reset_dense:
             raise ConfigError(
-                "continue_training says what clear_nn does to the global step; other restores go on from it "
+                "continue_training says what reset_dense does to the global step; other restores continue it "
                 "anyway"
             )
         for pattern, replacement in self.rules:
@@ -116,10 +116,10 @@ class CustomRestore:
         Raises:
             ConfigError: It was asked for, and there is no folder for the marker.
         """
-        if not self.clear_nn:
+        if not self.reset_dense:
             return False
         if model_dir is None:
-            raise ConfigError("clear_nn needs a model_dir, where a marker says that it was done")
+            raise ConfigError("reset_dense needs a model_dir, where a marker says that it was done")
         return not filesystem.exists(filesystem.join(model_dir, CLEARED_MARKER))
 
     def mark_cleared(self, model_dir: str) -> None:
@@ -134,7 +134,7 @@ class CustomRestore:
         *,
         wanted: Collection[str] | None = None,
     ) -> RestorePlan:
-        """Settle what each current variable is loaded from. Does not look at `clear_nn`.
+        """Settle what each current variable is loaded from. Does not look at `reset_dense`.
 
         Args:
             wanted: The variables that matter; the automatic map gives up if it lacks one of these.

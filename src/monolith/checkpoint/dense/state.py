@@ -162,7 +162,7 @@ def restore_dense(
         records: Base name of each file -> its record, from the checkpoint's manifest.
         custom: How names have changed, or that the dense variables start anew. By default names
             are as they were.
-        model_dir: Where `custom.clear_nn` leaves its marker.
+        model_dir: Where `custom.reset_dense` leaves its marker.
         strict: Whether what is missing in the checkpoint or does not fit is an error. False leaves
             it as it is; the report says so.
         reshape: Whether a tensor may fill one of another shape and as many elements, row by row.

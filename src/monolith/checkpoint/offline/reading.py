@@ -31,9 +31,9 @@ from monolith.errors import (
 from monolith.observe import Progress
 from monolith.table import STATE_FIELDS, Rows, ShardInfo, filter_files
 from monolith.table.dumps import removed_ids
-from monolith.table.numbered_files import parse
 from monolith.table.row_streams import describe_dump, find_row
 from monolith.table.shard_files import RowLayout, SegmentLayout
+from monolith.table.sharded_files import parse
 from monolith.tensors.files import DenseHeader, FileRecord, read_header, read_tensors
 
 Damage = (CorruptFileError, RestoreError, FileMissingError)

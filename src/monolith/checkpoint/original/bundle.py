@@ -30,7 +30,7 @@ from torch import Tensor
 
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FileMissingError, RestoreError, SaveError
-from monolith.table.numbered_files import MAX_SHARDS
+from monolith.table.sharded_files import MAX_SHARDS
 from monolith.wire.tensor_bundle_pb2 import BundleEntry, BundleHeader, BundleShape, BundleSlice
 
 ProtoMessage = TypeVar("ProtoMessage", bound=Message)

@@ -29,7 +29,7 @@ from monolith.checkpoint.original.names import SLOT_FAMILIES, NameMap, Slot, pla
 from monolith.config.reading import nearest
 from monolith.errors import FileMissingError, RestoreError
 from monolith.observe import Progress
-from monolith.table import DumpableTable, table_basename
+from monolith.table import Table, table_basename
 from monolith.table.entry_dumps import (
     import_entry_dumps,
     import_multi_entry_dumps,
@@ -108,7 +108,7 @@ class OriginalCheckpoint:
 class ImportTarget:
     """What a model is loaded into."""
 
-    tables: Mapping[str, DumpableTable]
+    tables: Mapping[str, Table]
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     """What trains the dense weights."""
@@ -415,7 +415,7 @@ def _family(dtype: torch.dtype) -> str:
 def _import_tables(
     folder: str,
     names: NameMap,
-    tables: Mapping[str, DumpableTable],
+    tables: Mapping[str, Table],
     report: ImportReport,
     progress: Progress | None,
 ) -> None:
@@ -455,7 +455,7 @@ def _dumps(folder: str) -> list[str]:
     return sorted(base for base in bases if not base.endswith((".meta", ".data")))
 
 
-def _table_for(original: str, names: NameMap, tables: Mapping[str, DumpableTable]) -> tuple[str | None, str]:
+def _table_for(original: str, names: NameMap, tables: Mapping[str, Table]) -> tuple[str | None, str]:
     """Return our table for one of the original; or None and why there is none."""
     said = names.ours("tables", original)
     if said is not None and said.name is None:

@@ -33,7 +33,7 @@ class TrainOptions:
     """Start all processes of the run: as children of this one, or on a Ray cluster."""
     mode: Literal["async", "sync", "train", "eval", "infer", "train_and_eval"] | None = None
     """How several processes train: async, each at its own pace, on parameter servers; or sync, all in step as
-    ranks, which hold the rows themselves. The other words are those of job.mode, by its old name."""
+    ranks, which hold the rows themselves. The other words set job.command, whose old name is mode."""
     num_ps: int | None = None
     """The number of parameter servers, which hold rows and weights; by default 0: the worker does."""
     num_workers: int | None = None
@@ -86,10 +86,10 @@ class TrainOptions:
     """What to do with the optimizer state of restored rows; auto resets it where the optimizer changed."""
     no_strict: bool = False
     """Initialize tables and variables that the checkpoint lacks, instead of failing."""
-    clear_nn: bool = False
+    reset_dense: bool = False
     """Initialize the dense weights again, once, and restore only rows."""
     continue_training: bool = False
-    """Keep the step of the checkpoint with --clear-nn, instead of counting from 0."""
+    """Keep the step of the checkpoint with --reset-dense, instead of counting from 0."""
     prefetch: int | None = None
     """The number of batches that are read and prepared ahead; 0 for none."""
     no_async_push: bool = False

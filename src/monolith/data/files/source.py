@@ -833,8 +833,8 @@ class FileSource(Source, WorkQueueSource):
                 f"file source: {spot.bad} of {total} records could not be read, more than the share of "
                 f"{self._policy.max_share} that is allowed"
                 + (f"; one of the last is in {last}" if last else "")
-                + ". Look at the data, or allow more with data.max_bad of the config (--data.max-bad 0.01), "
-                "which in Python is BadRecordPolicy(max_share=...) of the source."
+                + ". Look at the data, or allow more with data.max_unreadable of the config "
+                "(--data.max-unreadable 0.01), in Python BadRecordPolicy(max_share=...) of the source."
             )
 
 

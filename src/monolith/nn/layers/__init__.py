@@ -4,16 +4,36 @@ Every layer is told its widths when built, keeps its kernels as (in, out), and r
 it has to say: side losses are returned or asked for, never collected behind the scenes.
 """
 
-from monolith.nn.layers.activations import ACTIVATIONS, Activation, MonitoredReLU, PReLU, make_activation
-from monolith.nn.layers.cross_network import DCN, DCN_TYPES
-from monolith.nn.layers.dense import MLP, AddBias, Dense
-from monolith.nn.layers.frequency import ItemFrequency
-from monolith.nn.layers.group_interactions import INTERACTIONS, GroupInt, ffm
-from monolith.nn.layers.insight import feature_insight, fid_counter, watch_segments
-from monolith.nn.layers.interactions import CAN, CIN, AllInt, AutoInt, CDot
-from monolith.nn.layers.kernels import Kernel, WeightInit, glorot_uniform, normalize_columns
-from monolith.nn.layers.logit_correction import LogitCorrection, correct_logits
-from monolith.nn.layers.merging import MERGE_TYPES, merge_tensor_list
+from monolith.nn.layers.dense import (
+    ACTIVATIONS,
+    MLP,
+    Activation,
+    AddBias,
+    BatchNorm,
+    Dense,
+    Kernel,
+    LayerNorm,
+    MonitoredReLU,
+    PReLU,
+    WeightInit,
+    glorot_uniform,
+    make_activation,
+    normalize_columns,
+)
+from monolith.nn.layers.interactions import (
+    CAN,
+    CIN,
+    DCN,
+    DCN_TYPES,
+    INTERACTIONS,
+    MERGE_TYPES,
+    AllInt,
+    AutoInt,
+    CDot,
+    GroupInt,
+    ffm,
+    merge_tensor_list,
+)
 from monolith.nn.layers.multi_task import (
     GATE_TYPES,
     SNR,
@@ -24,10 +44,27 @@ from monolith.nn.layers.multi_task import (
     MMoELayer,
     MMoEOutput,
 )
-from monolith.nn.layers.normalization import BatchNorm, LayerNorm
-from monolith.nn.layers.pooling import AvgPooling, MaxPooling, SumPooling
-from monolith.nn.layers.selection import IRazor, SeNet
-from monolith.nn.layers.sequences import ATTENTION_GRUS, DIEN, DIN, DIN_MODES, DMRU2I, AGRUCell
+from monolith.nn.layers.selection import (
+    IRazor,
+    ItemFrequency,
+    LogitCorrection,
+    SeNet,
+    correct_logits,
+    feature_insight,
+    fid_counter,
+    watch_segments,
+)
+from monolith.nn.layers.sequences import (
+    ATTENTION_GRUS,
+    DIEN,
+    DIN,
+    DIN_MODES,
+    DMRU2I,
+    AGRUCell,
+    AvgPooling,
+    MaxPooling,
+    SumPooling,
+)
 
 __all__ = [
     "ACTIVATIONS",

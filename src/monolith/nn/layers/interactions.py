@@ -1,7 +1,8 @@
-"""Interactions: layers that let the features of one row act on each other.
+"""Interactions: layers that multiply the features of one row with each other.
 
-Unless said otherwise a layer takes the embeddings of a row stacked, (batch, n, dim),
-and `merge_tensor_list` makes that from a list, or a list from what comes out.
+`merge_tensor_list` first turns a list of feature embeddings into the tensor that a layer takes. Cross
+networks (DCN) raise the order of the products by one per layer; field-aware crosses (GroupInt, FFM) multiply
+every embedding of one group with every embedding of another.
 """
 
 from __future__ import annotations
@@ -12,10 +13,63 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from monolith.nn.layers.activations import Activation, make_activation
-from monolith.nn.layers.arguments import check_last_axis, check_positive, check_shape, check_widths
-from monolith.nn.layers.dense import MLP
-from monolith.nn.layers.kernels import WeightInit, glorot_uniform
+from monolith.errors import LayerArgumentError
+from monolith.nn.layers.dense import (
+    MLP,
+    Activation,
+    Kernel,
+    WeightInit,
+    check_choice,
+    check_last_axis,
+    check_positive,
+    check_shape,
+    check_widths,
+    glorot_uniform,
+    make_activation,
+)
+
+MERGE_TYPES = ("stack", "concat")
+
+
+def merge_tensor_list(
+    features: Tensor | Sequence[Tensor],
+    merge_type: str | None = "concat",
+    *,
+    axis: int = 1,
+    keep_list: bool = False,
+) -> Tensor | list[Tensor]:
+    """Merge the features of a batch.
+
+    Args:
+        features: Tensors of shape (batch, dim), or one of shape (batch, n, dim), which
+            counts as n features.
+        merge_type: "stack" gives (batch, n, dim) and wants equal dims; "concat" gives
+            (batch, sum of dims); None gives the list of features.
+        axis: Where to stack or concatenate a list.
+        keep_list: Return the merged tensor as a list of one, for callers that expect a list.
+    """
+    if merge_type is not None:
+        check_choice("merge_tensor_list", "merge_type", merge_type, MERGE_TYPES)
+    if isinstance(features, Tensor):
+        if features.ndim != 3:
+            raise LayerArgumentError(
+                "merge_tensor_list: give a list, or one tensor of shape (batch, n, dim), "
+                f"got shape {tuple(features.shape)}"
+            )
+        if merge_type is None:
+            return list(features.unbind(1))
+        merged = features if merge_type == "stack" else features.flatten(1)
+        return [merged] if keep_list else merged
+    tensors = list(features)
+    if not tensors:
+        raise LayerArgumentError("merge_tensor_list: there is nothing to merge: the list is empty")
+    if merge_type is None:
+        return tensors
+    if merge_type == "stack" and any(tensor.shape != tensors[0].shape for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise LayerArgumentError(f"merge_tensor_list: features of different shapes do not stack: {shapes}")
+    merged = torch.stack(tensors, axis) if merge_type == "stack" else torch.cat(tensors, axis)
+    return [merged] if keep_list else merged
 
 
 class AllInt(nn.Module):
@@ -194,3 +248,193 @@ class AutoInt(nn.Module):
         for _ in range(self.layer_num):
             x = functional.scaled_dot_product_attention(x, x, x, scale=1.0)
         return x
+
+
+DCN_TYPES = ("vector", "matrix", "mixed")
+
+
+class DCN(nn.Module):
+    """Layers that each multiply their input, recombined, with the first input and add it to themselves.
+
+    Args:
+        in_features: Width d of a row.
+        layer_num: Number of cross layers.
+        dcn_type: How a layer recombines its input `x_l`:
+
+            - "vector", `x0 * (x_l w) + b + x_l`: a weight of shape (d, 1).
+            - "matrix", `x0 * (x_l W + b) + x_l`: a weight of shape (d, d).
+            - "mixed": `num_experts` matrices of rank `low_rank`, with tanh after the first
+              and second factor, mixed by a softmax gate over the experts.
+        num_experts, low_rank: For "mixed" only.
+        kernel_norm: Normalise the columns of the weights, with trainable norms; see `kernels`.
+        use_dropout: In training keep each output of a layer with probability `keep_prob`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        layer_num: int = 1,
+        *,
+        dcn_type: str = "matrix",
+        num_experts: int = 4,
+        low_rank: int = 32,
+        kernel_norm: bool = False,
+        use_dropout: bool = False,
+        keep_prob: float = 0.95,
+        kernel_init: WeightInit = glorot_uniform,
+    ) -> None:
+        super().__init__()
+        check_positive("DCN", in_features=in_features, layer_num=layer_num)
+        check_choice("DCN", "dcn_type", dcn_type, DCN_TYPES)
+        if not 0 < keep_prob <= 1:
+            raise LayerArgumentError(f"DCN: keep_prob must be above 0 and at most 1, got {keep_prob}")
+        self.in_features = in_features
+        self.dcn_type = dcn_type
+        self.layers = nn.ModuleList()
+        for _ in range(layer_num):
+            layer: nn.Module
+            if dcn_type == "mixed":
+                layer = _MixedCross(in_features, num_experts, low_rank, kernel_norm, kernel_init)
+            else:
+                layer = _Cross(in_features, dcn_type == "vector", kernel_norm, kernel_init)
+            self.layers.append(layer)
+        self.dropout = nn.Dropout(1 - keep_prob) if use_dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, d) to the same shape."""
+        check_shape("DCN", "x", x, None, self.in_features)
+        crossed = x
+        for layer in self.layers:
+            crossed = self.dropout(layer(x, crossed))
+        return crossed
+
+
+class _Cross(nn.Module):
+    """A layer of the vector or the matrix kind."""
+
+    def __init__(self, features: int, vector: bool, kernel_norm: bool, init: WeightInit) -> None:
+        super().__init__()
+        self.vector = vector
+        self.kernel = Kernel(features, 1 if vector else features, norm=kernel_norm, init=init)
+        self.bias = nn.Parameter(torch.zeros(features))
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        kernel: Tensor = self.kernel()
+        if self.vector:
+            return torch.addcmul(x + self.bias, first, x @ kernel)
+        return torch.addcmul(x, first, torch.addmm(self.bias, x, kernel))
+
+
+class _MixedCross(nn.Module):
+    """A layer of the mixed kind: expert e is `x0 * (tanh(tanh(x V_e) C_e) U_e + b)`."""
+
+    def __init__(
+        self, features: int, num_experts: int, low_rank: int, kernel_norm: bool, init: WeightInit
+    ) -> None:
+        super().__init__()
+        check_positive("DCN", num_experts=num_experts, low_rank=low_rank)
+        self.down = Kernel(features, low_rank, count=num_experts, norm=kernel_norm, init=init)
+        self.middle = Kernel(low_rank, low_rank, count=num_experts, norm=kernel_norm, init=init)
+        self.up = Kernel(low_rank, features, count=num_experts, norm=kernel_norm, init=init)
+        self.gate = nn.Parameter(torch.empty(features, num_experts))
+        init(self.gate)
+        self.bias = nn.Parameter(torch.zeros(features))
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        gates = (x @ self.gate).softmax(-1)
+        # x stands for (1, batch, d) against (experts, d, rank).
+        inner = torch.tanh(torch.tanh(x @ self.down()) @ self.middle())
+        # Gated before the last product, which then sums over experts and ranks at once: no
+        # (experts, batch, d) tensor. The gates of a row sum to 1, so the bias counts once.
+        gated = inner * gates.t().unsqueeze(-1)
+        up: Tensor = self.up()
+        mixed = torch.einsum("ebr,erd->bd", gated, up)
+        return torch.addcmul(x, first, mixed + self.bias)
+
+
+INTERACTIONS = ("multiply", "dot")
+
+
+def ffm(left: Tensor, right: Tensor, dim_size: int, int_type: str = "multiply") -> Tensor:
+    """Cross each of the `nl` embeddings on the left with each of the `nr` on the right.
+
+    Differentiable. The result is the only large tensor that forward makes and nothing of
+    its size is kept for backward, which needs one more while it runs; "dot" makes none.
+
+    Args:
+        left: float of shape (batch, nl * dim_size): embeddings side by side.
+        right: float of shape (batch, nr * dim_size).
+        int_type: "multiply" gives the `dim_size` products of each pair, "dot" their sum.
+
+    Returns:
+        float of shape (batch, nl * nr * dim_size), or (batch, nl * nr) for "dot": pairs in
+        order, the left embedding being the slower index.
+    """
+    check_choice("ffm", "int_type", int_type, INTERACTIONS)
+    check_positive("ffm", dim_size=dim_size)
+    check_shape("ffm", "left", left, None, None)
+    check_shape("ffm", "right", right, left.shape[0], None)
+    for name, group in (("left", left), ("right", right)):
+        if group.shape[1] % dim_size:
+            raise LayerArgumentError(
+                f"ffm: the width of {name} must be a multiple of dim_size, {dim_size}, got {group.shape[1]}"
+            )
+    lefts = torch.unflatten(left, 1, (left.shape[1] // dim_size, dim_size))
+    rights = torch.unflatten(right, 1, (right.shape[1] // dim_size, dim_size))
+    if int_type == "dot":
+        return torch.bmm(lefts, rights.transpose(1, 2)).flatten(1)
+    return (lefts.unsqueeze(2) * rights.unsqueeze(1)).flatten(1)
+
+
+class GroupInt(nn.Module):
+    """The `ffm` crosses of two lists of embeddings, if wanted weighted by attention.
+
+    Args:
+        dim_size: Width of every embedding in both groups.
+        interaction: "multiply" or "dot"; see `ffm`.
+        attention_units: Widths of an MLP that looks at each pair's products and returns
+            one weight for the pair, hence the last is 1; "multiply" only. None for no attention.
+    """
+
+    attention: MLP | None
+
+    def __init__(
+        self,
+        dim_size: int,
+        *,
+        interaction: str = "multiply",
+        attention_units: Sequence[int] | None = None,
+        attention_activations: Activation | Sequence[Activation] = None,
+    ) -> None:
+        super().__init__()
+        check_positive("GroupInt", dim_size=dim_size)
+        check_choice("GroupInt", "interaction", interaction, INTERACTIONS)
+        self.dim_size = dim_size
+        self.interaction = interaction
+        self.attention = None
+        if attention_units is not None:
+            units = check_widths("GroupInt", "attention_units", attention_units)
+            if interaction != "multiply" or units[-1] != 1:
+                raise LayerArgumentError(
+                    "GroupInt: attention needs interaction='multiply' and 1 as the last of attention_units, "
+                    f"got {interaction!r} and {list(units)}"
+                )
+            self.attention = MLP(dim_size, units, activations=attention_activations)
+
+    def forward(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+        """Cross the groups, each a non-empty list of (batch, dim_size) tensors; see `ffm` for the result."""
+        for name, group in (("left", left), ("right", right)):
+            if isinstance(group, Tensor) or not group:
+                raise LayerArgumentError(f"GroupInt: {name} must be a non-empty list of tensors")
+            for tensor in group:
+                check_shape("GroupInt", name, tensor, None, self.dim_size)
+        crossed = ffm(torch.cat(list(left), 1), torch.cat(list(right), 1), self.dim_size, self.interaction)
+        if self.attention is None:
+            return crossed
+        pairs = torch.unflatten(crossed, 1, (len(left) * len(right), self.dim_size))
+        weights: Tensor = self.attention(pairs)
+        return (pairs * weights).flatten(1)
+
+
+FFM = GroupInt
+"""The same layer under the name of the model it comes from."""

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.layers.activations import Activation
-from monolith.nn.layers.arguments import (
+from monolith.nn.layers.dense import (
+    MLP,
+    Activation,
+    WeightInit,
     check_choice,
     check_last_axis,
     check_positive,
     check_shape,
     check_widths,
+    glorot_uniform,
 )
-from monolith.nn.layers.dense import MLP
-from monolith.nn.layers.kernels import WeightInit, glorot_uniform
 
 GATE_TYPES = ("softmax", "topk", "noise_topk")
 SNR_TYPES = ("trans", "aver")

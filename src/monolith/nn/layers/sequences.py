@@ -1,8 +1,7 @@
-"""Sequences: a user's behaviour, pooled with the candidate item in mind.
+"""Sequences: a user's behaviour, pooled with or without regard to the candidate item.
 
-Sequences are padded: (batch, steps, dim) beside an optional bool mask (batch, steps) that
-is true where a step is real. Padding changes nothing, and neither does where it stands;
-a row without a single real step pools to zeros.
+Sequences are padded tensors of shape (batch, length, dim), with a mask of shape (batch, length) or lengths of
+shape (batch,). `SumPooling`, `AvgPooling` and `MaxPooling` reduce a list of equally shaped tensors to one.
 """
 
 from __future__ import annotations
@@ -13,10 +12,65 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.layers.activations import Activation, make_activation
-from monolith.nn.layers.arguments import check_choice, check_positive, check_shape, check_widths
-from monolith.nn.layers.dense import MLP, Dense
-from monolith.nn.layers.kernels import WeightInit, glorot_uniform
+from monolith.nn.layers.dense import (
+    MLP,
+    Activation,
+    Dense,
+    WeightInit,
+    check_choice,
+    check_positive,
+    check_shape,
+    check_widths,
+    glorot_uniform,
+    make_activation,
+)
+
+
+class SumPooling(nn.Module):
+    """The elementwise sum of a non-empty list of tensors of one shape."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+        _check(type(self).__name__, tensors)
+        return _total(tensors)
+
+
+class AvgPooling(nn.Module):
+    """The elementwise mean of a non-empty list of tensors of one shape."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+        _check(type(self).__name__, tensors)
+        return _total(tensors) / len(tensors)
+
+
+class MaxPooling(nn.Module):
+    """The elementwise maximum of a non-empty list of tensors of one shape."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+        _check(type(self).__name__, tensors)
+        largest = tensors[0]
+        for tensor in tensors[1:]:
+            largest = torch.maximum(largest, tensor)
+        return largest
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    # Into one new tensor: a stack would copy all of them first.
+    total = tensors[0] + tensors[1]
+    for tensor in tensors[2:]:
+        total += tensor
+    return total
+
+
+def _check(layer: str, tensors: Sequence[Tensor]) -> None:
+    if isinstance(tensors, Tensor) or not tensors:
+        found = "one tensor" if isinstance(tensors, Tensor) else "an empty one"
+        raise LayerArgumentError(f"{layer}: give a non-empty list of tensors, got {found}")
+    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise LayerArgumentError(f"{layer}: all tensors must have one shape, got {shapes}")
+
 
 DIN_MODES = ("sum", "weighted")
 ATTENTION_GRUS = ("AGRU", "AUGRU")

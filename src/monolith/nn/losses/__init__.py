@@ -5,7 +5,6 @@ beside their loss, and ranking losses look at lists.
 """
 
 from monolith.nn.losses.classification import LossAndPred, sigmoid_loss_and_pred, softmax_loss_and_pred
-from monolith.nn.losses.in_batch import batch_softmax_loss, inbatch_auc_log_likelihood, inbatch_auc_loss
 from monolith.nn.losses.lambda_weights import (
     DCGLambdaWeight,
     LambdaWeight,
@@ -29,7 +28,13 @@ from monolith.nn.losses.ranking import (
     sigmoid_cross_entropy_loss,
     softmax_loss,
 )
-from monolith.nn.losses.sampled_softmax import accidental_hits, sampled_softmax_loss
+from monolith.nn.losses.retrieval import (
+    accidental_hits,
+    batch_softmax_loss,
+    inbatch_auc_log_likelihood,
+    inbatch_auc_loss,
+    sampled_softmax_loss,
+)
 from monolith.nn.losses.targets import Target
 
 __all__ = [

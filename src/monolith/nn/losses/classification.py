@@ -1,18 +1,29 @@
-"""Classification: a loss to train on, and a prediction to give out, from the same logits."""
+"""Classification: a loss to train on and a prediction to return, from the same logits.
+
+A loss is a mean over the examples: dense weights are trained by it as it is, rows by its gradient times the
+size of the batch (see `EmbeddingOptimizer`). Sums exist for comparison with systems that train on them.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.layers.arguments import check_shape
-from monolith.nn.layers.logit_correction import correct_logits
-from monolith.nn.losses.reduction import Reduction, reduced
+from monolith.nn.layers.dense import check_choice, check_shape
+from monolith.nn.layers.selection import correct_logits
+
+Reduction = Literal["mean", "sum"]
+
+
+def reduced(loss: str, total: Tensor, count: int, reduction: Reduction) -> Tensor:
+    """Return the sum of `count` losses as it is, or their mean; the mean of none is 0."""
+    check_choice(loss, "reduction", reduction, ("mean", "sum"))
+    return total / max(count, 1) if reduction == "mean" else total
 
 
 class LossAndPred(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.layers.arguments import check_choice, check_shape
+from monolith.nn.layers.dense import check_choice, check_shape
 from monolith.nn.losses.lambda_weights import LambdaWeight, exponential_gain, inverse_max_dcg, log_discount
 
 BY_NONZERO_WEIGHTS = "sum_by_nonzero_weights"

@@ -6,10 +6,8 @@ sooner; with `RateSchedule` they follow the same schedules.
 
 from __future__ import annotations
 
-from monolith.nn.optimizers.adamom import Adamom
-from monolith.nn.optimizers.dense_optimizer import DenseOptimizer, Rate
-from monolith.nn.optimizers.eager import EagerAdam, EagerOptimizer, rule_of
-from monolith.nn.optimizers.rmsprop import RMSprop
+from monolith.nn.optimizers.adaptive import Adamom, RMSprop
+from monolith.nn.optimizers.dense_optimizer import DenseOptimizer, EagerAdam, EagerOptimizer, Rate, rule_of
 from monolith.nn.optimizers.shampoo import Shampoo, eigen_inverse_root
 
 __all__ = [

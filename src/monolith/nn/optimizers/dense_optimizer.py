@@ -1,12 +1,17 @@
-"""What the dense optimizers share: rates, checks, and the walk over parameters.
+"""The base of the dense optimizers: learning rates, checks, fused updates of many small parameters.
 
-An optimizer here writes its rule twice: for one parameter, plainly, and for a list
-of them in fused operations. `foreach` of a group says which runs; None takes the
-fused one where it pays, which is on a GPU. The numbers are the same.
+torch's optimizers import `torch._dynamo` on first use, which takes 1.5 s and a thousand modules even if
+nothing is compiled. Each of their methods wraps a plain function to tell the compiler to skip it;
+`EagerOptimizer` calls the plain function directly.
+
+A model has hundreds of small parameters, and launching a kernel on a GPU takes longer than running it on
+one of them. `fusable_runs` groups tensors of one device and dtype, which one `_foreach_` operation can
+update.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,11 +20,49 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Adam, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from monolith.errors import LayerArgumentError, SparseGradientError
-from monolith.nn.foreach import fusable_runs
-from monolith.nn.optimizers.eager import EagerOptimizer
+
+
+def fusable_runs(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return positions of `tensors` by device and dtype, each run in the order given."""
+    runs: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        runs.setdefault((tensor.device, tensor.dtype), []).append(position)
+    return list(runs.values())
+
+
+class EagerOptimizer(Optimizer):
+    """The base of our optimizers: torch's, but it does not import torch's compiler."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        inspect.unwrap(Optimizer.add_param_group)(self, param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        inspect.unwrap(Optimizer.load_state_dict)(self, state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = inspect.unwrap(Optimizer.state_dict)(self)
+        return state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        inspect.unwrap(Optimizer.zero_grad)(self, set_to_none)
+
+
+class EagerAdam(EagerOptimizer, Adam):
+    """torch's Adam, bit for bit. A checkpoint of either restores into the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return inspect.unwrap(Adam.step)(self, closure)
+
+
+def rule_of(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the class whose rule and state an optimizer has: torch's Adam for an EagerAdam, else its own."""
+    return Adam if type(optimizer) is EagerAdam else type(optimizer)
+
 
 Rate: TypeAlias = float | Tensor | Callable[[int], float]
 """A learning rate: a number, a tensor of one element, or a function of the step."""

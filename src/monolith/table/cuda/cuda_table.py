@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -20,9 +21,7 @@ from monolith.errors import AcceleratorError, TableArgumentError, TableClosedErr
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.config import TableConfig
-from monolith.table.cuda import newcomers
-from monolith.table.cuda.cut import CudaTableCut, CutChunk, CutMoment
-from monolith.table.cuda.holding import HeldRows, WriteBatch
+from monolith.table.cuda.admission import runs_by_kind
 from monolith.table.cuda.inputs import Inputs
 from monolith.table.cuda.layout import row_layout
 from monolith.table.cuda.memory import (
@@ -39,11 +38,19 @@ from monolith.table.cuda.memory import (
     DeviceMemory,
     Times,
 )
-from monolith.table.cuda.paces import Paces
-from monolith.table.cuda.scans import LAST_HASH, first_rows, joined
-from monolith.table.cuda.watch import Gone
+from monolith.table.cuda.resident_rows import ResidentRows, WriteBatch
+from monolith.table.cuda.snapshots import (
+    LAST_HASH,
+    CudaTableSnapshot,
+    Removed,
+    SnapshotChunk,
+    SnapshotMoment,
+    first_rows,
+    merged_scan,
+)
+from monolith.table.cuda.step_scalars import StepScalars
 from monolith.table.digests import bucket_numbers, check_share
-from monolith.table.table import Rows, Scan, TableStats
+from monolith.table.rows import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
@@ -60,10 +67,11 @@ class CudaTable:
     Results are those of `NativeTable` to the bit, except where a one_bit segment asks for a tanh. Of equal
     ids gradients are summed in the order of the batch.
 
-    It may be followed (`touch`, `digests`) and cut. While a cut is open, and while changes are tracked, a
-    place costs one byte more; a cut has up to 2 GB on the device for rows that changed since, and host memory
-    for more of those. `capacity_bytes` holds for index and rows without that, at every moment: while a table
-    grows, old and new together are not more. Memory that `evict` makes idle goes back to torch.
+    Publishers may follow it (`touch`, `digests`), and it can be snapshotted. While a snapshot is open, and
+    while changes are tracked, a place costs one byte more; a snapshot uses up to 2 GB of the device for
+    copies of rows that changed, and host memory for more. `capacity_bytes` bounds index and rows without
+    that, at every moment: while a table grows, old and new together are not more. Memory that `evict` makes
+    idle is returned to torch.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
@@ -99,10 +107,10 @@ class CudaTable:
         self._thawed = threading.Condition(self._lock)
         # All below is guarded by the lock.
         self._frozen = 0
-        self._paces = Paces(config, lazy=self._layout.lazy)
+        self._scalars = StepScalars(config, lazy=self._layout.lazy)
         with owner.active():
             self._stream = owner.current_stream()
-            self._rows = HeldRows(
+            self._rows = ResidentRows(
                 config,
                 self._layout,
                 owner,
@@ -131,8 +139,8 @@ class CudaTable:
         return self._device
 
     @property
-    def owner(self) -> Device:
-        """The device, as those who launch kernels know it."""
+    def cuda(self) -> Device:
+        """The GPU that the rows are on, as kernels know it."""
         return self._owner
 
     def __len__(self) -> int:
@@ -145,7 +153,7 @@ class CudaTable:
         with self._open() as memory:
             keys = self._inputs.ids(ids)
             answer, values = self._inputs.out(out, ids, (len(keys), self.dim))
-            memory.lookup(keys, self._paces.scalars(), values)
+            memory.lookup(keys, self._scalars.scalars(), values)
             return answer if answer is values else answer.copy_(values)
 
     def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
@@ -163,7 +171,7 @@ class CudaTable:
     @property
     def most_rows(self) -> int | None:
         """How many rows its budget has room for, with as many places free as a quick search needs."""
-        return self._rows.room.most_rows
+        return self._rows.growth.most_rows
 
     def idle(self, count: int, besides: Tensor) -> Tensor:
         """Return the ids, on the CPU, of rows that were not written for longest; waits for the device.
@@ -201,22 +209,14 @@ class CudaTable:
             added = self._inputs.floats(values, (len(keys), self.dim), "values")
             times = self._inputs.times(event_time, len(keys))
             batch = WriteBatch(
-                keys, times, lambda claimed: self._held.add(claimed, added, self._paces.scalars())
+                keys, times, lambda claimed: self._held.add(claimed, added, self._scalars.scalars())
             )
             self._rows.write(batch, self._rows.turned_away(batch, None, None))
 
     def apply_gradients(
-        self,
-        ids: Tensor,
-        gradients: Tensor,
-        *,
-        step: int = 0,
-        event_time: int | Tensor = 0,
-        learning_rates: Tensor | None = None,
-        dedup: bool = False,
-        latest_values: Tensor | None = None,
-        counts: Tensor | None = None,
+        self, ids: Tensor, gradients: Tensor, **options: Unpack[arguments.UpdateOptions]
     ) -> None:
+        step, event_time, learning_rates, dedup, latest_values, counts = arguments.update_options(options)
         with self._open(writing=True) as memory:
             arguments.check_trainable(self._config, "apply_gradients")
             arguments.check_step(step)
@@ -228,18 +228,18 @@ class CudaTable:
             by = self._inputs.floats(gradients, (len(keys), self.dim), "gradients")
             sightings = self._inputs.counts(counts, len(keys))
             times = self._inputs.times(event_time, len(keys))
-            paces = rates.tolist()
-            self._paces.begin(step, paces)
+            by_segment = rates.tolist()
+            self._scalars.begin(step, by_segment)
 
             def train(claimed: Claimed) -> None:
                 self._held.train(
                     claimed,
                     by,
                     latest,
-                    scalars=self._paces.scalars(paces),
+                    scalars=self._scalars.scalars(by_segment),
                     step=step,
                     summed=dedup,
-                    checked=not self._paces.stay_finite(paces),
+                    checked=not self._scalars.stay_finite(by_segment),
                 )
 
             if self._admission is None and self._rows.watch.idle:
@@ -281,22 +281,22 @@ class CudaTable:
             begin, end = arguments.scan_range(cursor, limit, shard, num_shards)
             last, held = min(end - 1, LAST_HASH), self._rows.fill.read().rows
             rows, following = first_rows(memory, held, limit, first=begin, last=last)
-        return joined([rows.moved_to("cpu")], limit, following)
+        return merged_scan([rows.moved_to("cpu")], limit, following)
 
     def restore(self, rows: Rows) -> None:
         with self._open(writing=True):
             keys, times, values, state = self._inputs.rows(rows)
-            self._paces.note(None if state is None else rows.state.cpu().numpy())
+            self._scalars.note(None if state is None else rows.state.cpu().numpy())
             self._put(keys, times, values, state, whole=True)
 
     def clear(self, *, expect_rows: int = 0) -> None:
         with self._open(writing=True):
             self._rows.clear(expect_rows)
-            self._paces.forget()
+            self._scalars.forget()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Hold writers off while the block runs; readers go on. Nests."""
+        """Pause writers while the block runs; readers continue. Nests."""
         with self._open():
             self._frozen += 1
         try:
@@ -306,34 +306,36 @@ class CudaTable:
                 self._frozen -= 1
                 self._thawed.notify_all()
 
-    def cut(self) -> CudaTableCut:
-        """Hold this moment fast: rows are copied aside before they change."""
+    def snapshot(self) -> CudaTableSnapshot:
+        """Open a snapshot: from now on rows are copied before they change."""
         with self._open() as memory:
             seen = self._rows.fill.read()
-            gone = self._rows.watch.open_cut(memory, seen.rows)
-            aside = self._rows.watch.aside
-            assert aside is not None
-            moment = CutMoment(seen.rows, list(self._paces.scales), seen.counters[NEWEST], gone)
-            return CudaTableCut(self, self._config, self._owner, moment, aside)
+            gone = self._rows.watch.open_snapshot(memory, seen.rows)
+            copies = self._rows.watch.copies
+            assert copies is not None
+            moment = SnapshotMoment(seen.rows, list(self._scalars.scales), seen.counters[NEWEST], gone)
+            return CudaTableSnapshot(
+                self._config, self._owner, moment, copies, read=self.read_snapshot, end=self.end_snapshot
+            )
 
-    def read_cut(self, first: int, last: int, limit: int, *, changed_only: bool) -> CutChunk:
-        """Return a chunk of the open cut, not waited for. Called by the cut."""
+    def read_snapshot(self, first: int, last: int, limit: int, changed_only: bool) -> SnapshotChunk:
+        """Return a chunk of the open snapshot, without waiting for the device. Called by the snapshot."""
         with self._open() as memory:
-            aside = self._rows.watch.aside
-            if aside is None:
-                raise TableArgumentError("scan: the cut was closed")
-            aside.seal(memory)
+            copies = self._rows.watch.copies
+            if copies is None:
+                raise TableArgumentError("scan: the snapshot was closed")
+            copies.seal(memory)
             flags, held = BEFORE if changed_only else 0, self._rows.fill.read().rows
             rows, following = first_rows(
                 memory, held, limit, first=first, last=last, flags=flags, no_flags=TAKEN
             )
             until = last if following is None else following - 1
-            return CutChunk(rows, aside.between(first, until, changed_only=changed_only), following)
+            return SnapshotChunk(rows, copies.between(first, until, changed_only=changed_only), following)
 
-    def end_cut(self, unsaved: Gone | None) -> None:
-        """Take note that the open cut was closed. Called by the cut."""
+    def end_snapshot(self, unsaved: Removed | None) -> None:
+        """Close the open snapshot. Called by the snapshot."""
         with suppress(TableClosedError), self._open() as memory:
-            self._rows.watch.close_cut(memory, unsaved)
+            self._rows.watch.close_snapshot(memory, unsaved)
 
     def track_changes(self, on: bool = True) -> None:
         with self._open() as memory:
@@ -357,11 +359,11 @@ class CudaTable:
     def scales(self) -> list[float]:
         """One per segment: how steep a one_bit segment has become."""
         with self._open():
-            return list(self._paces.scales)
+            return list(self._scalars.scales)
 
     def set_scales(self, scales: Sequence[float]) -> None:
         with self._open():
-            self._paces.set_scales(scales)
+            self._scalars.set_scales(scales)
 
     def stats(self) -> TableStats:
         with self._open() as memory:
@@ -406,14 +408,14 @@ class CudaTable:
 
     def _put(self, ids: Tensor, times: Times, values: Tensor, state: Tensor | None, *, whole: bool) -> None:
         def put(claimed: Claimed) -> None:
-            self._held.put(claimed, values, state, whole=whole, scalars=self._paces.scalars())
+            self._held.put(claimed, values, state, whole=whole, scalars=self._scalars.scalars())
 
         batch = WriteBatch(ids, times, put)
         if not self._config.skip_zero:
             self._rows.write(batch, None if whole else self._rows.turned_away(batch, None, None))
             return
         zero = (values * values).sum(1) < _SMALLEST_NORMAL
-        for run, is_zero in newcomers.runs(ids.cpu(), zero.cpu()):
+        for run, is_zero in runs_by_kind(ids.cpu(), zero.cpu()):
             mine = run.to(self._device)
             if is_zero:
                 self._rows.remove(ids[mine])

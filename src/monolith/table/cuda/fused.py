@@ -1,9 +1,9 @@
 """FusedTables: many tables on one device, read and trained by a few launches.
 
 A model has dozens of tables, and a launch costs the host more than the device needs for one table's share of
-a batch. So tables whose rows are alike are worked on together: a launch is told where the ids of each table
+a batch. So tables whose rows are group are worked on together: a launch is told where the ids of each table
 lie (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. How
-many launches there are does not depend on how many tables there are, up to MOST_CELLS.
+many launches there are does not depend on how many tables there are, up to MAX_CELLS.
 
 What needs more than that (a filter, a byte budget) a table does by itself. Who keeps track of rows is told
 table by table, of every id of a batch: also of those by whose gradients nothing was trained.
@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,11 +25,19 @@ from torch import Tensor
 from monolith.cuda.device import Device, DeviceEvent, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import TableArgumentError
-from monolith.table.cuda.alike import Floats, PlannedLaunch, PlannedSteps, TablesAlike, most_cells
-from monolith.table.cuda.cells import MOST_CELLS, Ints, Spans
 from monolith.table.cuda.cuda_table import CudaTable
 from monolith.table.cuda.inputs import Inputs
 from monolith.table.cuda.layout import fused_index_source
+from monolith.table.cuda.layout_groups import (
+    MAX_CELLS,
+    Floats,
+    Ints,
+    LayoutGroup,
+    PlannedLaunch,
+    PlannedSteps,
+    Spans,
+    max_cells,
+)
 from monolith.table.cuda.memory import BESIDE, COUNTERS, STRETCH, Claimed, DeviceMemory, Times
 from monolith.table.table import Table
 
@@ -39,88 +46,60 @@ _ASKED_AFTER = 0.25  # of the room that there was when the counters came last
 _INT32_MAX = (1 << 31) - 1
 
 
-@runtime_checkable
-class DeviceTable(Protocol):
-    """What a table on a device says beside what a `Table` does."""
-
-    @property
-    def owner(self) -> Device:
-        """The device, as those who launch kernels know it."""
-
-
 def common_device(tables: Sequence[Table]) -> Device | None:
-    """Return the device that all tables are on; None where one is elsewhere."""
-    owners = [table.owner if isinstance(table, DeviceTable) else None for table in tables]
-    return owners[0] if owners and all(one == owners[0] for one in owners) else None
+    """Return the GPU that all tables are on; None if they are on several, or one is in host memory."""
+    devices = [table.cuda for table in tables]
+    return devices[0] if devices and all(one == devices[0] for one in devices) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedBatch:
-    """Gradients for all tables, on their device: table after table."""
+    """Gradients for all tables, on their device: table after table.
+
+    Shapes: n ids of all tables together, f = sum of size * dim over the tables.
+    """
 
     ids: Tensor
     sizes: Ints
-    """By table."""
+    """Ids by table, or by batch and table before `by_table`."""
     gradients: Tensor
-    """float32, flat."""
+    """float32 of shape (f,)."""
     rates: Floats
     """By segment, table after table."""
     step: int
     dedup: bool
     event_time: int | Tensor = 0
-    """One for all, or int64 by id: nobody has looked at those that came from the device."""
+    """One for all, or int64 of shape (n,); kernels check those that were given on the device."""
     latest: Tensor | None = None
     """As the gradients."""
     counts: Tensor | None = None
     """int64 by id, on the CPU."""
 
-    @classmethod
-    def of(
-        cls,
-        ids: Tensor,
-        sizes: Ints,
-        widths: Ints,
-        *,
-        gradients: Tensor,
-        rates: Floats,
-        step: int,
-        dedup: bool,
-        event_time: int | Tensor,
-        latest: Tensor | None,
-        counts: Tensor | None,
-    ) -> FusedBatch:
-        """Return one batch of several that lie end to end, each table after table.
+    def by_table(self, widths: Ints) -> FusedBatch:
+        """Return the batch in the order of tables, given several batches one after another.
 
         Args:
-            sizes: By batch and, within a batch, by table.
-            widths: Floats of an id, by table.
+            widths: Floats of an id, by table. `sizes` is by batch and, within a batch, by table.
         """
         tables = len(widths)
-        by_batch = sizes.reshape(-1, tables)
-
-        def by_id(column: Tensor) -> Tensor:
-            return _by_table(column, sizes, tables)
-
-        def by_float(column: Tensor) -> Tensor:
-            return _by_table(column, (by_batch * widths).ravel(), tables)
-
-        return cls(
-            ids=by_id(ids),
+        by_batch = self.sizes.reshape(-1, tables)
+        if len(by_batch) == 1:
+            return self
+        floats = (by_batch * widths).ravel()
+        time, latest, counts = self.event_time, self.latest, self.counts
+        return replace(
+            self,
+            ids=_by_table(self.ids, self.sizes, tables),
             sizes=by_batch.sum(0),
-            gradients=by_float(gradients),
-            rates=rates,
-            step=step,
-            dedup=dedup,
-            event_time=by_id(event_time) if isinstance(event_time, Tensor) else event_time,
-            latest=None if latest is None else by_float(latest),
-            counts=None if counts is None else by_id(counts),
+            gradients=_by_table(self.gradients, floats, tables),
+            event_time=_by_table(time, self.sizes, tables) if isinstance(time, Tensor) else time,
+            latest=None if latest is None else _by_table(latest, floats, tables),
+            counts=None if counts is None else _by_table(counts, self.sizes, tables),
         )
 
 
 def _by_table(column: Tensor, lengths: Ints, tables: int) -> Tensor:
-    """Bring what lies batch after batch, and within a batch table after table, into the order of tables."""
-    if len(lengths) == tables:
-        return column
+    """Reorder a column that is ordered by batch, then by table, to be ordered by table, then by batch."""
     cells = column.split_with_sizes(lengths.tolist())
     return torch.cat([cell for number in range(tables) for cell in cells[number::tables]])
 
@@ -182,7 +161,7 @@ class FusedTables:
         self._widths = np.array([table.dim for table in tables], np.int64)
         segments = np.array([len(table.config.segments) for table in tables], np.int64)
         self._rate_ends = np.cumsum(segments)
-        fused = [table if isinstance(table, CudaTable) and most_cells(table) else None for table in tables]
+        fused = [table if isinstance(table, CudaTable) and max_cells(table) else None for table in tables]
         self._fused = fused
         self._others = {number for number, table in enumerate(fused) if table is None}
         self._twice = [sum(one is other for other in tables) > 1 for one in tables]
@@ -193,7 +172,7 @@ class FusedTables:
             if table is not None:
                 by_source.setdefault(table._layout.source, []).append(number)
         self._groups = [
-            TablesAlike(
+            LayoutGroup(
                 [table for number in numbers if (table := fused[number]) is not None],
                 numbers,
                 (self._rate_ends - segments)[numbers],
@@ -204,7 +183,7 @@ class FusedTables:
         self._index: Kernels = device.kernels(fused_index_source(), "fused_index")
         # All below is guarded by the locks of the tables.
         self._known: _Known | None = None
-        self._lookups: tuple[bytes, list[tuple[TablesAlike, PlannedLaunch]]] = b"", []
+        self._lookups: tuple[bytes, list[tuple[LayoutGroup, PlannedLaunch]]] = b"", []
         self._plan: _Plan | None = None
         self._stream: DeviceStream | None = None
         self._finite: tuple[bytes, list[bool]] = b"", []
@@ -225,9 +204,9 @@ class FusedTables:
         out = torch.empty(int(emb_offsets[-1]), dtype=torch.float32, device=self.device.torch_device)
         together = len(ids) <= _INT32_MAX
         with self._entered() as work:
-            for alike, one in self._planned_lookups(sizes, id_offsets, emb_offsets) if together else ():
-                told = work.known.arrays, one.cells, alike.paces(one.tables, None)
-                alike.kernels.launch("lookup_tables", one.blocks, *told, ids, out, stream=work.stream.handle)
+            for group, one in self._planned_lookups(sizes, id_offsets, emb_offsets) if together else ():
+                told = work.known.arrays, one.cells, group.scalars(one.tables, None)
+                group.kernels.launch("lookup_tables", one.blocks, *told, ids, out, stream=work.stream.handle)
         for cell in np.flatnonzero(sizes).tolist() if self._others or not together else ():
             if cell % count in self._others or not together:
                 own, floats = slice(*id_offsets[cell : cell + 2]), slice(*emb_offsets[cell : cell + 2])
@@ -236,16 +215,16 @@ class FusedTables:
 
     def _planned_lookups(
         self, sizes: Ints, id_offsets: Ints, emb_offsets: Ints
-    ) -> list[tuple[TablesAlike, PlannedLaunch]]:
+    ) -> list[tuple[LayoutGroup, PlannedLaunch]]:
         data = sizes.tobytes()
         if self._lookups[0] != data:
             count = len(self._tables)
             spans = Spans(np.arange(len(sizes)) % count, id_offsets[:-1], sizes, emb_offsets[:-1])
             batches = np.arange(0, len(sizes), count)[:, None]
             found = [
-                (alike, launch)
-                for alike in self._groups
-                for launch in alike.lookups(spans.some((batches + alike.numbers).ravel()), self.device)
+                (group, launch)
+                for group in self._groups
+                for launch in group.lookups(spans.some((batches + group.numbers).ravel()), self.device)
             ]
             self._lookups = data, found
         return self._lookups[1]
@@ -258,10 +237,10 @@ class FusedTables:
             together = len(batch.ids) <= _INT32_MAX
             alone = [not together or self._is_alone(number) for number in range(len(self._tables))]
             self._learn()
-            for alike in (one for one in self._groups if one.paced):
-                for number, table, at in zip(alike.numbers, alike.tables, alike.rates_at, strict=True):
+            for group in (one for one in self._groups if one.scalars_vary):
+                for number, table, at in zip(group.numbers, group.tables, group.rates_at, strict=True):
                     if not alone[number]:
-                        table._paces.begin(batch.step, batch.rates[at].tolist())
+                        table._scalars.begin(batch.step, batch.rates[at].tolist())
             self._train(work, batch, np.array(alone, np.bool_))
         for number, by_itself in enumerate(alone):
             if by_itself:
@@ -328,12 +307,12 @@ class FusedTables:
         keys = np.where(alone, 1, known.places + BESIDE + 1)
         ends = np.cumsum(keys)
         claims = []
-        for part in told.parts(MOST_CELLS):
+        for part in told.parts(MAX_CELLS):
             own = told.some(part)
             cells = own.cells(-(-own.sizes // _WARP), (ends - keys)[part])
             blocks = blocks_for(cells.units, per_block=THREADS // _WARP)
             claims.append(PlannedLaunch(own.tables, cells, blocks))
-        groups = [(alike, alike.numbers[sizes[alike.numbers] > 0]) for alike in self._groups]
+        groups = [(group, group.numbers[sizes[group.numbers] > 0]) for group in self._groups]
         self._plan = _Plan(
             data,
             by_itself,
@@ -342,7 +321,7 @@ class FusedTables:
             spans,
             bool(ends[-1] > self._most_narrow),
             claims,
-            [alike.steps(spans.some(some), summed=batch.dedup) for alike, some in groups if len(some)],
+            [group.steps(spans.some(some), summed=batch.dedup) for group, some in groups if len(some)],
         )
         return self._plan
 
@@ -384,23 +363,23 @@ class FusedTables:
     def _step(
         self, work: _Work, batch: FusedBatch, planned: PlannedSteps, claimed: Claimed, *, checked: bool
     ) -> None:
-        alike, device = planned.alike, self.device.torch_device
+        group, device = planned.group, self.device.torch_device
         writes, stream = claimed.writes(), work.stream.handle
         runs = sums = None
         if planned.sums:
             stretches = len(batch.ids) // STRETCH + 1
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
-            sums = torch.empty((stretches, alike.layout.dim), dtype=torch.float32, device=device)
+            sums = torch.empty((stretches, group.layout.dim), dtype=torch.float32, device=device)
         for one in planned.sums:
             told = one.cells, writes, batch.gradients, runs, sums
-            alike.kernels.launch("sum_long_runs_of_tables", one.blocks, *told, stream=stream, threads=STRETCH)
+            group.kernels.launch("sum_long_runs_of_tables", one.blocks, *told, stream=stream, threads=STRETCH)
         for one in planned.steps:
-            alike.kernels.launch(
+            group.kernels.launch(
                 "train_tables_checked" if checked else "train_tables",
                 one.blocks,
                 work.known.arrays,
                 one.cells,
-                alike.paces(one.tables, batch.rates),
+                group.scalars(one.tables, batch.rates),
                 writes,
                 batch.gradients,
                 batch.latest,
@@ -418,7 +397,7 @@ class FusedTables:
         if data != self._finite[0]:
             of_tables = np.split(rates, self._rate_ends[:-1])
             found = [
-                table is not None and table._paces.stay_finite(own.tolist())
+                table is not None and table._scalars.stay_finite(own.tolist())
                 for table, own in zip(self._fused, of_tables, strict=True)
             ]
             self._finite = data, found

@@ -21,7 +21,7 @@ extern "C" __global__ void sum_long_runs_of_tables(const __grid_constant__ Cells
 
 template <bool CHECKED>
 __device__ __forceinline__ void train_cells(const Table* __restrict__ tables, const Cells& cells,
-                                            const Paces& paces, const Writes& writes, const float* gradients,
+                                            const StepScalars& paces, const Writes& writes, const float* gradients,
                                             const float* latest, i64 step, const LongRun* runs,
                                             const float* sums, int summed, int per_tile) {
   const int unit = (int)TILE_NUMBER;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void train_cells(const Table* __restrict__ tables, co
 // A tile to a unit of `per_tile` positions.
 extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
     train_tables(const Table* __restrict__ tables, const __grid_constant__ Cells cells,
-                 const __grid_constant__ Paces paces, Writes writes, const float* __restrict__ gradients,
+                 const __grid_constant__ StepScalars paces, Writes writes, const float* __restrict__ gradients,
                  const float* __restrict__ latest, i64 step, const LongRun* __restrict__ runs,
                  const float* __restrict__ sums, int summed, int per_tile) {
   train_cells<false>(tables, cells, paces, writes, gradients, latest, step, runs, sums, summed, per_tile);
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
 
 extern "C" __global__ void train_tables_checked(const Table* __restrict__ tables,
                                                 const __grid_constant__ Cells cells,
-                                                const __grid_constant__ Paces paces, Writes writes,
+                                                const __grid_constant__ StepScalars paces, Writes writes,
                                                 const float* __restrict__ gradients,
                                                 const float* __restrict__ latest, i64 step,
                                                 const LongRun* __restrict__ runs,

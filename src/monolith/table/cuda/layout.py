@@ -14,7 +14,7 @@ import numpy as np
 from monolith.table.compressors import FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import mix_one
-from monolith.table.lazy_decay import decays_lazily
+from monolith.table.update_rules import decays_lazily
 
 MAX_LANES = 32
 """Threads of a warp: as many as can work on one row together."""

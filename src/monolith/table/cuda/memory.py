@@ -17,7 +17,6 @@ from monolith.cuda.device import Device, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import AcceleratorError
 from monolith.table.cuda.layout import DeviceRowLayout, index_source
-from monolith.table.cuda.recency import Recency
 
 KEYS = 16
 """Keys of a bucket of the index."""
@@ -51,6 +50,7 @@ _UINT64 = (1 << 64) - 1
 _PULLS = 2  # after those few marks are left
 SIGN = -(1 << 63)
 """The highest bit of a hash: turned, hashes are in order as signed numbers."""
+_NEVER_IDLE = (1 << 31) - 1
 _FREE, _MARK = 0, 1  # as in places.cuh
 _UNMIX = 0xCFEE444D8B59A89B - (1 << 64)  # as in places.cuh, as torch sees it
 
@@ -164,6 +164,46 @@ class RowArrays:
             torch.empty((rows, layout.row_bytes // 4), dtype=torch.int32, device=device),
             torch.empty((rows, layout.state_dim), dtype=torch.float32, device=device),
         )
+
+
+class Recency:
+    """The last batch of each place. Nothing here waits for the device, but `idle`. Not thread-safe.
+
+    Args:
+        places: All there are, those behind the buckets too.
+    """
+
+    def __init__(self, places: int, device: torch.device) -> None:
+        # One more, for ids that have no place.
+        self._used = torch.zeros(places + 1, dtype=torch.int32, device=device)
+        self._batch = 0
+
+    def note(self, places: Tensor) -> None:
+        """Take note of a batch that writes to places, int32; those beyond the last count for nothing."""
+        self._batch += 1
+        self._used.index_fill_(0, self._inside(places), self._batch)
+
+    def idle(self, held: Tensor, count: int, besides: Tensor) -> Tensor:
+        """Return the places that were not written for longest, `count` at most, in no order.
+
+        Args:
+            held: A bool for each place: whether it has a row.
+            besides: Places that are not returned, int32; those beyond the last count for nothing.
+        """
+        free = torch.cat([~held, held.new_ones(1)]).index_fill_(0, self._inside(besides), True)
+        used = self._used.masked_fill(free, _NEVER_IDLE)
+        oldest = torch.topk(used, min(count, len(held)), largest=False, sorted=False)
+        return oldest.indices[oldest.values != _NEVER_IDLE]
+
+    def moved(self, before: Tensor, after: Tensor, places: int) -> Recency:
+        """Return the same for rows that went to other places, both int64, of a memory of another size."""
+        new = Recency(places, self._used.device)
+        new._batch = self._batch
+        new._used[after] = self._used[before]
+        return new
+
+    def _inside(self, places: Tensor) -> Tensor:
+        return places.clamp(max=len(self._used) - 1).to(torch.int64)
 
 
 class DeviceMemory:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -32,46 +32,20 @@ from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.compressors import OneBit
 from monolith.table.config import TableConfig
-from monolith.table.cuda import newcomers
+from monolith.table.cuda.admission import parts_of_batch
 from monolith.table.cuda.cuda_table import CudaTable
-from monolith.table.cuda.joined_scans import JoinedCut, joined
-from monolith.table.cuts import DumpableTable
-from monolith.table.lazy_decay import decays_lazily, newest_step
+from monolith.table.cuda.snapshots import JoinedSnapshot, joined_scan
 from monolith.table.native_table import NativeTable
-from monolith.table.table import FollowedTable, Rows, Scan, TableStats
+from monolith.table.rows import Rows, Scan, TableStats
+from monolith.table.table import Table
 from monolith.table.touched_keys import TouchedKeySet
+from monolith.table.update_rules import decays_lazily, newest_step
 
 _PART = 8  # of the device's rows go far at once, as a share,
 _MOST_AT_ONCE = 1 << 18  # but no more than these: nobody waits long
 _RESERVE = 16  # of the device's rows are kept for those that come near, as a share, where there is a ceiling
 _CHUNK = 1 << 16  # rows that are carried at once
 _INDEX_BYTES = 32  # of a far row at most, for its place in the index
-
-
-class KeepableTable(DumpableTable, FollowedTable, Protocol):
-    """A table in this process that can be dumped and followed."""
-
-
-class NearTable(KeepableTable, Protocol):
-    """A table with room for some rows, which knows those that were not written for longest."""
-
-    @property
-    def owner(self) -> Device:
-        """The device, as those who launch kernels know it."""
-
-    @property
-    def most_rows(self) -> int | None:
-        """How many rows it has room for; None for any number."""
-
-    def idle(self, count: int, besides: Tensor) -> Tensor:
-        """Return the ids of rows that were not written for longest, `count` at most, none of `besides`."""
-
-    def expire_oldest(self, count: int, latest: int) -> int:
-        """Drop rows with the oldest event times, none newer than `latest`; return how many.
-
-        Args:
-            count: So many or some more, where there are.
-        """
 
 
 @dataclass(slots=True)
@@ -106,8 +80,8 @@ class SpillingTable:
     def __init__(
         self,
         config: TableConfig,
-        near: NearTable,
-        far: KeepableTable,
+        near: CudaTable,
+        far: Table,
         *,
         touched: TouchedKeySet | None = None,
     ) -> None:
@@ -175,17 +149,17 @@ class SpillingTable:
         return self._config.state_dim
 
     @property
-    def owner(self) -> Device:
-        """The device that tensors are answered on, if they lie there."""
-        return self._near.owner
+    def cuda(self) -> Device:
+        """The GPU of the near rows: calls with tensors on it are answered on it."""
+        return self._near.cuda
 
     @property
-    def near(self) -> NearTable:
+    def near(self) -> CudaTable:
         """The rows on the device, to look at."""
         return self._near
 
     @property
-    def far(self) -> KeepableTable:
+    def far(self) -> Table:
         """The rows in host memory, to look at."""
         return self._far
 
@@ -240,17 +214,9 @@ class SpillingTable:
                 table.assign_add(**part)
 
     def apply_gradients(
-        self,
-        ids: Tensor,
-        gradients: Tensor,
-        *,
-        step: int = 0,
-        event_time: int | Tensor = 0,
-        learning_rates: Tensor | None = None,
-        dedup: bool = False,
-        latest_values: Tensor | None = None,
-        counts: Tensor | None = None,
+        self, ids: Tensor, gradients: Tensor, **options: Unpack[arguments.UpdateOptions]
     ) -> None:
+        step, event_time, learning_rates, dedup, latest_values, counts = arguments.update_options(options)
         with self._open(writing=True):
             arguments.check_trainable(self._config, "apply_gradients")
             arguments.check_step(step)
@@ -305,7 +271,7 @@ class SpillingTable:
         """Return rows in the order of their hashes, on the CPU: a shard is a range of hashes."""
         with self._open():
             how = {"limit": limit, "shard": shard, "num_shards": num_shards}
-            return joined([table.scan(cursor, **how) for table in (self._near, self._far)], limit)
+            return joined_scan([table.scan(cursor, **how) for table in (self._near, self._far)], limit)
 
     def restore(self, rows: Rows) -> None:
         """Insert or overwrite whole rows where they are; new ones near, as long as there is room."""
@@ -332,7 +298,7 @@ class SpillingTable:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Hold writers off while the block runs; readers go on. Nests."""
+        """Pause writers while the block runs; readers continue. Nests."""
         with self._open():
             self._frozen += 1
         try:
@@ -342,10 +308,10 @@ class SpillingTable:
                 self._frozen -= 1
                 self._thawed.notify_all()
 
-    def cut(self) -> JoinedCut:
-        """Hold this moment fast; see `JoinedCut` for rows that move afterwards."""
+    def snapshot(self) -> JoinedSnapshot:
+        """Open a snapshot; see `JoinedSnapshot` for rows that move afterwards."""
         with self._open():
-            return JoinedCut(self._config, (self._near, self._far))
+            return JoinedSnapshot(self._config, (self._near, self._far))
 
     def track_changes(self, on: bool = True) -> None:
         with self._open():
@@ -436,7 +402,7 @@ class SpillingTable:
             arguments.refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
 
     def _is_near(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, Tensor) and self.owner.holds(tensor)
+        return isinstance(tensor, Tensor) and self.cuda.holds(tensor)
 
     def _not_near(self, ids: Tensor) -> Tensor | None:
         """Return the positions of ids that are not near, where any is far at all; waits for the device."""
@@ -445,9 +411,7 @@ class SpillingTable:
         places = (~self._near.contains(ids)).nonzero().squeeze(1)
         return places if len(places) else None
 
-    def _settled(
-        self, ids: Tensor, **columns: Any
-    ) -> Iterator[tuple[KeepableTable, Tensor | None, dict[str, Any]]]:
+    def _settled(self, ids: Tensor, **columns: Any) -> Iterator[tuple[Table, Tensor | None, dict[str, Any]]]:
         """Bring a batch near as far as there is room; yield what each half works on, and its positions.
 
         A table that is full and lets its oldest rows go takes a large batch in parts: later ids of it may
@@ -457,13 +421,13 @@ class SpillingTable:
         if not self._lets_go(ids):
             yield from self._split(whole, None)
             return
-        for part in newcomers.parts(ids.cpu().numpy(), max(1, self._room // _PART)):
+        for part in parts_of_batch(ids.cpu().numpy(), max(1, self._room // _PART)):
             places = torch.from_numpy(part).nonzero().squeeze(1).to(ids.device)
             yield from self._split({name: _at(column, places) for name, column in whole.items()}, places)
 
     def _split(
         self, batch: dict[str, Any], at: Tensor | None
-    ) -> Iterator[tuple[KeepableTable, Tensor | None, dict[str, Any]]]:
+    ) -> Iterator[tuple[Table, Tensor | None, dict[str, Any]]]:
         """Do that for a part of a batch, whose positions are `at`."""
         ids: Tensor = batch["ids"]
         stays = self._settle(ids, batch["event_time"])

@@ -24,7 +24,13 @@ from monolith.train.hooks.control_server import BlockStatus, ControlClient, Cont
 from monolith.train.hooks.controller import ActionFileHook, ControllerHook
 from monolith.train.hooks.deep_insight import DeepInsightHook, FileMetricHook, KafkaMetricHook
 from monolith.train.hooks.feature_dump import FeatureDump, batch_records
-from monolith.train.hooks.hours import SlowStartHook, TideStoppingHook, TideWindow, before, slow_start_target
+from monolith.train.hooks.hours import (
+    DailyHours,
+    SlowStartHook,
+    StopOutsideHoursHook,
+    before,
+    slow_start_target,
+)
 from monolith.train.hooks.insight import (
     FeatureInsightHook,
     ModelInsightHook,
@@ -61,6 +67,7 @@ __all__ = [
     "ControlServerHook",
     "ControllerHook",
     "CustomMetricHook",
+    "DailyHours",
     "DeepInsightConfig",
     "DeepInsightHook",
     "FeatureDump",
@@ -91,11 +98,10 @@ __all__ = [
     "Snapshot",
     "Snapshots",
     "Standing",
+    "StopOutsideHoursHook",
     "SummaryHook",
     "TableInfoHook",
     "ThroughputHook",
-    "TideStoppingHook",
-    "TideWindow",
     "WaitingBarrier",
     "WorkerBarrierHook",
     "batch_records",

@@ -109,11 +109,6 @@ class HooksConfig:
     throughput_every: timedelta | None = None
     """How often the chief reports steps, their time and the loss as metrics, and once the time that the run
     took to start; None never."""
-    submitted_at: float | None = None
-    """Unix seconds from which the start-up time in the throughput metrics counts; by default the start of
-    training."""
-    model_name: str = ""
-    """The name of the model in metrics and in sampled predictions; by default the task's name."""
     online_file: bool = False
     """Whether dense weights alone (dense_save) are saved only while a file ONLINE is in model_dir."""
     online_file_every_steps: int = 100

@@ -1,7 +1,7 @@
-"""The tide: the daily hours in which cheap borrowed machines exist.
+"""Daily hours: the window in which cheap borrowed machines are available, and the slow start of workers.
 
 A run on such machines may only train inside its window. Outside of it the run stops, with
-a final checkpoint, and somebody starts it again the next day.
+a final checkpoint, and the operator or a scheduler restarts it the next day.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def before(hour1: int, minute1: int | None, hour2: int, minute2: int | None) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class TideWindow:
+class DailyHours:
     """Hours of the day in UTC, from the start on and up to the end, which is not among them.
 
     An end earlier than the start is on the next day. Start and end alike mean all day.
@@ -51,7 +51,7 @@ class TideWindow:
             ("end_minute", self.end_minute, 60),
         ):
             if value is not None and not 0 <= value < limit:
-                raise ConfigError(f"tide window: {name} must be from 0 to {limit - 1}, got {value}")
+                raise ConfigError(f"daily window: {name} must be from 0 to {limit - 1}, got {value}")
 
     def contains(self, now: float) -> bool:
         """Whether `now`, in Unix seconds, is inside the window."""
@@ -71,7 +71,7 @@ class TideWindow:
         )
 
 
-class TideStoppingHook(Hook):
+class StopOutsideHoursHook(Hook):
     """Ends the run once its window is over; the save hook then writes the final checkpoint.
 
     Args:
@@ -79,7 +79,7 @@ class TideStoppingHook(Hook):
         clock: Unix seconds.
     """
 
-    def __init__(self, window: TideWindow | None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, window: DailyHours | None, *, clock: Callable[[], float] = time.time) -> None:
         self._window = window
         self._clock = clock
 
@@ -87,12 +87,12 @@ class TideStoppingHook(Hook):
         stop_outside(run, self._window, self._clock())
 
 
-def stop_outside(run: Run, window: TideWindow | None, now: float) -> bool:
+def stop_outside(run: Run, window: DailyHours | None, now: float) -> bool:
     """Ask the run to stop if `now` is outside of its window; return whether it is."""
     if window is None or window.contains(now):
         return False
-    _log.info("outside the tide window %s: stopping at step %d", window, run.step)
-    run.request_stop(f"outside the tide window {window}")
+    _log.info("outside the daily window %s: stopping at step %d", window, run.step)
+    run.request_stop(f"outside the daily window {window}")
     return True
 
 
@@ -121,11 +121,11 @@ class SlowStartHook(Hook):
         global_step: Reads the step of the whole model, which other workers move.
         idle: Called with the run again and again while waiting: what keeps this worker together with the
             others, who may want to save meanwhile.
-        tide: Outside of this window the run is asked to stop instead.
+        hours: Outside of this window the run is asked to stop instead.
         max_wait: How long to wait at most once the model moves, with up to 10 random minutes on top,
             so that those who give up do not all begin at once.
         grace: How long the model may take to begin to move before `max_wait` counts anyway.
-        clock: Unix seconds, for the tide window.
+        clock: Unix seconds, for the daily window.
         timer: Seconds that only grow.
     """
 
@@ -135,7 +135,7 @@ class SlowStartHook(Hook):
         *,
         global_step: Callable[[], int],
         idle: Sequence[Callable[[Run], None]] = (),
-        tide: TideWindow | None = None,
+        hours: DailyHours | None = None,
         max_wait: timedelta = timedelta(minutes=10),
         grace: timedelta = timedelta(minutes=30),
         clock: Callable[[], float] = time.time,
@@ -146,7 +146,7 @@ class SlowStartHook(Hook):
         self._target_step = target_step
         self._global_step = global_step
         self._idle = tuple(idle)
-        self._tide = tide
+        self._hours = hours
         self._max_wait = max_wait.total_seconds()
         self._grace = grace.total_seconds()
         self._clock, self._timer = clock, timer
@@ -164,7 +164,7 @@ class SlowStartHook(Hook):
         next_log = now
         while run.stop_reason is None:
             now = self._timer()
-            if stop_outside(run, self._tide, self._clock()):
+            if stop_outside(run, self._hours, self._clock()):
                 return
             if self._target_step <= 0:
                 break

@@ -78,14 +78,14 @@ def installed_hooks(
     """
     _check(config)
     asked, worker = config.hooks, 0 if others is None else others.index
-    name = asked.model_name or task_name
+    name = config.model_name or task_name
     idle = [hook.before_step for hook in rest]
     hooks: list[Hook] = []
     if worker == 0:
         if asked.memory_limit_bytes is not None:
             hooks += _memory_hooks(asked, run, metrics, others, idle)
         kind = "local" if others is None else "ps"
-        hooks += _metric_hooks(asked, name, MetricClient(metrics), kind, clock=clock, timer=timer)
+        hooks += _metric_hooks(config, name, MetricClient(metrics), kind, clock=clock, timer=timer)
         hooks += _nas_hooks(asked, module)
     elif others is not None and asked.slow_start_steps:
         hooks.append(
@@ -93,7 +93,7 @@ def installed_hooks(
                 slow_start_target(asked.slow_start_steps, worker),
                 global_step=others.read_step,
                 idle=idle,
-                tide=config.tide,
+                hours=config.hours,
                 max_wait=asked.slow_start_max_wait,
                 clock=clock,
                 timer=timer,
@@ -146,7 +146,7 @@ def _memory_hooks(
 
 
 def _metric_hooks(
-    asked: HooksConfig,
+    config: TrainConfig,
     name: str,
     client: MetricClient,
     cluster_type: str,
@@ -154,6 +154,7 @@ def _metric_hooks(
     clock: Callable[[], float],
     timer: Callable[[], float],
 ) -> list[Hook]:
+    asked = config.hooks
     hooks: list[Hook] = []
     if asked.heartbeat_every is not None:
         hooks.append(HeartBeatHook(client, every=asked.heartbeat_every))
@@ -163,7 +164,7 @@ def _metric_hooks(
                 client,
                 model_name=name,
                 cluster_type=cluster_type,
-                started_at=clock() if asked.submitted_at is None else asked.submitted_at,
+                started_at=clock() if config.submitted_at is None else config.submitted_at,
                 every=asked.throughput_every,
                 clock=clock,
                 timer=timer,

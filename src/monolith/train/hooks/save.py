@@ -42,7 +42,7 @@ from monolith.filesystem import FileReserve, is_out_of_files
 from monolith.observe import Metrics, yield_to_others
 from monolith.observe.progress import describe_bytes
 from monolith.train.hook import Hook, Run, StepResult
-from monolith.train.hooks.hours import TideWindow
+from monolith.train.hooks.hours import DailyHours
 from monolith.train.hooks.save_timing import SaveListener, SaveMemory, SaveTimer
 
 _log = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class SaveConfig:
     """Seconds between saves; not beside `steps`."""
     steps: int | None = None
     """Steps between saves."""
-    tide: TideWindow | None = None
-    """The daily hours outside of which `tide_secs` is the interval."""
-    tide_secs: float | None = None
+    hours: DailyHours | None = None
+    """The daily hours outside of which `secs_outside_hours` is the interval."""
+    secs_outside_hours: float | None = None
     """Seconds between saves outside of the daily window."""
     ignore_errors: bool = False
     """Whether training goes on when a save failed; a request for a save has a setting of its own."""
@@ -117,7 +117,7 @@ class SaveConfig:
     def __post_init__(self) -> None:
         if self.secs is not None and self.steps is not None:
             raise ConfigError("Can not provide both save_checkpoints_secs and save_checkpoints_steps.")
-        for name in ("secs", "steps", "tide_secs", "retry_secs"):
+        for name in ("secs", "steps", "secs_outside_hours", "retry_secs"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"save: {name} must be above 0, got {value}")
@@ -131,8 +131,8 @@ class SaveConfig:
         return SaveTimer(
             every_secs=self.secs,
             every_steps=NEVER_STEPS if self.secs is None and self.steps is None else self.steps,
-            tide=self.tide,
-            tide_every_secs=self.tide_secs,
+            hours=self.hours,
+            secs_outside_hours=self.secs_outside_hours,
             clock=clock,
             timer=timer,
         )
@@ -198,7 +198,7 @@ class SaveHook(Hook):
         metrics: Counts `save_checkpoint`, `save_checkpoint_failed` (each attempt) and
             `save_checkpoint_postponed`, and times `save_checkpoint_time`, by mode: full or dense_only. Shows
             `save_checkpoint_age_seconds` and `save_checkpoint_failures_in_a_row`.
-        clock: Unix seconds, for stamps and the hours of a tide window.
+        clock: Unix seconds, for stamps and the hours of a daily window.
         timer: Seconds that only grow, for every interval: a wall clock that is set must not stop saving.
         sleep: Waits between attempts of the last save of a run, and of one that found no free descriptor.
     """

@@ -1,4 +1,4 @@
-"""When to save: every so many seconds or steps, and at another pace outside the tide."""
+"""When to save: every so many seconds or steps, and at another interval outside the daily hours."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from monolith import filesystem
 from monolith.errors import ConfigError, FileMissingError
 from monolith.train.hook import Every, Hook, Run, StepResult
-from monolith.train.hooks.hours import TideWindow
+from monolith.train.hooks.hours import DailyHours
 
 
 class SaveTimer:
     """Says when the next save is due. Not thread-safe; `enabled` may be set from any thread.
 
-    Outside the tide window, if there is one, only `tide_every_secs` counts.
+    Outside the daily window, if there is one, only `secs_outside_hours` counts.
 
     Args:
-        clock: Unix seconds, for the hours of the tide window alone: it may be set, ahead or back.
+        clock: Unix seconds, for the hours of the daily window alone: it may be set, ahead or back.
         timer: Seconds that only grow, for every interval.
     """
 
@@ -29,8 +29,8 @@ class SaveTimer:
         *,
         every_secs: float | None = None,
         every_steps: int | None = None,
-        tide: TideWindow | None = None,
-        tide_every_secs: float | None = None,
+        hours: DailyHours | None = None,
+        secs_outside_hours: float | None = None,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -40,7 +40,7 @@ class SaveTimer:
         for name, value in (
             ("every_secs", every_secs),
             ("every_steps", every_steps),
-            ("tide_every_secs", tide_every_secs),
+            ("secs_outside_hours", secs_outside_hours),
         ):
             if value is not None and value <= 0:
                 raise ConfigError(f"save timer: {name} must be above 0, got {value}")
@@ -48,8 +48,8 @@ class SaveTimer:
         """While false nothing is due, whatever the time."""
         self._every_secs = every_secs
         self._every_steps = every_steps
-        self._tide = tide
-        self._tide_every_secs = tide_every_secs
+        self._hours = hours
+        self._secs_outside_hours = secs_outside_hours
         self._clock, self._timer = clock, timer
         self._last: tuple[float, int] | None = None
         self._retry_at: float | None = None
@@ -75,8 +75,8 @@ class SaveTimer:
             return True
         if self._retry_only or step == last_step:
             return False
-        pace = self._tide_every_secs
-        if self._tide is not None and pace is not None and not self._tide.contains(self._clock()):
+        pace = self._secs_outside_hours
+        if self._hours is not None and pace is not None and not self._hours.contains(self._clock()):
             return now >= then + pace
         if self._every_secs is not None:
             return now >= then + self._every_secs
@@ -316,7 +316,7 @@ def read_limit(model_dir: str) -> int:
 # ONLINE        the model serves: keep its dense weights fresh
 
 
-NIGHTLY = TideWindow(18, 0, 21, 0)
+NIGHTLY = DailyHours(18, 0, 21, 0)
 """When full checkpoints are taken by themselves, where `ForceDumpHook` is used."""
 
 
@@ -335,7 +335,7 @@ class ForceDumpHook(Hook):
         timer: SaveTimer,
         *,
         step_interval: int = 100,
-        window: TideWindow | None = NIGHTLY,
+        window: DailyHours | None = NIGHTLY,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._timer = timer

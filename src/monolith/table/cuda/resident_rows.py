@@ -1,0 +1,350 @@
+"""Held rows: which ids have rows in the memory of a device, and what makes room for others.
+
+Whoever writes hands over a batch and what is to be done to the rows of its ids; here they are given places,
+as far as a filter and a budget allow, and those who watch are told. Locks, streams and arguments are the
+table's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith.cuda.device import Device
+from monolith.errors import AcceleratorError, TableClosedError
+from monolith.table.admission import AdmissionFilter, Refusals
+from monolith.table.config import TableConfig
+from monolith.table.cuda.admission import ask_filter, in_order, parts_of_batch
+from monolith.table.cuda.growth import Counted, FillCounters, Growth
+from monolith.table.cuda.layout import DeviceRowLayout
+from monolith.table.cuda.memory import (
+    BESIDE,
+    COUNTERS,
+    ELSEWHERE,
+    NEWEST,
+    NONE,
+    RECENCY_BYTES,
+    TURNED_AWAY,
+    USED,
+    Ages,
+    Claimed,
+    DeviceMemory,
+    Recency,
+    Times,
+)
+from monolith.table.cuda.tracking import ChangeTracker
+
+_CLEANED = 0.95  # in use, marks included: then marks are cleared away
+_SPARE = 2  # batches that find room without a question
+_PART = 8  # of a full table comes and goes at once, as a share
+_AT_ONCE = 1 << 22  # rows that expire together
+
+Work = Callable[[Claimed], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBatch:
+    """Ids to be given rows, and what is done to those."""
+
+    ids: Tensor
+    times: Times
+    work: Work
+    dedup: bool = False
+    unusable: Callable[[], Tensor] | None = None
+    """Finds positions that nothing is trained by, where the work itself would leave them out: only who must
+    know before asks."""
+
+
+class ResidentRows:
+    """The rows of one table. Not thread-safe; every call is on the current stream.
+
+    Args:
+        tell: Has touched sets told what waits for them; see `ChangeTracker`.
+
+    Attributes:
+        filtered, refused, evicted, removed: As in `TableStats`.
+    """
+
+    def __init__(
+        self,
+        config: TableConfig,
+        layout: DeviceRowLayout,
+        device: Device,
+        *,
+        admission: AdmissionFilter | None,
+        remembers_use: bool,
+        tell: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._owner = device
+        self._device = device.torch_device
+        self._admission = admission
+        self._remembers_use = remembers_use
+        self._refusals = Refusals(config)
+        by_slot = config.expiry.seconds_by_slot() if config.expiry.per_slot else None
+        self._live_by_slot = None if by_slot is None else torch.from_numpy(by_slot).to(self._device)
+        self.growth = Growth(config, layout.bytes_per_place + (RECENCY_BYTES if remembers_use else 0))
+        self.watch = ChangeTracker(device, tell)
+        self.fill = FillCounters(
+            config.name, torch.zeros(COUNTERS, dtype=torch.int64, device=self._device), device
+        )
+        self.filtered = self.refused = self.evicted = self.removed = 0
+        self._memory: DeviceMemory | None = self._new_memory(config.initial_rows)
+        self._next: DeviceMemory | None = None  # which rows are about to move to
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The memory there is now: it is another one after growth.
+
+        Raises:
+            TableClosedError: There is none any more.
+        """
+        if self._memory is None:
+            raise TableClosedError(f"table {self._config.name!r} was closed")
+        return self._memory
+
+    @property
+    def bytes_ahead(self) -> int:
+        """What was taken for rows to move to."""
+        return 0 if self._next is None else self._next.bytes_index + self._next.bytes_rows
+
+    # Writing
+
+    def write(self, batch: WriteBatch, skip: Tensor | None) -> None:
+        """Give places to ids, and have the work done on their rows.
+
+        Args:
+            skip: uint8 for each position, 0 for those that are not passed over.
+        """
+        if not len(batch.ids):
+            return
+        if self._makes_room(batch, skip):
+            self._write_now(batch, skip, None)
+            return
+        if batch.unusable is not None:
+            skip = batch.unusable()
+        if self._config.when_full == "refuse":
+            self._write_full(batch, skip)
+            return
+        keys = batch.ids.cpu().numpy()
+        for part in parts_of_batch(keys, max(1, self.limit // _PART)):
+            outside = torch.from_numpy(np.where(part, 0, ELSEWHERE).astype(np.uint8)).to(self._device)
+            self._write_full(batch, outside if skip is None else skip | outside)
+
+    def turned_away(self, batch: WriteBatch, skip: Tensor | None, counts: Tensor | None) -> Tensor | None:
+        """Ask the filter about ids without a row; return who is passed over in the end."""
+        if self._admission is None:
+            return skip
+        unknown = self._unknown(batch, skip).cpu().numpy()
+        if not unknown.any():
+            return skip
+        seen = np.ones(len(unknown), np.int64) if counts is None else counts.numpy()
+        verdict = ask_filter(
+            self._admission, batch.ids.cpu().numpy()[unknown], seen[unknown], together=batch.dedup
+        )
+        self.filtered += verdict.filtered
+        turned = np.zeros(len(unknown), np.uint8)
+        turned[unknown] = verdict.waits * np.uint8(TURNED_AWAY)
+        on_device = torch.from_numpy(turned).to(self._device)
+        return on_device if skip is None else skip | on_device
+
+    def _write_now(self, batch: WriteBatch, skip: Tensor | None, born: Tensor | None) -> None:
+        """Write, given room for all. Rows at the places `born` are new, though claimed before."""
+        looked_at = batch.unusable is None or skip is not None
+        claimed = self.memory.claim(batch.ids, batch.times, skip, clock=looked_at)
+        if born is not None:
+            claimed.made.copy_(torch.isin(claimed.places, born))
+        self.watch.writing(self.memory, claimed)
+        batch.work(claimed)
+        self.fill.grew(len(batch.ids), self.limit)
+        self.watch.wrote(batch.ids if self.watch.idle else batch.ids.clone(), claimed.places)
+
+    def _write_full(self, batch: WriteBatch, skip: Tensor | None) -> None:
+        """Write where there may not be room for all: those who come first are let in."""
+        coming, room = self._newcomers(batch, skip)
+        while len(coming) > room and self._config.when_full == "expire_oldest":
+            gone = self.expire_oldest(len(coming) - room, batch.times.latest(skip))
+            if not gone:
+                break
+            coming, room = self._newcomers(batch, skip)  # some of the batch may have gone
+        taken, left = np.split(coming, [min(room, len(coming))])
+        if self.fill.read().counters[USED] + len(taken) > _CLEANED * self.memory.places:
+            self.memory.tidy()
+        born = self.memory.claim_absent(torch.from_numpy(taken).to(self._device))
+        if len(left):
+            outside = torch.isin(batch.ids, torch.from_numpy(left).to(self._device))
+            if skip is not None:
+                outside &= skip == 0
+            self.refused += len(left) if batch.dedup else int(outside.sum())
+            turned = outside.to(torch.uint8) * TURNED_AWAY
+            skip = turned if skip is None else skip | turned
+            self._refusals.note(self.refused, lambda: self.fill.read().rows)
+        self._write_now(batch, skip, born)
+
+    def _unknown(self, batch: WriteBatch, skip: Tensor | None) -> Tensor:
+        unknown = self.memory.find(batch.ids) == NONE
+        return unknown if skip is None else unknown & (skip == 0)
+
+    def _newcomers(self, batch: WriteBatch, skip: Tensor | None) -> tuple[NDArray[np.int64], int]:
+        """Return ids without a row, in the order of first sight, and how many may have one."""
+        ids = batch.ids[self._unknown(batch, skip)].cpu().numpy()
+        return in_order(ids), max(0, self.limit - self.fill.read().rows)
+
+    # Room
+
+    @property
+    def limit(self) -> int:
+        """Places that may be in use."""
+        return self.growth.limit(self.memory.places)
+
+    @property
+    def writes_alone(self) -> bool:
+        """Whether what is written needs more than places, so that it cannot be written with other tables'."""
+        return self._admission is not None or self.growth.bounded or self._remembers_use
+
+    def reserve(self, ids: int) -> None:
+        """Grow if so many ids may not find room, such that some batches more will before it comes to that."""
+        if self.fill.bound() + ids <= self.limit:
+            return
+        seen = self.fill.read()
+        if seen.rows + _SPARE * ids <= self.limit < seen.counters[USED] + ids:
+            self.memory.tidy()
+            seen = self.fill.read()
+        if seen.counters[USED] + _SPARE * ids > self.limit:
+            wanted = self.growth.reserved(self.memory.places, seen.rows, 2 * _SPARE * ids)
+            if not self._prepares(wanted, seen, ids):
+                self._move(wanted, seen.rows, ids)
+
+    def _makes_room(self, batch: WriteBatch, skip: Tensor | None) -> bool:
+        """Grow if need be; False where the table may not hold all that come."""
+        n = len(batch.ids)
+        if self.fill.bound() + n <= self.limit:
+            return True
+        seen = self.fill.read()
+        used = seen.counters[USED]
+        if used + n <= self.limit:
+            return True
+        unknown = self._unknown(batch, skip)
+        coming = len(torch.unique(batch.ids[unknown]))
+        if used + coming > self.limit >= seen.rows + coming:
+            self.memory.tidy()
+            seen = self.fill.read()
+        if seen.counters[USED] + coming <= self.limit:
+            return True
+        if not self.growth.grows(self.memory.places):
+            return False
+        wanted = self.growth.grown(self.memory.places, seen.rows + coming)
+        if self._prepares(wanted, seen, coming):
+            return True
+        self._move(wanted, seen.rows, coming)
+        return seen.rows + coming <= self.limit
+
+    def _prepares(self, wanted: int, seen: Counted, coming: int) -> bool:
+        """Take the memory that a large table moves to, and leave moving to the next call; False where it is
+        there, or moving cannot wait."""
+        used = seen.counters[USED] + coming
+        if self._next is not None or not self.growth.may_wait(self.memory.places, used):
+            return False
+        self._next = self._taken(self.growth.sizes(wanted, seen.rows + coming))
+        return True
+
+    def _shrink(self) -> None:
+        """Give memory back that nearly nobody uses."""
+        rows = self.fill.read().rows
+        places = self.growth.shrunk(self.memory.places, rows)
+        if places is not None:
+            self._next = None
+            self._move(places, rows)
+
+    def _move(self, places: int, rows: int, coming: int = 0) -> None:
+        """Move all rows to a memory of about this size, which has room for those that come."""
+        before, sizes = self.memory, self.growth.sizes(places, rows + coming)
+        new, self._next = self._next, None
+        if new is None or new.places < sizes[-1]:
+            new = None
+            new = self._taken(sizes)
+        self._memory = before.moved(new)
+        before.keep_for(self._owner.current_stream())
+        self.fill.holds(rows)
+
+    def _taken(self, sizes: Sequence[int]) -> DeviceMemory:
+        """Return an empty memory of the first of these sizes that the device has room for."""
+        for size in sizes[:-1]:
+            with suppress(AcceleratorError):
+                return self.memory.empty(size)
+        return self.memory.empty(sizes[-1])
+
+    def _new_memory(self, rows: int) -> DeviceMemory:
+        places, stream = self.growth.first(rows), self._owner.current_stream().handle
+        memory = DeviceMemory(self._layout, self.fill.counters, places, device=self._owner, stream=stream)
+        if self._remembers_use:
+            memory.recency = Recency(places + BESIDE, self._device)
+        return memory
+
+    # Forgetting
+
+    def remove(self, ids: Tensor) -> int:
+        """Drop the rows of ids; return how many there were."""
+        places = self.memory.find(ids)
+        removed = self.drop(torch.unique(places[places != NONE]).to(torch.int64))
+        self.removed += removed
+        return removed
+
+    def drop(self, places: Tensor) -> int:
+        """Drop the rows at int64 places, each once; return how many there were."""
+        if not len(places):
+            return 0
+        self.watch.dropping(self.memory, places)
+        return self.memory.drop(places)
+
+    def ages(self, now: int) -> Ages:
+        """Return what asks for rows that have expired by then."""
+        return Ages(now, int(self._config.expiry.default.total_seconds()), self._live_by_slot)
+
+    def expire_oldest(self, wanted: int, latest: int) -> int:
+        """Drop the oldest rows that are not newer than `latest`: an event of the past pushes out none."""
+        memory, rows = self.memory, self.fill.read().rows
+        _, places, _ = memory.listed(rows, latest=latest)
+        oldest = torch.sort(memory.times_at(places), stable=True).indices[: max(wanted, rows // 32)]
+        gone = self.drop(places[oldest])
+        self.evicted += gone
+        return gone
+
+    def evict(self, now: int | None) -> int:
+        """Drop what has expired, by the newest event time where none is given; give memory back."""
+        memory, seen = self.memory, self.fill.read()
+        ages = self.ages(seen.counters[NEWEST] if now is None else now)
+        evicted, more = 0, True
+        while more:
+            _, places, found = memory.listed(min(_AT_ONCE, seen.rows), ages=ages, ordered=False)
+            evicted += self.drop(places)
+            more = found > len(places)
+        self.evicted += evicted
+        self._shrink()
+        return evicted
+
+    def clear(self, expect_rows: int) -> None:
+        """Drop everything.
+
+        Raises:
+            TableArgumentError: A snapshot is open.
+        """
+        self.watch.clearing(self.memory, self.fill.read().rows)
+        self.memory.keep_for(self._owner.current_stream())
+        self._memory = self._next = None  # given back before the new one is taken
+        self._memory = self._new_memory(expect_rows)
+        self.watch.follow(self._memory)
+        self.fill.clear()
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self.watch.tell_touched()
+        self.memory.keep_for(self._owner.current_stream())
+        self._memory = self._next = None
