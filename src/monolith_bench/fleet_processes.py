@@ -30,14 +30,14 @@ from monolith.model import DeepFM, apply_gradients
 from monolith.runtime.fleet_placement import ServedOptimizer
 from monolith.runtime.prefetch import PrefetchPipeline
 from monolith.store import (
-    DenseShare,
+    DenseShard,
     LocalStore,
     ParameterServer,
     ParameterServerStore,
     ServerGroup,
     Store,
 )
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.table import Adagrad, SlotThresholds, TableConfig
 from monolith.train import Mode, Task
 from monolith.train.model import LookedUp, Model
@@ -242,7 +242,7 @@ def serve(pipe: Connection, task: FleetTask, share: tuple[int, int]) -> None:
     torch.set_num_threads(1)
     model = Model(task, Mode.TRAIN, seed=0)
     stores = [store for store in model.stores if isinstance(store, LocalStore)]
-    with ParameterServer(stores, DenseShare(model.weights(), model.dense, share), share=share) as server:
+    with ParameterServer(stores, DenseShard(model.weights(), model.dense, share), shard=share) as server:
         pipe.send(server.address)
         for _ in asked_of(pipe):
             pipe.send(time.process_time())

@@ -29,7 +29,7 @@ from services import warm
 from sync.shares import held, make_table, write
 
 from monolith.cli.main import main
-from monolith.cli.top_frame import is_well, totals
+from monolith.cli.status import is_well, totals
 from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
 from monolith.data import FileSource, Pipeline, Stream, format_of
 from monolith.data.files.work_queue import SharedFileQueue

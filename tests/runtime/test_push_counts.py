@@ -12,7 +12,7 @@ from services.properties import tries
 
 from monolith.runtime.messages import CopiedPushes, Served
 from monolith.runtime.push_counts import PushCounts, marked, take_lost_of
-from monolith.store.group import PushStanding
+from monolith.store.server_group import PushProgress
 
 
 class Group:
@@ -29,10 +29,10 @@ class Group:
         return 1
 
     @property
-    def pushes(self) -> tuple[PushStanding, ...]:
-        return (PushStanding(self.last, frozenset(self.unanswered)),)
+    def pushes(self) -> tuple[PushProgress, ...]:
+        return (PushProgress(self.last, frozenset(self.unanswered)),)
 
-    def replace(self, server: int, address: str, incarnation: str) -> PushStanding:
+    def replace(self, server: int, address: str, incarnation: str) -> PushProgress:
         assert (server, address) == (0, "h:1")
         self.incarnations = (incarnation,)
         return self.pushes[0]

@@ -88,7 +88,7 @@ def test_lists_of_one_length_where_the_model_says_so():
 
 
 def test_the_command_prints_a_table_or_json(url, capsys, tmp_path):
-    assert main(["ask", url, "--row", json.dumps(ROWS[0]), json.dumps(ROWS[1])]) == 0
+    assert main(["query", url, "--row", json.dumps(ROWS[0]), json.dumps(ROWS[1])]) == 0
     said = capsys.readouterr()
     assert "30.5" in said.out
     assert "f version 1, step 100" in said.out
@@ -96,7 +96,7 @@ def test_the_command_prints_a_table_or_json(url, capsys, tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     for name in ("rows.json", "rows.jsonl"):
-        assert main(["ask", url, "--file", str(tmp_path / name), "--json"]) == 0
+        assert main(["query", url, "--file", str(tmp_path / name), "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
         assert answer["outputs"]["score"] == [30.5, 11]
         assert answer["version"] == "1"
@@ -113,5 +113,5 @@ def test_the_command_prints_a_table_or_json(url, capsys, tmp_path):
     ],
 )
 def test_the_command_says_what_is_wrong_with_rows(server, capsys, words, says):
-    assert main(["ask", server.http_url, *words]) == 2
+    assert main(["query", server.http_url, *words]) == 2
     assert says in capsys.readouterr().err

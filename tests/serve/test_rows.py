@@ -11,7 +11,7 @@ from monolith.observe import Metrics
 from monolith.serve.metrics import FollowMetrics
 from monolith.serve.rows import UNKNOWN, ClaimCell, RowsClaim, ServedUpTo, spanning, together
 from monolith.serve.shards.protocol import pack_claim, read_claim
-from monolith.store.rows import RowFlags, pack_answer
+from monolith.store.row_requests import RowFlags, pack_answer
 from monolith.sync.messages import LearnedUpTo
 
 EXPORT = RowsClaim(100, 100, 1000.0)

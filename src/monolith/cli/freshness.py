@@ -1,4 +1,4 @@
-"""`monolith freshness URL`: how new the answers of a server are, and how long events take to them."""
+"""`monolith query freshness URL`: how new the answers of a server are, and how long events take to them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from monolith.cli.ask import read_row
-from monolith.cli.options.freshness import FreshnessOptions
+from monolith.cli.options.jobs import FreshnessOptions
+from monolith.cli.query import read_row
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import progress

@@ -20,6 +20,7 @@ from monolith.runtime.fleet import reach_servers
 from monolith.runtime.ranks import RankCoordinator, RankRendezvous
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_calls import RankPort
+from monolith.store.rank_groups import RankOptions
 
 LOOPBACK = "127.0.0.1"
 CAUSE_ENDS_WITHIN = 5.0
@@ -57,12 +58,12 @@ def as_rank(
         environ=environ,
         port=RankPort(host=host, guard=guard_listener(host, security), limits=run.limits),
         start=timeouts.start,
-        options={
-            "timeout": timeouts.exchange,
-            "silence": timeouts.silence,
-            "backend": run.ranks.backend,
-            "rows_backend": run.ranks.backend if run.train.embedding_device == "device" else "gloo",
-        },
+        options=RankOptions(
+            timeout=timeouts.exchange,
+            silence=timeouts.silence,
+            backend=run.ranks.backend,
+            rows_backend=run.ranks.backend if run.train.embedding_device == "device" else "gloo",
+        ),
         on_waiting=on_waiting,
     )
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from monolith.cli.data_service import reachable_host, say, told_to_stop
-from monolith.cli.options.security import SecurityOptions, guard_of, security_of
+from monolith.cli.options.flags import SecurityOptions, guard_of, security_of
 from monolith.cli.options.serve import ServeOptions
 from monolith.cli.profile import profiled_by_user
 from monolith.cli.serve_shards import follow_config, remote_rows, serve_rows, trainer_of
@@ -188,7 +188,7 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
         which = f" --model {shlex.quote(first.name)}" if len(folders) > 1 else ""
         token = options.security.token_file
         shown = "" if token is None else f" --token-file {shlex.quote(str(token))}"
-        lines.append(f"ask it   monolith ask {url}{which}{shown} --row {shlex.quote(row)}")
+        lines.append(f"ask it   monolith query {url}{which}{shown} --row {shlex.quote(row)}")
     return lines
 
 

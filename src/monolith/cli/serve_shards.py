@@ -17,7 +17,7 @@ from pathlib import Path
 
 from monolith import filesystem
 from monolith.cli.data_service import reachable_host, say, told_to_stop
-from monolith.cli.options.security import guard_of, limits_of, security_of
+from monolith.cli.options.flags import guard_of, limits_of, security_of
 from monolith.cli.options.serve import ServeOptions
 from monolith.cluster import Discovery, open_discovery_url
 from monolith.cluster.run_token import TOKEN_FILE, read_token

@@ -21,7 +21,7 @@ from monolith.run.examples import ExamplesConfig
 from monolith.run.export_config import ExportConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.sync.publish_config import PublishConfig
 from monolith.table.config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig

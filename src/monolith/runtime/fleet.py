@@ -34,13 +34,7 @@ from monolith.data.source import Position
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
 from monolith.observe import Metrics
 from monolith.runtime.coordinator import LastCheckpoint, Start, WorkerState
-from monolith.runtime.failover import (
-    LOOK_EVERY,
-    KeepGoing,
-    ServerRecovery,
-    WorkerReturn,
-    restore_dense,
-)
+from monolith.runtime.failover import LOOK_EVERY, KeepGoing, ServerRecovery, WorkerReturn, restore_dense
 from monolith.runtime.fleet_news import Departures, FleetNews, LostServerPolicy
 from monolith.runtime.messages import (
     Arrive,
@@ -1051,7 +1045,7 @@ def join_fleet(
             patience=patience,
             timeout=call_timeout,
             lookup_timeout=lookup_timeout,
-            hold=start_timeout if keep_going else timedelta(),
+            replacement_timeout=start_timeout if keep_going else timedelta(),
             half=half_rows,
         )
 

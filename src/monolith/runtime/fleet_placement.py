@@ -35,8 +35,7 @@ from monolith.runtime.server_calls import TableWork
 from monolith.runtime.standbys import describe_standbys
 from monolith.store import MakeStore, ParameterServerStore, ServerGroup
 from monolith.store.dense import pack_tensors, unpack_tensors
-from monolith.store.dense_cache import DenseCache
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseCache, DenseConfig
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import DATA_ENDED, Run
@@ -106,12 +105,12 @@ class FleetBuffers:
 
     def _give(self, examples: int) -> None:
         body = {"worker": self._worker, "examples": examples}
-        self._group.exchange("lay_buffers", {0: (body, pack_tensors(self._mine))})
+        self._group.exchange("put_buffers", {0: (body, pack_tensors(self._mine))})
 
     def _take(self, worker: int | None) -> list[tuple[int, list[Tensor]]]:
         """Return what others laid down, and how many examples it weighs; of all of them but the chief, or of
         one."""
-        answer = self._group.exchange("take_buffers", {0: ({"worker": worker}, b"")})[0]
+        answer = self._group.exchange("get_buffers", {0: ({"worker": worker}, b"")})[0]
         about: Sequence[tuple[int, int]] = answer.body["workers"]
         size = len(answer.data) // max(len(about), 1)
         return [

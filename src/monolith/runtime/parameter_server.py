@@ -75,9 +75,9 @@ from monolith.runtime.messages import (
 from monolith.runtime.server_calls import Jobs
 from monolith.runtime.service import LONGEST_WAIT, LOST_AFTER, RETURN_WITHIN, CoordinationService
 from monolith.runtime.standbys import CopiedShard, CopyPlan, StandbyCopy
-from monolith.store import DenseShare, LocalStore, ParameterServer
+from monolith.store import DenseShard, LocalStore, ParameterServer
 from monolith.store.dense import unpack_tensors
-from monolith.store.servers import NewestPush
+from monolith.store.server import NewestPush
 from monolith.sync.messages import LearnedUpTo
 from monolith.train.config import TrainConfig
 from monolith.train.hooks.barrier import MachineHealth, memory_health
@@ -93,7 +93,7 @@ from monolith.train.publishing.bodies import (
 from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.train.task import Mode, Task
 from monolith.wire.bulk import Bytes, Traffic
-from monolith.wire.flight_server import typed_exchange
+from monolith.wire.flight_server import Handlers, typed_exchange
 from monolith.wire.messages import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
 from monolith.wire.ports import Limits
 
@@ -308,7 +308,7 @@ class _Held:
 
     model: Model
     stores: list[LocalStore]
-    dense: DenseShare
+    dense: DenseShard
     tables: TablesPart
     cuts: dict[str, PartCut]
     publishing: PublishedShard | None = None
@@ -389,13 +389,16 @@ class ServedShard:
         self._server = ParameterServer(
             [] if held is None else held.stores,
             None if held is None else held.dense,
-            share=self._share,
+            shard=self._share,
             host=host,
             port=port,
             guard=guard,
-            calls=typed_calls(CALLS, calls, longest=longest) | typed_calls(STANDBY_CALLS, self.standby_calls),
-            polls=typed_polls(CALLS, polls, longest=longest),
-            exchanges={"publish.weights": typed_exchange(WeightsTold, self._take_weights)},
+            extra=Handlers(
+                calls=typed_calls(CALLS, calls, longest=longest)
+                | typed_calls(STANDBY_CALLS, self.standby_calls),
+                polls=typed_polls(CALLS, polls, longest=longest),
+                exchanges={"publish.weights": typed_exchange(WeightsTold, self._take_weights)},
+            ),
             limits=limits,
         )
         return self._server
@@ -517,7 +520,7 @@ class ServedShard:
                 )
             assert self._server is not None
             held = self._make(share)
-            self._server.replace(held.stores, held.dense, share=share)
+            self._server.replace(held.stores, held.dense, shard=share)
             _log.info("parameter server %d has share %d of %d from now on", self._index, *share)
             before, self._held, self._share = self._held, held, share
             self._retire(before)
@@ -753,7 +756,7 @@ class ServedShard:
             applied = copy.take(held.dense)
             share = (copy.follows.index, copy.follows.num_ps)
             self._server.replace(
-                held.stores, held.dense, incarnation=body.incarnation, share=share, applied=applied
+                held.stores, held.dense, incarnation=body.incarnation, shard=share, applied=applied
             )
             before, self._held, self._share, self._run = self._held, held, share, body.run
             self._standby = None
@@ -832,9 +835,9 @@ class ServedShard:
         )
         stores = [store for store in model.stores if isinstance(store, LocalStore)]
         if self._holds_weights:
-            dense = DenseShare(model.weights(), model.dense, share, model.schedule)
+            dense = DenseShard(model.weights(), model.dense, share, model.schedule)
         else:
-            dense = DenseShare({}, None, share)
+            dense = DenseShard({}, None, share)
         publishing = None
         if self._publish is not None:
             publishing = PublishedShard(model, share, self._publish, self._newest_push)

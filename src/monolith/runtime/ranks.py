@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -59,9 +59,9 @@ from monolith.runtime.prefetch import SILENT, Silence
 from monolith.runtime.rank_placement import AveragedGradients, RankDense, RankRows, RowsOnRanks, RowsOnServers
 from monolith.runtime.report import Lost
 from monolith.store import MakeStore, RankGroups, ServerGroup
-from monolith.store.collective import Collective
-from monolith.store.dense import dump_dense, fill_dense, pack_tensors, read_dense, unpack_tensors
+from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, read_dense, unpack_tensors
 from monolith.store.rank_calls import RankPort
+from monolith.store.rank_groups import Collective, RankOptions
 from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep_keys, prefixed, reach_keys
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import RanksConfig, TrainConfig
@@ -259,7 +259,7 @@ class RankBarrier:
         if self.placement() is None:
             return []
         others = range(1, self.capacity)
-        return [0, *(rank for rank in others if self._groups.said(WAITS.format(rank=rank)))]
+        return [0, *(rank for rank in others if self._groups.get_note(WAITS.format(rank=rank)))]
 
 
 ROLE = "rank"
@@ -295,7 +295,7 @@ class RankRendezvous:
         environ: Mapping[str, str],
         port: RankPort,
         start: timedelta,
-        options: Mapping[str, Any],
+        options: RankOptions,
         on_waiting: OnWaiting = lambda _: None,
     ) -> None:
         if port.guard.token is None:
@@ -337,7 +337,7 @@ class RankRendezvous:
                 continue
             try:
                 self.processes = self._await_all(keys, began)
-                return RankGroups(keys, self._rank, self._size, port=self._port, **self._options)
+                return RankGroups(keys, self._rank, self._size, port=self._port, options=self._options)
             except BaseException as error:
                 # The others may have seen this rank sign in, and wait for its connections.
                 keys.fail(self._rank, f"it left before all were connected: {type(error).__name__}: {error}")
@@ -558,8 +558,8 @@ class RankCoordinator:
         assert self._model is not None, "attach a model first"
         self._me = me
         if self.leads:
-            self._groups.say(BEGUN, self._begun)
-        while not (begun := self._groups.said(BEGUN)):
+            self._groups.put_note(BEGUN, self._begun)
+        while not (begun := self._groups.get_note(BEGUN)):
             if me.interrupted:
                 return None
             self._groups.check()
@@ -586,7 +586,7 @@ class RankCoordinator:
         kept = [*frozen, *model.buffers().values()]
         rest = hear_from_first(control, pack_tensors(kept).tobytes())
         if not self.leads:
-            fill_dense(weights, model.dense, [read_dense(state)], model.schedule)
+            load_dense_states(weights, model.dense, [read_dense(state)], model.schedule)
             _fill(kept, _unpacked(rest, kept))
         self._first_buffers = [buffer.clone() for buffer in model.buffers().values()]
 
@@ -633,13 +633,13 @@ class RankCoordinator:
             self._groups.check()
             if not waits:
                 waits = True
-                self._groups.say(key, "yes")
+                self._groups.put_note(key, "yes")
 
         try:
             said = say_to_all(self._groups.control, Word, None if word == NOTHING else word, waiting)
         finally:
             if waits:
-                self._groups.say(key, "")
+                self._groups.put_note(key, "")
         words = [one or NOTHING for one in said]
         if not words[0].halt:
             self._unfinished |= any(one.interrupted for one in words)
@@ -703,7 +703,7 @@ class RankCoordinator:
     @contextmanager
     def looking(self) -> Iterator[None]:
         assert self._halted is not None, "the others must stand still"
-        with self._rows.looking_alone(self._call_in), self._with_all_buffers(self._merged):
+        with self._rows.solo_lookups(self._call_in), self._with_all_buffers(self._merged):
             yield
 
     def _call_in(self, store: int) -> None:
@@ -801,14 +801,14 @@ class RankCoordinator:
             return False
         assert self._me is not None
         if self.leads:
-            self._groups.part()
+            self._groups.expect_end()
             self._say(Word(over=True))
             self._rows.end(finished=self.finished and not run.interrupted)
             return False
         while not (word := self._say(NOTHING)).over:
             if word.halt:
                 self._stand_still(self._me)
-        self._groups.part()
+        self._groups.expect_end()
         return True
 
     def fail(self, error: BaseException | None) -> None:

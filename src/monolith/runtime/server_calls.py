@@ -29,7 +29,7 @@ from monolith.runtime.messages import (
 )
 from monolith.runtime.service import LONGEST_WAIT
 from monolith.store import ServerGroup
-from monolith.store.servers import SERVICE
+from monolith.store.server import SERVICE
 from monolith.wire.flight import Caller
 from monolith.wire.messages import Answer, Call, Json, read_message, write_message
 

@@ -19,8 +19,7 @@ from monolith.cluster.security import Guard
 from monolith.errors import ClusterError, ConfigError, MonolithError, UnavailableError
 from monolith.runtime.messages import EndRun, StandbyStatus
 from monolith.runtime.server_calls import ServerCalls
-from monolith.store.measuring import sample_gradient
-from monolith.store.servers import SERVICE
+from monolith.store.server import SERVICE, sample_gradient
 from monolith.wire.flight import Caller, CallStream
 from monolith.wire.messages import read_message, write_message
 
@@ -93,7 +92,7 @@ class ServerChoice:
         """
         listed = self._manager.listed_ps()
         for share, address in enumerate(listed):
-            found = self._calls(address, "hello")["share"]
+            found = self._calls(address, "hello")["shard"]
             if found != [share, self._num_ps]:
                 raise UnavailableError(
                     f"the parameter server at {address} has not been assigned share {share} of {self._num_ps}"
@@ -162,7 +161,7 @@ class ServerChoice:
         """
         for found in self._manager.registered_at(share):
             with suppress(ClusterError):
-                if found != address and self._calls(found, "hello")["share"] == [share, self._num_ps]:
+                if found != address and self._calls(found, "hello")["shard"] == [share, self._num_ps]:
                     return found
         now = self._clock()
         if now - self._missed_at.setdefault(address, now) < self._spare_after:

@@ -30,7 +30,7 @@ from monolith.errors import ClusterError, ConfigError, RequestError, RestoreErro
 from monolith.observe import Metrics
 from monolith.runtime.messages import CopyOpened, FollowShard, OfRun, StandbyStatus
 from monolith.runtime.server_calls import ServerCalls
-from monolith.store import DenseShare
+from monolith.store import DenseShard
 from monolith.store.pushes import KnownPushes
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
@@ -338,7 +338,7 @@ class CopiedShard:
     def __init__(
         self,
         model: Model,
-        dense: DenseShare,
+        dense: DenseShard,
         share: IdShare,
         *,
         incarnation: str,
@@ -473,7 +473,7 @@ class StandbyCopy(Generic[H]):
         error = self._subscriber.error if followed is None else followed.error
         return StandbyStatus(in_run=False, follows=self.follows, whole=self.whole, error=error[:4096])
 
-    def take(self, dense: DenseShare) -> Mapping[str, KnownPushes]:
+    def take(self, dense: DenseShard) -> Mapping[str, KnownPushes]:
         """Change no more, and put what is not rows in its place; return which pushes the copy has.
 
         Raises:

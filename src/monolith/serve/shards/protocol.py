@@ -2,8 +2,8 @@
 
 Before an entry asks a server for rows it says `hello` with the version that it serves, and is told whose rows
 these are; so it never reads those of another model, version or shard. Lookups then go over a stream, in the
-messages of `monolith.store.rows`, which name the version again. The header of each answer ends with how new
-its rows are: a server follows a trainer on its own, and only it knows which rows it has read.
+messages of `monolith.store.row_requests`, which name the version again. The header of each answer ends with
+how new its rows are: a server follows a trainer on its own, and only it knows which rows it has read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from monolith import errors
 from monolith.errors import ClusterError, DeadlineExceededError, UnavailableError
 from monolith.serve.rows import UNKNOWN, RowsClaim
-from monolith.store.rows import ANSWER_BYTES
+from monolith.store.row_requests import ANSWER_BYTES
 from monolith.wire.flight import Service
 from monolith.wire.messages import Count, Name, Text
 

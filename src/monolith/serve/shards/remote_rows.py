@@ -39,8 +39,15 @@ from monolith.serve.shards.hedging import NEVER, Floats, Leg, Minder, ShardAnswe
 from monolith.serve.shards.protocol import read_claim
 from monolith.serve.shards.replicas import HedgeBudget, Replica, ReplicaMap, ShardLine, WantedRows
 from monolith.store import TableIds
-from monolith.store.routes import Routes
-from monolith.store.rows import ANSWER_BYTES, RowCall, RowHeader, RowRequest, incarnation_bytes, read_answer
+from monolith.store.row_requests import (
+    ANSWER_BYTES,
+    Routes,
+    RowCall,
+    RowHeader,
+    RowRequest,
+    incarnation_bytes,
+    read_answer,
+)
 from monolith.table import arguments
 from monolith.wire.flight import Answer, PortGuard
 

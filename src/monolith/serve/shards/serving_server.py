@@ -48,7 +48,7 @@ from monolith.serve.shards.protocol import (
 )
 from monolith.serve.shards.shard_versions import HeldVersions, ShardVersion
 from monolith.store import TableIds
-from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
+from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
 from monolith.sync.channel import OpenReader
 from monolith.wire.bulk import Bytes, Traffic
 from monolith.wire.flight import PortGuard

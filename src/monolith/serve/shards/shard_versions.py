@@ -29,7 +29,7 @@ from monolith.serve.versions import (
     withheld_versions,
 )
 from monolith.store import TableIds
-from monolith.store.rows import incarnation_bytes
+from monolith.store.row_requests import incarnation_bytes
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from monolith.errors import (
     MonolithError,
     UnavailableError,
 )
-from monolith.store import DenseShare, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
+from monolith.store import DenseShard, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
 
 pytest.importorskip("pyarrow")
 
@@ -46,7 +46,7 @@ class Losses:
 
     def __init__(self, group: ServerGroup) -> None:
         self.heard: list[tuple[int, MonolithError]] = []
-        group.on_gone = lambda server, error: self.heard.append((server, error))
+        group.on_lost = lambda server, error: self.heard.append((server, error))
 
     @property
     def servers(self) -> list[int]:
@@ -67,14 +67,14 @@ def test_an_answer_that_was_overtaken_does_not_set_the_step_back(
 ) -> None:
     asked, gate = threading.Event(), threading.Event()
 
-    class Slow(DenseShare):
+    class Slow(DenseShard):
         def pull(self) -> dict[str, torch.Tensor]:
             asked.set()
             assert gate.wait(LONG.total_seconds())
             return super().pull()
 
     weights, optimizer = dense()
-    server = stack.enter_context(ParameterServer([], Slow(weights, optimizer, (0, 1)), share=(0, 1)))
+    server = stack.enter_context(ParameterServer([], Slow(weights, optimizer, (0, 1)), shard=(0, 1)))
     group = group_of(stack, server)
     pulled = pool.submit(group.exchange, "pull_dense", {0: ({}, b"")})
     assert asked.wait(LONG.total_seconds())  # it has read the step, which is 0
@@ -124,17 +124,17 @@ def test_a_server_that_is_stopped_for_a_while_delays_and_nothing_is_applied_twic
 @pytest.mark.soak
 @pytest.mark.parametrize("timeout", [5, 30])
 def test_a_server_that_is_stopped_for_20_seconds_delays(stack: ExitStack, timeout: int) -> None:
-    stop_for(stack, 20.0, timedelta(seconds=timeout), hold=timedelta(seconds=30))
+    stop_for(stack, 20.0, timedelta(seconds=timeout), replacement_timeout=timedelta(seconds=30))
 
 
 def test_a_server_that_is_silent_for_longer_than_that_is_too_late(stack: ExitStack) -> None:
     process, address = start(stack, 0, 0, 1)
-    group = group_of(stack, address, timeout=SHORT, hold=SHORT)
+    group = group_of(stack, address, timeout=SHORT, replacement_timeout=SHORT)
     losses = Losses(group)
     store = ParameterServerStore(group, 0, CONFIGS)
     store.lookup(keys(1))
     stop(process)
-    with pytest.raises(DeadlineExceededError, match=f"0 of 1 at {address}: no answer"):
+    with pytest.raises(DeadlineExceededError, match=f"0 of 1 at {address}: nobody answers"):
         store.apply_gradients(keys(1), torch.ones(2))
     assert losses.servers == [0]
 
@@ -147,13 +147,13 @@ def test_who_holds_on_waits_for_a_server_to_come_back_where_it_was(
 ) -> None:
     (server,) = serve(stack, CONFIGS, 1)
     held = LocalStore.from_configs(CONFIGS, threads=1)
-    group = group_of(stack, server, hold=LONG)
+    group = group_of(stack, server, replacement_timeout=LONG)
     losses = Losses(group)
     store = ParameterServerStore(group, 0, CONFIGS)
     server.close()
     pushed, counted = pool.submit(store.apply_gradients, keys(1), torch.ones(2)), pool.submit(store.stats)
     assert wait_until(lambda: losses.heard)
-    again = ParameterServer([held], share=(0, 1), port=server.port)
+    again = ParameterServer([held], shard=(0, 1), port=server.port)
     stack.callback(again.close)
     again.replace([held], incarnation=server.incarnation)
     pushed.result(60)
@@ -168,7 +168,7 @@ def test_who_holds_on_goes_on_where_the_server_is_replaced(
 ) -> None:
     first, second = serve(stack, CONFIGS, 2)
     (_, spare) = serve(stack, CONFIGS, 2)
-    group = group_of(stack, first, second, hold=LONG)
+    group = group_of(stack, first, second, replacement_timeout=LONG)
     losses = Losses(group)
     store = ParameterServerStore(group, 0, CONFIGS)
     second.close()
@@ -191,7 +191,7 @@ def test_a_server_that_lost_its_state_is_waited_for_until_it_is_replaced(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
     (server,) = serve(stack, CONFIGS, 1)
-    group = group_of(stack, server, hold=LONG)
+    group = group_of(stack, server, replacement_timeout=LONG)
     losses = Losses(group)
     store = ParameterServerStore(group, 0, CONFIGS)
     fresh = LocalStore.from_configs(CONFIGS, threads=1)
@@ -213,7 +213,7 @@ def test_a_push_on_its_way_goes_to_the_server_that_replaces_a_silent_one(
     """Nobody hangs up there, so only the replacement says that it is gone."""
     process, address = start(stack, 0, 0, 1)
     (spare,) = serve(stack, CONFIGS, 1)
-    group = group_of(stack, address, hold=LONG, timeout=LONG)
+    group = group_of(stack, address, replacement_timeout=LONG, timeout=LONG)
     store = ParameterServerStore(group, 0, CONFIGS)
     store.lookup(keys(1))
     stop(process)
@@ -232,16 +232,16 @@ def test_an_answer_counts_when_it_is_here_and_only_while_its_server_serves(
     """Else who counts what was lost with a server would not know of a push that is not sent again."""
     asked, gate = threading.Event(), threading.Event()
 
-    class Slow(DenseShare):
+    class Slow(DenseShard):
         def push(self, *about: Any) -> dict[str, torch.Tensor]:
             asked.set()
             assert gate.wait(LONG.total_seconds())
             return super().push(*about)
 
-    def served(number: int, kind: type[DenseShare] = DenseShare) -> ParameterServer:
-        return stack.enter_context(ParameterServer([], kind(*dense(), (number, 2)), share=(number, 2)))
+    def served(number: int, kind: type[DenseShard] = DenseShard) -> ParameterServer:
+        return stack.enter_context(ParameterServer([], kind(*dense(), (number, 2)), shard=(number, 2)))
 
-    group = group_of(stack, served(0), served(1, Slow), hold=LONG)
+    group = group_of(stack, served(0), served(1, Slow), replacement_timeout=LONG)
     spares = served(0), served(1)
     group.describe()
     request = {"names": [], "brings": False}, b""
@@ -260,7 +260,7 @@ def test_a_server_can_be_replaced_twice_while_somebody_waits(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
     (server,), (spare,) = serve(stack, CONFIGS, 1), serve(stack, CONFIGS, 1)
-    group = group_of(stack, server, hold=LONG)
+    group = group_of(stack, server, replacement_timeout=LONG)
     losses = Losses(group)
     store = ParameterServerStore(group, 0, CONFIGS)
     server.close()
@@ -282,7 +282,7 @@ def test_a_server_that_answers_again_can_be_lost_again(stack: ExitStack) -> None
     for number in range(1, 3):
         group.replace(0, nobody(), server.incarnation)
         for _ in range(2):
-            with pytest.raises(UnavailableError, match="no answer"):
+            with pytest.raises(UnavailableError, match="nobody answers"):
                 store.lookup(keys(1))
         assert losses.servers == [0] * number
         group.replace(0, server.address, server.incarnation)
@@ -310,14 +310,14 @@ def test_without_hold_a_server_that_lost_its_state_is_refused_at_once(stack: Exi
     store = ParameterServerStore(group, 0, CONFIGS)
     server.replace([LocalStore.from_configs(CONFIGS, threads=1)], incarnation="another")
     for _ in range(2):
-        with pytest.raises(LostStateError, match="the server restarted or began another run"):
+        with pytest.raises(LostStateError, match="the server restarted or serves another run"):
             store.lookup(keys(1))
     assert losses.servers == [0]
 
 
 def test_the_hold_has_an_end(stack: ExitStack) -> None:
-    group = group_of(stack, nobody(), hold=SHORT)
-    with pytest.raises(UnavailableError, match="no answer"):
+    group = group_of(stack, nobody(), replacement_timeout=SHORT)
+    with pytest.raises(UnavailableError, match="nobody answers"):
         group.exchange("pull_dense", {0: ({}, b"")})
 
 
@@ -326,7 +326,7 @@ def test_who_waits_hears_that_this_process_works_on_another_run(
 ) -> None:
     """Gradients of what was learned before must not be pushed into what was restored."""
     (server,) = serve(stack, CONFIGS, 1)
-    group = group_of(stack, server, hold=LONG)
+    group = group_of(stack, server, replacement_timeout=LONG)
     losses = Losses(group)
     store = ParameterServerStore(group, 0, CONFIGS)
     fresh = LocalStore.from_configs(CONFIGS, threads=1)
@@ -342,11 +342,11 @@ def test_who_waits_hears_that_this_process_works_on_another_run(
 
 
 def test_who_waits_hears_that_the_group_was_closed(stack: ExitStack, pool: ThreadPoolExecutor) -> None:
-    group = group_of(stack, nobody(), hold=LONG)
+    group = group_of(stack, nobody(), replacement_timeout=LONG)
     losses = Losses(group)
     waiting = [
         pool.submit(group.push, "push_dense", {0: ({"names": []}, b"")}),
-        pool.submit(group.call, 0, "stats", held=True, store=0),
+        pool.submit(group.call, 0, "stats", stateful=True, store=0),
     ]
     assert wait_until(lambda: losses.heard)
     group.close()
@@ -389,6 +389,6 @@ def test_another_run_remembers_no_numbers_of_the_one_before(stack: ExitStack) ->
     (server,) = serve(stack, CONFIGS, 1)
     group = group_of(stack, server)
     group.push("push_dense", {0: ({"names": []}, b"")})
-    server.replace([], DenseShare({}, None, (0, 1)), incarnation=server.incarnation)
+    server.replace([], DenseShard({}, None, (0, 1)), incarnation=server.incarnation)
     group.exchange("push_dense", {0: ({"names": [], "sender": group.sender, "number": 1}, b"")})
     assert server.step == 1

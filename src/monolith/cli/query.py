@@ -1,4 +1,4 @@
-"""`monolith ask URL --row '{...}'`: what a served model says of some rows."""
+"""`monolith query URL --row '{...}'`: what a served model says of some rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monolith.errors import ConfigError
 from monolith.serve.client import Answered, open_asker
 
 SHOWN_FIRST = ("step", "watermark", "staleness")
-"""Of what a server says beside an answer. The times of its stages are for --json and `monolith freshness`."""
+"""Fields of an answer that the table shows; the times of its stages are for --json and `query freshness`."""
 SHOWN_COLUMNS = 6
 """Columns of a row that the table shows beside its predictions."""
 
@@ -54,11 +54,11 @@ def read_rows(options: AskOptions) -> list[dict[str, Any]]:
     Raises:
         ConfigError: One is no JSON object, or there are none.
     """
-    rows = [read_row(text, f"ask: --row {text[:60]!r}") for text in options.row]
+    rows = [read_row(text, f"query: --row {text[:60]!r}") for text in options.row]
     if options.file is not None:
         rows += _file_rows(options.file)
     if not rows:
-        raise ConfigError("ask: give rows with --row '{...}' or --file FILE")
+        raise ConfigError("query: give rows with --row '{...}' or --file FILE")
     return rows
 
 
@@ -66,17 +66,17 @@ def _file_rows(path: Path) -> list[dict[str, Any]]:
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"ask: cannot read --file {path}: {cause}") from cause
+        raise ConfigError(f"query: cannot read --file {path}: {cause}") from cause
     if text.lstrip().startswith("["):
         try:
             listed = json.loads(text)
         except ValueError as cause:
-            raise ConfigError(f"ask: --file {path} is no JSON: {cause}") from cause
+            raise ConfigError(f"query: --file {path} is no JSON: {cause}") from cause
         if not all(isinstance(one, dict) for one in listed):
-            raise ConfigError(f"ask: --file {path} must be a list of objects")
+            raise ConfigError(f"query: --file {path} must be a list of objects")
         return list(listed)
     lines = [line for line in text.splitlines() if line.strip()]
-    return [read_row(line, f"ask: --file {path}, row {number}") for number, line in enumerate(lines)]
+    return [read_row(line, f"query: --file {path}, row {number}") for number, line in enumerate(lines)]
 
 
 def read_row(text: str, where: str) -> dict[str, Any]:

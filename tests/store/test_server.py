@@ -28,8 +28,9 @@ from monolith.errors import (
     UnavailableError,
     UnknownTableError,
 )
-from monolith.store import DenseShare, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
-from monolith.store.rows import RowCall, RowHeader, RowRequest
+from monolith.store import DenseShard, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
+from monolith.store.row_requests import RowCall, RowHeader, RowRequest
+from monolith.wire.flight_server import Handlers
 
 pytest.importorskip("pyarrow")
 
@@ -45,7 +46,7 @@ def group_of(stack: ExitStack, *servers: ParameterServer, **options: Any) -> Ser
 def test_a_server_describes_itself(stack: ExitStack) -> None:
     servers = serve(stack, CONFIGS, 2, dense=dense)
     first, second = group_of(stack, *servers).describe()
-    assert (first["share"], second["share"]) == ([0, 2], [1, 2])
+    assert (first["shard"], second["shard"]) == ([0, 2], [1, 2])
     assert first["stores"] == [{"tables": {"item": 2}, "counts_sightings": False}]
     assert first["weights"] == {"a": [[4], "float32"]}
     assert second["weights"] == {"b": [[2], "float32"], "c": [[1], "float32"]}
@@ -70,19 +71,19 @@ def test_calls_that_others_plug_in_are_answered_and_their_errors_too(stack: Exit
 
 def test_a_call_may_not_take_the_name_of_the_servers_own() -> None:
     with pytest.raises(ConfigError, match="a call 'describe' of its own"):
-        ParameterServer([], share=(0, 1), calls={"describe": lambda _: {}})
+        ParameterServer([], shard=(0, 1), extra=Handlers(calls={"describe": lambda _: {}}))
 
 
-@pytest.mark.parametrize("share", [(1, 1), (-1, 2), (0, 0)])
-def test_a_number_that_makes_no_sense_is_refused(share: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shard", [(1, 1), (-1, 2), (0, 0)])
+def test_a_number_that_makes_no_sense_is_refused(shard: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="number 0 to n - 1 of n"):
-        ParameterServer([], share=share)
+        ParameterServer([], shard=shard)
 
 
 def test_a_port_that_is_taken_is_named(stack: ExitStack) -> None:
     (server,) = serve(stack, CONFIGS, 1)
     with pytest.raises(ListenError, match=f"parameter server: cannot listen on 127.0.0.1:{server.port}"):
-        ParameterServer([], share=(0, 1), port=server.port)
+        ParameterServer([], shard=(0, 1), port=server.port)
 
 
 def test_eight_calls_that_wait_keep_neither_lookups_nor_each_other(stack: ExitStack) -> None:
@@ -128,7 +129,7 @@ def test_another_run_takes_the_place_of_the_one_before(stack: ExitStack) -> None
     store = ParameterServerStore(group, 0, CONFIGS)
     store.apply_gradients(keys(1), torch.ones(2))
     fresh = LocalStore.from_configs(CONFIGS, threads=1)
-    server.replace([fresh], DenseShare(*dense(), (0, 1)))
+    server.replace([fresh], DenseShard(*dense(), (0, 1)))
     assert list(group.describe()[0]["weights"]) == ["a", "b", "c"]
     assert store.lookup(keys(1)).tolist() == [0, 0]
 
@@ -147,7 +148,7 @@ def test_who_works_on_an_earlier_run_is_refused_and_changes_nothing(stack: ExitS
         lambda: store.evict(0),
         lambda: sleeper.set_step(9),
     ):
-        with pytest.raises(UnavailableError, match="the server restarted or began another run"):
+        with pytest.raises(UnavailableError, match="the server restarted or serves another run"):
             late()
     assert (len(fresh.table("item")), server.step) == (0, 0)
     awake.expect("second run")

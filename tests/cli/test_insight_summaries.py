@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monolith.cli.importance import Insight, insights
+from monolith.cli.insight import Insight, insights
 from monolith.errors import DataError
 from monolith.observe.summaries import TensorSummary, insight_data, nas_data
 from monolith.observe.summary_files import StoredSummary

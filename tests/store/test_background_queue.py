@@ -7,19 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from monolith.store.behind import Behind
+from monolith.store.dense_cache import BackgroundQueue
 
 SECONDS = 10.0
 
 
 @pytest.fixture
-def behind() -> Iterator[Behind]:
-    behind = Behind("some work")
+def behind() -> Iterator[BackgroundQueue]:
+    behind = BackgroundQueue("some work")
     yield behind
     behind.close()
 
 
-def test_everything_is_done_in_order(behind: Behind) -> None:
+def test_everything_is_done_in_order(behind: BackgroundQueue) -> None:
     done: list[int] = []
     for number in range(5):
         behind.give(lambda number=number: done.append(number))  # type: ignore[misc]
@@ -27,7 +27,7 @@ def test_everything_is_done_in_order(behind: Behind) -> None:
     assert done == [0, 1, 2, 3, 4]
 
 
-def test_the_caller_waits_only_until_few_enough_are_left(behind: Behind) -> None:
+def test_the_caller_waits_only_until_few_enough_are_left(behind: BackgroundQueue) -> None:
     gate = threading.Event()
     done: list[int] = []
     behind.give(lambda: done.append(1))
@@ -39,7 +39,9 @@ def test_the_caller_waits_only_until_few_enough_are_left(behind: Behind) -> None
     assert done == [1, 2]
 
 
-def test_what_went_wrong_is_raised_to_the_caller_and_nothing_is_done_after_it(behind: Behind) -> None:
+def test_what_went_wrong_is_raised_to_the_caller_and_nothing_is_done_after_it(
+    behind: BackgroundQueue,
+) -> None:
     done: list[int] = []
     behind.give(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
@@ -52,7 +54,7 @@ def test_what_went_wrong_is_raised_to_the_caller_and_nothing_is_done_after_it(be
 
 
 def test_work_that_was_never_begun_is_dropped_and_said(
-    behind: Behind, caplog: pytest.LogCaptureFixture
+    behind: BackgroundQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, gate, done = threading.Event(), threading.Event(), []
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from monolith.cli.options.top import TopOptions
-from monolith.cli.top_frame import frame, is_well, members, ordered, totals
+from monolith.cli.options.jobs import TopOptions
+from monolith.cli.status import frame, is_well, members, ordered, totals
 from monolith.cluster.status import JobStatus, ProcessStatus
 
 NOW = 1000.0

@@ -1,4 +1,4 @@
-"""`monolith top`: where it finds a run, what it prints, and what it says when there is none."""
+"""`monolith status watch`: where it finds a run, what it prints, and what it says when there is none."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rich.console import Console, RenderableType
 from services import warm
 
 from monolith.cli.main import main
-from monolith.cli.options.top import TopOptions
-from monolith.cli.top import FolderSource, UrlSource, watch
+from monolith.cli.options.jobs import TopOptions
+from monolith.cli.status import FolderSource, UrlSource, watch
 from monolith.cluster.security import SecurityConfig
 from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
 from monolith.errors import ConfigError, UnavailableError
@@ -38,7 +38,7 @@ def process(role: Any = "worker", index: int = 0, **more: Any) -> ProcessStatus:
 
 def test_one_frame_of_a_folder_is_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     StatusBoard(str(tmp_path)).write(process(job="clicks", examples_per_s=1234.0))
-    assert main(["top", str(tmp_path), "--once"]) == 0
+    assert main(["status", "watch", str(tmp_path), "--once"]) == 0
     out = capsys.readouterr().out
     assert "1 of 1 workers" in out
     assert re.search(r"^worker 0 .* training +1,234", out, re.MULTILINE)
@@ -47,7 +47,7 @@ def test_one_frame_of_a_folder_is_plain_text(tmp_path: Path, capsys: pytest.Capt
 
 def test_one_json_object_is_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     StatusBoard(str(tmp_path)).write(process(rows=5))
-    assert main(["top", str(tmp_path), "--json"]) == 0
+    assert main(["status", "watch", str(tmp_path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["processes"]
     assert (found["role"], found["index"], found["rows"]) == ("worker", 0, 5)
 
@@ -82,7 +82,7 @@ def test_a_job_with_a_process_in_trouble_is_told_by_the_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     StatusBoard(str(tmp_path)).write(process(time=time.time() - 600))
-    assert main(["top", str(tmp_path), how]) == 1
+    assert main(["status", "watch", str(tmp_path), how]) == 1
     assert capsys.readouterr().err == ""
 
 
@@ -94,7 +94,7 @@ def test_a_folder_without_a_run_is_one_line_that_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, what: str
 ) -> None:
     (tmp_path / "m").mkdir()
-    assert main(["top", str(tmp_path / name)]) == 2
+    assert main(["status", "watch", str(tmp_path / name)]) == 2
     err = capsys.readouterr().err
     assert what in err
     assert "Give the --model-dir of a run that goes on" in err
@@ -103,7 +103,7 @@ def test_a_folder_without_a_run_is_one_line_that_says_what_to_do(
 
 @pytest.mark.parametrize(("flag", "value"), [("--every", "0"), ("--rows", "-1")])
 def test_what_makes_no_sense_is_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "m", flag, value]) == 2
+    assert main(["status", "watch", "m", flag, value]) == 2
     assert flag in capsys.readouterr().err
 
 
@@ -131,15 +131,15 @@ def test_a_port_that_wants_a_token_is_shown_one(tmp_path: Path, capsys: pytest.C
     )
     with guarded as served:
         url = f"http://127.0.0.1:{served.port}"
-        assert main(["top", url, "--once"]) == 2
+        assert main(["status", "watch", url, "--once"]) == 2
         assert "wants the run's token; give --token-file" in capsys.readouterr().err
-        assert main(["top", url, "--once", "--token-file", str(token)]) == 0
+        assert main(["status", "watch", url, "--once", "--token-file", str(token)]) == 0
 
 
 def test_a_port_where_nobody_answers_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with Metrics().serve(0) as served:
         port = served.port
-    assert main(["top", f"http://127.0.0.1:{port}"]) == 2
+    assert main(["status", "watch", f"http://127.0.0.1:{port}"]) == 2
     err = capsys.readouterr().err
     assert "cannot be reached" in err
     assert "Start the run with --metrics-port PORT" in err
@@ -260,7 +260,10 @@ def test_a_run_on_servers_is_seen_by_its_folder_and_by_a_url_until_it_ends(
             assert first.address.startswith("127.0.0.1:")
             assert first.bytes > 0
             capsys.readouterr()
-            assert main(["top", model_dir, "--once"]) in {0, 1}  # a busy machine may keep one from speaking
+            assert main(["status", "watch", model_dir, "--once"]) in {
+                0,
+                1,
+            }  # a busy machine may keep one from speaking
             assert "workers, " in capsys.readouterr().out
             seen = UrlSource(wait_for(lambda: urls)[0], SecurityConfig()).read()
             assert [one.name for one in seen.processes] == ["worker 0", "ps 0", "ps 1"]
