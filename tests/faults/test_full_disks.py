@@ -32,7 +32,7 @@ from monolith.cli.main import main
 from monolith.cli.status import is_well, totals
 from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
 from monolith.data import FileSource, Pipeline, Stream, format_of
-from monolith.data.files.work_queue import SharedFileQueue
+from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.errors import DataError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.observe import Metrics
@@ -404,7 +404,7 @@ def test_a_queue_that_stays_full_is_an_error_after_a_bound_and_a_worker_that_end
     began = clock.now
     queue.flush()
     assert clock.now - began <= 3
-    assert "The files of this worker are handed out again when its leases run out" in caplog.text
+    assert "The files of this worker are leased again when its leases expire" in caplog.text
     for _ in range(34):
         clock.sleep(60)
         assert queue.report(lease, {"record": 1}), "it is kept"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from monolith.data import Format
-from monolith.data.files.empty_cell import place_of_empty
+from monolith.data.files.bad_records import locate_empty_cell
 from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat
 from monolith.data.records import Records
 from monolith.tensors import RaggedTensor
@@ -33,7 +33,7 @@ TYPES = {"word": torch.uint8, "y": torch.float32}
 def test_the_line_is_the_one_an_editor_shows(tmp_path: Path, text: str, place: str | None) -> None:
     path = tmp_path / "some.csv"
     path.write_bytes(text.encode())
-    assert place_of_empty(CsvFormat(types=TYPES), str(path), "y") == place
+    assert locate_empty_cell(CsvFormat(types=TYPES), str(path), "y") == place
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 5000, 4 << 20])
@@ -45,15 +45,15 @@ def test_it_is_found_in_a_long_file_whatever_its_chunks(
     text = "\n".join(["word,y", *lines]).encode()
     path = tmp_path / f"some.csv{suffix}"
     path.write_bytes(gzip.compress(text) if suffix else text)
-    assert place_of_empty(CsvFormat(types=TYPES, chunk_bytes=chunk_bytes), str(path), "y") == "line 1236"
+    assert locate_empty_cell(CsvFormat(types=TYPES, chunk_bytes=chunk_bytes), str(path), "y") == "line 1236"
 
 
 def test_json_lines_have_lines_and_other_formats_records(tmp_path: Path) -> None:
     lined = tmp_path / "some.jsonl"
     lined.write_text('{"y": 1.0}\nno json\n{"y": 2.0}\n{"y": null}\n')
-    assert place_of_empty(JsonLinesFormat(types={"y": torch.float32}), str(lined), "y") == "line 4"
+    assert locate_empty_cell(JsonLinesFormat(types={"y": torch.float32}), str(lined), "y") == "line 4"
     other: Format = ParquetFormat()
     path = str(tmp_path / "some.parquet")
     with other.writer(path) as file:
         file.write(Records(3, {"y": RaggedTensor.from_list([[1.0], [], [2.0]], dtype=torch.float32)}))
-    assert place_of_empty(other, path, "y") == "record 2"
+    assert locate_empty_cell(other, path, "y") == "record 2"
