@@ -18,7 +18,7 @@ from monolith.errors import MonolithError, UnavailableError
 from monolith.feature import Batch
 from monolith.model import UpdateConfig
 from monolith.runtime import LocalRun
-from monolith.runtime.ranks import agreement
+from monolith.runtime import ranks as agreement
 from monolith.train import AlertConfig, Hook, Run, SaveConfig, StepResult, TrainConfig
 
 STEPS = 9
