@@ -49,6 +49,7 @@ ROWS = (
     {"ui"},
     {"runtime"},
     {"run"},
+    {"runtime"},
     {"cli"},
     {"monolith_bench", "monolith_compat"},
 )

@@ -37,12 +37,12 @@ from monolith.errors import DataError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.observe import Metrics
 from monolith.run.export_config import ExportConfig
-from monolith.run.servables import exports_when_saving
 from monolith.runtime import Trainer
+from monolith.runtime.export import exports_when_saving
 from monolith.serve.versions import list_versions
 from monolith.sync import Publisher, Subscriber, TableTarget
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
-from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig
+from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 
 ENDS_WITHIN = 10.0
 """Seconds from a SIGTERM, with the settings that a run has by default."""
@@ -262,7 +262,7 @@ def test_a_failed_export_leaves_no_half_version_and_the_next_save_exports_again(
     )
 
     class Fill(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if run.step == 3:
                 disk.fill(room=20_000)
             if run.step == 5:
@@ -287,7 +287,7 @@ class After(Hook):
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self.step, self.act = step, act
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step == self.step:
             self.act()
 

@@ -13,7 +13,7 @@ from train.tasks import Clicks
 
 from monolith.feature import Batch
 from monolith.runtime import Trainer
-from monolith.train import Hook, Mode, Outputs, Run, StepResult, TrainConfig
+from monolith.train import Hook, Mode, Outputs, StepResult, TrainConfig, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Watch(Hook):
         self.losses: list[float] = []
         self.lookups: list[int] = []
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.losses.append(float(result.loss))
 
     def end(self, run: Any) -> None:

@@ -24,7 +24,7 @@ from monolith.runtime import Trainer
 from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.store.dense_cache import DenseConfig
 from monolith.table import PolynomialDecay
-from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig
+from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.model import Model as TrainedModel
 
 EXACT: dict[str, Any] = {"deterministic": True, "save": SaveConfig(steps=4), "summary_every_steps": None}
@@ -149,7 +149,7 @@ class StepsItsSchedule(Hook):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._schedule.step()
 
 

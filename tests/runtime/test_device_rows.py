@@ -21,7 +21,7 @@ from monolith.store import LocalStore
 from monolith.table import CudaTable, Segment, SpillingTable, TableConfig
 from monolith.train import TrainConfig
 from monolith.train.accelerator import Cpu
-from monolith.train.hook import Hook, Run
+from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks import SaveConfig
 
 TASK = Clicks(batches=6, batch_size=16)
@@ -56,7 +56,7 @@ class Rows(Hook):
         self.far = 0
         """Rows of tables on a device that are in host memory."""
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         module: Any = run.model
         store = module.embeddings.store
         self.found = rows_of(module)

@@ -19,7 +19,7 @@ from monolith.runtime import FleetCoordinator
 from monolith.runtime.coordinator import Start, WorkerState
 from monolith.runtime.report import Lost
 from monolith.table import iterate
-from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig
+from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.hook import DATA_ENDED
 from monolith.train.model import Model
 
@@ -37,7 +37,7 @@ class At(Hook):
         self._step, self._act = step, act
         self.done = False
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step >= self._step and not self.done:
             self.done = True
             self._act()
@@ -80,7 +80,7 @@ def test_workers_go_on_with_a_lost_server_0_and_their_steps_are_never_counted_ba
         def __init__(self, worker: int) -> None:
             self._worker = worker
 
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             steps[self._worker].append(result.step)
 
     task = Tallied(batches=20)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from monolith.feature import Batch
 from monolith.runtime.fleet_placement import merge_buffers
-from monolith.train import Hook, Run, StepResult
+from monolith.train import Hook, StepResult, TrainingRun
 
 
 def tensors(*values: Any) -> list[Tensor]:
@@ -82,11 +82,11 @@ class Watch(Hook):
         norm: nn.BatchNorm1d = self._run.session.model.module.norm
         return norm
 
-    def before_step(self, run: Run) -> None:  # noqa: ARG002
+    def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
         assert self._norm().running_mean is not None
         self._into.setdefault("first", (self._norm().running_mean.item(), self._tracked()))
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._into["mean"] = self._norm().running_mean.item()  # type: ignore[union-attr, operator]
         self._into["examples"] = self._into.get("examples", 0) + result.examples
         self._into["batches"] = self._into.get("batches", 0) + 1

@@ -19,7 +19,7 @@ from monolith.feature import Batch
 from monolith.model import UpdateConfig
 from monolith.runtime import LocalRun
 from monolith.runtime import ranks as agreement
-from monolith.train import AlertConfig, Hook, Run, SaveConfig, StepResult, TrainConfig
+from monolith.train import AlertConfig, Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 
 STEPS = 9
 GOING_BACK = AlertConfig(action="rollback", every_steps=1, warmup_checks=1, max_rollbacks=1)
@@ -59,7 +59,7 @@ class Steps(Hook):
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.seen.append(run.step)
 
 

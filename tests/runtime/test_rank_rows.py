@@ -26,7 +26,7 @@ from monolith.model import UpdateConfig
 from monolith.runtime import Trainer, serve_parameters
 from monolith.runtime.rank_placement import RowsOnServers
 from monolith.store import ServerGroup
-from monolith.train import Hook, Run, SaveConfig, StepResult, Task, TrainConfig
+from monolith.train import Hook, SaveConfig, StepResult, Task, TrainConfig, TrainingRun
 from monolith.train.config import ExpiryConfig, KeepConfig
 
 PLAIN = quiet(TrainConfig(), prefetch=0, async_push=False)
@@ -126,7 +126,7 @@ class At(Hook):
     def __init__(self, step: int, do: Callable[[], object]) -> None:
         self._step, self._do = step, do
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step == self._step:
             self._do()
 

@@ -17,7 +17,7 @@ from monolith.errors import UnavailableError
 from monolith.feature import Batch
 from monolith.runtime import LocalCoordinator, Trainer
 from monolith.runtime.coordinator import Gathered, RunState, Start, WorkerState
-from monolith.train import Hook, Outputs, Run, SaveConfig, TrainConfig
+from monolith.train import Hook, Outputs, SaveConfig, TrainConfig, TrainingRun
 from monolith.train.hook import StepResult
 
 OTHER = WorkerState(position={"next": 5}, examples=100, skipped=2, event_time=None)
@@ -186,7 +186,7 @@ def predicted(task: Counted, **config: Any) -> list[list[float]]:
     """Train for three steps; return the predictions that hooks and metrics are given."""
 
     class Note(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             seen.append(result.predictions["click"].tolist())
 
     seen: list[list[float]] = []
@@ -213,7 +213,7 @@ def test_the_second_pass_can_be_left_out_and_changes_nothing_that_is_trained() -
         task = Counted(dropout=0.5, batch_size=16)
 
         class Note(Hook):
-            def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+            def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
                 losses.setdefault(asked, []).append(float(result.loss))  # noqa: B023
 
         Trainer(task, TrainConfig(steps=3, eval_predictions=asked, seed=3), hooks=[Note()]).train()

@@ -20,7 +20,17 @@ from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.runtime import Trainer
 from monolith.runtime.progress import Skipping
-from monolith.train import AlertConfig, Hook, Mode, Outputs, Run, SaveConfig, StepResult, Task, TrainConfig
+from monolith.train import (
+    AlertConfig,
+    Hook,
+    Mode,
+    Outputs,
+    SaveConfig,
+    StepResult,
+    Task,
+    TrainConfig,
+    TrainingRun,
+)
 
 
 class Watch(Hook):
@@ -31,7 +41,7 @@ class Watch(Hook):
         self.position: Any = None
         self.state: Any = None
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.losses.append(float(result.loss))
 
     def end(self, run: Any) -> None:

@@ -22,8 +22,8 @@ from monolith.checkpoint import Checkpointer, Saver, TablesPart, read_chain
 from monolith.checkpoint.offline.reading import SavedTables
 from monolith.errors import ConfigError, CorruptFileError, ExportError, FileMissingError
 from monolith.run.export_config import ExportConfig
-from monolith.run.servables import how_to_export, task_exporter
 from monolith.runtime import Trainer
+from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve import Predictor
 from monolith.serve import exporter as exporting
 from monolith.serve.export_tables import ExpiredRows, export_table, saved_history

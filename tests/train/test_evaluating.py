@@ -25,10 +25,10 @@ from monolith.train import (
     KeepConfig,
     Mode,
     Outputs,
-    Run,
     SaveConfig,
     StepResult,
     TrainConfig,
+    TrainingRun,
 )
 from monolith.train.evaluating import BestSoFar, EvaluateHook
 
@@ -48,7 +48,7 @@ class Fail(Hook):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if result.step == self._step:
             raise RuntimeError("as if it were killed")
 
@@ -70,7 +70,7 @@ class _Tell(Hook):
     def __init__(self, step: list[int]) -> None:
         self._step = step
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._step[0] = result.step
 
 
@@ -128,7 +128,7 @@ def test_a_run_is_evaluated_by_the_clock(tmp_path: Path) -> None:
     made: list[EvaluateHook] = []
 
     class Tick(Hook):
-        def before_step(self, run: Run) -> None:  # noqa: ARG002
+        def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
             now[0] += 60
 
     def hooks(run: LocalRun) -> list[Hook]:
@@ -174,7 +174,7 @@ def test_an_evaluation_that_is_interrupted_is_left_unfinished(tmp_path: Path) ->
             return super().outputs(model, batch)
 
     class Hand(Hook):
-        def begin(self, run: Run) -> None:
+        def begin(self, run: TrainingRun) -> None:
             task.sessions.append(run)
 
     task = Interrupting()

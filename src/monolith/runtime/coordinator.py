@@ -41,7 +41,7 @@ from monolith.runtime.report import Lost
 from monolith.store import MakeStore
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
-from monolith.train.hook import Run
+from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
@@ -328,10 +328,10 @@ class Coordinator(Protocol):
             look: Called every second meanwhile: it may be time to save.
         """
 
-    def leaves_work(self, run: Run) -> bool:
+    def leaves_work(self, run: TrainingRun) -> bool:
         """Whether this process is told to stop, and the others are to go on with what it has not done."""
 
-    def gather(self, me: RunState, run: Run, look: Callable[[], None]) -> Gathered | None:
+    def gather(self, me: RunState, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:
         """Wait, as the one that leads, until the others have no more to do; None where another leads.
 
         Args:
@@ -339,7 +339,7 @@ class Coordinator(Protocol):
             look: Called every second meanwhile: it may be time to save.
         """
 
-    def leave(self, run: Run, state: WorkerState) -> bool:
+    def leave(self, run: TrainingRun, state: WorkerState) -> bool:
         """End this process's part; the last thing of all, since the others may be gone after it.
 
         Returns:

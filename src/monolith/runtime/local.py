@@ -32,7 +32,7 @@ from monolith.sync.guard import RecoveringGuard
 from monolith.table import TableConfig
 from monolith.train.accelerator import Accelerator
 from monolith.train.config import TrainConfig
-from monolith.train.hook import Run
+from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders, OwnRows
@@ -153,13 +153,13 @@ class LocalCoordinator:
     def wait_for_more(self, me: RunState, look: Callable[[], None]) -> bool:  # noqa: ARG002
         return False
 
-    def leaves_work(self, run: Run) -> bool:  # noqa: ARG002
+    def leaves_work(self, run: TrainingRun) -> bool:  # noqa: ARG002
         return False
 
-    def gather(self, me: RunState, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+    def gather(self, me: RunState, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
         return Gathered(step=me.step)
 
-    def leave(self, run: Run, state: WorkerState) -> bool:  # noqa: ARG002
+    def leave(self, run: TrainingRun, state: WorkerState) -> bool:  # noqa: ARG002
         return False
 
     def fail(self, error: BaseException | None) -> None:

@@ -65,7 +65,7 @@ from monolith.store.rank_groups import Collective, RankOptions
 from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep_keys, prefixed, reach_keys
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import RanksConfig, TrainConfig
-from monolith.train.hook import Run
+from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier, MachineHealth, Placement
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
@@ -784,10 +784,10 @@ class RankCoordinator:
     def wait_for_more(self, me: Stepper, look: Callable[[], None]) -> bool:  # noqa: ARG002
         return False
 
-    def leaves_work(self, run: Run) -> bool:  # noqa: ARG002
+    def leaves_work(self, run: TrainingRun) -> bool:  # noqa: ARG002
         return False
 
-    def gather(self, me: Stepper, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+    def gather(self, me: Stepper, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
         if not self._joined:
             return None
         if self._stop is None:
@@ -796,7 +796,7 @@ class RankCoordinator:
         gathered = self._gather_states(me)
         return gathered if self.leads else None
 
-    def leave(self, run: Run, state: WorkerState) -> bool:  # noqa: ARG002
+    def leave(self, run: TrainingRun, state: WorkerState) -> bool:  # noqa: ARG002
         if not self._joined:
             return False
         assert self._me is not None

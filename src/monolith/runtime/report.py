@@ -21,7 +21,7 @@ from monolith.config import masked, masked_words, to_dict
 from monolith.errors import CorruptFileError
 from monolith.train.config import TrainConfig
 from monolith.train.evaluation_log import Evaluation
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.task import Task
 
@@ -190,11 +190,11 @@ class FirstAndLastSteps(Hook):
         """By `time.monotonic`; None before there was one."""
         self._losses: deque[Tensor] = deque(maxlen=LOSS_STEPS)
 
-    def before_step(self, run: Run) -> None:  # noqa: ARG002
+    def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
         if self.first_at is None:
             self.first_at = time.monotonic()
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._losses.append(result.loss.detach())
 
     def loss(self) -> float:

@@ -5,7 +5,7 @@ from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.evaluation_log import Evaluation
-from monolith.train.hook import Hook, Run, StepResult, drive
+from monolith.train.hook import Hook, StepResult, TrainingRun, drive
 from monolith.train.hooks import AlertConfig, DailyHours, SaveConfig
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.publishing.share import PublishPlan
@@ -32,12 +32,12 @@ __all__ = [
     "PublishPlan",
     "RestoreConfig",
     "RetrievalTask",
-    "Run",
     "SaveConfig",
     "ScheduleConfig",
     "StepResult",
     "Task",
     "TrainConfig",
+    "TrainingRun",
     "WindowRow",
     "Windowed",
     "drive",

@@ -1,29 +1,103 @@
-"""Means and quantiles that a run's features need: learned once, at its first start, and kept.
-
-They are in `features.json` of the model_dir, and in every checkpoint. Whoever comes later, a restart, another
-process of the run, `monolith evaluate` or `monolith predict`, reads them there: quantiles of other data would
-make other ids of the same values.
-"""
+"""Makes the task of a run ready to train: from its name and settings, with learned means and quantiles."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from monolith import filesystem
 from monolith.checkpoint import read_manifest, saved_spec
 from monolith.checkpoint.part import FEATURES
 from monolith.data import as_stream
+from monolith.data.config import DataConfig
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
+from monolith.run import ThreadsConfig
 from monolith.run.config import RunConfig
-from monolith.run.config_task import ConfigTask
+from monolith.run.processes import JobConfig
 from monolith.runtime.checkpoints import newest_checkpoint
+from monolith.runtime.config_task import ConfigTask
+from monolith.runtime.task_data import check_before_training
+from monolith.train.accelerator import accelerator_of
 from monolith.train.config import TrainConfig
 from monolith.train.task import Mode, Task
+from monolith.train.task_loading import load_task
+
+_log = logging.getLogger(__name__)
+
+CPU_TEST_BATCH = 128
+"""The most examples of a batch where a task is tried on a CPU."""
+
+Warn = Callable[[str], None]
+
+
+def with_job(task: Task, job: JobConfig, warn: Warn = _log.warning) -> Task:
+    """Return the task with the end date, and the small batches of a test, that the job asks for.
+
+    Args:
+        warn: Told what the job asks for and the task has no setting for.
+    """
+    if job.override_end_date is not None:
+        task = _changed(
+            task,
+            _end_dates(task, job.override_end_date),
+            f"job.override_end_date {job.override_end_date}",
+            warn,
+        )
+    if job.cpu_test:
+        batch_size = getattr(task, "batch_size", CPU_TEST_BATCH)
+        if isinstance(batch_size, int) and batch_size > CPU_TEST_BATCH:
+            task = _changed(task, {"batch_size": CPU_TEST_BATCH}, "the batch size of job.cpu_test", warn)
+    return task
+
+
+def with_task(run: RunConfig, task: Task) -> RunConfig:
+    """Return the run, which saves as often as its task says, if the task says so."""
+    steps, save = task.save_steps, run.train.save
+    if steps is None or (save.steps, save.secs) == (steps, None):
+        return run
+    _log.info("saving every %d steps, as the task says, which beats train.save", steps)
+    return replace(run, train=replace(run.train, save=replace(save, steps=steps, secs=None)))
+
+
+def _end_dates(task: Task, day: str) -> dict[str, Any]:
+    """Return the settings of a task that have an end date, with that one."""
+    settings = {field: getattr(task, field) for field in _fields(task)}
+    found: dict[str, Any] = {
+        name: replace(value, end_date=day)
+        for name, value in settings.items()
+        if isinstance(value, DataConfig) and value.start_date is not None
+    }
+    return found | ({"end_date": day} if "end_date" in settings else {})
+
+
+def _changed(task: Task, settings: dict[str, Any], what: str, warn: Warn) -> Task:
+    if not settings or not _fields(task):
+        warn(f"{what} changes nothing: task {task.name!r} is no dataclass with a setting for it")
+        return task
+    changed: Task = dataclasses.replace(task, **settings)  # type: ignore[type-var]
+    return changed
+
+
+def _fields(task: Task) -> list[str]:
+    return [field.name for field in dataclasses.fields(task)] if dataclasses.is_dataclass(task) else []
+
+
+# Means and quantiles that a run's features need: learned once, at its first start, and kept.
+#
+# They are in `features.json` of the model_dir, and in every checkpoint. Whoever comes later, a restart,
+# another process of the run, `monolith evaluate` or `monolith predict`, reads them there: quantiles of
+# other data would make other ids of the same values.
+
 
 SPEC_FILE = "features.json"
 """In the model_dir: the features of the run, with what was learned."""
@@ -159,3 +233,81 @@ def _keep(model_dir: str, spec: FeatureSpec) -> None:
     filesystem.make_dirs(model_dir)
     with filesystem.atomic_write(path) as file:
         file.write(text)
+
+
+# Making the task
+
+
+def prepared_task(
+    task: Task | Callable[[RunConfig], Task] | None,
+    config: RunConfig,
+    *,
+    say: Warn = _log.info,
+    warn: Warn = _log.warning,
+) -> tuple[Task, RunConfig]:
+    """Return the task of a run, ready to train, and the run as the task changes it.
+
+    Args:
+        task: The task, or what makes it; None makes the one that the config names or describes.
+
+    Raises:
+        ConfigError: There is no such task, a setting is wrong, or its data cannot be trained on.
+    """
+    if config.cluster.role == "worker":
+        accelerator_of(config.train.accelerator)  # or an error, before anything is made
+    if task is None:
+        task = make_task(config)
+    elif not isinstance(task, Task):
+        task = task(config)
+    task = with_job(task, config.job, warn)
+    check_before_training(task, config)
+    task = with_learned_features(task, config, trains=True, say=say)
+    return task, with_task(config, task)
+
+
+def make_task(run: RunConfig, config: Path | None = None, texts: Sequence[str] = ()) -> Task:
+    """Return the task that a run names, or that its config says.
+
+    Args:
+        config: The file of the run, for messages.
+        texts: Settings of the task as key=value.
+
+    Raises:
+        ConfigError: There is no such task, or a setting is wrong.
+    """
+    if not run.job.task:
+        raise ConfigError(
+            "name the task: package.module:Name or path/to/file.py:Name, or job.task in the config; or say "
+            "what it is in the config: [model], [features] and [data]"
+        )
+    source = f"[task] of {config}" if config else "task"
+    return load_task(
+        run.job.task,
+        _nested(run.task),
+        texts=texts,
+        source=source,
+        inputs=run.inputs,
+        optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
+    )
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the task, with a table for each dotted name."""
+    nested: dict[str, Any] = {}
+    for path, value in settings.items():
+        *above, last = path.split(".")
+        table = nested
+        for key in above:
+            inner = table.get(key)
+            table[key] = dict(inner) if isinstance(inner, Mapping) else {}
+            table = table[key]
+        table[last] = value
+    return nested
+
+
+def set_threads(threads: ThreadsConfig) -> None:
+    """Set the threads of torch's own operations, of this process."""
+    if threads.intra_op is not None:
+        torch.set_num_threads(threads.intra_op)
+    if threads.inter_op is not None and torch.get_num_interop_threads() != threads.inter_op:
+        torch.set_num_interop_threads(threads.inter_op)

@@ -20,11 +20,11 @@ from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
 from monolith.model import DeepFM
 from monolith.model.by_name import ModelConfig
-from monolith.run.config_task import ConfigTask
 from monolith.run.reading import read_run
 from monolith.run.settling import CONFIG_TASK
-from monolith.run.task_data import data_of
 from monolith.runtime import Trainer
+from monolith.runtime.config_task import ConfigTask
+from monolith.runtime.task_data import data_of
 from monolith.train import Mode, TrainConfig, load_task
 
 SPEC = FeatureSpec(
@@ -164,7 +164,7 @@ def test_the_file_is_what_a_python_user_would_write(tmp_path: Path) -> None:
 def test_a_task_of_ones_own_may_take_the_model_of_the_file(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(
-        "from monolith.run.config_task import ConfigTask\n"
+        "from monolith.runtime.config_task import ConfigTask\n"
         "class Own(ConfigTask):\n"
         "    def metrics(self, mode): return ('auc',)\n"
     )

@@ -17,9 +17,6 @@ from services import warm
 from services.servers import free_port, wait_until
 from train.tasks import Clicks
 
-from monolith.cli.data_roles import data_security, secured, state_folder, stopped_with_chief
-from monolith.cli.extra_workers import extra_members
-from monolith.cli.options.train import TrainOptions
 from monolith.cluster.run_token import RUN_TOKEN, TOKEN_FILE, read_token, user_security
 from monolith.cluster.security import SecurityConfig, derive_token
 from monolith.cluster.status import ProcessStatus, StatusBoard
@@ -29,6 +26,8 @@ from monolith.data.formats import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
 from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig, load_run_config
+from monolith.runtime.data_service import data_security, secured, state_folder, stopped_with_chief
+from monolith.runtime.launch import extra_members
 from monolith.train import Mode, TrainConfig
 
 pytest.importorskip("pyarrow")
@@ -201,8 +200,8 @@ def test_a_worker_starts_extra_data_workers_on_the_ports_that_mlp_leaves_for_the
         discovery=DiscoveryConfig(kind="mlp"),
         data_service=DataServiceConfig(enabled=True, extra_workers=2),
     )
-    options = TrainOptions(words=("train", "tasks:Mine", "--discovery_type", "mlp", "--index=1"))
-    members = extra_members(options, run, environ, lambda: "d:5")
+    words = ("train", "tasks:Mine", "--discovery_type", "mlp", "--index=1")
+    members = extra_members(run, words, environ, lambda: "d:5")
     # Two ranks have 2000 and 2001, the first's extra data workers 2002 and 2003.
     ports = [member.command[member.command.index("--cluster.port") + 1] for member in members]
     assert ports == ["2004", "2005"]
@@ -213,7 +212,7 @@ def test_a_worker_starts_extra_data_workers_on_the_ports_that_mlp_leaves_for_the
         assert member.command[member.command.index("--cluster.role") + 1] == "data_worker"
         assert not any(member.environment[name] for name in environ)  # no rank, and none of MLP's
         assert RUN_TOKEN not in member.environment
-    assert extra_members(options, RunConfig(), {}, lambda: "d:5") == []
+    assert extra_members(RunConfig(), words, {}, lambda: "d:5") == []
 
 
 def test_processes_of_a_named_data_service_share_the_token_of_their_user(tmp_path: Path) -> None:
@@ -223,9 +222,7 @@ def test_processes_of_a_named_data_service_share_the_token_of_their_user(tmp_pat
     trainer = RunConfig(data_service=named, train=TrainConfig(model_dir=model_dir))
     found = data_security(trainer, environ)
     assert found == user_security(SecurityConfig(), environ)
-    [extra] = extra_members(
-        TrainOptions(words=("train", "x")), replace(trainer, security=found), environ, lambda: "d:5"
-    )
+    [extra] = extra_members(replace(trainer, security=found), ("train", "x"), environ, lambda: "d:5")
     reader = replace(trainer, cluster=ClusterConfig(role="data_worker"))
     assert data_security(reader, {**environ, **extra.environment}) == found
     own = replace(trainer, data_service=DataServiceConfig(enabled=True))

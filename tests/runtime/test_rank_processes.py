@@ -12,8 +12,8 @@ from services.mpi import mpirun, need_mpirun
 from services.ray import RayCluster
 
 from monolith.cli.main import main
-from monolith.cli.rank_training import rank_host
 from monolith.run import read_run
+from monolith.runtime.attempts import rank_host
 
 TESTS = Path(__file__).parents[1]
 

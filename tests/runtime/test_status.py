@@ -14,10 +14,10 @@ from train.publishing.test_holders import STANDING
 
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
-from monolith.cli.own_status import OwnStatus
 from monolith.cluster.status import JobStatus, StatusBoard
 from monolith.run import load_run_config
 from monolith.runtime.parameter_server import ShardFigures
+from monolith.runtime.status import OwnStatus
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, TableIds
 from monolith.table import Segment, TableConfig
 from monolith.train import TrainConfig

@@ -11,11 +11,11 @@ import pytest
 import torch
 from run.config_files import write_project
 
-from monolith.cli.task_config import make_task
 from monolith.data import DataConfig
 from monolith.run import RunConfig, read_run
-from monolith.run.config_task import ConfigTask
-from monolith.run.data_checks import check_before_training, task_problems
+from monolith.runtime.config_task import ConfigTask
+from monolith.runtime.task_data import check_before_training, task_problems
+from monolith.runtime.task_setup import make_task
 from monolith.train.task import Mode
 
 
@@ -31,7 +31,7 @@ def made(tmp_path: Path) -> tuple[ConfigTask, RunConfig]:
 def test_a_bounded_number_of_batches_is_read(
     made: tuple[ConfigTask, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("monolith.run.data_checks.SAMPLE", 500)
+    monkeypatch.setattr("monolith.runtime.task_data.SAMPLE", 500)
     task, run = made
     read: list[str] = []
 

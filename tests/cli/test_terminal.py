@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from monolith.cli.stop_signals import StopSignals
+from monolith.cli.terminal import StopSignals
 
 
 class Asked:

@@ -10,7 +10,7 @@ from train.tasks import Clicks
 
 from monolith.data import DataConfig
 from monolith.run import JobConfig, RunConfig
-from monolith.run.task_settings import with_job, with_task
+from monolith.runtime.task_setup import with_job, with_task
 from monolith.train import SaveConfig, TrainConfig
 
 ITEMS = DataConfig(path="items")

@@ -21,7 +21,7 @@ from monolith.model.ready import ReadyModel
 from monolith.nn import GradClipType
 from monolith.nn import optimizers as dense
 from monolith.run import RunConfig
-from monolith.run.config_task import ConfigTask
+from monolith.runtime.config_task import ConfigTask
 from monolith.table import AdmissionConfig, DelayCompensated, Sgd, StochasticRounding
 from monolith.train.rate_schedule import ScheduleConfig
 from monolith.train.task_loading import load_task
@@ -38,7 +38,7 @@ def built(**groups: Mapping[str, Any]) -> ConfigTask:
     """The task of a config: what `monolith train` makes of the file."""
     plain = {name: {**BASE.get(name, {}), **given} for name, given in {**BASE, **groups}.items()}
     run = config_from_mapping(RunConfig, plain, "the config")
-    task = load_task("monolith.run.config_task:ConfigTask", dict(run.task), inputs=run.inputs)
+    task = load_task("monolith.runtime.config_task:ConfigTask", dict(run.task), inputs=run.inputs)
     assert isinstance(task, ConfigTask)
     return task
 

@@ -12,7 +12,7 @@ from monolith.cluster.security import Guard
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
 from monolith.run import load_run_config
-from monolith.run.publishing import address_of, publish_plan
+from monolith.runtime.publish import address_of, publish_plan
 from monolith.sync import LogPlace, ShareLog
 from monolith.sync.channels import open_reader
 from monolith.sync.run_identity import run_identity

@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from monolith.cli.failover import STEADY, UNCOUNTED, Failover
 from monolith.errors import UnavailableError
 from monolith.observe import Metrics
 from monolith.run import FailoverConfig
+from monolith.runtime.attempts import STEADY, UNCOUNTED, Retries
 
 LOST = UnavailableError("server 1 is gone")
 
@@ -30,7 +30,7 @@ class Worker:
         self.metrics = Metrics()
         self.clock = Clock()
         self._stopped = stopped
-        self._failover = Failover(
+        self._failover = Retries(
             FailoverConfig(max_retries=retries, wait=timedelta(seconds=5)),
             self.metrics,
             say=self.said.append,

@@ -15,7 +15,7 @@ from monolith.cluster.security import guard_listener
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
 from monolith.run.config import RunConfig
-from monolith.run.servables import VersionMarks
+from monolith.runtime.export import VersionMarks
 from monolith.sync.channel import DeltaWriter
 from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url
 from monolith.sync.run_identity import run_identity

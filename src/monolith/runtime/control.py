@@ -9,18 +9,22 @@ that help the run see whether the chief lives.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from monolith import filesystem
-from monolith.cli.own_status import OwnStatus
 from monolith.cluster import concat_ip_and_port
 from monolith.cluster.run_token import is_guarded
 from monolith.cluster.security import SecurityConfig
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
+from monolith.runtime import LocalRun
+from monolith.runtime.status import OwnStatus
+from monolith.train import Hook, TrainingRun
+from monolith.train.hooks import ActionFileHook, BarrierHook, ControllerHook, ControlServerHook
 from monolith.train.hooks.control_server import ControlServer, control_token
+from monolith.train.hooks.controller import ACTION_FILE
 from monolith.train.hooks.profiling import FOLDER, Tracer
 
 _log = logging.getLogger(__name__)
@@ -91,3 +95,39 @@ def profiled_on_demand(place: ControlPlace | None, run: RunConfig, status: OwnSt
         yield
     finally:
         server.close()
+
+
+def control_hooks(
+    local: LocalRun, config: RunConfig, place: ControlPlace, status: OwnStatus, say: Callable[[str], None]
+) -> list[Hook]:
+    """Return the hooks that let an operator pause, resume, save, stop and profile the run, and pause its
+    publishing."""
+    assert local.save is not None  # there is a model_dir
+    controller = ControllerHook(local.save.trigger_save)
+    server = ControlServerHook(
+        local.barrier,
+        local.save.trigger_save,
+        tracer=place.tracer,
+        publish=None if local.publish is None else local.publish.obey,
+        address=place.address,
+        security=place.security,
+        limits=config.limits,
+    )
+    status.control = lambda: server.address or ""
+    return [
+        BarrierHook(local.barrier, idle=[local.save.before_step]),
+        controller,
+        ActionFileHook(controller),
+        server,
+        _ReportAddress(server, say),
+    ]
+
+
+class _ReportAddress(Hook):
+    def __init__(self, server: ControlServerHook, say: Callable[[str], None]) -> None:
+        self._server = server
+        self._say = say
+
+    def after_create(self, run: TrainingRun) -> None:
+        path = filesystem.join(run.model_dir, ACTION_FILE)
+        self._say(f"control on {self._server.address}, and by the file {path}")

@@ -12,7 +12,7 @@ from train.tasks import Clicks
 from monolith.data import DataConfig, DataServiceConfig, Pipeline
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
-from monolith.run.task_data import TaskData, data_of, read_from_service
+from monolith.runtime.task_data import TaskData, data_of, read_from_service
 from monolith.train import Mode, Task
 
 FILES = DataConfig(path="nowhere", pattern="*.jsonl", columns=("user",))

@@ -1,12 +1,12 @@
 """The data service of a run: its dispatcher, its data workers, and the workers that read from it.
 
-All of them are started by the same command line, `monolith train TASK ...`, and differ by their role: by
-cluster.role, or by what MLP says of each. What is read, and how, is what the task says of its own data.
-Those who read for others end when the chief has ended: its status is then gone from the model_dir, and under
-MLP nobody listens at its port.
+All of them are started by the same command line, `monolith train TASK ...`, and differ by their role:
+cluster.role, or the role that MLP gives to each. The task's own data says which files are read, and how. The
+dispatcher and the data workers end when the chief has ended: its status file is then gone from the model_dir,
+and under MLP its port is closed.
 
     files ──► data workers, each reads some ──► chunks of a batch ──► workers, each trains some
-                      dispatcher: who reads, and who is given, what
+                 dispatcher: assigns files to data workers, and chunks to workers
 """
 
 from __future__ import annotations
@@ -16,33 +16,36 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monolith import filesystem
-from monolith.cli.data_service import dispatcher_answers, show_dispatched, told_to_stop
-from monolith.cli.extra_workers import extra_data_workers
-from monolith.cli.own_status import OwnStatus
-from monolith.cli.task_config import say, warn
-from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, locator
+from monolith.cluster import DATA_DISPATCHER, MLPEnv, check_port, concat_ip_and_port, locator
+from monolith.cluster.addresses import Address, connect_error
 from monolith.cluster.run_token import TOKEN_FILE, read_token, run_security, shared_security, user_security
 from monolith.cluster.security import SecurityConfig, derive_token, guard_caller, guard_listener
 from monolith.cluster.status import StatusBoard
+from monolith.cluster.waiting import poll
 from monolith.data.config import DataServiceConfig
-from monolith.errors import ConfigError, MonolithError
+from monolith.errors import ConfigError, DeadlineExceededError, MonolithError, RetryableError
+from monolith.observe import progress
 from monolith.run import RunConfig
 from monolith.run.runtime import dispatcher_address, listen_address, open_discovery
-from monolith.run.task_data import TaskData, data_of, read_from_service
 
 if TYPE_CHECKING:
-    from monolith.cli.options.train import TrainOptions
+    from monolith.data.service import Dispatcher
+    from monolith.runtime.context import RunContext
+    from monolith.runtime.status import OwnStatus
+    from monolith.runtime.task_data import TaskData
     from monolith.train import Task
 
 _log = logging.getLogger(__name__)
 
 TRAINER = "worker"
-"""The name of those who train, for the dispatcher; of several, each adds its number."""
-LOOK_EVERY = 1.0
+"""The name of the workers at the dispatcher; each of several adds its number."""
+CHECK_EVERY = 1.0
+_POLL_EVERY = timedelta(seconds=0.5)
 
 
 def secured(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
@@ -85,91 +88,141 @@ def data_security(run: RunConfig, environ: Mapping[str, str]) -> SecurityConfig:
     return user_security(run.security, environ)
 
 
-# Who reads for others
+# The dispatcher and the data workers
 
 
-def read_for_others(task: Task, run: RunConfig, environ: Mapping[str, str], status: OwnStatus) -> int:
-    """Be the dispatcher or a data worker of a run, until it ends or this process is told to stop."""
+def read_for_workers(task: Task, config: RunConfig, run: RunContext, status: OwnStatus) -> None:
+    """Be the dispatcher or a data worker of a run, until it ends or this process is asked to stop."""
+    from monolith.runtime.task_data import data_of
+
     data = data_of(task)
+    stop = threading.Event()
     with ExitStack() as open_things:
-        stop = open_things.enter_context(told_to_stop(environ))
-        open_things.enter_context(stopped_with_chief(stop, run.train.model_dir))
-        read = dispatch if run.cluster.role == "dispatcher" else read_splits
-        return read(data, run, environ, status=status, stop=stop, open_things=open_things)
+        open_things.enter_context(run.stopped_by(lambda _: stop.set()))
+        stop_with_chief(stop, run.environ)
+        open_things.enter_context(stopped_with_chief(stop, config.train.model_dir))
+        read = dispatch if config.cluster.role == "dispatcher" else read_splits
+        read(data, config, run, status=status, stop=stop, open_things=open_things)
 
 
 def dispatch(
     data: TaskData,
-    run: RunConfig,
-    environ: Mapping[str, str],
+    config: RunConfig,
+    run: RunContext,
     *,
     status: OwnStatus,
     stop: threading.Event,
     open_things: ExitStack,
-) -> int:
-    """Hand out the files of a run until told to stop."""
+) -> None:
+    """Assign the files of a run to its data workers until asked to stop."""
     from monolith.data.service import DataJobConfig, Dispatcher
 
-    host, port = listen_address(run, environ)
+    host, port = listen_address(config, run.environ)
     running = open_things.enter_context(
         Dispatcher(
             DataJobConfig(splits=tuple(data.config.files()), epochs=data.epochs),
-            folder=state_folder(run),
+            folder=state_folder(config),
             host=host,
             port=port,
-            guard=guard_listener(host, run.security),
-            limits=run.limits,
+            guard=guard_listener(host, config.security),
+            limits=config.limits,
         )
     )
     address = concat_ip_and_port(host, running.port)
-    if run.discovery.kind not in ("mlp", "tf_config") and not run.job.local:
-        # Opened last and so closed first: nobody is sent to a dispatcher that has stopped.
-        discovery = open_things.enter_context(open_discovery(run, environ))
+    if config.discovery.kind not in ("mlp", "tf_config") and not config.job.local:
+        # Opened last and so closed first: no process finds a dispatcher that has stopped.
+        discovery = open_things.enter_context(open_discovery(config, run.environ))
         assert discovery is not None  # the run is not local
         discovery.register(DATA_DISPATCHER, 0, address)
-    say(f"dispatcher listens on {address}")
+    run.output.say(f"dispatcher listens on {address}")
     status.watch_reader(address, "dispatching")
     show_dispatched(running, stop)
-    say("dispatcher ended")
-    return 0
+    run.output.say("dispatcher ended")
 
 
 def read_splits(
     data: TaskData,
-    run: RunConfig,
-    environ: Mapping[str, str],
+    config: RunConfig,
+    run: RunContext,
     *,
     status: OwnStatus,
     stop: threading.Event,
     open_things: ExitStack,
-) -> int:
-    """Read files for the workers of a run until told to stop."""
+) -> None:
+    """Read files for the workers of a run until asked to stop."""
     from monolith.data.service import DataWorker
 
-    service = run.data_service or DataServiceConfig()
-    where = dispatcher_of(run, environ, open_things)
-    if not dispatcher_answers(where, service.patience, stop):
-        return 0
-    host, port = listen_address(run, environ)
+    service = config.data_service or DataServiceConfig()
+    dispatcher = dispatcher_of(config, run.environ, open_things)
+    if not dispatcher_answers(dispatcher, service.patience, stop):
+        return
+    host, port = listen_address(config, run.environ)
     running = open_things.enter_context(
         DataWorker(
-            where,
+            dispatcher,
             data.open_split,
             host=host,
             port=port,
-            guard=guard_listener(host, run.security),
-            limits=run.limits,
+            guard=guard_listener(host, config.security),
+            limits=config.limits,
             readers=service.readers,
             chunk_records=data.batch_size,
             patience=service.patience,
         )
     )
-    say(f"data worker {run.cluster.index} listens on {running.address}")
+    run.output.say(f"data worker {config.cluster.index} listens on {running.address}")
     status.watch_reader(running.address, "reading")
     while not stop.is_set() and not running.wait(0.5):
         pass
-    say(f"data worker {run.cluster.index} ended")
-    return 0
+    run.output.say(f"data worker {config.cluster.index} ended")
+
+
+def show_dispatched(running: Dispatcher, stop: threading.Event) -> None:
+    """Show how many records were dispatched, until told to stop."""
+    known = 0
+    with progress("Data dispatched", unit="records") as bar:
+        while not stop.wait(1.0):
+            records = running.status()["records"]
+            bar.advance(records - known)
+            known = records
+
+
+def dispatcher_answers(where: Callable[[], str], patience: timedelta, stop: threading.Event) -> bool:
+    """Wait until the dispatcher is found and its port is open; return False when told to stop before.
+
+    Raises:
+        DeadlineExceededError: That took longer than there was patience. Says what was found last.
+    """
+    last = ""
+
+    def ask() -> bool | None:
+        nonlocal last
+        if stop.is_set():
+            return False
+        bar.advance(0)
+        try:
+            address = where()
+            error = connect_error(Address.parse(address), timedelta(seconds=1))
+            found = f"at {address}: {error}" if error else ""
+        except RetryableError as unknown:
+            found = str(unknown)
+        if found not in ("", last):
+            _log.info("waiting for the dispatcher: %s", found)
+        last = found
+        return None if found else True
+
+    def sleep(seconds: float) -> None:
+        stop.wait(seconds)
+        bar.advance(seconds)
+
+    with progress("Waiting for the dispatcher", total=patience.total_seconds(), unit="s") as bar:
+        answers = poll(ask, timeout=patience, every=_POLL_EVERY, sleep=sleep)
+    if answers is None:
+        raise DeadlineExceededError(
+            f"data worker: waited {patience.total_seconds():g} s for the dispatcher: {last}. "
+            "Start it, or see its log; --patience waits longer."
+        )
+    return answers
 
 
 def state_folder(run: RunConfig) -> str:
@@ -189,7 +242,7 @@ def state_folder(run: RunConfig) -> str:
 
 @contextmanager
 def stopped_with_chief(
-    stop: threading.Event, model_dir: str, every: float = LOOK_EVERY
+    stop: threading.Event, model_dir: str, every: float = CHECK_EVERY
 ) -> Iterator[threading.Thread]:
     """Set an event when the chief of a run has said how it stands, and says no more: then it has ended."""
     board = StatusBoard(model_dir)
@@ -229,37 +282,51 @@ def dispatcher_of(run: RunConfig, environ: Mapping[str, str], open_things: ExitS
     return locator(discovery, DATA_DISPATCHER)
 
 
-# Who trains
+def stop_with_chief(
+    stop: threading.Event,
+    environ: Mapping[str, str],
+    check: Callable[[str, int, timedelta], bool] | None = None,
+) -> None:
+    """Set an event when the chief is gone, if MLP started this process to help it: nobody else ends it."""
+    env = MLPEnv(environ)
+    if not env.available or env.role in ("", "WORKER", "PS") or env.get_host("worker", 0) is None:
+        return
+    options = {"leave": lambda _: stop.set(), "check": check or check_port, "sleep": stop.wait}
+    threading.Thread(target=env.join, kwargs=options, name="mlp-join", daemon=True).start()
+
+
+# The workers
 
 
 @contextmanager
-def served_task(
-    options: TrainOptions, task: Task, run: RunConfig, environ: Mapping[str, str]
-) -> Iterator[Task]:
-    """Give the task as this process trains it: reading from the data service, where the run has one.
+def served_task(task: Task, config: RunConfig, run: RunContext) -> Iterator[Task]:
+    """Yield the task as this process trains it: reading from the data service, if the run has one.
 
     Its extra data workers live as long as the block.
     """
-    service = run.data_service
-    if run.cluster.role != "worker" or service is None or not service.enabled:
-        if run.cluster.role == "worker" and run.discovery.kind == "mlp" and environ.get("MLP_DISPATCHER_NUM"):
-            warn(
+    service, environ = config.data_service, run.environ
+    if config.cluster.role != "worker" or service is None or not service.enabled:
+        mlp = config.discovery.kind == "mlp" and environ.get("MLP_DISPATCHER_NUM")
+        if config.cluster.role == "worker" and mlp:
+            run.output.warn(
                 "MLP has started a data service, and this run does not read from it; to use it set "
                 "data_service.enabled (--dataset_use_dataservice)"
             )
         yield task
         return
     from monolith.data.service import DataServiceSource
+    from monolith.runtime.launch import extra_data_workers
+    from monolith.runtime.task_data import read_from_service
 
     with ExitStack() as open_things:
-        run = replace(run, security=data_security(run, environ))
-        where = dispatcher_of(run, environ, open_things)
-        guard = guard_caller(run.security)
-        open_things.enter_context(extra_data_workers(options, run, environ, where))
-        say("reading from the data service")
+        config = replace(config, security=data_security(config, environ))
+        dispatcher = dispatcher_of(config, environ, open_things)
+        guard = guard_caller(config.security)
+        open_things.enter_context(extra_data_workers(run, config, dispatcher))
+        run.output.say("reading from the data service")
         yield read_from_service(
             task,
             lambda: DataServiceSource(
-                where, TRAINER, guard=guard, prefetch=service.prefetch, patience=service.patience
+                dispatcher, TRAINER, guard=guard, prefetch=service.prefetch, patience=service.patience
             ),
         )

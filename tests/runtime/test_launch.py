@@ -20,15 +20,15 @@ from services.ray import RayCluster
 from train.tasks import Clicks
 
 from monolith.checkpoint import read_checkpoint_state
-from monolith.cli import launching
-from monolith.cli.launching import ChiefReport, members_of
 from monolith.cli.main import main, parse_options
 from monolith.cli.run_settings import run_of
 from monolith.cluster.launch import LaunchOutcome
 from monolith.cluster.run_token import run_security
 from monolith.run import load_run_config
 from monolith.run.runtime import open_discovery
-from monolith.runtime import Trainer
+from monolith.runtime import Trainer, launch
+from monolith.runtime.context import Launch
+from monolith.runtime.launch import ChiefReport, members_of
 from monolith.train import TrainConfig
 
 TESTS = Path(__file__).parents[1]
@@ -171,19 +171,19 @@ def test_a_run_that_failed_says_its_last_checkpoint_and_the_command_that_goes_on
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = LaunchOutcome(status=137, text="worker 1 was killed by SIGKILL")
-    monkeypatch.setattr(launching.processes, "launch", lambda *_, **__: outcome)
-    monkeypatch.setattr(launching, "launch_on_ray", lambda *_, **__: outcome)
+    monkeypatch.setattr(launch, "run_members", lambda *_, **__: outcome)
+    monkeypatch.setattr(launch, "run_members_on_ray", lambda *_, **__: outcome)
     words = ["train", "train.tasks:Clicks", "--launch", "local", "--model-dir", str(tmp_path / "m")]
     words += ["--num-ps", "0" if "sync" in flags else "1", "--num-workers", "2", *flags]
     assert main(words) == 137
-    assert "there is no checkpoint yet; this begins anew: monolith train" in capsys.readouterr().err
+    assert "there is no checkpoint yet; this restarts it: monolith train" in capsys.readouterr().err
     Trainer(Clicks(), TrainConfig(model_dir=str(tmp_path / "m"), steps=1)).train()
     assert main(words) == 137
     why, what_to_do = capsys.readouterr().err.splitlines()[-2:]
     assert why == "monolith: worker 1 was killed by SIGKILL"
     command = shlex.join(["monolith", *words])
     assert what_to_do == (
-        f"monolith: the last checkpoint is {tmp_path}/m/model.ckpt-1; this goes on from it: {command}"
+        f"monolith: the last checkpoint is {tmp_path}/m/model.ckpt-1; this resumes from it: {command}"
     )
 
 
@@ -193,7 +193,7 @@ def test_a_member_that_fails_ends_the_run_and_is_named(start: Any, tmp_path: Pat
     assert process.wait(LIMIT) == 2
     why, what_to_do = said(tmp_path).splitlines()[-2:]
     assert " exited with status 2" in why
-    assert what_to_do.startswith("monolith: there is no checkpoint yet; this begins anew: monolith train ")
+    assert what_to_do.startswith("monolith: there is no checkpoint yet; this restarts it: monolith train ")
     assert "unknown key batchez" in said(tmp_path)
     assert (tmp_path / "out").read_text() == ""
 
@@ -231,10 +231,14 @@ def test_a_run_on_ray_finds_itself_and_is_guarded_by_a_token(
 # What members are told
 
 
+def launch_of(options: Any) -> Launch:
+    return Launch(kind=options.launch, command=options.words, flags=options.run_flags)
+
+
 def given(words: list[str], environ: dict[str, str] | None = None) -> list[Any]:
     options = parse_options("train", words[1:], words)
-    run = run_of(options, environ or {}, launching._MEETING[options.launch])
-    with members_of(options, run, environ or {}, "mark") as members:
+    run = run_of(options, environ or {}, launch.decided_fields(options.launch))
+    with members_of(run, launch_of(options), environ or {}, "mark") as members:
         return list(members)
 
 
@@ -269,8 +273,8 @@ def test_spare_servers_are_started_too_and_all_know_the_run_by_one_id() -> None:
 def test_what_is_said_before_the_command_is_handed_on_too() -> None:
     words = ["--log-level", "debug", *command("--model-dir", "m")]
     options = parse_options("train", words[3:], words)
-    run = run_of(options, {}, launching._MEETING["local"])
-    with members_of(options, run, {}, "mark") as members:
+    run = run_of(options, {}, launch.decided_fields("local"))
+    with members_of(run, launch_of(options), {}, "mark") as members:
         assert members[0].command[3:6] == ("--log-level", "debug", "train")
 
 
@@ -354,8 +358,8 @@ def nobody_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("somebody was started")
 
-    monkeypatch.setattr(launching.processes, "launch", fail)
-    monkeypatch.setattr(launching, "launch_on_ray", fail)
+    monkeypatch.setattr(launch, "run_members", fail)
+    monkeypatch.setattr(launch, "run_members_on_ray", fail)
 
 
 @pytest.mark.usefixtures("nobody_starts")

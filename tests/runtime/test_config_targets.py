@@ -101,7 +101,7 @@ def test_several_targets_have_weights_and_a_label_may_be_missing(
 MEASURED = """
 from dataclasses import dataclass
 
-from monolith.run.config_task import ConfigTask
+from monolith.runtime.config_task import ConfigTask
 from monolith.train import Outputs
 
 
