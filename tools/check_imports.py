@@ -47,7 +47,6 @@ ROWS = (
     {"train"},
     {"serve"},
     {"ui"},
-    {"runtime"},
     {"run"},
     {"runtime"},
     {"cli"},
