@@ -26,7 +26,7 @@ from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.run.export_config import ExportConfig
 from monolith.runtime import LocalRun, Trainer
 from monolith.runtime.export import how_to_export, task_exporter
-from monolith.serve.client import Answered, HttpWire
+from monolith.serve.client import ClientAnswer, HttpTransport
 from monolith.serve.freshness_probe import quantile
 from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
@@ -407,17 +407,17 @@ def p99_ms(load: LoadSeen) -> float:
     return load.p99 * 1e3
 
 
-def step_of(wire: HttpWire, made: BenchServeOptions) -> int:
+def step_of(wire: HttpTransport, made: BenchServeOptions) -> int:
     """Return the step that the server's answers have learned up to."""
     return int(ask_made_up(wire, {name: [0] for name in names_of(made.features)}).parameters.get("step", 0))
 
 
-def scores(wire: HttpWire, columns: Mapping[str, Sequence[int]]) -> Mapping[str, list[Any]]:
+def scores(wire: HttpTransport, columns: Mapping[str, Sequence[int]]) -> Mapping[str, list[Any]]:
     """Return what the server says of some rows."""
     return ask_made_up(wire, columns).outputs
 
 
-def ask_made_up(wire: HttpWire, columns: Mapping[str, Sequence[int]]) -> Answered:
+def ask_made_up(wire: HttpTransport, columns: Mapping[str, Sequence[int]]) -> ClientAnswer:
     """Ask the made-up model, with as many ids of each feature as rows."""
     inputs = [
         {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": list(ids)}
@@ -449,7 +449,7 @@ def measure_rollback(report: Report, root: Path, options: BenchFreshnessOptions)
     report.show("From the trainer's word to an answer of the exported version")
 
 
-def seconds_back(feed: RowFeed, wire: HttpWire) -> float:
+def seconds_back(feed: RowFeed, wire: HttpTransport) -> float:
     """Return how long it takes until rows that a delta changed are answered as they were exported."""
     asked = feed.next_ids(8)
     exported = scores(wire, asked)
@@ -474,9 +474,9 @@ def free_url() -> Iterator[str]:
 
 
 @contextmanager
-def asking(address: str) -> Iterator[HttpWire]:
+def asking(address: str) -> Iterator[HttpTransport]:
     host, _, port = address.rpartition(":")
-    wire = HttpWire(host, int(port), None, Guard(), 10.0)
+    wire = HttpTransport(host, int(port), None, Guard(), 10.0)
     try:
         yield wire
     finally:

@@ -86,7 +86,7 @@ class Servers:
             TablesPart(
                 tables,
                 {"item": self.filters[k]} if filters else {},
-                shard=(k, servers),
+                share=(k, servers),
                 num_shards=2,
                 incremental=True,
             )

@@ -10,7 +10,7 @@ from monolith.cli.main import main
 from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.errors import ConfigError, RequestError, UnavailableError, UnknownModelError
-from monolith.serve.client import AskedTensor, open_asker, tensors_of
+from monolith.serve.client import ClientInput, open_client, tensors_of
 
 ROWS = [
     {"user": "ann", "item": 7, "price": 0.5, "tags": ["x", "y"], "label": 1},
@@ -30,21 +30,21 @@ def url(request, server):
 
 
 def test_rows_become_columns_of_the_types_that_the_model_takes(url):
-    with open_asker(url) as asker:
+    with open_client(url) as asker:
         found = asker.ask(asker.only_model(), ROWS)
     assert found.outputs["score"] == [3 + 7 + 0.5 + 20, 2 + 8 + 1]
-    assert (found.model, found.version, found.passed_over) == ("f", "1", ("label",))
+    assert (found.model, found.version, found.ignored) == ("f", "1", ("label",))
     assert found.parameters["step"] == 100
 
 
 def test_a_value_that_is_null_or_not_there_is_an_empty_cell(url):
     rows = [{"user": "ann", "tags": "x"}, {"user": "bo", "tags": None}, {"user": "cy"}]
-    with open_asker(url) as asker:
+    with open_client(url) as asker:
         assert asker.ask("f", rows).outputs["score"] == [3 + 10, 2, 2]
 
 
 def test_what_is_wrong_is_said(url):
-    with open_asker(url) as asker:
+    with open_client(url) as asker:
         with pytest.raises(RequestError, match="row 0: 'item' must be INT64, got \"x\""):
             asker.ask("f", [{"item": "x"}])
         with pytest.raises(RequestError, match="takes user, item, price, tags; the rows have x"):
@@ -59,14 +59,14 @@ def test_what_is_wrong_is_said(url):
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "grpc://127.0.0.1:1"])
 def test_a_server_that_is_not_there_is_said_to_be(url):
-    with open_asker(url) as asker, pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+    with open_client(url) as asker, pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         asker.only_model()
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:x", "grpc://:1"])
 def test_what_is_no_url_is_refused(url):
-    with pytest.raises(ConfigError, match="cannot ask"):
-        open_asker(url)
+    with pytest.raises(ConfigError, match="cannot connect to"):
+        open_client(url)
 
 
 def test_the_token_is_shown_and_several_models_must_be_told_apart():
@@ -74,16 +74,16 @@ def test_the_token_is_shown_and_several_models_must_be_told_apart():
     catalog = LinearCatalog({"a": {"1": LinearModel}, "b": {"1": LinearModel}})
     with serving(catalog, server={"guard": guard}) as server:
         for url in (server.http_url, f"grpc://{server.grpc_address}"):
-            with open_asker(url, guard) as asker:
+            with open_client(url, guard) as asker:
                 assert asker.ask("b", [{"user": "ann"}]).outputs["score"] == [3]
                 with pytest.raises(ConfigError, match="a, b; say which with --model"):
                     asker.only_model()
-            with open_asker(url) as asker, pytest.raises(RequestError, match="token"):
+            with open_client(url) as asker, pytest.raises(RequestError, match="token"):
                 asker.only_model()
 
 
 def test_lists_of_one_length_where_the_model_says_so():
-    made = tensors_of(AskedTensor("x", "FP32", (-1, 2)), [[1, 2], [3, 4.5]])
+    made = tensors_of(ClientInput("x", "FP32", (-1, 2)), [[1, 2], [3, 4.5]])
     assert made == [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4.5]}]
 
 

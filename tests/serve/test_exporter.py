@@ -29,7 +29,7 @@ from monolith.serve import exporter as exporting
 from monolith.serve.export_tables import ExpiredRows, export_table, saved_history
 from monolith.serve.exporter import Exporter
 from monolith.serve.manifest import ServableTable, read_servable
-from monolith.serve.versions import HeldVersion, list_versions
+from monolith.serve.versions import LockedVersion, list_versions
 from monolith.table import DynamicWdAdagrad, Expiry, FrozenTable, NativeTable, Segment, TableConfig
 from monolith.train import KeepConfig, SaveConfig, Task, TrainConfig
 
@@ -273,7 +273,7 @@ def test_the_same_export_again_leaves_what_is_there(config, tmp_path):
     again = exported(config, tmp_path)
     assert again.was_there
     assert Path(again.folder, "servable.json").stat().st_mtime_ns == changed
-    with pytest.raises(ExportError, match=r"is there already.*--version"):
+    with pytest.raises(ExportError, match=r"exists already.*--version"):
         exported(config, tmp_path, coding="int8")
 
 
@@ -350,8 +350,8 @@ def test_only_the_newest_versions_stay_and_those_that_are_held(config, tmp_path,
     how = replace(how_to_export(ExportConfig(shards=shards), config), keep=1)
     part = tmp_path / "ps_0" if shards else tmp_path
     exported(config, tmp_path, step=3, how=how)
-    with HeldVersion(str(part / "3")):
-        assert exported(config, tmp_path, step=6, how=how).held == ("3",)
+    with LockedVersion(str(part / "3")):
+        assert exported(config, tmp_path, step=6, how=how).in_use == ("3",)
     assert exported(config, tmp_path, step=6, how=how).removed == ("3",)
     assert list_versions(str(part)) == ["6"]
 

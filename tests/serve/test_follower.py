@@ -21,7 +21,7 @@ from monolith.errors import ConfigError
 from monolith.serve import Predictor
 from monolith.serve.config import ServeFollowConfig
 from monolith.serve.manifest import Servable, read_servable, write_servable
-from monolith.serve.server import InferenceServer, Route, ServeConfig, VersionPolicy
+from monolith.serve.server import InferenceServer, ServeConfig, VersionPolicy
 from monolith.serve.server.catalog import ServableCatalog, served_folder
 from monolith.store import TableIds
 from monolith.sync.memory_channel import MemoryChannel
@@ -120,7 +120,7 @@ def caught_up(server: InferenceServer, place: LogPlace) -> bool:
 
 def lookup(server: InferenceServer, ids: torch.Tensor) -> torch.Tensor:
     """Return what a served model reads for ids of table `item`."""
-    with server.inference.repository.held("served") as held:
+    with server.inference.repository.lease("served") as held:
         rows = held.model.rows  # type: ignore[attr-defined]
         sizes = torch.tensor([len(ids) if name == "item" else 0 for name in rows.tables])
         return rows.lookup(TableIds(ids, sizes)).rows.reshape(len(ids), -1)
@@ -223,7 +223,7 @@ def test_a_server_goes_on_from_the_place_that_its_export_names(root: Path) -> No
 def test_a_newer_export_takes_over_while_what_is_newer_stays(root: Path, servables: Path) -> None:
     channel = MemoryChannel()
     trainer = FakeTrainer(root / "3", channel)
-    with following(root, channel, follow=ServeFollowConfig(settle_after=timedelta(0))) as server:
+    with following(root, channel, follow=ServeFollowConfig(compact_after=timedelta(0))) as server:
         ids, values = trainer.change()
         trainer.publisher.publish_now()
         until(lambda: caught_up(server, trainer.publisher.place))
@@ -323,7 +323,7 @@ def test_no_answer_claims_what_its_rows_are_not_while_servers_go_back_and_follow
         followed = hear()
         target._go_to, target._forget = between(go_to), between(forget)  # type: ignore[method-assign]
         trainer.publisher.rollback("3")
-        until(lambda: target.back == "3")
+        until(lambda: target.rolled_back_to == "3")
         until(lambda: server.inference.repository.versions("served") == ("3",))
         until(lambda: len(heard) >= 6)
         back = hear()
@@ -381,12 +381,12 @@ def test_a_trainer_that_is_silent_is_warned_about_once_and_answers_go_on(root: P
         follower._clock = lambda: time.time() + ahead
         follower._timer = lambda: time.monotonic() + ahead
         follower.look()
-        assert "nothing newer comes" not in caplog.text
+        assert "no newer rows arrive" not in caplog.text
         ahead = 7300.0
         follower.look()
         follower.look()
-        assert caplog.text.count("nothing newer comes") == 1
-        with server.inference.repository.held("served") as held:
+        assert caplog.text.count("no newer rows arrive") == 1
+        with server.inference.repository.lease("served") as held:
             held.model._clock = follower._clock  # type: ignore[attr-defined]
         assert ask(server)["parameters"]["staleness"] >= 7200
         assert server.inference.is_ready
@@ -425,8 +425,8 @@ def test_a_server_that_is_catching_up_is_not_said_to_hear_nothing(root: Path, ca
         trainer.publisher.publish_now()
         until(lambda: caught_up(server, trainer.publisher.place))
         follower.look()
-        assert "it is catching up: changes come in, and are of a while ago" in caplog.text
-        assert "nothing newer comes" not in caplog.text
+        assert "catching up, the deltas that arrive are old" in caplog.text
+        assert "no newer rows arrive" not in caplog.text
     trainer.publisher.close()
 
 
@@ -439,10 +439,10 @@ def test_an_old_export_is_nothing_to_warn_about_before_the_trainer_was_heard(roo
         follower._clock = follower._timer = lambda: now + 9.0
         follower.look()
         assert follower.staleness() > 3600
-        assert "nothing newer comes" not in caplog.text
+        assert "no newer rows arrive" not in caplog.text
         follower._clock = follower._timer = lambda: now + 11.0
         follower.look()
-        assert "nothing newer comes (nothing is published)" in caplog.text
+        assert "no newer rows arrive (nothing is published)" in caplog.text
 
 
 def test_what_was_held_has_time_to_come_when_publishing_goes_on(root: Path, caplog: Any) -> None:
@@ -460,10 +460,10 @@ def test_what_was_held_has_time_to_come_when_publishing_goes_on(root: Path, capl
         until(lambda: not follower.target.state.held)
         follower._clock = follower._timer = lambda: now + 3609.0
         follower.look()
-        assert "nothing newer comes" not in caplog.text
+        assert "no newer rows arrive" not in caplog.text
         follower._clock = follower._timer = lambda: now + 3611.0
         follower.look()
-        assert "nothing newer comes" in caplog.text
+        assert "no newer rows arrive" in caplog.text
     trainer.publisher.close()
 
 
@@ -481,7 +481,7 @@ def test_while_a_share_of_training_is_nowhere_answers_are_as_old_as_the_export(
         follower._clock = lambda: time.time() + 3600.0
         follower._timer = lambda: time.monotonic() + 3600.0
         follower.look()
-        assert "nothing newer comes (of 2 shares nobody" in caplog.text
+        assert "no newer rows arrive (of 2 shares nobody" in caplog.text
     trainer.publisher.close()
 
 
@@ -492,7 +492,7 @@ def test_dense_weights_that_do_not_fit_are_not_taken_and_counted(root: Path, cap
         before = ask(server)["outputs"]
         trainer.dense = {name: one for number, (name, one) in enumerate(trainer.dense.items()) if number}
         trainer.publisher.publish_now()
-        until(lambda: "dense weights were not taken" in caplog.text)
+        until(lambda: "refused dense weights" in caplog.text)
         assert ask(server)["outputs"] == before
         assert "monolith_serve_follow_dense_refused_total" in server.inference.render_metrics().decode()
     trainer.publisher.close()
@@ -555,12 +555,12 @@ def test_a_trainer_of_another_run_is_followed_if_that_is_allowed_and_said_to_be(
         follower.look()
         said = f"exported from the run {trainer.servable.run!r}"
         assert caplog.text.count(said) == 1, "once"
-        assert "says that it is the run '/models/another'" in caplog.text
+        assert "belongs to the run '/models/another'" in caplog.text
         assert torch.equal(lookup(server, ids), values), "its snapshot is taken all the same"
         assert (
             'monolith_serve_follows_other_run{model="served"} 1' in server.inference.render_metrics().decode()
         )
-        with server.inference.repository.held("served") as held:
+        with server.inference.repository.lease("served") as held:
             assert said in held.model.about["following"]
     trainer.publisher.close()
 
@@ -606,7 +606,7 @@ def test_what_differs_is_found_and_repaired(root: Path) -> None:
 def test_only_one_version_of_a_model_can_follow(root: Path) -> None:
     with pytest.raises(ConfigError, match="has one version"), following(root, MemoryChannel(), policy="all"):
         pass
-    split = Route.parse("ads=served/3:1")
+    split = "ads=served/3:1"
     with pytest.raises(ConfigError, match="by version"), following(root, MemoryChannel(), splits=(split,)):
         pass
 

@@ -20,7 +20,7 @@ def heard(caplog):
 def test_a_line_has_what_one_would_search_for(heard):
     AccessLog(1.0, random.Random(0), lambda: 0.0).answered(**ANSWERED)
     (line,) = heard.records
-    assert line.getMessage() == "answered 3 rows by ads version 7 in 4.20 ms"
+    assert line.getMessage() == "answered 3 rows with ads version 7 in 4.20 ms"
     fields = ("model", "model_version", "transport", "request_id", "rows", "milliseconds", "code")
     assert [getattr(line, name) for name in fields] == ["ads", "7", "grpc", "a1", 3, 4.2, "ok"]
 

@@ -198,9 +198,9 @@ def test_what_was_brought_is_dropped_and_nothing_comes_until_a_version_is_attach
     assert tables.apply({"item": rows({1: 6})}, {}) == 0
     view = tables.attach(below(tmp_path, {1: 2}))
     assert present(view) == {1: 2}
-    tables.pass_over(True)
+    tables.pause_applying(True)
     assert tables.apply({"item": rows({1: 6})}, {}) == 0
-    tables.pass_over(False)
+    tables.pause_applying(False)
     tables.apply({"item": rows({1: 7})}, {})
     assert present(view) == {1: 7}
 
@@ -217,9 +217,9 @@ def test_a_model_with_other_tables_begins_anew(tmp_path):
 def test_a_snapshot_that_is_passed_over_buries_nothing(tmp_path):
     tables = FollowedTables()
     view = tables.attach(below(tmp_path, {1: 1, 2: 2}))
-    tables.pass_over(True)
+    tables.pause_applying(True)
     assert snapshot(tables, {1: 5}) == 0
     assert present(view) == {1: 1, 2: 2}
-    tables.pass_over(False)
+    tables.pause_applying(False)
     assert snapshot(tables, {1: 5}) == 1
     assert present(view) == {1: 5}

@@ -33,7 +33,7 @@ def test_a_claim_says_its_step_the_newest_and_the_age_of_its_oldest_part() -> No
 def test_one_that_does_not_know_says_why_and_nothing_else() -> None:
     assert UNKNOWN.said(1.0) == {
         "freshness": "unknown",
-        "freshness_reason": "it was not said how new the rows are",
+        "freshness_reason": "the source of the rows did not say how new they are",
     }
 
 
@@ -67,7 +67,10 @@ def test_rows_that_were_read_over_a_whole_snapshot_are_unknown() -> None:
     before = cell.now
     cell.applying((0, 1), None)
     cell.applied((0, 1), of(50))
-    assert promised(spanning(before, cell.now)) == "rows of another history came while the rows were read"
+    assert (
+        promised(spanning(before, cell.now))
+        == "rows of another history were applied while the rows were read"
+    )
 
 
 def test_several_shares_are_as_old_as_the_oldest_and_as_new_as_the_newest() -> None:
@@ -85,7 +88,7 @@ def test_several_shares_are_as_old_as_the_oldest_and_as_new_as_the_newest() -> N
 def test_a_newer_export_under_the_same_rows_may_have_newer_rows() -> None:
     cell = ClaimCell(EXPORT)
     cell.applied((0, 1), of(195, 196))
-    cell.rest_on(RowsClaim(200, 200, 3000.0))
+    cell.rebase(RowsClaim(200, 200, 3000.0))
     assert promised(cell.now) == (195, 200)
 
 

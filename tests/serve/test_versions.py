@@ -16,14 +16,14 @@ from monolith.errors import ConfigError, ExportError, FileMissingError
 from monolith.serve.manifest import Servable, write_servable
 from monolith.serve.versions import (
     WITHHELD,
-    HeldVersion,
+    LockedVersion,
     NewVersion,
     Withheld,
     existing_version,
     find_version,
-    hold_version,
     keep_newest,
     list_versions,
+    lock_version,
     read_withheld,
     release,
     remove_leftovers,
@@ -98,7 +98,10 @@ def test_what_would_be_something_else_is_begun_anew(tmp_path):
 
 
 def test_two_do_not_write_one_version(tmp_path):
-    with NewVersion(str(tmp_path), "1", "d"), pytest.raises(ExportError, match="another process exports"):
+    with (
+        NewVersion(str(tmp_path), "1", "d"),
+        pytest.raises(ExportError, match="another process is exporting"),
+    ):
         NewVersion(str(tmp_path), "1", "d")
 
 
@@ -123,7 +126,7 @@ def test_a_version_that_is_there_is_the_same_or_in_the_way(tmp_path):
 def test_what_is_held_is_not_removed(tmp_path):
     for version in ("1", "2", "3"):
         put(tmp_path, version)
-    with HeldVersion(str(tmp_path / "1")) as held:
+    with LockedVersion(str(tmp_path / "1")) as held:
         assert held.servable.version == "1"
         assert keep_newest([str(tmp_path)], 1) == (["2"], ["1"])
         assert list_versions(str(tmp_path)) == ["1", "3"]
@@ -133,7 +136,7 @@ def test_what_is_held_is_not_removed(tmp_path):
 
 def test_several_hold_one_version(tmp_path):
     folder = put(tmp_path, "1")
-    first, second = HeldVersion(folder), HeldVersion(folder)
+    first, second = LockedVersion(folder), LockedVersion(folder)
     first.close()
     first.close()
     assert remove_versions([str(tmp_path)], ["1"]) == ([], ["1"])
@@ -163,7 +166,7 @@ def test_a_version_that_one_part_holds_stays_in_all_parts(tmp_path):
     roots = [str(tmp_path / "entry"), str(tmp_path / "ps_0")]
     for root in roots:
         put(Path(root), "1")
-    with HeldVersion(roots[1] + "/1"):
+    with LockedVersion(roots[1] + "/1"):
         assert remove_versions(roots, ["1"]) == ([], ["1"])
     assert remove_versions(roots, ["1"]) == (["1"], [])
 
@@ -172,9 +175,9 @@ def test_a_version_that_goes_meanwhile_is_not_held(tmp_path):
     folder = put(tmp_path, "1")
     put(tmp_path, "2")
     remove_versions([str(tmp_path)], ["2"])
-    with pytest.raises(FileMissingError, match="removed just now"):
-        HeldVersion(str(tmp_path / "2"))
-    with hold_version(str(tmp_path)) as held:
+    with pytest.raises(FileMissingError, match="removed a moment ago"):
+        LockedVersion(str(tmp_path / "2"))
+    with lock_version(str(tmp_path)) as held:
         assert held.folder == folder
 
 
@@ -182,8 +185,8 @@ def test_a_version_that_was_renamed_into_place_just_now_is_waited_for(tmp_path):
     folder = put(tmp_path, "1")
     file = os.open(folder + "/.held", os.O_RDWR)
     fcntl.flock(file, fcntl.LOCK_EX)  # as an export has it until it is done
-    held: list[HeldVersion] = []
-    waiting = threading.Thread(target=lambda: held.append(HeldVersion(folder)))
+    held: list[LockedVersion] = []
+    waiting = threading.Thread(target=lambda: held.append(LockedVersion(folder)))
     waiting.start()
     waiting.join(0.05)
     assert held == []
@@ -229,8 +232,8 @@ def test_a_withheld_version_is_opened_if_it_is_named_and_meant(tmp_path):
     with pytest.raises(FileMissingError, match=r"3 \(from step 2 on, labels went wrong\)"):
         find_version(str(tmp_path))
     with pytest.raises(ConfigError, match="--serve-withheld 3"):
-        hold_version(str(tmp_path / "3"))
-    with hold_version(str(tmp_path / "3"), serve_withheld=True) as held:
+        lock_version(str(tmp_path / "3"))
+    with lock_version(str(tmp_path / "3"), serve_withheld=True) as held:
         assert held.servable.version == "3"
 
 
@@ -256,7 +259,7 @@ def test_a_withheld_version_makes_room_for_another_export_of_its_step(tmp_path):
     with pytest.raises(ExportError):
         existing_version(str(tmp_path), "3", "good")
     withhold(str(tmp_path / "3"), BAD)
-    with HeldVersion(str(tmp_path / "3")), pytest.raises(ExportError):
+    with LockedVersion(str(tmp_path / "3")), pytest.raises(ExportError):
         existing_version(str(tmp_path), "3", "good")
     assert existing_version(str(tmp_path), "3", "good") is None
     assert list_versions(str(tmp_path)) == []

@@ -15,7 +15,7 @@ from ui.sample import SampleRun
 from monolith.errors import ConfigError, UnavailableError
 from monolith.ui import Feed
 from monolith.ui.board import SILENT_SECONDS, Board, Seen
-from monolith.ui.figures import LatelyCounted, PageReading, ThinnedCurve, quantile
+from monolith.ui.figures import PageReading, RecentHistograms, ThinnedCurve, quantile
 
 
 def curve_of(count: int, most: int = 8) -> ThinnedCurve:
@@ -82,7 +82,7 @@ def buckets(small: float, large: float) -> dict[float, float]:
 
 def test_a_histogram_is_of_the_last_seconds() -> None:
     timer = Timer()
-    lately = LatelyCounted(60.0, timer)
+    lately = RecentHistograms(60.0, timer)
     assert lately.of("read", buckets(4, 0)).counts == [4, 0, 0]
     timer.now = 30.0
     assert lately.of("read", buckets(4, 2)).counts == [4, 2, 0]
@@ -93,7 +93,7 @@ def test_a_histogram_is_of_the_last_seconds() -> None:
 
 def test_a_histogram_that_begins_again_counts_from_there() -> None:
     timer = Timer()
-    lately = LatelyCounted(60.0, timer)
+    lately = RecentHistograms(60.0, timer)
     lately.of("read", buckets(400, 0))
     timer.now = 61.0
     assert lately.of("read", buckets(1, 0)).counts == [1, 0, 0]
@@ -104,7 +104,7 @@ def test_quantiles_are_read_off_a_histogram() -> None:
     assert quantile([1.0, 2.0, math.inf], [10, 10, 0], 0.75) == 1.5
     assert quantile([1.0, 2.0, math.inf], [0, 0, 5], 0.5) == 2.0
     assert quantile([1.0, math.inf], [0, 0], 0.5) is None
-    found = LatelyCounted(60.0, Timer()).of("read", buckets(1, 1))
+    found = RecentHistograms(60.0, Timer()).of("read", buckets(1, 1))
     assert found.bounds == [0.1, 1.0, None]
     assert found.p50 == pytest.approx(0.1)
     assert found.total == 2

@@ -14,7 +14,7 @@ from rich.table import Table
 from monolith.cli.options.serve import AskOptions
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import ConfigError
-from monolith.serve.client import Answered, open_asker
+from monolith.serve.client import ClientAnswer, open_client
 
 SHOWN_FIRST = ("step", "watermark", "staleness")
 """Fields of an answer that the table shows; the times of its stages are for --json and `query freshness`."""
@@ -33,7 +33,7 @@ def run(options: AskOptions) -> int:
         token_file=options.token_file,
     )
     context = ssl_context(security, server=False)
-    with open_asker(options.url, guard_caller(security), context=context, timeout=options.timeout) as asker:
+    with open_client(options.url, guard_caller(security), context=context, timeout=options.timeout) as asker:
         answered = asker.ask(options.model or asker.only_model(), rows, options.version)
     if options.json:
         said = {
@@ -94,10 +94,10 @@ def read_row(text: str, where: str) -> dict[str, Any]:
     return row
 
 
-def show(rows: Sequence[dict[str, Any]], answered: Answered) -> None:
+def show(rows: Sequence[dict[str, Any]], answered: ClientAnswer) -> None:
     """Print a table: the first columns of each row, and its predictions."""
     console = Console(highlight=False)
-    columns = [name for name in rows[0] if name not in answered.passed_over][:SHOWN_COLUMNS]
+    columns = [name for name in rows[0] if name not in answered.ignored][:SHOWN_COLUMNS]
     table = Table(show_edge=False)
     for name in columns:
         table.add_column(name, overflow="fold")
@@ -114,8 +114,8 @@ def show(rows: Sequence[dict[str, Any]], answered: Answered) -> None:
     order += [name for name in said if name not in SHOWN_FIRST]
     beside = ", ".join(f"{name} {said[name]}" for name in order)
     console.print(f"{answered.model} version {answered.version}" + (f", {beside}" if beside else ""))
-    if answered.passed_over:
-        sys.stderr.write(f"the model does not take {', '.join(answered.passed_over)}; passed over\n")
+    if answered.ignored:
+        sys.stderr.write(f"the model does not take {', '.join(answered.ignored)}; passed over\n")
 
 
 def _shown(value: object) -> str:

@@ -21,6 +21,7 @@ from monolith.run.examples import ExamplesConfig
 from monolith.run.export_config import ExportConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
+from monolith.serve.config import ServeConfig
 from monolith.store.dense_cache import DenseConfig
 from monolith.sync.publish_config import PublishConfig
 from monolith.table.config import AdmissionConfig
@@ -71,6 +72,7 @@ class RunConfig(Checked):
     """The items that a two-tower model retrieves from; beside a task of one's own, it needs a setting of type
     CandidatesConfig."""
     export: ExportConfig = field(default_factory=ExportConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)

@@ -1,9 +1,9 @@
-"""Asking a server of models, over HTTP or gRPC, with rows as a person writes them.
+"""Client: sends rows to an inference server over HTTP or gRPC.
 
-    with open_asker("http://127.0.0.1:8000", guard) as asker:
-        asker.ask("clicks", [{"user": "ann", "price": 3.5}])
+    with open_client("http://127.0.0.1:8000", guard) as client:
+        client.ask("clicks", [{"user": "ann", "price": 3.5}])
 
-Works with any server of the Open Inference Protocol: what the model takes is asked of the server.
+It works with any server of the Open Inference Protocol: it reads the inputs of a model from its metadata.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _LARGEST_ANSWER = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class AskedTensor:
-    """An input of a model, as its server says."""
+class ClientInput:
+    """An input of a model, as its metadata describes it."""
 
     name: str
     datatype: str
@@ -50,73 +50,73 @@ class AskedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """What a model said of some rows."""
+class ClientAnswer:
+    """The answer of a server for some rows."""
 
     model: str
     version: str
     outputs: dict[str, list[Any]]
-    """By name: one value, or list of values, for each row."""
+    """Output -> one value, or list of values, per row."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """What the server said beside: step, watermark, shards that were missing."""
-    passed_over: tuple[str, ...] = ()
-    """Columns of the rows that the model does not take."""
+    """Parameters of the answer: step, watermark, missing shards."""
+    ignored: tuple[str, ...] = ()
+    """Columns of the rows that the model does not read."""
 
 
-class Wire(Protocol):
-    """One way to reach a server."""
+class ClientTransport(Protocol):
+    """Sends requests to a server."""
 
     def models(self) -> list[str]: ...
-    def inputs(self, model: str, version: str) -> list[AskedTensor]: ...
-    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> Answered:
-        """Send inputs as the JSON of the protocol has them."""
+    def inputs(self, model: str, version: str) -> list[ClientInput]: ...
+    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> ClientAnswer:
+        """Send inputs in the JSON form of the protocol."""
 
     def close(self) -> None: ...
 
 
-class Asker:
-    """Asks a server.
+class Client:
+    """Sends rows to a server.
 
     Args:
-        wire: How it is reached.
+        transport: HTTP or gRPC.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, transport: ClientTransport) -> None:
+        self._transport = transport
 
     def only_model(self) -> str:
-        """Return the name of the model, where the server has one.
+        """Return the name of the server's only model.
 
         Raises:
-            ConfigError: It has several, or none.
+            ConfigError: The server has several models, or none.
         """
-        names = self._wire.models()
+        names = self._transport.models()
         if len(names) != 1:
             raise ConfigError(f"the server has {', '.join(names) or 'no models'}; say which with --model")
         return names[0]
 
-    def ask(self, model: str, rows: Sequence[Row], version: str = "") -> Answered:
-        """Return what a model says of rows.
+    def ask(self, model: str, rows: Sequence[Row], version: str = "") -> ClientAnswer:
+        """Return the answer of a model for some rows.
 
         Raises:
-            RequestError: A value is not what the model takes, or the server says so.
+            RequestError: A value does not fit the model, here or by the server's answer.
             UnavailableError: The server cannot be reached, or cannot answer now.
         """
         if not rows:
-            raise RequestError("there are no rows to ask with")
-        known = self._wire.inputs(model, version)
+            raise RequestError("the request has no rows")
+        known = self._transport.inputs(model, version)
         given = {name for row in rows for name in row}
         used = [one for one in known if one.name in given]
         if not used:
             takes = ", ".join(one.name for one in known)
             raise RequestError(f"model {model!r} takes {takes}; the rows have {', '.join(sorted(given))}")
         inputs = [tensor for one in used for tensor in tensors_of(one, [row.get(one.name) for row in rows])]
-        found = self._wire.infer(model, version, inputs)
-        passed_over = tuple(sorted(given - {one.name for one in known}))
-        return Answered(found.model, found.version, found.outputs, found.parameters, passed_over)
+        found = self._transport.infer(model, version, inputs)
+        ignored = tuple(sorted(given - {one.name for one in known}))
+        return ClientAnswer(found.model, found.version, found.outputs, found.parameters, ignored)
 
     def close(self) -> None:
-        self._wire.close()
+        self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -127,21 +127,21 @@ class Asker:
         self.close()
 
 
-def tensors_of(one: AskedTensor, values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a column as inputs of a request: one, or two where rows are lists of several lengths, or none.
+def tensors_of(one: ClientInput, values: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a column as inputs of a request: one, or two if rows are missing or lists of different lengths.
 
     Raises:
-        RequestError: A value is of another type than the input.
+        RequestError: A value has another type than the input.
     """
     if one.datatype == "INT64" and all(_is_time(value) for value in values):
-        one = replace(one, datatype="BYTES")  # for the server to take or to refuse
+        one = replace(one, datatype="BYTES")  # the server accepts or refuses it
     plain = not any(value is None or isinstance(value, list) for value in values)
     if plain and len(one.shape) == 1:
         column = [_value(one, row, value) for row, value in enumerate(values)]
         return [_input(one.name, one.datatype, [len(column)], column)]
     lists = [value if isinstance(value, list) else [] if value is None else [value] for value in values]
     is_wide = len(one.shape) == 2 and one.shape[1] != -1
-    if is_wide:  # a number that is missing keeps its place, as null
+    if is_wide:  # a missing number keeps its position, as null
         lists = [items or [None] * one.shape[1] for items in lists]
     else:
         lists = [[item for item in items if item is not None] for items in lists]
@@ -156,7 +156,7 @@ def tensors_of(one: AskedTensor, values: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _is_time(value: Any) -> bool:
-    """Whether a value is a time as text, or a list of them."""
+    """Whether a value is an ISO 8601 time, or a list of them."""
     if isinstance(value, list) and value:
         return all(map(_is_time, value))
     return isinstance(value, str) and _ISO.match(value) is not None
@@ -166,7 +166,7 @@ def _input(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
-def _value(one: AskedTensor, row: int, value: Any) -> Any:
+def _value(one: ClientInput, row: int, value: Any) -> Any:
     if value is None:
         return None
     if one.datatype == "BYTES":
@@ -179,18 +179,18 @@ def _value(one: AskedTensor, row: int, value: Any) -> Any:
     raise RequestError(f"row {row}: {one.name!r} must be {one.datatype}, got {json.dumps(value)[:60]}")
 
 
-def open_asker(
+def open_client(
     url: str, guard: Guard | None = None, *, context: ssl.SSLContext | None = None, timeout: float = 10.0
-) -> Asker:
-    """Return who asks the server at a URL: http, https, or grpc://host:port.
+) -> Client:
+    """Return a client of the server at a URL: http, https or grpc://host:port.
 
     Args:
-        guard: What to show to the server.
-        context: For TLS over HTTP.
+        guard: The token and certificate to present.
+        context: TLS settings for HTTP.
         timeout: Seconds for a request.
 
     Raises:
-        ConfigError: The URL is none.
+        ConfigError: The URL is malformed.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
@@ -199,19 +199,19 @@ def open_asker(
         host = port = None
     if parts.scheme not in ("http", "https", "grpc") or not host:
         raise ConfigError(
-            f"cannot ask {url!r}: write http://host:port, https://host:port or grpc://host:port"
+            f"cannot connect to {url!r}: write http://host:port, https://host:port or grpc://host:port"
         )
     shown = guard or Guard()
     if parts.scheme == "grpc":
-        return Asker(GrpcWire(f"{_bracketed(host)}:{port or 8001}", shown, timeout))
+        return Client(GrpcTransport(f"{_bracketed(host)}:{port or 8001}", shown, timeout))
     if parts.scheme == "https":
         context = context or ssl.create_default_context()
-        return Asker(HttpWire(host, port or 8000, context, shown, timeout))
-    return Asker(HttpWire(host, port or 8000, None, shown, timeout))
+        return Client(HttpTransport(host, port or 8000, context, shown, timeout))
+    return Client(HttpTransport(host, port or 8000, None, shown, timeout))
 
 
-class HttpWire:
-    """JSON over HTTP."""
+class HttpTransport:
+    """Sends JSON over HTTP."""
 
     def __init__(
         self, host: str, port: int, context: ssl.SSLContext | None, guard: Guard, timeout: float
@@ -227,16 +227,16 @@ class HttpWire:
     def models(self) -> list[str]:
         return sorted({str(one["name"]) for one in self._call("POST", "/v2/repository/index", {})})
 
-    def inputs(self, model: str, version: str) -> list[AskedTensor]:
+    def inputs(self, model: str, version: str) -> list[ClientInput]:
         about = self._call("GET", _model_path(model, version))
-        return [AskedTensor(one["name"], one["datatype"], tuple(one["shape"])) for one in about["inputs"]]
+        return [ClientInput(one["name"], one["datatype"], tuple(one["shape"])) for one in about["inputs"]]
 
-    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> Answered:
+    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> ClientAnswer:
         said = self._call("POST", f"{_model_path(model, version)}/infer", {"inputs": list(inputs)})
         outputs = {
             one["name"]: np.reshape(np.array(one["data"]), one["shape"]).tolist() for one in said["outputs"]
         }
-        return Answered(said["model_name"], said["model_version"], outputs, said.get("parameters", {}))
+        return ClientAnswer(said["model_name"], said["model_version"], outputs, said.get("parameters", {}))
 
     def close(self) -> None:
         self._connection.close()
@@ -258,7 +258,9 @@ class HttpWire:
         try:
             said = json.loads(read)
         except ValueError as cause:
-            raise UnavailableError(f"what answers at {self._where} is no server of models") from cause
+            raise UnavailableError(
+                f"the process at {self._where} is not an inference server: its answer is not JSON"
+            ) from cause
         if answer.status == 200:
             return said
         text = said.get("error", said) if isinstance(said, dict) else said
@@ -266,7 +268,7 @@ class HttpWire:
 
 
 class _NamedConnection(http.client.HTTPSConnection):
-    """HTTPS to a server whose certificate may have another name than the host it is reached by."""
+    """HTTPS to a server whose certificate may name another host than the URL."""
 
     def __init__(
         self, host: str, port: int, timeout: float, context: ssl.SSLContext, server_name: str
@@ -296,14 +298,14 @@ _GRPC_ERRORS = {
 }
 
 
-class GrpcWire:
-    """Messages over gRPC."""
+class GrpcTransport:
+    """Sends messages over gRPC."""
 
     def __init__(self, address: str, guard: Guard, timeout: float) -> None:
         try:
             import grpc  # type: ignore[import-untyped]
         except ImportError as cause:
-            raise MissingExtraError("grpcio", "serve", "asking over gRPC") from cause
+            raise MissingExtraError("grpcio", "serve", "requests over gRPC") from cause
         self._errors = grpc.RpcError
         self._where = address
         self._timeout = timeout
@@ -312,11 +314,11 @@ class GrpcWire:
     def models(self) -> list[str]:
         return sorted({one.name for one in self._call("RepositoryIndex").models})
 
-    def inputs(self, model: str, version: str) -> list[AskedTensor]:
+    def inputs(self, model: str, version: str) -> list[ClientInput]:
         about = self._call("ModelMetadata", name=model, version=version)
-        return [AskedTensor(one.name, one.datatype, tuple(one.shape)) for one in about.inputs]
+        return [ClientInput(one.name, one.datatype, tuple(one.shape)) for one in about.inputs]
 
-    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> Answered:
+    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> ClientAnswer:
         kind = message_types().ModelInferRequest
         tensors = [
             kind.InferInputTensor(name=one["name"], datatype=one["datatype"], shape=one["shape"])
@@ -336,7 +338,7 @@ class GrpcWire:
             for name, value in sorted(said.parameters.items())
             if value.WhichOneof("parameter_choice")
         }
-        return Answered(said.model_name, said.model_version, outputs, parameters)
+        return ClientAnswer(said.model_name, said.model_version, outputs, parameters)
 
     def close(self) -> None:
         self._channel.close()

@@ -1,9 +1,4 @@
-"""Whom a server follows, and when it says that it hears nothing.
-
-How an entry asks serving servers for rows.
-
-How a server is set up: where it listens, what it bears, how it batches.
-"""
+"""The settings of serving: the server and its limits, batching, routes, following, and sharded rows."""
 
 from __future__ import annotations
 
@@ -19,23 +14,23 @@ from monolith.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeFollowConfig(Checked):
-    """What a served model is brought up to date from."""
+    """Which trainer a served model follows."""
 
     url: str = ""
-    """Where the trainer publishes what it learned: grpc://host:port of each holder of rows, with commas;
-    kafka://broker/topic; or a folder. Empty: a model is served as it was exported."""
+    """Where the trainer publishes its rows: grpc://host:port of each publisher, separated by commas;
+    kafka://broker/topic; or a folder. Empty serves models as exported."""
     stale_after: timedelta = timedelta(seconds=10)
-    """The age of what is served that is warned about."""
+    """Warn when the served rows are older than this."""
     any_run: bool = False
     """Follow a publisher of another run than the export's; by default it is refused."""
-    settle_after: timedelta = timedelta(seconds=30)
-    """How long after a newer export was loaded the rows that it holds as well are let go of."""
+    compact_after: timedelta = timedelta(seconds=30)
+    """Time after loading a newer export until overlay rows that it already contains are dropped."""
 
     def problems(self) -> Iterator[Problem]:
         if self.stale_after <= timedelta(0):
             yield Problem(("stale_after",), "must be more than 0")
-        if self.settle_after < timedelta(0):
-            yield Problem(("settle_after",), "must be at least 0")
+        if self.compact_after < timedelta(0):
+            yield Problem(("compact_after",), "must be at least 0")
 
 
 _NO_TIME = timedelta()
@@ -43,27 +38,28 @@ _NO_TIME = timedelta()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardsConfig(Checked):
-    """Where serving servers are found, and what happens to those that are slow or gone."""
+    """How an entry finds serving servers, and how long it waits for them."""
 
     discovery: str = ""
     """The registry in which serving servers are found, such as files:///shared/job or zookeeper://host:2181/job."""
     shards: int = 0
-    """Serving servers that the rows are spread over; 0 takes the number that the export has."""
+    """Number of shards of the rows; 0 takes the number of the export."""
     deadline: timedelta = timedelta(milliseconds=500)
-    """The longest that rows are waited for, unless the caller of a request gives less time."""
+    """Longest wait for rows, unless the deadline of the request is earlier."""
     hedge: bool = True
-    """Whether another replica is asked where one takes longer than nearly all answers did lately."""
+    """Whether a second replica is asked if one is slower than 95 % of recent answers."""
     hedge_least: timedelta = timedelta(milliseconds=2)
-    """The shortest wait before another replica is asked."""
+    """Shortest wait before a second replica is asked."""
     hedge_most: timedelta = timedelta(milliseconds=100)
-    """The longest wait before another replica is asked; also the wait while too few answers have come."""
+    """Longest wait before a second replica is asked; also the wait until there are enough recent answers."""
     missing: Literal["refuse", "default"] | None = None
-    """What happens to a request where a shard does not answer: an error, or zeros for its rows and its name
-    in the answer. By default what the export allows; "default" only where the export allows it."""
+    """What happens to a request if a shard does not answer: "refuse" returns an error, "default" reads its
+    rows as zeros and names the shard in the answer. None takes the setting of the export, which must allow
+    "default"."""
     refresh: timedelta = timedelta(seconds=1)
-    """How often the registry is asked for servers."""
+    """Interval at which the registry is queried."""
     retry: timedelta = timedelta(milliseconds=250)
-    """How often a server that is gone or slow is tried, apart from requests."""
+    """Interval at which a slow or lost server is probed."""
 
     def problems(self) -> Iterator[Problem]:
         if self.shards < 0:
@@ -79,40 +75,40 @@ class ShardsConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeLimits(Checked):
-    """What one request, and all of them together, may ask of a server."""
+    """Limits of one request, of one client, and of all requests together."""
 
     request_bytes: int = 64 << 20
-    """The largest request with its tensors in binary, after it was unpacked."""
+    """Largest request with binary tensors, after decompression."""
     json_bytes: int = 8 << 20
-    """The largest JSON of a request, after it was unpacked, and the largest gRPC message without raw
-    contents: both take many times their size in memory."""
-    bytes_in_flight: int = 1 << 30
-    """The most bytes that requests in flight hold together; JSON counts 16 times."""
+    """Largest JSON of a request, after decompression, and largest gRPC message without raw contents: both
+    take many times their size in memory."""
+    in_flight_bytes: int = 1 << 30
+    """Memory that all requests in flight may use; JSON counts 16 times its size."""
     rows: int = 65_536
-    """The most rows of one request."""
+    """Largest number of rows of one request."""
     concurrency: int = 1024
-    """The most requests that are read, wait or are worked on at a time."""
+    """Largest number of requests that are read, queued or answered at a time."""
     queue: int = 512
-    """The most requests that wait for one version of a model."""
+    """Largest number of requests that wait for one version of a model."""
     timeout: timedelta = timedelta(seconds=10)
-    """The longest that a request takes, whatever its caller allows."""
+    """Longest time for a request, whatever deadline its client sets."""
     read_timeout: timedelta = timedelta(seconds=10)
-    """The longest that a client may take for the headers of an HTTP request, for its body before
-    `body_rate` counts, and for the message of a gRPC call."""
+    """Longest time for the headers of an HTTP request, for its body before `body_rate` applies, and for the
+    message of a gRPC call to arrive."""
     body_rate: int = 16 << 10
-    """The fewest bytes in a second that the body of an HTTP request may come with."""
+    """Lowest speed, in bytes per second, at which the body of an HTTP request may arrive."""
     connections: int = 4096
-    """The most HTTP connections, and those that a shared port passes on to gRPC."""
+    """Largest number of HTTP connections, including gRPC connections over a shared port."""
     peer_connections: int = 1024
-    """The most such connections of one peer address."""
+    """Largest number of such connections from one client address."""
     peer_requests: int = 512
-    """The most requests of one peer address in flight."""
+    """Largest number of requests in flight from one client address."""
 
     def problems(self) -> Iterator[Problem]:
         for name in (
             "request_bytes",
             "json_bytes",
-            "bytes_in_flight",
+            "in_flight_bytes",
             "rows",
             "concurrency",
             "queue",
@@ -130,15 +126,15 @@ class ServeLimits(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchingConfig(Checked):
-    """How requests are answered together."""
+    """How requests are batched."""
 
     max_rows: int = 1024
-    """The most rows that are answered together; a larger request is answered alone."""
+    """Largest number of rows in a batch; a larger request runs alone."""
     max_delay: timedelta = timedelta(0)
-    """How long a request may wait for others while nothing is worked on. 0: only those that came while
-    the model was busy are answered together."""
+    """How long a request may wait for others while the model is idle. 0 batches only the requests that arrive
+    while the model is busy."""
     runners: int = 1
-    """How many batches of one version are worked on at a time."""
+    """Number of batches of one version that run at a time."""
 
     def problems(self) -> Iterator[Problem]:
         for name in ("max_rows", "runners"):
@@ -150,14 +146,17 @@ class BatchingConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """Which of the versions in a folder are served."""
+    """Which of the versions in a folder are served.
+
+    Example: VersionPolicy.parse("latest:2").wanted(["100", "120", "140"]) returns ["120", "140"].
+    """
 
     newest: int | None = 1
-    """So many, the newest; None for all."""
+    """Serve so many of the newest versions; None serves all."""
     named: tuple[str, ...] = ()
-    """These, and no others."""
+    """Serve only these versions."""
     preferred: Callable[[Sequence[str]], str | None] | None = None
-    """Says which of the versions is served in place of the newest; None has the newest."""
+    """Chooses the version to serve; the newest is served if it is None or returns None."""
 
     @classmethod
     def parse(cls, text: str) -> VersionPolicy:
@@ -174,7 +173,7 @@ class VersionPolicy:
         )
 
     def wanted(self, versions: list[str]) -> list[str]:
-        """Return those to serve of these, which are the oldest first."""
+        """Return the versions to serve, of versions in order of age, oldest first."""
         if self.named:
             return [version for version in versions if version in self.named]
         if self.preferred is not None and (chosen := self.preferred(versions)) is not None:
@@ -184,7 +183,7 @@ class VersionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RouteTarget:
-    """A model, or one version of it, and how much of the traffic it gets."""
+    """A model, or one version of it, and its weight in a route."""
 
     model: str
     version: str
@@ -193,7 +192,7 @@ class RouteTarget:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A name that callers ask for, and who answers."""
+    """A name that clients request, and the targets that its requests go to."""
 
     name: str
     targets: tuple[RouteTarget, ...]
@@ -217,7 +216,7 @@ class Route:
                 if part
             )
         except ValueError as cause:
-            raise ConfigError(f"cannot read the route {text!r}: a weight is no number") from cause
+            raise ConfigError(f"cannot read the route {text!r}: a weight is not a number") from cause
         if not sum(target.weight for target in targets):
             raise ConfigError(f"cannot use the route {text!r}: at least one weight must be more than 0")
         return cls(name, targets)
@@ -234,10 +233,10 @@ class ServedFolder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig(Checked):
-    """One server."""
+    """The settings of one inference server."""
 
     host: str = "127.0.0.1"
-    """The address to listen on; by default only this machine can reach it."""
+    """Address to listen on; by default only this machine can reach it."""
     port: int | None = None
     """One port for both HTTP and gRPC; 0 for any free one."""
     http_port: int | None = 8000
@@ -250,18 +249,32 @@ class ServeConfig(Checked):
     """Whether clients with the control token may load and unload models."""
     limits: ServeLimits = field(default_factory=ServeLimits)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
-    splits: tuple[Route, ...] = ()
-    shadows: tuple[Route, ...] = ()
-    """Who else is asked, and not heard: the weight is the share of requests, at most 1."""
+    splits: tuple[str, ...] = ()
+    """Routes that divide the requests for a name: NAME=MODEL[/VERSION][:WEIGHT],... as in
+    ads=ads/120:90,ads/140:10."""
+    shadows: tuple[str, ...] = ()
+    """Shadow traffic, as NAME=MODEL[/VERSION][:FRACTION]: mirror a fraction of the requests for a name to a
+    model and compare; clients never see the answers."""
     follow: ServeFollowConfig = field(default_factory=ServeFollowConfig)
+    shards: ShardsConfig = field(default_factory=ShardsConfig)
     poll: timedelta = timedelta(seconds=1)
-    """How often folders are looked at for a new version."""
+    """Interval at which folders are polled for new versions."""
     drain: timedelta = timedelta(seconds=30)
-    """How long requests in flight have to end after the server was told to stop."""
+    """Time for requests in flight to finish after the server was told to stop."""
     threads: int = 64
-    """How many requests of one transport are decoded, waited for and encoded at a time."""
+    """Number of requests of one transport that are handled at a time."""
+    predict_threads: int | None = None
+    """Threads that compute one batch; None uses as many as torch does."""
     access_log: float = 0.0
-    """The share of answered requests that are logged, 0 to 1; of refused ones, ten in a second."""
+    """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
+
+    @property
+    def split_routes(self) -> list[Route]:
+        return [Route.parse(text) for text in self.splits]
+
+    @property
+    def shadow_routes(self) -> list[Route]:
+        return [Route.parse(text) for text in self.shadows]
 
     def problems(self) -> Iterator[Problem]:
         if self.port is None and self.http_port is None and self.grpc_port is None:
@@ -276,6 +289,14 @@ class ServeConfig(Checked):
             yield Problem(("access_log",), "must be from 0 to 1")
         if self.poll <= timedelta(0):
             yield Problem(("poll",), "must be more than 0")
-        for route in self.shadows:
-            if any(target.weight > 1 for target in route.targets):
-                yield Problem(("shadows",), f"of {route.name!r}: a share must be at most 1")
+        if self.predict_threads is not None and self.predict_threads < 1:
+            yield Problem(("predict_threads",), "must be at least 1")
+        for name in ("splits", "shadows"):
+            for text in getattr(self, name):
+                try:
+                    route = Route.parse(text)
+                except ConfigError as error:
+                    yield Problem((name,), str(error))
+                    continue
+                if name == "shadows" and any(target.weight > 1 for target in route.targets):
+                    yield Problem((name,), f"of {route.name!r}: a fraction must be at most 1")

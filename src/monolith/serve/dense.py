@@ -5,7 +5,7 @@ looks operators up by any dotted name, evaluates sizes as expressions and writes
 source code that it runs. So torch never sees the file: its parts are read and checked here, and torch is
 given a new archive that holds the checked parts and nothing else. A graph is then data.
 
-A dense half that was compiled: a package of AOTInductor beside the graph.
+The compiled dense half is a package of AOTInductor next to the graph.
 
 It is machine code for machines like the one that made it, and takes a third to four fifths of the graph's
 time, the less the fewer rows. It does not round as the trainer does, and to load it is to run what somebody

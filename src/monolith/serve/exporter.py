@@ -4,9 +4,9 @@
     DIR/entry/100/      sharded: all but the tables
     DIR/ps_0/100/       and the rows of each serving server, by id as an unsigned number modulo their number
 
-Everything is written aside and renamed into place, the servers' parts before the entry, so that an entry is
-there only when its rows are. A killed export goes on: tables that were complete are taken as they are, and
-parts that are in place are left there.
+Everything is written to hidden folders and renamed into place, the shards before the entry, so that an entry
+exists only if its rows do. A killed export is resumed: complete tables are kept, and parts that are in place
+are left there.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ExportHow:
     """Whether an entry may answer with zeros for the rows of servers that do not."""
     as_module: bool = False
     compiled: bool = False
-    """Whether a package of AOTInductor is put beside the graph, for machines like this one."""
+    """Whether to add a package compiled by AOTInductor, for machines like this one."""
     keep: int | None = None
     """How many versions stay; None removes none."""
     evicts: bool = False
@@ -138,8 +138,8 @@ class ExportedServable:
     """Whether the very same was in place before."""
     removed: tuple[str, ...] = ()
     """Versions that retention removed."""
-    held: tuple[str, ...] = ()
-    """Versions that it would have removed, had nobody held them."""
+    in_use: tuple[str, ...] = ()
+    """Versions that retention would have removed, but that a server uses."""
     withheld: bool = False
     """Whether servers must not take it, since publishing of the run is paused."""
 
@@ -264,14 +264,14 @@ class Exporter:
             found = self._write_whole(job, roots[0], tables)
         total += found.bytes
         withheld = [self._withhold_committed(job, one) for one in roots]
-        removed, held = ([], []) if self._how.keep is None else keep_newest(roots, self._how.keep)
+        removed, in_use = ([], []) if self._how.keep is None else keep_newest(roots, self._how.keep)
         return ExportedServable(
             folder=filesystem.join(roots[0], version),
             servable=found,
             bytes=total,
             was_there=was_there,
             removed=tuple(removed),
-            held=tuple(held),
+            in_use=tuple(in_use),
             withheld=any(withheld),
         )
 
@@ -464,7 +464,11 @@ class _Done:
                     entry = config_from_mapping(ServableTable, table)
                     self.tables[name] = entry
                     self.files[entry.file] = config_from_mapping(ServableFile, file)
-            except (ValueError, TypeError, ConfigError):  # it is written in one step, so somebody else's
+            except (
+                ValueError,
+                TypeError,
+                ConfigError,
+            ):  # not ours: we write it atomically
                 self.tables, self.files = {}, {}
 
     def add(self, name: str, table: ServableTable, file: ServableFile) -> None:

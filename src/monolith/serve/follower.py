@@ -1,8 +1,16 @@
-"""ModelFollower: keeps one served model up to date with a trainer, and knows how new it is.
+"""ModelFollower: keeps one served model up to date with its trainer, and knows how new it is.
 
-A version that is loaded is attached: its tables lie under what deltas brought, its predictor takes their
-dense weights. What was brought stays when a newer export is attached, unless that export is newer than all of
-it; once both have been served side by side for a moment, rows that the export holds as well are let go of.
+Each loaded version is attached: its tables go below the overlay of deltas, and its predictor takes the
+followed dense weights. Three cases when a newer version is attached:
+
+    the overlay is newer than the export   it stays on top; after `compact_after`, overlay rows that
+                                           the export already contains are dropped
+    the export is newer than the overlay   the overlay is dropped, and following restarts at the export
+    the export is older than the last one  the overlay is not complete over it, and is dropped as well
+
+Threads: the subscriber applies messages, the repository attaches versions, and a watch thread checks ages
+once a second. The subscriber is only replaced by the watch, because it may itself be waiting for a version to
+load.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ from monolith.observe.metrics import Metrics
 from monolith.serve.config import ServeFollowConfig
 from monolith.serve.manifest import Servable
 from monolith.serve.metrics import FollowMetrics
-from monolith.serve.overlay import FollowedTables, GoTo, ServedTarget
+from monolith.serve.overlay import FollowedTables, FollowTarget, GoTo
 from monolith.serve.predictor import Predictor, claim_of
 from monolith.serve.rows import CLOCKS_AGREE_WITHIN, ClaimCell, MappedRows, ServedUpTo
 from monolith.sync.channel import OpenReader
@@ -29,19 +37,19 @@ from monolith.table import FrozenTables, OverlaidTables
 _log = logging.getLogger(__name__)
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks at how old what is served has become."""
+"""Seconds between two checks of the age of the served rows."""
 
 
 class ModelFollower:
-    """Follows for one model. Thread-safe; nothing is read before a version is attached.
+    """Follows a trainer for one model. Thread-safe; nothing is read before a version is attached.
 
     Args:
         model: Its name.
-        open_reader: Opens an end of the channel that the trainer publishes through.
-        config: When to warn.
-        metrics: Where to count.
-        share: The ids that this server has.
-        go_to: Serves the version that the trainer names; see `ServedTarget`.
+        open_reader: Opens a reader of the channel that the trainer publishes to.
+        config: Whom to follow, and when to warn.
+        metrics: Where rows and ages are counted.
+        share: The shard of IDs that this server has.
+        go_to: Serves the version that the trainer names; see `FollowTarget`.
         clock: Unix seconds, which the stamps of publishers are compared with.
         timer: Seconds that only grow.
     """
@@ -63,42 +71,42 @@ class ModelFollower:
         self._config = config
         self._clock, self._timer = clock, timer
         self._metrics = FollowMetrics(metrics, model)
-        self.target = ServedTarget(model, FollowedTables(share), self._metrics, go_to)
+        self.target = FollowTarget(model, FollowedTables(share), self._metrics, go_to)
         self._lock = threading.Lock()  # guards all below
         self._subscriber: Subscriber | None = None
         self._base: Servable | None = None
         self._listens_since = 0.0
         self._settle_at: float | None = None
         self._came_at = float("-inf")
-        """When a delta was applied last."""
+        """When a delta was last applied."""
         self.notice = ""
-        """What whoever runs this server should know of what it follows; empty where that is as it should."""
+        """A warning for the operator about the followed trainer; empty if all is well."""
         self._warned = False
         self._clock_differs_by = 0.0
-        """What was said last of the publisher's clock."""
+        """The last clock difference that was logged."""
         self._again = False
         self._claims: ClaimCell | None = None
-        """How new the rows of the newest generation are. Those of an earlier one, which versions that were
-        loaded before may still answer with, do not change any more, and their cell stays with them."""
+        """Claims of the newest generation of the overlay. Versions that were loaded before may still answer
+        with an earlier generation; its rows no longer change, and it keeps its own cell."""
         self._claims_of = -1
-        """The generation of the rows that these are the claims of."""
+        """The generation that `_claims` belongs to."""
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
 
     # Versions
 
     @property
-    def is_back(self) -> bool:
-        """Whether the trainer has sent servers back to an exported version, which stays as it is."""
-        return self.target.back is not None
+    def is_rolled_back(self) -> bool:
+        """Whether the trainer rolled servers back to an exported version."""
+        return self.target.rolled_back_to is not None
 
     def attach(self, predictor: Predictor) -> None:
-        """Bring a predictor up to date from now on, and begin to follow where that was not begun."""
-        if self.is_back:
+        """Keep a predictor up to date from now on; the first one starts following."""
+        if self.is_rolled_back:
             return
         rows = predictor.rows
         if isinstance(rows, MappedRows):
-            rows.lie_under(*self.attach_tables(predictor.servable, rows.files, threads=rows.threads))
+            rows.put_under_overlay(*self.attach_tables(predictor.servable, rows.files, threads=rows.threads))
         else:
             self._rest_on(predictor.servable)
         newer_dense = not self._again and self._is_ahead_of(predictor.servable)
@@ -109,7 +117,7 @@ class ModelFollower:
     def attach_tables(
         self, servable: Servable, tables: FrozenTables, *, threads: int | None = None
     ) -> tuple[OverlaidTables, ClaimCell]:
-        """Return the tables of a version under what deltas brought, and how new their rows are."""
+        """Put the tables of a version below the overlay; return both as one, and their claims."""
         newer, older = self._is_behind(servable), self._is_older_than_base(servable)
         if newer or older:
             _log.info(
@@ -118,30 +126,31 @@ class ModelFollower:
                 "newer than the rows that were followed" if newer else "older than the version before it",
             )
             self.target.rows.drop()
-            # What the subscriber still brings is older than the export. It is replaced by the watch, since it
-            # may wait for a version to be loaded, and whoever loads one is here.
-            self.target.rows.pass_over(True)
+            # Messages that the subscriber still applies are older than the export, so they are ignored until
+            # the watch has replaced it. It cannot be replaced here: it may be waiting for this very load.
+            self.target.rows.pause_applying(True)
             self._again = True
-        with self.target.rows.turn:  # so that no delta comes between the tables and their claims
+        with self.target.rows.write_lock:  # no delta may be applied between the tables and their claims
             overlaid = self.target.rows.attach(tables, threads=threads)
             claims = self._claims_over(servable)
         self._rest_on(servable)
         return overlaid, claims
 
     def _claims_over(self, servable: Servable) -> ClaimCell:
-        """Return the claims of the tables that were attached, which lie over an export."""
+        """Return the claims of the attached tables; called under the overlay's write lock."""
         generation, base = self.target.generation, claim_of(servable)
         if self._claims is not None and self._claims_of == generation:
-            self._claims.rest_on(base)
+            self._claims.rebase(base)
             return self._claims
-        # A subscriber that is reading may just be applying a delta, of which it told the claims before.
+        # A running subscriber may be in the middle of a delta that it announced to the old claims, so
+        # nothing is promised of the new ones until a new epoch arrives.
         reading = self._subscriber is not None and not self._again
-        why = "rows were dropped, and those of a new epoch have not come yet" if reading else ""
+        why = "overlay rows were dropped, and those of a new epoch have not arrived yet" if reading else ""
         self._claims, self._claims_of = ClaimCell(base, why), generation
         return self._claims
 
     def _is_older_than_base(self, servable: Servable) -> bool:
-        """Whether a version is older than the one under the overlay, which was withheld since.
+        """Whether a version is older than the one below the overlay, which was withheld since.
 
         Rows that were equal in the overlay and in the version before have been dropped from the overlay, so
         it is not complete over an older version.
@@ -152,11 +161,11 @@ class ModelFollower:
     def _rest_on(self, servable: Servable) -> None:
         with self._lock:
             if self._base is not None and self._base.version != servable.version:
-                self._settle_at = self._timer() + self._config.settle_after.total_seconds()
+                self._settle_at = self._timer() + self._config.compact_after.total_seconds()
             self._base = servable
 
     def begin(self) -> None:
-        """Follow from now on, from where the version that is attached was exported; if not begun yet."""
+        """Start following at the log position of the attached export, if not started yet."""
         with self._lock:
             if self._subscriber is not None or self._base is None or self._stop.is_set():
                 return
@@ -192,7 +201,8 @@ class ModelFollower:
         return bool(standing) and all(one.learned.step >= servable.step for one in standing.values())
 
     def _is_behind(self, servable: Servable) -> bool:
-        """Whether an export is newer than what was followed: by places where these are of one epoch."""
+        """Whether an export is newer than the followed rows: by log position within one epoch, else by
+        step."""
         standing = {number: one for number, one in self.standing.items() if one.place is not None}
         if not standing:
             return False
@@ -209,13 +219,12 @@ class ModelFollower:
 
     @property
     def standing(self) -> dict[int, Followed]:
-        """How far each share of training is followed."""
+        """How far each shard of the trainer is followed."""
         subscriber = self._subscriber
         return {} if subscriber is None else dict(subscriber.standing)
 
     def up_to(self) -> ServedUpTo | None:
-        """Return what the oldest of all shares has learned from; None while some are as exported, also where
-        what had come was let go of since."""
+        """Return how far the oldest shard is followed; None while the rows of some shard are as exported."""
         generation, standing = self.target.generation, self.standing
         known = [one for one in standing.values() if one.applied_at > 0 and one.generation == generation]
         missing = self._subscriber is not None and self._subscriber.missing
@@ -225,16 +234,16 @@ class ModelFollower:
         return ServedUpTo(oldest.learned, oldest.received_at, oldest.applied_at, oldest.clock_offset)
 
     def staleness(self) -> float:
-        """Return the age of what is served, in seconds."""
+        """Return the age of the served rows, in seconds."""
         up_to = self.up_to()
         base = self._base
-        if up_to is not None and not self.is_back:
+        if up_to is not None and not self.is_rolled_back:
             return up_to.age(self._clock())
         since = self._clock() if base is None else base.created
         return max(0.0, self._clock() - since)
 
     def _compare_clocks(self) -> float:
-        """Say once when the publisher's clock and ours begin to differ; return by how much they do."""
+        """Log once when the publisher's clock and ours begin to differ; return the difference in seconds."""
         up_to = self.up_to()
         differs = 0.0 if up_to is None else up_to.clock_differs_by
         if abs(differs - self._clock_differs_by) > CLOCKS_AGREE_WITHIN:
@@ -248,17 +257,17 @@ class ModelFollower:
         return differs
 
     def look(self) -> None:
-        """Set gauges, warn where nothing was heard for too long, and tidy up. The watch does this."""
+        """Set gauges, warn about stale rows, and do delayed work. The watch thread calls it."""
         staleness = self.staleness()
         rows = self.target.rows
-        self._metrics.stands(staleness, rows.rows, rows.bytes, self._compare_clocks())
+        self._metrics.set_gauges(staleness, rows.rows, rows.bytes, self._compare_clocks())
         self._compare_runs()
-        if self.target.state.version != self.target.back:
-            self.target.settle_state()
+        if self.target.state.version != self.target.rolled_back_to:
+            self.target.apply_state()
         if self._again:
             self._again = False
             self._leave()
-            self.target.rows.pass_over(False)
+            self.target.rows.pause_applying(False)
             self.begin()
         self._warn(staleness)
         with self._lock:
@@ -266,21 +275,24 @@ class ModelFollower:
             if due:
                 self._settle_at = None
         if due:
-            _log.info("model %r: %d rows are as exported, and let go of", self._model, rows.settle())
+            _log.info(
+                "model %r: dropped %d overlay rows that the new export already contains",
+                *(self._model, rows.settle()),
+            )
 
     def _refuse(self, run: str, share: int, place: LogPlace) -> str:
-        """Return why a run is not followed: its rows would replace those of another model."""
+        """Return why a publisher is refused; empty accepts it. Rows of another run would ruin the model."""
         base = self._base
         if base is None or not run or _is_of(base, run, share, place):
             return ""
         return (
             f"version {base.version} of model {self._model!r} was exported from the run {base.run!r}, and "
-            f"the publisher is of the run {run!r}. Follow the run of the export, serve an export of the "
+            f"the publisher belongs to the run {run!r}. Follow the run of the export, serve an export of the "
             "publisher's run, or allow it with --follow-any-run."
         )
 
     def _compare_runs(self) -> None:
-        """Say where what is followed is of another run than what was exported: it may be another model."""
+        """Warn if the followed trainer is of another run than the export: it may be another model."""
         base, standing = self._base, self.standing
         others = sorted(
             {
@@ -294,8 +306,8 @@ class ModelFollower:
         if base is not None and others:
             notice = (
                 f"version {base.version} was exported from the run {base.run!r}, and the trainer that is "
-                f"followed says that it is the run {others[0]!r}: all of its rows are taken, whatever the "
-                "export has. If that is not meant, follow the run of the export, or serve one of its own."
+                f"followed belongs to the run {others[0]!r}: its rows replace those of the export. If "
+                "that is not intended, follow the run of the export, or serve an export of the trainer's run."
             )
         if notice and notice != self.notice and others:
             _log.warning("model %r: %s", self._model, notice)
@@ -306,14 +318,14 @@ class ModelFollower:
         bound = self._config.stale_after.total_seconds()
         if staleness <= bound:
             if self._warned:
-                _log.info("model %r: what is served is %.1f s old again", self._model, staleness)
+                _log.info("model %r: the served rows are fresh again, %.1f s old", self._model, staleness)
             self._warned = False
-        elif self.is_back or self.target.state.held:
+        elif self.is_rolled_back or self.target.state.held:
             self._listens_since = self._timer()
         elif not self._warned and self._timer() - self._listens_since >= bound:
             self._warned = True
             _log.warning(
-                "model %r: what is served is %.0f s old, and %s; answers go on",
+                "model %r: the served rows are %.0f s old: %s; requests are still answered",
                 *(self._model, staleness, self._why_stale()),
             )
 
@@ -323,15 +335,15 @@ class ModelFollower:
         if subscriber is not None and subscriber.error:
             errors.insert(0, subscriber.error)
         if errors:
-            return f"nothing newer comes ({errors[0]})"
+            return f"no newer rows arrive ({errors[0]})"
         if self.target.rows.in_snapshot:
-            return "it is catching up: all rows of a share are on their way"
+            return "catching up, a snapshot of a shard is being received"
         if self._came_at > self._timer() - self._config.stale_after.total_seconds():
-            return "it is catching up: changes come in, and are of a while ago"
-        return "nothing newer comes (nothing is published)"
+            return "catching up, the deltas that arrive are old"
+        return "no newer rows arrive (nothing is published)"
 
     def _applying(self, share: IdShare, learned: LearnedUpTo | None) -> None:
-        if self._claims is not None and not self.target.rows.is_passing:
+        if self._claims is not None and not self.target.rows.is_paused:
             self._claims.applying(share, None if learned is None else max(learned.step, learned.newest_step))
 
     def _applied(self, followed: Followed) -> None:
@@ -339,7 +351,7 @@ class ModelFollower:
         self._came_at = self._timer()
         up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at, followed.clock_offset)
         current = followed.generation == self.target.generation == self._claims_of
-        if self._claims is not None and current and not self.target.rows.is_passing:
+        if self._claims is not None and current and not self.target.rows.is_paused:
             self._claims.applied(followed.share, up_to.claim(followed.newest_step))
         self._metrics.served(followed.share[0], followed.place.sequence, up_to)
 
@@ -347,11 +359,11 @@ class ModelFollower:
         while not self._stop.wait(LOOK_EVERY):
             try:
                 self.look()
-            except Exception:  # whatever it is, answers go on
-                _log.exception("model %r: a look at how new it is failed", self._model)
+            except Exception:  # whatever it is, requests are still answered
+                _log.exception("model %r: checking the age of the rows failed", self._model)
 
     def close(self) -> None:
-        """Stop following. What was brought stays. Closing again does nothing."""
+        """Stop following. The overlay stays. Closing again does nothing."""
         self._stop.set()
         self._leave()
         if self._watcher is not None and self._watcher is not threading.current_thread():
@@ -359,7 +371,7 @@ class ModelFollower:
 
 
 def _is_of(base: Servable, run: str, share: int, place: LogPlace | None) -> bool:
-    """Whether a run goes on with what was exported, as far as can be told."""
+    """Whether a run continues the exported one, as far as can be told."""
     if not base.run or is_same_run(base.run, run):
         return True
     exported = base.log_places.get(str(share))

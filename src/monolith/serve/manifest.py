@@ -2,12 +2,12 @@
 
 It is plain JSON, for people and other programs to read, and read strictly here: an unknown key, a version
 from the future or a torn file is an error that says so. A checksum over all the rest is in it, and the size
-and checksum of every other file beside it.
+and checksum of every other file.
 
 What a servable is asked with, and what it answers: names, types and shapes, as the Open Inference Protocol
 has them.
 
-Warm-up requests: a few of real data, in the JSON of the Open Inference Protocol, beside the model.
+Warm-up requests: a few requests of real data, in the JSON of the Open Inference Protocol, next to the model.
 
 The first requests of a process pay for what the later ones find ready: pages, caches, threads. A server asks
 itself these before anybody else does.
@@ -47,7 +47,7 @@ Coding = Literal["fp32", "fp16", "int8"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServableFile:
-    """A file of the folder, to know it again."""
+    """Size and checksum of a file of the folder."""
 
     bytes: int
     crc: int
@@ -56,12 +56,12 @@ class ServableFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServableInput:
-    """A feature of ids: whose rows it reads and how it combines them."""
+    """An ID feature: the table it reads, and how its rows are combined."""
 
     table: str
     combiner: Literal["reduce_sum", "reduce_mean", "reduce_max", "first_n"]
     length: int = 0
-    """Positions that are kept, where they are not combined."""
+    """Positions per example for first_n; 0 for other combiners."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class ServableSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServableLayout:
-    """One tensor that is made of slices, or several."""
+    """One tensor, or several, made of slices of rows."""
 
     name: str
     kind: Literal["CONCAT", "STACK", "ADDN", "NONE"]
@@ -91,7 +91,7 @@ class ServableCollection:
 
     @classmethod
     def of(cls, inputs: tuple[InputSpec, ...], layouts: tuple[LayoutSpec, ...]) -> ServableCollection:
-        """Return what describes a collection of a model."""
+        """Return the description of a model's collection."""
         names = {kind: name for name, kind in COMBINERS.items()}
         return cls(
             inputs={
@@ -116,10 +116,10 @@ class ServableCollection:
         )
 
     def plan(self, tables: Mapping[str, int]) -> LayoutPlan:
-        """Work out where every slice goes.
+        """Return the plan that gathers rows into tensors.
 
         Args:
-            tables: Those of whoever answers rows -> width of their rows.
+            tables: Table -> width of its rows, of the row source.
         """
         return plan_layouts(
             dict(tables),
@@ -148,7 +148,7 @@ class ServableTable:
     dim: int
     coding: Coding
     largest_error: float
-    """How far a number is from what was trained, at most."""
+    """Largest difference between an exported number and the trained one."""
     mean_error: float
     expired: int = 0
     """Rows that were left out because they had expired."""
@@ -178,21 +178,21 @@ class ServableDense:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Servable:
-    """A model that can be asked, or one of the parts that it is served in."""
+    """The manifest of an exported model, or of one part of a sharded one."""
 
     model: str
     version: str
     run: str
-    """The model_dir that it was trained in."""
+    """Identity of the training run: its model_dir."""
     checkpoint: str
-    """The base name of what was exported."""
+    """Base name of the exported checkpoint."""
     step: int
     watermark: int | None
     """Unix seconds that nearly all events it was trained on had reached; None where events have no times."""
     created: float
     """Unix seconds."""
     digest: str
-    """Of what it was made of and how: equal where an export would write the same."""
+    """Digest of the checkpoint and the export settings; equal digests mean equal exports."""
     log_places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """By the number of a share of training, how far the log of its changes was written when the rows were
     saved: epoch and sequence. A server that follows goes on from there. Empty where nothing was published."""
@@ -391,4 +391,4 @@ def read_requests(data: bytes, name: str) -> Iterator[dict[str, Any]]:
                 for one in request["inputs"]
             }
     except (ValueError, KeyError, TypeError) as cause:
-        raise CorruptFileError(name, 0, f"it holds no requests: {cause}") from cause
+        raise CorruptFileError(name, 0, f"it has no requests: {cause}") from cause

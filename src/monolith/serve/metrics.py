@@ -1,4 +1,4 @@
-"""What a server says of its requests: metrics for all, log lines for some."""
+"""The metrics of serving, and the access log. All metric names of this package are in this file."""
 
 from __future__ import annotations
 
@@ -45,36 +45,39 @@ Add = Callable[[float], None]
 
 
 class ServeMetrics:
-    """The numbers of a server."""
+    """Metrics of an inference server."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.all = metrics
         self._requests = metrics.counter(
-            "serve_requests", "Requests by outcome", ("model", "version", "transport", "code")
+            "serve_requests", "Requests, by outcome", ("model", "version", "transport", "code")
         )
         self._seconds = metrics.histogram(
-            "serve_request_seconds", "From a decoded request to its answer", ("model",), LATENCY_BUCKETS
+            "serve_request_seconds",
+            "Seconds from a decoded request to its answer",
+            ("model",),
+            LATENCY_BUCKETS,
         )
         self._rows = metrics.counter("serve_rows", "Rows answered", ("model", "version"))
-        self._batch_rows = metrics.histogram(
-            "serve_batch_rows", "Rows answered together", ("model",), ROW_BUCKETS
-        )
+        self._batch_rows = metrics.histogram("serve_batch_rows", "Rows per batch", ("model",), ROW_BUCKETS)
         self._batch_requests = metrics.histogram(
-            "serve_batch_requests", "Requests answered together", ("model",), ROW_BUCKETS[:10]
+            "serve_batch_requests", "Requests per batch", ("model",), ROW_BUCKETS[:10]
         )
         self._answered: dict[tuple[str, str, str], tuple[Add, Add, Add]] = {}
         self._batched: dict[str, tuple[Add, Add]] = {}
-        """Series of what is counted for every request, by what they are of."""
-        self._in_flight = metrics.gauge("serve_in_flight", "Requests that are being answered")
+        """Cached series of the counters that every request increments."""
+        self._in_flight = metrics.gauge("serve_in_flight", "Requests in flight")
         self._missing = metrics.counter(
-            "serve_missing_shards", "Answers with rows of a shard read as zeros", ("shard",)
+            "serve_missing_shards", "Answers in which the rows of a shard were read as zeros", ("shard",)
         )
         self._shadow = metrics.counter(
-            "serve_shadow_requests", "Requests also asked of a shadow", ("name", "shadow", "outcome")
+            "serve_shadow_requests",
+            "Requests mirrored to a shadow, by outcome",
+            ("name", "shadow", "outcome"),
         )
         self._difference = metrics.histogram(
             "serve_shadow_difference",
-            "Largest difference between an answer and its shadow's",
+            "Largest absolute difference between an answer and its shadow's answer",
             ("name", "shadow"),
             DIFFERENCE_BUCKETS,
         )
@@ -121,16 +124,16 @@ class ServeMetrics:
 
 
 class AccessLog:
-    """A line for some of the requests: a share of those answered, and ten a second of those refused.
+    """Logs a fraction of the answered requests, and at most ten refused requests per second.
 
     Args:
-        share: Of answered requests.
-        generator: Draws.
+        fraction: Fraction of answered requests that are logged, 0 to 1.
+        generator: Random numbers for the choice.
         clock: Seconds.
     """
 
-    def __init__(self, share: float, generator: random.Random, clock: Callable[[], float]) -> None:
-        self._share = share
+    def __init__(self, fraction: float, generator: random.Random, clock: Callable[[], float]) -> None:
+        self._fraction = fraction
         self._random = generator
         self._clock = clock
         self._lock = threading.Lock()  # guards the two below
@@ -147,9 +150,9 @@ class AccessLog:
         rows: int,
         seconds: float,
     ) -> None:
-        if self._share and self._random.random() < self._share:
+        if self._fraction and self._random.random() < self._fraction:
             _log.info(
-                "answered %d rows by %s version %s in %.2f ms",
+                "answered %d rows with %s version %s in %.2f ms",
                 *(rows, model, version, seconds * 1e3),
                 extra={
                     "model": model,
@@ -178,38 +181,40 @@ class AccessLog:
 
 
 class FollowMetrics:
-    """The numbers of one model that follows."""
+    """Metrics of one model that follows a trainer."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._model = model
         self._stages = metrics.histogram(
             "serve_event_to_served_seconds",
-            "From an event to a row that is served, by stage: read, train, publish, wire, apply; total",
+            "Seconds from an event to a served row, by stage: read, train, publish, wire, apply, total",
             ("model", "stage"),
             STAGE_BUCKETS,
         )
         self._rows = metrics.counter(
-            "serve_followed_rows", "Rows that were brought, by deltas or snapshots", ("model", "by")
+            "serve_followed_rows", "Rows received from the trainer, by deltas or snapshots", ("model", "by")
         )
         self._resyncs = metrics.counter(
-            "serve_follow_resyncs", "Snapshots of a whole share that were taken", ("model",)
+            "serve_follow_resyncs", "Snapshots of a whole shard that were applied", ("model",)
         )
         self._differences = metrics.counter(
             "serve_follow_differences", "Buckets whose digest differed from the trainer's", ("model",)
         )
         self._repaired = metrics.counter(
             "serve_follow_repaired_rows",
-            "Rows that snapshots brought or took since they differed",
+            "Rows that snapshots changed or deleted because they differed from the trainer's",
             ("model",),
         )
         self._misfits = metrics.counter(
-            "serve_follow_dense_refused", "Dense weights that do not fit the served model", ("model",)
+            "serve_follow_dense_refused",
+            "Dense weights refused because they do not fit the served model",
+            ("model",),
         )
         self._place = metrics.gauge(
-            "serve_follow_sequence", "The newest delta that was applied", ("model", "share")
+            "serve_follow_sequence", "Sequence number of the newest applied delta", ("model", "shard")
         )
         self._staleness = metrics.gauge(
-            "serve_staleness_seconds", "The age of what is served, of its oldest share", ("model",)
+            "serve_staleness_seconds", "Age of the served rows of the oldest shard, in seconds", ("model",)
         )
         self._clock_offset = metrics.gauge(
             "serve_follow_clock_offset_seconds",
@@ -217,18 +222,22 @@ class FollowMetrics:
             ("model",),
         )
         self._overlay_rows = metrics.gauge(
-            "serve_overlay_rows", "Rows that are newer than the export they lie over", ("model",)
+            "serve_overlay_rows", "Rows in the overlay, which are newer than the export", ("model",)
         )
-        self._overlay_bytes = metrics.gauge("serve_overlay_bytes", "Memory of these rows", ("model",))
+        self._overlay_bytes = metrics.gauge(
+            "serve_overlay_bytes", "Bytes of host memory the overlay uses", ("model",)
+        )
         self._held = metrics.gauge(
-            "serve_follow_held", "1 where the trainer holds publishing back", ("model",)
+            "serve_follow_paused", "1 while the trainer has paused publishing", ("model",)
         )
         self._back = metrics.gauge(
-            "serve_rolled_back", "1 where an older version is served since the trainer said so", ("model",)
+            "serve_rolled_back",
+            "1 while an older version is served because the trainer rolled servers back",
+            ("model",),
         )
 
         self._other_run = metrics.gauge(
-            "serve_follows_other_run", "1 where the trainer is of another run than the export", ("model",)
+            "serve_follows_other_run", "1 if the trainer is of another run than the export", ("model",)
         )
 
     def follows(self, *, other_run: bool) -> None:
@@ -253,9 +262,9 @@ class FollowMetrics:
     def dense_refused(self) -> None:
         self._misfits.inc(model=self._model)
 
-    def served(self, share: int, sequence: int, up_to: ServedUpTo) -> None:
+    def served(self, shard: int, sequence: int, up_to: ServedUpTo) -> None:
         """Note that a delta is served now."""
-        self._place.set(sequence, model=self._model, share=str(share))
+        self._place.set(sequence, model=self._model, shard=str(shard))
         stages = up_to.stages()
         for stage, seconds in stages.items():
             self._stages.observe(seconds, model=self._model, stage=stage)
@@ -263,25 +272,25 @@ class FollowMetrics:
             total = max(0.0, up_to.applied_at + up_to.clock_differs_by - up_to.learned.event_at)
             self._stages.observe(total, model=self._model, stage="total")
 
-    def stands(self, staleness: float, rows: int, size: int, clock_offset: float = 0.0) -> None:
+    def set_gauges(self, staleness: float, rows: int, size: int, clock_offset: float = 0.0) -> None:
         self._staleness.set(staleness, model=self._model)
         self._clock_offset.set(clock_offset, model=self._model)
         self._overlay_rows.set(rows, model=self._model)
         self._overlay_bytes.set(size, model=self._model)
 
-    def told(self, state: PublishState, back: str | None) -> None:
+    def set_state(self, state: PublishState, back: str | None) -> None:
         self._held.set(float(state.held), model=self._model)
         self._back.set(float(back is not None), model=self._model)
 
 
 class LookupMetrics:
-    """What a serving server has answered, for its metrics."""
+    """Metrics of the lookups of a serving server."""
 
     def __init__(self, metrics: Metrics, role: str) -> None:
-        self._lookups = metrics.counter("serve_lookups", "Lookups of rows that were answered", ("shard",))
-        self._ids = metrics.counter("serve_lookup_ids", "Ids that lookups asked for", ("shard",))
+        self._lookups = metrics.counter("serve_lookups", "Row lookups answered", ("shard",))
+        self._ids = metrics.counter("serve_lookup_ids", "IDs in answered lookups", ("shard",))
         self._seconds = metrics.histogram(
-            "serve_lookup_seconds", "How long a lookup took, but for the wire", ("shard",)
+            "serve_lookup_seconds", "Seconds of a lookup without the network", ("shard",)
         )
         self._role = role
 

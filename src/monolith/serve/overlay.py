@@ -1,16 +1,20 @@
-"""The tables of a served model that follow a trainer: exported rows, and what deltas brought over them.
+"""The overlay of a served model that follows a trainer: deltas on top of exported rows.
 
-Deltas and snapshots come from one thread; versions that are loaded, and let go of, from others. Lookups take
-no lock: they go to an `OverlaidTables`, of which each loaded version has its own over one overlay.
+`FollowedTables` applies deltas and snapshots to a `RowOverlay` and attaches loaded versions below it. Lookups
+take no lock: each loaded version has its own `OverlaidTables`, its exported rows below the shared overlay.
 
-ServedTarget: a served model as a subscriber sees it.
+    lookup(id) = the overlay's row if it has one, else the exported row, else zeros
 
-Rows go to the tables under the versions that are loaded, dense weights to their predictors. Where the trainer
-says that servers go back to an exported version, that version is served as it was exported:
+Each time the overlay is dropped, its *generation* rises. A message that was read for an earlier generation is
+incomplete over the new one, so the subscriber asks for a snapshot. Versions that were attached before keep
+the overlay they had.
 
-    following ──state names a version──► back: the version is served, what deltas brought is dropped
+`FollowTarget` is the served model as a subscriber sees it: rows go to the overlay, dense weights to the
+loaded predictors. If the trainer rolls servers back, the named version is served as exported:
+
+    following ──state names a version──► rolled back: the version is served, the overlay is dropped
         ▲                                   │
-        └──state names none: the newest version is loaded again, and a new epoch brings all of it
+        └──state names none: the newest version is loaded again, and a new epoch sends all rows
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from torch import Tensor
 from monolith.checkpoint.shares import WHOLE, IdShare, check_share
 from monolith.errors import MonolithError, RestoreError, TableArgumentError
 from monolith.serve.metrics import FollowMetrics
+from monolith.serve.predictor import Predictor
 from monolith.sync.messages import BUCKETS, PublishState
 from monolith.table import FrozenTables, OverlaidTables, RowOverlay, Rows, digest_rows, in_share
 from monolith.table.overlaid_tables import hash_spans
@@ -38,16 +42,22 @@ _BUCKET_HASHES = (1 << 64) // BUCKETS
 
 
 class FollowedTables:
-    """Applies deltas and snapshots over whichever exported version is attached. Thread-safe.
+    """Applies deltas and snapshots over the attached exported version. Thread-safe.
+
+    Example: the export has row 7 = [1.0]. `apply({"item": rows(7: [2.0])}, {})` makes lookups of 7 return
+    [2.0]; `apply({}, {"item": [7]})` buries it, and lookups return [0.0].
 
     Args:
-        share: The ids that this server has; those of others are passed over.
+        share: The shard of IDs that this server has, as (number, total); other IDs are ignored.
     """
 
     def __init__(self, share: IdShare = WHOLE) -> None:
         check_share("share", share)
         self._share = share
-        self.turn = threading.RLock()  # taken by whoever writes to the overlay, and guards all below
+        # Taken by every writer of the overlay, and guards all below. The subscriber's thread applies
+        # messages, other threads attach versions and compact: a delta must never be applied between the
+        # tables that `attach` returns and the claims that its caller makes for them. Lookups do not take it.
+        self.write_lock = threading.RLock()
         self._overlay: RowOverlay | None = None
         self._current: OverlaidTables | None = None
         self._snapshot: tuple[IdShare, Tensor | None, dict[str, list[Tensor]]] | None = None
@@ -63,37 +73,37 @@ class FollowedTables:
 
     @property
     def generation(self) -> int:
-        """Rises whenever what deltas brought is let go of."""
+        """Rises whenever the overlay is dropped."""
         return self._generation
 
     @property
-    def is_passing(self) -> bool:
-        """Whether what comes is not applied."""
+    def is_paused(self) -> bool:
+        """Whether messages are ignored: applying is paused, or no version is attached."""
         return self._passing or self._overlay is None
 
     @property
     def in_snapshot(self) -> bool:
-        """Whether rows of a share are on their way, all of them or some buckets."""
+        """Whether a snapshot, of all rows of a shard or of some buckets, is being applied."""
         return self._snapshot is not None
 
     @property
     def rows(self) -> int:
-        """That deltas brought and the attached version does not have, those that have gone among them."""
+        """Number of overlay rows, deleted ones included."""
         overlay = self._overlay
         return 0 if overlay is None else len(overlay)
 
     @property
     def bytes(self) -> int:
-        """Of memory, of what deltas brought."""
+        """Bytes of host memory the overlay uses."""
         overlay = self._overlay
         return 0 if overlay is None else overlay.bytes
 
     def attach(self, below: FrozenTables, *, threads: int | None = None) -> OverlaidTables:
-        """Return an exported version under what deltas brought; these go on over it from now on.
+        """Put an exported version below the overlay; return both as one. Deltas apply to it from now on.
 
-        Where its tables are others than before, nothing that deltas brought is kept.
+        If its tables or their widths differ from those before, the overlay is dropped.
         """
-        with self.turn:
+        with self.write_lock:
             overlay = self._overlay
             if overlay is None or dict(overlay.widths) != dict(below.tables):
                 overlay = RowOverlay(below.tables)
@@ -103,31 +113,31 @@ class FollowedTables:
             return view
 
     def drop(self) -> None:
-        """Forget what deltas brought, and pass over what comes until a version is attached again.
+        """Drop the overlay, and ignore messages until a version is attached again.
 
-        Versions that were attached keep what they have.
+        Versions that were attached keep the overlay they have.
         """
-        with self.turn:
+        with self.write_lock:
             self._snapshot = self._overlay = self._current = None
             self._generation += 1
 
-    def pass_over(self, on: bool) -> None:
-        """Apply nothing that comes, or go on."""
-        with self.turn:
+    def pause_applying(self, on: bool) -> None:
+        """Ignore messages, or apply them again."""
+        with self.write_lock:
             self._passing = on
             self._snapshot = None
 
     def settle(self) -> int:
-        """Let go of rows that the attached version has as well; return how many."""
+        """Drop overlay rows that equal those of the attached version; return how many."""
         current = self._current
-        return 0 if current is None else current.settle(self.turn)
+        return 0 if current is None else current.settle(self.write_lock)
 
-    # What a subscriber brings
+    # Messages of a subscriber
 
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> int:
-        """Apply a delta; return how many rows came and went."""
+        """Apply a delta; return how many rows it changed or deleted."""
         count = 0
-        with self.turn:
+        with self.write_lock:
             for name, ids in removed.items():
                 if (overlay := self._of(name)) is not None:
                     mine = self._mine(ids)
@@ -141,14 +151,14 @@ class FollowedTables:
         return count
 
     def begin_snapshot(self, share: IdShare, buckets: Tensor | None) -> None:
-        """Expect the rows of a share, in some buckets, or in all."""
-        with self.turn:
-            # One whose rows are not applied must not end either: it would bury every row as not seen.
+        """Begin a snapshot of a shard's rows, of some buckets or of all."""
+        with self.write_lock:
+            # A snapshot whose rows are ignored must not end either: it would bury every row as missing.
             self._snapshot = None if self._passing else (share, buckets, {name: [] for name in self.tables})
 
     def snapshot_rows(self, table: str, rows: Rows) -> int:
-        """Take some of them; return how many were not known."""
-        with self.turn:
+        """Apply some rows of the snapshot; return how many were new or different."""
+        with self.write_lock:
             if self._snapshot is None or self._of(table) is None or self._current is None:
                 return 0
             kept = self._own(rows)
@@ -156,8 +166,8 @@ class FollowedTables:
             return self._current.put_changed(table, kept.ids, kept.values)
 
     def end_snapshot(self) -> int:
-        """Bury what the snapshot did not have; return how many that were."""
-        with self.turn:
+        """Bury the rows that the snapshot did not contain; return how many."""
+        with self.write_lock:
             if self._snapshot is None or self._current is None:
                 return 0
             share, buckets, seen = self._snapshot
@@ -169,17 +179,18 @@ class FollowedTables:
             return buried
 
     def drop_snapshot(self) -> None:
-        """Forget about a snapshot that broke off. The rows that came are right, and stay."""
-        with self.turn:
+        """Forget a snapshot that was interrupted. Its applied rows are right, and stay."""
+        with self.write_lock:
             self._snapshot = None
 
     def digests(self, table: str, share: IdShare, buckets: Tensor) -> Tensor | None:
-        """Return the digests of buckets, of the ids of a share; None where they cannot be compared.
+        """Return the digests of buckets of a shard's rows; None if they cannot be compared with the
+        trainer's.
 
-        That is where the exported rows are halves or bytes, which are not the trainer's floats; and where
-        this server has only some ids of the share, whose digest nobody sends.
+        They cannot if the exported rows are fp16 or int8, which are not the trainer's floats, or if this
+        server has only some IDs of the shard, for which no publisher sends a digest.
         """
-        with self.turn:
+        with self.write_lock:
             if self._of(table) is None or self._current is None:
                 return None
             if not (self._has_all_of(share) and self._current.is_exact(table)):
@@ -194,7 +205,7 @@ class FollowedTables:
     # Inside
 
     def _of(self, table: str) -> RowOverlay | None:
-        """Return the overlay, where the model has such a table."""
+        """Return the overlay if the model reads the table, and applying is not paused."""
         overlay = None if self._passing else self._overlay
         if overlay is None or table not in overlay.widths:
             if overlay is not None and overlay.widths and table not in self._unknown:
@@ -210,19 +221,19 @@ class FollowedTables:
         return rows if self._share == WHOLE else rows.keep(in_share(rows.ids, self._share))
 
     def _has_all_of(self, share: IdShare) -> bool:
-        """Whether every id of a trainer's share is an id of ours."""
+        """Whether this server has every ID of a trainer's shard."""
         number, total = share
         mine, servers = self._share
         return total % servers == 0 and number % servers == mine
 
 
 def spans_of(buckets: Tensor | None) -> Iterator[range]:
-    """Yield the hashes of buckets, or all, in ranges."""
+    """Yield the hash ranges of some buckets, or of all."""
     return hash_spans() if buckets is None else map(_hashes, runs_of(buckets))
 
 
 def runs_of(buckets: Tensor) -> Iterator[range]:
-    """Yield buckets, which are in ascending order, as ranges without gaps."""
+    """Yield ascending bucket numbers as ranges without gaps."""
     numbers = buckets.tolist()
     if numbers and not 0 <= numbers[0] <= numbers[-1] < BUCKETS:
         raise TableArgumentError(f"buckets are from 0 to {BUCKETS - 1} and ascending, got {numbers[:5]}")
@@ -238,26 +249,17 @@ def _hashes(run: range) -> range:
 
 
 GoTo = Callable[[str | None], None]
-"""Serves an exported version, loaded anew, or with None the newest; a MonolithError where it cannot."""
+"""Loads and serves an exported version, or with None the newest; raises a MonolithError if it cannot."""
 
 
-class SwapsWeights(Protocol):
-    """What computes with dense weights: a predictor."""
-
-    @property
-    def weight_names(self) -> tuple[str, ...]: ...
-
-    def swap_weights(self, weights: Mapping[str, Tensor]) -> None: ...
-
-
-class ServedTarget:
-    """A `DeltaTarget` over whatever versions of one model are loaded.
+class FollowTarget:
+    """A `DeltaTarget` over the loaded versions of one model.
 
     Args:
         model: Its name.
-        tables: Its rows; an entry has none.
-        metrics: Counts.
-        go_to: Called where the trainer says which version to serve; on the subscriber's thread.
+        tables: Its overlay; that of an entry stays empty.
+        metrics: Counts rows and states.
+        go_to: Called on the subscriber's thread when the trainer names the version to serve.
     """
 
     def __init__(self, model: str, tables: FollowedTables, metrics: FollowMetrics, go_to: GoTo) -> None:
@@ -265,25 +267,25 @@ class ServedTarget:
         self.rows = tables
         self._metrics = metrics
         self._go_to = go_to
-        self._going = threading.Lock()  # one goes to a version at a time
+        self._going = threading.Lock()  # one thread changes the served version at a time
         self._lock = threading.Lock()  # guards the two below
-        self._predictors: weakref.WeakSet[SwapsWeights] = weakref.WeakSet()
+        self._predictors: weakref.WeakSet[Predictor] = weakref.WeakSet()
         self._dense: Mapping[str, Tensor] | None = None
         self._refused = ""
         self.state = PublishState()
-        """The newest that was heard of."""
-        self.back: str | None = None
-        """The version that is served since the trainer said so."""
+        """The newest state that the trainer published."""
+        self.rolled_back_to: str | None = None
+        """The version that the trainer rolled servers back to; None while following."""
         self.problem = ""
-        """Why the version that the trainer names is not served."""
+        """Why the version that the trainer names cannot be served."""
 
-    # Versions that are loaded
+    # Loaded versions
 
-    def add(self, predictor: SwapsWeights, *, newer_dense: bool) -> None:
-        """Bring a predictor's dense weights up to date from now on.
+    def add(self, predictor: Predictor, *, newer_dense: bool) -> None:
+        """Update the dense weights of a predictor from now on.
 
         Args:
-            newer_dense: Whether those that came are newer than its own.
+            newer_dense: Whether the followed weights are newer than the exported ones.
         """
         with self._lock:
             self._predictors.add(predictor)
@@ -291,7 +293,7 @@ class ServedTarget:
         if newer_dense and dense is not None:
             self._swap(predictor, dense)
 
-    # What a subscriber brings
+    # Messages of a subscriber
 
     @property
     def tables(self) -> Mapping[str, int]:
@@ -321,7 +323,7 @@ class ServedTarget:
         return self.rows.digests(table, share, buckets)
 
     def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
-        if self.back is not None:
+        if self.rolled_back_to is not None:
             return
         with self._lock:
             self._dense = weights
@@ -332,57 +334,57 @@ class ServedTarget:
     def follow(self, state: PublishState) -> None:
         known, self.state = self.state, state
         if state.held and not known.held:
-            _log.warning("model %r: the trainer holds publishing back: %s", self._model, state.reason)
+            _log.warning("model %r: the trainer paused publishing: %s", self._model, state.reason)
         elif known.held and not state.held:
-            _log.info("model %r: the trainer publishes again", self._model)
-        self.settle_state()
+            _log.info("model %r: the trainer resumed publishing", self._model)
+        self.apply_state()
 
-    def settle_state(self) -> None:
-        """Serve the version that the newest state names, where it is not served yet."""
+    def apply_state(self) -> None:
+        """Serve the version that the newest state names, if it is not served yet."""
         with self._going:
-            if self.state.version != self.back:
+            if self.state.version != self.rolled_back_to:
                 self._serve(self.state.version)
-            self._metrics.told(self.state, self.back)
+            self._metrics.set_state(self.state, self.rolled_back_to)
 
     def _serve(self, version: str | None) -> None:
-        before, self.back = self.back, version
+        before, self.rolled_back_to = self.rolled_back_to, version
         try:
+            # Following again: the overlay is dropped first, so that the newest version starts as exported.
+            # Rolling back: the version is loaded first, so that a failure changes nothing.
             if version is None:
                 self._forget()
             self._go_to(version)
             if version is not None:
                 self._forget()
         except MonolithError as error:
-            self.back = before
+            self.rolled_back_to = before
             if str(error) != self.problem:
                 self.problem = str(error)
                 _log.error(
-                    "model %r stays as it is: cannot go to %s: %s",
+                    "model %r: cannot serve %s, nothing changes: %s",
                     *(self._model, f"version {version}" if version else "the newest version", error),
                 )
         else:
             self.problem = ""
-            said = f"went back to version {version}" if version else "follows again"
+            said = f"rolled back to version {version}" if version else "following the trainer again"
             _log.warning("model %r: %s", self._model, said)
 
     def _forget(self) -> None:
-        """Let go of what deltas brought."""
+        """Drop the overlay and the followed dense weights."""
         self.rows.drop()
         with self._lock:
             self._dense = None
             self._predictors.clear()
 
-    def _swap(self, predictor: SwapsWeights, weights: Mapping[str, Tensor]) -> None:
+    def _swap(self, predictor: Predictor, weights: Mapping[str, Tensor]) -> None:
         names = predictor.weight_names
         try:
             missing = [name for name in names if name not in weights]
             if missing:
-                raise RestoreError(f"the trainer publishes no dense weight {missing[0]!r}")
+                raise RestoreError(f"the trainer does not publish the dense weight {missing[0]!r}")
             predictor.swap_weights({name: weights[name] for name in names})
         except RestoreError as error:
             self._metrics.dense_refused()
             if str(error) != self._refused:
                 self._refused = str(error)
-                _log.error(
-                    "model %r: dense weights were not taken: %s. Export the model again.", self._model, error
-                )
+                _log.error("model %r: refused dense weights: %s. Export the model again.", self._model, error)

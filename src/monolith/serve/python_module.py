@@ -1,7 +1,7 @@
 """A dense half that is a Python module: for models that no graph can hold.
 
-Its servable names a function that makes the module, and what to call it with. To serve it is to import and
-run that code, so whoever serves it must say that this is allowed.
+Its servable names a function that makes the module, and what to call it with. Serving it imports and
+runs that code, so the operator of the server must allow it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from monolith.store import TableIds
 from monolith.table import SlotThresholds, TableConfig, TableStats
 
 
-class OwnModule(NamedTuple):
-    """What a factory returns."""
+class PythonModule(NamedTuple):
+    """A Python module to serve, and the function that runs it; what a factory returns."""
 
     module: nn.Module
     outputs: Callable[[nn.Module, Batch], Mapping[str, Tensor]]
     """Runs the module on a batch; returns predictions by head."""
 
 
-def make_module(factory: str, arguments: Mapping[str, Any]) -> OwnModule:
+def make_module(factory: str, arguments: Mapping[str, Any]) -> PythonModule:
     """Call what a servable names.
 
     Args:
@@ -50,7 +50,7 @@ def make_module(factory: str, arguments: Mapping[str, Any]) -> OwnModule:
             f"the servable is made by {factory}, which cannot be imported here: {cause}. Install the package "
             "that it was trained with, or start in its folder."
         ) from cause
-    made: OwnModule = found(**arguments)
+    made: PythonModule = found(**arguments)
     return made
 
 
@@ -58,7 +58,7 @@ class ModuleRunner:
     """Runs a Python module over rows for serving. Thread-safe where the module is, in eval mode."""
 
     def __init__(
-        self, own: OwnModule, weights: Mapping[str, Tensor], rows: RowSource, labels: Sequence[str]
+        self, own: PythonModule, weights: Mapping[str, Tensor], rows: RowSource, labels: Sequence[str]
     ) -> None:
         self._module, self._outputs = own
         self._labels = tuple(labels)
@@ -194,7 +194,7 @@ class ServedRows:
         return {}
 
     def close(self) -> None:
-        """Do nothing: who made the rows closes them."""
+        """Do nothing: the owner of the rows closes them."""
 
 
 class _Asking:

@@ -7,8 +7,8 @@ Rows without end are no part of a graph, and neither are weights: both are its i
 with the number of examples left open. Weights as inputs can be swapped between two batches, and a graph
 without any has nothing in it that would have to be unpickled.
 
-A model may read of a batch only what a graph can be given. One that looks at ids itself, beside its
-collections, is told so, and may be served as a Python module.
+A model may read of a batch only what a graph can be given. A model that reads IDs outside of
+its collections is refused, and may be served as a Python module.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class _StandInIds:
 
     def _refuse(self, what: str) -> NoReturn:
         raise ExportError(
-            f"the model reads the ids of {what} itself, beside its EmbeddingCollection, and a graph is given "
+            f"the model reads the ids of {what} outside of its EmbeddingCollection, and a graph is given "
             "rows, not ids. Have it read a float feature or a layout instead, and see that its loss does not "
             f"look at ids where labels are missing. {INSTEAD}"
         )

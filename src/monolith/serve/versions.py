@@ -1,16 +1,16 @@
-"""Versions: the servables of one model, side by side in a folder.
+"""Versions: the servables of one model, next to each other in a folder.
 
     DIR/100/servable.json ...            complete, since the folder was renamed into place
-    DIR/.200.writing.4f1c.../            being written, or what a killed export left to go on with
+    DIR/.200.writing.4f1c.../            being written, or left by a killed export, which resumes it
     DIR/.100.removed.77.../              being deleted
 
-Whoever serves a version holds it: a shared lock on the file `.held` in it, which the operating system lets
-go of when the process ends, in whatever way. Retention removes only what it can lock for itself. A reader
-that was too late finds the folder gone, and chooses another version.
+A process that serves a version has a shared lock on the file `.held` in it; the operating system releases the
+lock when the process ends, however it ends. Retention removes only versions that it can lock exclusively. A
+reader that was too late finds the folder gone, and chooses another version.
 
-A version whose rows are not trusted is *withheld*: it has a file `withheld.json` that says why. It is
-complete and stays in its folder, but a server takes it only if an operator names it. The file is not part of
-the manifest, since the verdict comes after the export, and may be lifted again.
+A version whose rows are not trusted is *withheld*: the file `withheld.json` in it gives the reason. It is
+complete and stays in its folder, but servers load it only if an operator names it. The file is not part of
+the manifest, since the verdict comes after the export and may be lifted.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from monolith import filesystem
 from monolith.errors import ConfigError, ExportError, FileMissingError, FilesystemError, MonolithError
 from monolith.serve.manifest import MANIFEST_NAME, Servable, read_servable
 
-HELD = ".held"
+LOCK_FILE = ".held"
+"""The name is older than this module; processes of earlier releases lock the same file."""
 WITHHELD = "withheld.json"
 ENTRY = "entry"
 _WRITING, _REMOVED = ".writing.", ".removed."
 
 
 def check_version(version: str) -> str:
-    """Refuse a version that cannot be the name of a folder.
+    """Return a version if it can be the name of a folder.
 
     Raises:
         ConfigError: It cannot.
@@ -51,9 +52,9 @@ def check_version(version: str) -> str:
 
 
 def list_versions(root: str) -> list[str]:
-    """Return the complete versions of a folder, oldest first: other names by time, then numbers by size.
+    """Return the complete versions of a folder, oldest first: other names by time, then numbers by value.
 
-    A folder that is not there has none.
+    A missing folder has none.
     """
     if not filesystem.is_folder(root):
         return []
@@ -79,12 +80,12 @@ def find_version(folder: str, *, serve_withheld: bool = False) -> str:
     """Return the folder of a version: `folder` itself, or its newest version, or that of its entry.
 
     Args:
-        serve_withheld: Whether `folder` may be a version that is withheld. The newest version of a folder is
-            always one that is not.
+        serve_withheld: Whether `folder` may be a withheld version. In a folder of versions, withheld ones are
+            always skipped.
 
     Raises:
-        FileMissingError: There is none, or all are withheld.
-        ConfigError: `folder` is a version that is withheld.
+        FileMissingError: There is no version, or all are withheld.
+        ConfigError: `folder` is a withheld version.
     """
     if filesystem.exists(filesystem.join(folder, MANIFEST_NAME)):
         if not serve_withheld and (mark := read_withheld(folder)) is not None:
@@ -108,15 +109,15 @@ def find_version(folder: str, *, serve_withheld: bool = False) -> str:
     )
 
 
-# Versions that servers must not take
+# Withheld versions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Withheld:
-    """Why servers must not take a version."""
+    """Why servers must not load a version."""
 
     reason: str
-    """Why publishing was paused, in words for a person."""
+    """Why publishing was paused."""
     first_bad_step: int = 0
     """The first step whose rows are not trusted; 0 if that is not known."""
 
@@ -126,13 +127,13 @@ class Withheld:
 
 
 def withhold(folder: str, mark: Withheld) -> None:
-    """Mark a version, or one that is being written, so that servers do not take it."""
+    """Mark a version, complete or being written, so that servers do not load it."""
     with filesystem.atomic_write(filesystem.join(folder, WITHHELD)) as file:
         file.write(json.dumps(asdict(mark)).encode() + b"\n")
 
 
 def release(folder: str) -> None:
-    """Let servers take a version again. One that is not withheld stays as it is."""
+    """Let servers load a version again. Does nothing to a version that is not withheld."""
     filesystem.remove(filesystem.join(folder, WITHHELD))
 
 
@@ -145,19 +146,19 @@ def read_withheld(folder: str) -> Withheld | None:
         plain = json.loads(filesystem.read_bytes(path))
         return Withheld(reason=str(plain["reason"]), first_bad_step=int(plain["first_bad_step"]))
     except FileMissingError:
-        return None  # it was released just now
+        return None  # it was released a moment ago
     except (FilesystemError, ValueError, LookupError, TypeError) as error:
         return Withheld(reason=f"{path}, which says why, cannot be read: {error}")
 
 
 def withheld_versions(root: str, versions: Iterable[str]) -> dict[str, Withheld]:
-    """Return those of some versions that servers must not take, and why."""
+    """Return the withheld ones of some versions, and why."""
     marks = ((version, read_withheld(filesystem.join(root, version))) for version in versions)
     return {version: mark for version, mark in marks if mark is not None}
 
 
 def describe_withheld(withheld: dict[str, Withheld]) -> str:
-    """Return what an error about a missing version adds; empty if none is withheld."""
+    """Return a sentence about withheld versions for an error; empty if there are none."""
     if not withheld:
         return ""
     which = "; ".join(f"{version} ({mark.describe()})" for version, mark in withheld.items())
@@ -168,30 +169,32 @@ def describe_withheld(withheld: dict[str, Withheld]) -> str:
     )
 
 
-# Holding
+# Versions in use
 
 
-class HeldVersion:
-    """A version that is in use, and is not removed while it is held. Closing it twice does nothing.
+class LockedVersion:
+    """A version that is in use: it is not removed until this is closed. Closing it twice does nothing.
 
     Raises:
-        FileMissingError: It is gone, or was never complete.
+        FileMissingError: The version was removed, or was never complete.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._file: int | None = None
-        path = Path(folder) / HELD
+        path = Path(folder) / LOCK_FILE
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as cause:
-            raise FileMissingError(f"{folder} is no servable, or was removed just now") from cause
+            raise FileMissingError(f"{folder} is not a servable, or was removed a moment ago") from cause
         except OSError as cause:
-            raise FilesystemError(f"cannot hold {folder}: {cause.strerror}") from cause
+            raise FilesystemError(f"cannot lock {folder}: {cause.strerror}") from cause
         try:
-            fcntl.flock(file, fcntl.LOCK_SH)  # who renames it into place, or away, has it for a moment
+            fcntl.flock(
+                file, fcntl.LOCK_SH
+            )  # a process that renames it holds the exclusive lock for a moment
             if not _is_at(file, path):
-                raise FileMissingError(f"{folder} was removed just now")
+                raise FileMissingError(f"{folder} was removed a moment ago")
         except BaseException:
             os.close(file)
             raise
@@ -217,17 +220,17 @@ class HeldVersion:
         self.close()
 
 
-def hold_version(folder: str, *, serve_withheld: bool = False) -> HeldVersion:
-    """Hold a version, or the newest one of a folder; see `find_version`.
+def lock_version(folder: str, *, serve_withheld: bool = False) -> LockedVersion:
+    """Lock a version, or the newest one of a folder; see `find_version`.
 
     Raises:
-        FileMissingError: There is none.
+        FileMissingError: There is no version.
         ConfigError: It is withheld.
     """
     for _ in range(10):
         found = find_version(folder, serve_withheld=serve_withheld)
         try:
-            return HeldVersion(found)
+            return LockedVersion(found)
         except FileMissingError:
             if found == folder:
                 raise
@@ -235,7 +238,7 @@ def hold_version(folder: str, *, serve_withheld: bool = False) -> HeldVersion:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Whether an open file still has that name."""
     try:
         there = path.stat()
     except FileNotFoundError:
@@ -246,9 +249,9 @@ def _is_at(file: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Say whether nobody else has a folder while a block runs."""
+    """Lock a folder exclusively for a block; yield whether no other process uses it."""
     try:
-        file = os.open(folder / HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except FileNotFoundError:
         yield True
         return
@@ -263,14 +266,14 @@ def _alone(folder: Path) -> Iterator[bool]:
         os.close(file)
 
 
-# Writing
+# New versions
 
 
 class NewVersion:
-    """A version that is being written, aside; `commit` renames it into place.
+    """A version that is being written to a hidden folder; `commit` renames it into place.
 
-    What a killed export has left is gone on with where `digest` says that it was to be the same; anything
-    else that nobody writes any more is removed.
+    An export that was killed is resumed if `digest` shows that it would write the same; other leftovers are
+    removed.
 
     Raises:
         ExportError: Another process writes it, or the folder is not on a disk of this machine.
@@ -279,20 +282,21 @@ class NewVersion:
     def __init__(self, root: str, version: str, digest: str) -> None:
         if filesystem.is_remote(root):
             raise ExportError(
-                f"cannot export to {root}: a servable is written to a disk of this machine. Copy it then."
+                f"cannot export to {root}: a servable is written to a disk of this machine. "
+                "Export there, then copy it."
             )
         self.root, self.version = root, check_version(version)
         self.digest = digest
         self.folder = str(Path(root) / f".{version}{_WRITING}{digest}")
         self._file: int | None = None
         filesystem.make_dirs(self.folder)
-        file = os.open(Path(self.folder) / HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(Path(self.folder) / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
             os.close(file)
             raise ExportError(
-                f"another process exports version {version} to {root} at this moment; wait for it"
+                f"another process is exporting version {version} to {root}; wait for it"
             ) from cause
         self._file = file
         remove_leftovers(root, but=self.folder)
@@ -302,10 +306,10 @@ class NewVersion:
         return filesystem.join(self.root, self.version)
 
     def commit(self) -> str:
-        """Rename it into place; return where it is.
+        """Rename it into place; return its folder.
 
         Raises:
-            ExportError: Something else has that name.
+            ExportError: The name is taken.
         """
         try:
             Path(self.folder).rename(self.target)
@@ -318,7 +322,7 @@ class NewVersion:
         return self.target
 
     def close(self) -> None:
-        """Let go of it; what is written stays for the next try."""
+        """Release its lock; the written files stay for the next attempt."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -333,13 +337,13 @@ class NewVersion:
 
 
 def existing_version(root: str, version: str, digest: str) -> Servable | None:
-    """Return a version that is there already, made of the same; None where there is none of that name.
+    """Return the version if the same export exists already; None if the name is free.
 
-    A withheld version that was made of something else is removed, unless a server holds it: the run went back
-    to a checkpoint before it, and takes the same step again.
+    A withheld version of another export is removed unless a server uses it: the run was rolled back to a
+    checkpoint before it, and reaches the same step again.
 
     Raises:
-        ExportError: There is one that was made of something else.
+        ExportError: The name is taken by another export.
     """
     folder = filesystem.join(root, version)
     if not filesystem.exists(folder):
@@ -347,13 +351,13 @@ def existing_version(root: str, version: str, digest: str) -> Servable | None:
     try:
         found = read_servable(folder)
     except MonolithError as cause:
-        raise ExportError(f"{folder} is in the way, and no servable: {cause}. Remove it.") from cause
+        raise ExportError(f"{folder} exists and is not a servable: {cause}. Remove it.") from cause
     if found.digest != digest:
         if read_withheld(folder) is not None and remove_versions([root], [version])[0]:
             return None
         raise ExportError(
-            f"{folder} is there already: {found.model} of step {found.step}, exported from "
-            f"{found.checkpoint} otherwise. Name another version with --version, or remove it."
+            f"{folder} exists already: {found.model} of step {found.step}, exported from "
+            f"{found.checkpoint} with other settings. Name another version with --version, or remove it."
         )
     return found
 
@@ -366,11 +370,11 @@ def _sync_folder(path: str) -> None:
         os.close(file)
 
 
-# Removing
+# Retention
 
 
 def remove_leftovers(root: str, but: str | None = None) -> None:
-    """Remove what is unfinished in a folder and nobody is at: of killed exports, and of killed removals."""
+    """Remove the unfinished folders of killed exports and killed removals that no process uses."""
     for path in map(Path, filesystem.list_folders(root)):
         name = path.name
         if name.startswith(".") and (_WRITING in name or _REMOVED in name) and str(path) != but:
@@ -380,33 +384,33 @@ def remove_leftovers(root: str, but: str | None = None) -> None:
 
 
 def remove_versions(roots: Sequence[str], versions: Collection[str]) -> tuple[list[str], list[str]]:
-    """Remove versions that nobody holds in any of the folders that have them; the first folder first.
+    """Remove versions that no process uses in any of the folders; the first folder first.
 
     Returns:
-        Those that were removed, and those that are held.
+        The removed versions, and those that are in use.
     """
-    removed, held = [], []
+    removed, in_use = [], []
     for version in versions:
         folders = [path for root in roots if (path := Path(root) / version).is_dir()]
         with contextlib.ExitStack() as locks:
             if not all(locks.enter_context(_alone(folder)) for folder in folders):
-                held.append(version)
+                in_use.append(version)
                 continue
             for folder in folders:
-                aside = folder.with_name(f".{version}{_REMOVED}{secrets.token_hex(4)}")
-                folder.rename(aside)  # from here on nobody finds it
-                shutil.rmtree(aside, ignore_errors=True)
+                hidden = folder.with_name(f".{version}{_REMOVED}{secrets.token_hex(4)}")
+                folder.rename(hidden)  # from here on no process finds it
+                shutil.rmtree(hidden, ignore_errors=True)
         removed.append(version)
-    return removed, held
+    return removed, in_use
 
 
 def keep_newest(roots: Sequence[str], keep: int) -> tuple[list[str], list[str]]:
-    """Remove all but the newest versions, unless a server holds them; see `remove_versions`.
+    """Remove all but the newest versions, unless a server uses them; see `remove_versions`.
 
-    Withheld versions are counted on their own: a pause that lasts must not remove the last good version.
+    Withheld versions are counted separately: a long pause must not remove the last good version.
 
     Raises:
-        ConfigError: None would be left.
+        ConfigError: No version would be left.
     """
     if keep < 1:
         raise ConfigError(f"keep must be at least 1, got {keep}")

@@ -28,7 +28,7 @@ MOST_CURVES = 200
 
 
 class PageSource(Protocol):
-    """Says how something stands. Asked by one thread; `close` by another."""
+    """Reports the state of a run, a server or this process. One thread reads; another may close."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ _Key = tuple[str, str, str]
 
 
 @dataclass(slots=True)
-class _Standing:
+class _SourceStatus:
     """What is known of one source."""
 
     name: str
@@ -113,7 +113,7 @@ class Board:
         self._every = every
         self._clock = clock
         self._lock = threading.Lock()  # guards what follows
-        self._standings = {one.name: _Standing(one.name, since=clock()) for one in self._sources}
+        self._statuses = {one.name: _SourceStatus(one.name, since=clock()) for one in self._sources}
         self._curves: dict[_Key, ThinnedCurve] = {}
         self._version = 0
         self._stop = threading.Event()
@@ -122,7 +122,7 @@ class Board:
     def start(self) -> None:
         for source in self._sources:
             thread = threading.Thread(
-                target=self._look_on, args=(source,), name=f"page-{source.name}", daemon=True
+                target=self._poll, args=(source,), name=f"page-{source.name}", daemon=True
             )
             self._threads.append(thread)
             thread.start()
@@ -136,9 +136,9 @@ class Board:
             source.close()
 
     def look(self, source: PageSource) -> None:
-        """Ask a source once; whatever goes wrong is what is known of it from now on."""
-        standing = self._standings[source.name]
-        standing.asked = self._clock()
+        """Read a source once; an error becomes its state."""
+        status = self._statuses[source.name]
+        status.asked = self._clock()
         reading, error = None, None
         try:
             reading = source.read()
@@ -149,16 +149,17 @@ class Board:
             error = f"the page cannot read it: {type(problem).__name__} (its log says more)"
         with self._lock:
             now = self._clock()
-            if (error is None) != (standing.error is None):
-                standing.since = now
-            standing.error, standing.asked = error, None
+            if (error is None) != (status.error is None):
+                status.since = now
+            status.error, status.asked = error, None
             if reading is not None:
-                standing.reading, standing.heard = reading, now
+                status.reading, status.heard = reading, now
                 self._draw(source.name, reading.points)
             self._version += 1
 
     def news(self, seen: Seen) -> dict[str, Any] | None:
-        """Return what has changed since an onlooker was last told, who is told so; None for nothing."""
+        """Return the changes since a browser was last sent some, and note them in `seen`; None without
+        changes."""
         with self._lock:
             if seen.version == self._version:
                 return None
@@ -167,12 +168,12 @@ class Board:
             seen.version = self._version
             return {
                 "time": now,
-                "sources": [standing.to_json(now) for standing in self._standings.values()],
+                "sources": [status.to_json(now) for status in self._statuses.values()],
                 "curves": [one for one in curves if one is not None],
             }
 
     def control(self, name: str) -> RunPublishing:
-        """Return what holds the publishing of a source back.
+        """Return the publishing control of a source.
 
         Raises:
             ConfigError: There is no such source, or nothing to control about it.
@@ -211,7 +212,7 @@ class Board:
                 curve = self._curves[key] = ThinnedCurve()
             curve.add(point.x, point.y)
 
-    def _look_on(self, source: PageSource) -> None:
+    def _poll(self, source: PageSource) -> None:
         while not self._stop.is_set():
             self.look(source)
             self._stop.wait(self._every)

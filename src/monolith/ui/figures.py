@@ -93,7 +93,7 @@ class Distribution:
         return sum(self.counts)
 
 
-class LatelyCounted:
+class RecentHistograms:
     """Histograms that only grow, of the last seconds. For one thread.
 
     Args:
@@ -181,7 +181,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableFigures:
-    """One table. None is what nobody says."""
+    """One table. None is a value that is not reported."""
 
     table: str
     rows: float | None = None
@@ -251,7 +251,7 @@ class ProcessFigures:
     state: str
     place: str
     trouble: bool
-    """Whether somebody should look."""
+    """Whether the operator should look at it."""
     step: int | None = None
     examples_per_s: float | None = None
     lag_seconds: float | None = None

@@ -5,8 +5,8 @@
     GET  /state                     all there is, once
     POST /publish/hold|resume|rollback
 
-A page on this machine can be called by every site that its user visits, so nobody is believed by where the
-call comes from. `Host` must name this machine, or a name of the attacker's could be made to mean it. What
+A page on this machine can be called by every site that its user visits, so no call is trusted because of
+where it comes from. `Host` must name this machine, or a name of the attacker's could be made to mean it. What
 acts needs a header that no other site can send without being asked first, which is refused; and where the
 browser says who sent it, that must be the page itself. Nothing is known by a cookie: beyond this machine a
 token is sent with each call.
@@ -65,14 +65,14 @@ MOST_STREAMS = 64
 """Onlookers at a time."""
 BODY_SECONDS = 10.0
 WRITE_SECONDS = 30.0
-"""An onlooker who takes nothing for so long is hung up on."""
+"""A browser that reads nothing for so long is disconnected."""
 QUIET_SECONDS = 15.0
-"""After so long without news a line is sent all the same, so that one who is gone is noticed."""
+"""After so long without news a comment line is sent, so that a closed connection is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HoldRequest:
-    """Hold publishing back."""
+    """Pause publishing."""
 
     source: Name
     reason: Annotated[str, Bounds(0, 500)] = ""
@@ -80,14 +80,14 @@ class HoldRequest:
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """Let publishing go on."""
+    """Resume publishing."""
 
     source: Name
 
 
 @dataclass(frozen=True, slots=True)
 class RollbackRequest:
-    """Take servers back to an exported version."""
+    """Roll servers back to an exported version."""
 
     source: Name
     version: Annotated[str, Bounds(1, 200)]
@@ -343,17 +343,17 @@ class Page:
         """
         if self._loop is not None:
             return self
-        held = bound_socket(self._host, self._port, whose="ui")
-        port = held.getsockname()[1]
+        listener = bound_socket(self._host, self._port, whose="ui")
+        port = listener.getsockname()[1]
         try:
             self._loop = HttpLoop(
                 self._app,
-                [held],
+                [listener],
                 context=self._context,
                 limits=ServeLimits(connections=MOST_CONNECTIONS, read_timeout=timedelta(seconds=10)),
             )
         except BaseException:
-            held.close()
+            listener.close()
             raise
         scheme = "http" if self._context is None else "https"
         self.address = f"{scheme}://{join_address(self._host, port)}/"

@@ -24,7 +24,7 @@ class PublishOrders(Protocol):
 
 
 class RunPublishing:
-    """Holds the publishing of a run back, and lets it go on. Thread-safe.
+    """Pauses, resumes and rolls back the publishing of a run. Thread-safe.
 
     Args:
         order: Reaches the run.
@@ -48,7 +48,7 @@ class RunPublishing:
         self._note(self._order("rollback", version=version))
 
     def figures(self) -> PublishFigures | None:
-        """Return how publishing stands; None where the run publishes nothing, or does not say."""
+        """Return the state of publishing; None if the run publishes nothing, or does not answer."""
         with self._lock:
             if self._asked is not None and self._timer() - self._asked < ASK_EVERY:
                 return self._known
@@ -66,7 +66,7 @@ class RunPublishing:
 
 
 def publish_figures(shares: Sequence[ShareStanding]) -> PublishFigures | None:
-    """Return how a run's publishing stands: held where one share is, with all their reasons."""
+    """Return the state of a run's publishing: paused if one shard is, with all reasons."""
     if not shares:
         return None
     held = [one for one in shares if one.held]

@@ -84,9 +84,7 @@ class RunSource:
             note = "no process says that it runs: it has not begun, or has ended without a checkpoint"
         elif state == "silent":
             age = min(one.age(job.time) for one in job.processes)
-            note = (
-                f"no process was heard of for {describe_seconds(age)}: killed, or it cannot write its status"
-            )
+            note = f"no process wrote its status for {describe_seconds(age)}: killed, or it cannot write"
         note = next((one.save_trouble for one in job.processes if one.save_trouble), note)
         return replace(
             reading,
@@ -117,7 +115,7 @@ class RunSource:
         return self.publishing.figures() if controlled else None
 
     def close(self) -> None:
-        """Nothing is held between two looks."""
+        """Do nothing: no connection is kept between two reads."""
 
     def _of_metrics(self, job: JobStatus) -> PageReading:
         """Return what the chief shows over HTTP; its status file says where."""

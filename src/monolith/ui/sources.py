@@ -28,11 +28,11 @@ from monolith.ui.figures import (
     STAGES,
     Chart,
     CurvePoint,
-    LatelyCounted,
     ModelFigures,
     PageReading,
     ProcessFigures,
     PublishFigures,
+    RecentHistograms,
     StageFigures,
     TableFigures,
     axis_of,
@@ -111,7 +111,7 @@ MOST_CURVES = 8
 MOST_METRICS = 24
 """Of one source, whichever charts they are on."""
 MOST_FED = 10_000
-"""Points that a feed holds until somebody looks."""
+"""Points that a feed keeps until it is read."""
 
 
 # This process
@@ -154,7 +154,7 @@ class Feed:
     """It publishes nothing that the page can control."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
 
 # A process
@@ -181,7 +181,7 @@ class ProcessSource:
         self._name = name
         self._caller = ProcessCaller(url, security or SecurityConfig())
         self._clock = clock
-        self._lately = LatelyCounted(clock=timer)
+        self._lately = RecentHistograms(clock=timer)
         self._rates = Rates(clock=timer)
         self._event_time: float | None = None
         self._step = 0.0
@@ -208,7 +208,7 @@ class ProcessSource:
     """It publishes nothing that the page can control."""
 
     def close(self) -> None:
-        """Nothing is held between two looks."""
+        """Do nothing: no connection is kept between two reads."""
 
     def trained(self, scraped: Scraped, now: float) -> list[CurvePoint]:
         """Return the points of a process that trains."""
@@ -349,7 +349,7 @@ def _followed(scraped: Scraped) -> str:
     """Return what a person should know of what a server follows."""
     if scraped.value("serve_rolled_back"):
         return "rolled back: an older version is served until publishing is resumed"
-    return "the trainer holds publishing back" if scraped.value("serve_follow_held") else ""
+    return "the trainer has paused publishing" if scraped.value("serve_follow_paused") else ""
 
 
 def table_figures(scraped: Scraped) -> list[TableFigures]:

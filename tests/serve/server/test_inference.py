@@ -79,4 +79,4 @@ def test_routes_that_lead_nowhere_are_refused(splits, shadows, says):
 
 def test_a_share_of_more_than_all_is_refused():
     with pytest.raises(ConfigError, match="at most 1"):
-        ServeConfig(shadows=(Route.parse("ads=ads:2"),))
+        ServeConfig(shadows=("ads=ads:2",))

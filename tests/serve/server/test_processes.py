@@ -9,7 +9,7 @@ from serve.server.serving import GrpcClient, ask_http, rows_json, rows_message, 
 from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.errors import ListenError
-from monolith.serve.server import ServePeers
+from monolith.serve.server import ServerProcesses
 from monolith.wire.open_inference import message_types
 from monolith.wire.ports import bound_socket
 
@@ -31,7 +31,7 @@ def pair(tmp_path):
                 serving(
                     LinearCatalog({"f": {"1": LinearModel}}),
                     allow_control=True,
-                    server={"peers": ServePeers(tmp_path, index, 2, GUARD), "guard": GUARD},
+                    server={"peers": ServerProcesses(tmp_path, index, 2, GUARD), "guard": GUARD},
                     **ports,
                 )
             )

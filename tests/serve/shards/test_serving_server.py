@@ -157,10 +157,10 @@ def test_only_so_many_versions_are_open_and_held(folder: Path) -> None:
 
 
 def test_a_new_version_is_opened_when_it_appears(folder: Path, server: ServingServer) -> None:
-    server.look_for_versions()
+    server.check_versions()
     assert [one.version for one in server.status().versions] == ["1"]
     write_shards(folder, shards=2, version="2")
-    server.look_for_versions()
+    server.check_versions()
     assert [one.version for one in server.status().versions] == ["1", "2"]
 
 

@@ -232,21 +232,24 @@ def guard_of(
     """
     from monolith.cluster.security import guard_listener
 
-    security = _run_config(options, environ).security
+    security = run_config_of(options, environ).security
     return guard_listener(bind, security, role=role, insecure=options.insecure)
 
 
 def security_of(options: SecurityOptions, environ: Mapping[str, str]) -> SecurityConfig:
     """Return what flags, the run's config and the environment say of certificates and tokens."""
-    return _run_config(options, environ).security
+    return run_config_of(options, environ).security
 
 
 def limits_of(options: SecurityOptions, environ: Mapping[str, str]) -> Limits:
     """Return what one caller of a listener may ask for, by the run's config and the environment."""
-    return _run_config(options, environ).limits
+    return run_config_of(options, environ).limits
 
 
-def _run_config(options: SecurityOptions, environ: Mapping[str, str]) -> RunConfig:
+def run_config_of(
+    options: SecurityOptions, environ: Mapping[str, str], more: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Return the config of file and environment, with the flags for security, and `more` by path, over it."""
     from monolith.run import load_run_config
 
     chosen = {
@@ -254,4 +257,4 @@ def _run_config(options: SecurityOptions, environ: Mapping[str, str]) -> RunConf
         for name, field in _FIELDS.items()
         if getattr(options, name) is not None
     }
-    return load_run_config(file=options.config, environ=environ, code=chosen)
+    return load_run_config(file=options.config, environ=environ, code={**chosen, **(more or {})})

@@ -6,7 +6,7 @@ from monolith.serve.config import (
     ServeLimits,
     VersionPolicy,
 )
-from monolith.serve.server.processes import ServePeers
+from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.server import InferenceServer
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "Route",
     "ServeConfig",
     "ServeLimits",
-    "ServePeers",
     "ServedFolder",
+    "ServerProcesses",
     "VersionPolicy",
 ]

@@ -21,7 +21,7 @@ from monolith.serve.versions import ENTRY, describe_withheld, list_versions, wit
 from monolith.sync.run_identity import is_same_run, split_identity
 
 OpenRows = Callable[[str], RowSource]
-"""Makes who answers the rows of a version, whose folder it is given."""
+"""Opens the rows of a version, given its folder."""
 
 
 class ServableCatalog:
@@ -77,7 +77,7 @@ class ServableCatalog:
 
 
 EXPORTED = "exported_models"
-"""The folder of versions in the folder of a run, where `monolith export` writes if nobody names another."""
+"""The folder of versions in the folder of a run, where `monolith export` writes by default."""
 
 
 class BestVersion:

@@ -40,7 +40,7 @@ from monolith.serve.server.inference import (
     Parameter,
     code_of,
 )
-from monolith.serve.server.processes import ServePeers
+from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
     SERVICE,
@@ -87,7 +87,7 @@ class GrpcPort:
     """
 
     def __init__(
-        self, inference: Inference, address: str, guard: Guard, peers: ServePeers, quotas: Quotas
+        self, inference: Inference, address: str, guard: Guard, peers: ServerProcesses, quotas: Quotas
     ) -> None:
         grpc = import_grpc()
         config = inference.config
@@ -189,13 +189,13 @@ class GrpcPort:
             host, _, _ = context.peer().rpartition(":")
             try:
                 # Over the shared port, all peers look like one; its connections are counted there.
-                held = self._quotas.admit("" if host.startswith("unix") else host)
+                reservation = self._quotas.admit("" if host.startswith("unix") else host)
             except Exception as error:
                 self._inference.refuse("grpc", error)
                 self._abort(context, error)
-            with held:
+            with reservation:
                 try:
-                    held.add(len(data))
+                    reservation.add(len(data))
                 except Exception as error:
                     self._inference.refuse("grpc", error)
                     self._abort(context, error)
@@ -227,9 +227,9 @@ class GrpcPort:
                 )
                 self._inference.refuse("grpc", large)
                 self._abort(context, large)
-            with self._quotas.admit("") as held:
+            with self._quotas.admit("") as reservation:
                 try:
-                    held.add(JSON_COST * len(data))
+                    reservation.add(JSON_COST * len(data))
                 except UnavailableError as busy:
                     self._inference.refuse("grpc", busy)
                     self._abort(context, busy)

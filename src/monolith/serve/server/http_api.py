@@ -1,8 +1,8 @@
 """HTTP: reads requests within limits, hands each to a thread that answers it, and writes the answer.
 
-`http_loop` reads and writes for all connections. What could hold it up, decoding, waiting for the model,
-encoding, is done on other threads. Bodies are read here, within bytes and time. Health probes are answered on
-the loop: they wait for no thread and count in no quota.
+`http_loop` reads and writes for all connections. Work that would block it, such as decoding, waiting for the
+model and encoding, is done on other threads. Bodies are read here, within bytes and time. Health probes are
+answered on the loop: they wait for no thread and count in no quota.
 
 The Open Inference Protocol over HTTP: from a whole request to a whole answer, on any thread.
 
@@ -34,7 +34,7 @@ from monolith.errors import (
     UnavailableError,
 )
 from monolith.serve.config import ServeLimits
-from monolith.serve.server.batching import Held, Quotas
+from monolith.serve.server.batching import Quotas, Reservation
 from monolith.serve.server.http_bodies import JSON_LENGTH, JsonReader, read_infer, unpacked, write_infer
 from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send
 from monolith.serve.server.inference import (
@@ -48,7 +48,7 @@ from monolith.serve.server.inference import (
     Inference,
     code_of,
 )
-from monolith.serve.server.processes import PEER_HEADER, ServePeers
+from monolith.serve.server.processes import PEER_HEADER, ServerProcesses
 
 
 class HttpPort:
@@ -102,7 +102,7 @@ class _App:
     ) -> None:
         self._api = api
         self._quotas = quotas
-        self._probe = Held(quotas, "")
+        self._probe = Reservation(quotas, "")
         self._rate = limits.body_rate
         self._patience = limits.read_timeout.total_seconds()
         self._concurrency = limits.concurrency
@@ -127,8 +127,8 @@ class _App:
         client = scope["client"]
         self._reading += 1
         try:
-            with self._quotas.admit(client[0] if client else "") as held:
-                await self._answer(HttpRequest(method, path, headers, held), receive, send)
+            with self._quotas.admit(client[0] if client else "") as reservation:
+                await self._answer(HttpRequest(method, path, headers, reservation), receive, send)
         except OverloadedError as error:
             await _write(send, self._api.refuse(error))
         finally:
@@ -171,7 +171,7 @@ class _App:
                 if size > most:
                     raise _too_large(most)
                 # As they come, not as the header says: it costs nothing to claim a large body.
-                request.held.add(len(part))
+                request.reservation.add(len(part))
                 if not message.get("more_body"):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
                 patience.reschedule(begun + self._patience + size / self._rate)
@@ -198,7 +198,8 @@ JSON = "application/json"
 OCTETS = "application/octet-stream"
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 PROBES = ("/v2/health/live", "/v2/health/ready")
-"""Answered to every client, whatever quota is used up: a probe has no token, and they say nothing else."""
+"""ClientAnswer to every client, whatever quota is used up: a probe has no token, and they say nothing
+else."""
 _RETRY = {"retry-after": "1"}
 
 
@@ -211,8 +212,8 @@ class HttpRequest:
     """As it was sent, without what follows a question mark."""
     headers: Mapping[str, str]
     """By their names in lower case."""
-    held: Held
-    """Counts what the request holds."""
+    reservation: Reservation
+    """Counts the memory that the request uses."""
     body: bytes = b""
 
 
@@ -236,7 +237,7 @@ class HttpApi:
         hosts: The names by which clients reach this server.
     """
 
-    def __init__(self, inference: Inference, guard: Guard, peers: ServePeers, hosts: KnownHosts) -> None:
+    def __init__(self, inference: Inference, guard: Guard, peers: ServerProcesses, hosts: KnownHosts) -> None:
         self._inference = inference
         self._guard = guard.for_role("predict")
         self._control = guard.for_role("control")
@@ -388,7 +389,7 @@ class HttpApi:
                 (name, version),
                 self._unpacked(request),
                 request.headers,
-                lambda text: self._json.read(text, request.held),
+                lambda text: self._json.read(text, request.reservation),
             )
         except MonolithError as error:
             self._inference.refuse("http", error, name)
@@ -401,14 +402,14 @@ class HttpApi:
     def _json_body(self, request: HttpRequest) -> Mapping[str, Any]:
         """Return the JSON object of a body; an empty one where there is none."""
         body = self._unpacked(request)
-        asked = self._json.read(body, request.held) if body.strip() else {}
+        asked = self._json.read(body, request.reservation) if body.strip() else {}
         if not isinstance(asked, dict):
             raise RequestError("the body must be a JSON object")
         return asked
 
     def _unpacked(self, request: HttpRequest) -> bytes:
         encoding = request.headers.get("content-encoding", "").lower()
-        return unpacked(request.body, encoding, self.most_bytes(request.headers), request.held)
+        return unpacked(request.body, encoding, self.most_bytes(request.headers), request.reservation)
 
 
 def _readiness(ready: bool, name: str | None = None) -> HttpReply:

@@ -1,8 +1,8 @@
-"""Peers: several processes that serve the same models on the same port.
+"""Several processes that serve the same models on the same port.
 
-The system gives each connection to one of them. What concerns all, such as to load a model, is passed on by
-whoever was asked; and the metrics of all are collected by whoever is asked for them. For that each
-process listens on a unix socket of its own, in a folder that only its user can read.
+The operating system gives each connection to one of them. The process that receives a command for all, such
+as loading a model, passes it on to the others; the process that is asked for metrics collects those of all.
+For that each process listens on a unix socket in a folder that only its user can read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIMEOUT = 60.0
 _METRICS_TIMEOUT = 2.0
 
 
-class ServePeers:
+class ServerProcesses:
     """The other processes, if any.
 
     Args:

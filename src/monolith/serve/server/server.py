@@ -36,7 +36,7 @@ from monolith.serve.server.grpc_port import GrpcPort
 from monolith.serve.server.http_api import HttpApi, HttpPort
 from monolith.serve.server.http_loop import KnownHosts
 from monolith.serve.server.inference import Inference
-from monolith.serve.server.processes import ServePeers
+from monolith.serve.server.processes import ServerProcesses
 from monolith.sync.channel import OpenReader
 from monolith.wire.ports import bound_socket, join_address
 
@@ -53,8 +53,8 @@ class InferenceServer:
             and unload models.
         context: For TLS over HTTP; it asks callers for a certificate.
         peers: Other processes on the same port.
-        follow: Opens an end of the channel by which a trainer brings the models up to date; None serves them
-            as they were exported.
+        follow: Opens a reader of the channel of a trainer, which the models follow; None serves them as
+            exported.
         metrics: Where requests are counted.
 
     Raises:
@@ -71,7 +71,7 @@ class InferenceServer:
         *,
         guard: Guard | None = None,
         context: ssl.SSLContext | None = None,
-        peers: ServePeers | None = None,
+        peers: ServerProcesses | None = None,
         follow: OpenReader | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,7 +85,7 @@ class InferenceServer:
                 "there is none. Start with --token-file."
             )
         self._quotas = Quotas(config.limits)
-        self._peers = peers or ServePeers()
+        self._peers = peers or ServerProcesses()
         self._context = context
         self._metrics = metrics or Metrics()
         self._follow = follow
@@ -153,7 +153,7 @@ class InferenceServer:
 
     @property
     def followers(self) -> Mapping[str, ModelFollower]:
-        """Who brings models up to date, by the name of the model."""
+        """The followers by the name of their model."""
         return dict(self._followers)
 
     def _attach(self, name: str, predictor: Predictor) -> None:
@@ -166,7 +166,7 @@ class InferenceServer:
                 self._follow,
                 self.config.follow,
                 metrics=self._metrics,
-                go_to=lambda version: self.inference.repository.go_back(name, version),
+                go_to=lambda version: self.inference.repository.serve_only(name, version),
             )
         follower.attach(predictor)
 
@@ -174,8 +174,8 @@ class InferenceServer:
         while not self._stop.wait(self.config.poll.total_seconds()):
             try:
                 self.inference.repository.refresh()
-            except Exception:  # whatever it is, the models that are loaded go on answering
-                _log.exception("cannot look for new versions")
+            except Exception:  # whatever it is, the loaded models still answer
+                _log.exception("polling for new versions failed")
 
     def _listen(self) -> None:
         config = self.config
@@ -227,7 +227,7 @@ def _left(end: float) -> float:
 
 def _by_version(config: ServeConfig, model: str) -> bool:
     """Whether a route names a version of a model."""
-    routes = (*config.splits, *config.shadows)
+    routes = (*config.split_routes, *config.shadow_routes)
     return any(target.model == model and target.version for route in routes for target in route.targets)
 
 
@@ -239,11 +239,11 @@ def check_policy(policy: VersionPolicy, *, routed: bool) -> None:
     """
     if policy.newest != 1 and len(policy.named) != 1:
         raise ConfigError(
-            "serve --follow: a model that follows is what the trainer has now, so it has one version: leave "
+            "serve --follow: a model that follows a trainer has one version, the trainer's newest: leave "
             "--version-policy at latest"
         )
     if routed:
         raise ConfigError(
-            "serve --follow: a split or shadow by version would make all of them alike; start another server "
+            "serve --follow: a split or shadow by version would make all of them equal; start another server "
             "for versions as they were exported"
         )

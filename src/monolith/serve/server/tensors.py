@@ -31,7 +31,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
 }
-"""All but BYTES, as they lie in a raw tensor."""
+"""Little-endian layout of the values of a raw tensor, for all datatypes but BYTES."""
 DATATYPES = ("BYTES", *DTYPES)
 TIME = "time"
 """The meaning of an input of times, which may be texts."""
@@ -108,7 +108,7 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
 
 
 def raw_bytes(values: Values) -> bytes:
-    """Return values as they lie in a raw tensor."""
+    """Return the bytes of a raw tensor."""
     if isinstance(values, list):
         return b"".join(part for one in values for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one))
     return np.ascontiguousarray(values).tobytes()
@@ -215,7 +215,7 @@ class ColumnsPlan:
         """Return the columns; None where contents have another length than those of the plan.
 
         Raises:
-            RequestError: Texts do not lie as they should.
+            RequestError: The lengths of texts do not fit the contents.
         """
         values: dict[str, Any] = {}
         for (name, dtype, size, shape), raw in zip(self._parts, contents, strict=True):
@@ -372,10 +372,10 @@ def _splits(splits: WireTensor, items: WireTensor) -> NDArray[np.int64]:
         raise RequestError(f"input {splits.name!r} must be INT64 of the shape [rows + 1]")
     if len(items.shape) != 1:
         raise RequestError(
-            f"input {items.name!r} must have one dimension, all items of all rows, beside {splits.name!r}"
+            f"input {items.name!r} must have one dimension, all items of all rows, with {splits.name!r}"
         )
     if items.row_ends is not None:
-        raise RequestError(f"input {items.name!r}: no item can be null beside {splits.name!r}; leave it out")
+        raise RequestError(f"input {items.name!r}: no item can be null with {splits.name!r}; leave it out")
     whole = ends.astype(np.int64)
     if whole[0] != 0 or whole[-1] != len(items.values) or bool((np.diff(whole) < 0).any()):
         raise RequestError(

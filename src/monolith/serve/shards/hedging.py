@@ -1,12 +1,12 @@
-"""Legs: one request to one shard each, and who looks after those that take too long.
+"""Legs: the requests of one lookup, one per shard, and the watch over those that take too long.
 
-The caller of a lookup sends all its legs and then waits for one after the other, on its own thread: no
-thread is started or woken for a request that is answered in time. A minder wakes up when the leg that is
-waited for is due: to have another replica asked, or to end the wait at the deadline. Either ends the
-caller's read by cancelling its stream. Legs that are not waited for yet may have been answered long ago.
+The thread of a lookup sends all its legs and then waits for one after the other: no thread is started or
+woken for a request that is answered in time. `Minder` wakes up when the leg that is waited for is due, to
+have a second replica asked (a hedge) or to end the wait at the deadline. It ends the thread's read by
+cancelling the stream. Legs that are not waited for yet may have been answered long ago.
 
-A leg's lock says who has the answer. Only while the leg has its line may the stream of that be cancelled:
-after that it may be somebody else's.
+Invariant: a stream may be cancelled only under the leg's lock and only while the leg has its line. After that
+the line may already belong to another request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEDGE_GRACE = 0.001
 
 
 class Leg:
-    """What one lookup asks of one shard."""
+    """The request of one lookup to one shard."""
 
     def __init__(
         self, shard: ShardReplicas, header: bytes, data: Bytes, floats: int, deadline: float, *, hedged: bool
@@ -82,7 +82,7 @@ class Leg:
         self.deadline = max(self.deadline, now + _GRACE)
 
     def end(self) -> None:
-        """The wait for the line is over: from now on nobody cancels it."""
+        """The wait for the line is over: from now on it is not cancelled."""
         with self.lock:
             line, self.line = self.line, None
         if line is not None:

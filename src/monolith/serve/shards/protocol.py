@@ -73,7 +73,7 @@ class ShardStatus:
     withheld: dict[str, Text] = field(default_factory=dict)
     """Versions that are not served since their rows are not trusted, and why."""
     following: Text = ""
-    """What whoever runs it should know of whom it follows; empty where that is as it should."""
+    """A warning for the operator about the followed trainer; empty if all is well."""
 
 
 _TIMES = ("event_at", "read_at", "trained_at", "published_at", "received_at", "applied_at")

@@ -1,13 +1,14 @@
-"""Which replicas a shard has, which of them answer, and the connections to them.
+"""The replicas of each shard, their states, and the connections to them.
 
     found ──hello──> up ──lost races──> slow  ──hello──> up
                      up ──failed──────> down  ──hello──> up
 
-Requests go to replicas that are up; to one that is slow where none is up; and never to one that is down,
-or was only just found: a request must not wait for a machine that is gone. Those are greeted by threads of
-the map, again and again, until they answer as they should. A registry that fails, or has nobody any more,
-changes nothing: the last good map is kept. A replica that it no longer has, while it has others, is let go
-of.
+Requests go to replicas that are up, to a slow one only if none is up, and never to one that is down or was
+only just found: a request must not wait for a machine that is gone. Threads of the map probe those replicas
+until they answer as they should. If the registry fails, or lists no server, the last good map stays in use. A
+replica that is no longer listed, while others are, is dropped.
+
+`HedgeDelay` decides when an answer counts as slow: when it takes longer than 95 % of recent answers.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _log = logging.getLogger(__name__)
 State = Literal["found", "up", "slow", "down"]
 
 _IDLE = 10.0
-"""Seconds after which a connection that nobody uses is closed."""
+"""Seconds after which an idle connection is closed."""
 _GREETERS = 8
 _RACES = 3
-"""That a replica may lose in a row: one in twenty requests is raced, whoever answers it."""
+"""Races that a replica may lose in a row: one in twenty requests is raced in any case."""
 
 
 _KEPT = 256
@@ -154,7 +155,7 @@ class Replica:
         self._closed = False
 
     def line(self, seconds: float) -> ShardLine:
-        """Return a connection that nobody uses, or a new one, which is made within so many seconds.
+        """Return an idle connection, or a new one that is made within so many seconds.
 
         Raises:
             RetryableError: It does not answer.
@@ -191,7 +192,7 @@ class Replica:
         line.close()
 
     def drop_idle(self, before: float | None = None) -> None:
-        """Close the connections that nobody uses, or has since then."""
+        """Close the idle connections, or those idle since before a time."""
         with self._lock:
             gone = [line for line in self._idle if before is None or line.idle_since < before]
             self._idle = [line for line in self._idle if line not in gone]
@@ -238,7 +239,7 @@ class ShardReplicas:
         members = list(self.by_address.values())
         if not members:
             return UnavailableError(
-                f"{self.name}: nobody is registered as {self.role}. Start its serving servers, with "
+                f"{self.name}: no server is registered as {self.role}. Start its serving servers, with "
                 "the registry that the entry has"
             )
         each = "; ".join(f"{one.address} ({one.why or one.state})" for one in members)
@@ -315,7 +316,9 @@ class ReplicaMap:
                 self._say(shard.role, f"cannot ask for {shard.role}, keeping the last servers known: {error}")
                 continue
             if not found:
-                self._say(shard.role, f"nobody is registered as {shard.role}; keeping the last servers known")
+                self._say(
+                    shard.role, f"no server is registered as {shard.role}; keeping the last servers known"
+                )
                 for replica in shard.by_address.values():  # a server that ends waits for idle connections
                     replica.drop_idle(time.monotonic() - self._config.refresh.total_seconds())
                 continue
@@ -353,7 +356,7 @@ class ReplicaMap:
             if now >= refresh_at:
                 try:
                     self.refresh()
-                except Exception:  # whatever a registry raises, requests go on
+                except Exception:  # whatever a registry raises, requests continue
                     _log.exception("sharded serving: cannot refresh the map, retrying")
                 refresh_at = time.monotonic() + refresh
             self._greet()
@@ -362,7 +365,7 @@ class ReplicaMap:
                     replica.drop_idle(now - _IDLE)
 
     def _greet(self) -> list[Future[None]]:
-        """Greet all who are not up, each on a thread of the pool."""
+        """Probe all replicas that are not up, each on a thread of the pool."""
         begun, now = [], time.monotonic()
         for shard in self.shards:
             for replica in shard.by_address.values():

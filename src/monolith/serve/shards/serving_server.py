@@ -46,7 +46,7 @@ from monolith.serve.shards.protocol import (
     pack_claim,
     shard_role,
 )
-from monolith.serve.shards.shard_versions import HeldVersions, ShardVersion
+from monolith.serve.shards.shard_versions import ShardVersion, ShardVersions
 from monolith.store import TableIds
 from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
 from monolith.sync.channel import OpenReader
@@ -77,12 +77,12 @@ class ServingServer:
             addresses of its machine cannot be registered without it.
         versions: As many are kept open.
         threads: That share a large call; as many as there are processors by default.
-        look_every: How often to look for a new version.
+        check_every: How often to look for a new version.
         limits: What one caller may ask for.
         on_lookup: Called before each lookup, on its thread.
-        follow: Opens an end of the channel by which a trainer brings the rows up to date; None serves them as
-            they were exported.
-        following: When to warn that nothing comes.
+        follow: Opens a reader of the channel of a trainer, which the rows follow; None serves them as
+            exported.
+        following: When to warn about stale rows.
         metrics: Where lookups are counted, and what was followed.
         serve_withheld: Versions to serve although they are withheld, since their rows are not trusted.
 
@@ -105,7 +105,7 @@ class ServingServer:
         advertise: str | None = None,
         versions: int = 3,
         threads: int | None = None,
-        look_every: timedelta = timedelta(seconds=1),
+        check_every: timedelta = timedelta(seconds=1),
         limits: Limits | None = None,
         on_lookup: Callable[[], None] | None = None,
         follow: OpenReader | None = None,
@@ -119,14 +119,14 @@ class ServingServer:
                 f"shard {shard}, replica {replica}, {versions} versions"
             )
         self.shard, self.replica = shard, replica
-        self._versions = HeldVersions(
+        self._versions = ShardVersions(
             folder, shard, most=versions, threads=threads, serve_withheld=serve_withheld
         )
         self._newest = self._versions.open(self._versions.newest())
         metrics = Metrics() if metrics is None else metrics
         self._counts = LookupMetrics(metrics, self.role)
         self.follower: ModelFollower | None = None
-        """Who brings the rows up to date."""
+        """Keeps the rows up to date; None if no trainer is followed."""
         if follow is not None:
             self.follower = ModelFollower(
                 self.role,
@@ -140,7 +140,7 @@ class ServingServer:
         self._limits = (limits or Limits()).for_readers()
         self._on_lookup = on_lookup
         self._discovery = discovery
-        self._look_every = look_every.total_seconds()
+        self._look_every = check_every.total_seconds()
         self._lookups = 0
         self._ended = threading.Event()
         self._ready = False
@@ -263,10 +263,9 @@ class ServingServer:
 
     # Versions
 
-    def look_for_versions(self) -> None:
-        """Open the newest version that is not withheld, if it is another, and bring it into memory. The watch
-        does this."""
-        if self.follower is not None and self.follower.is_back:
+    def check_versions(self) -> None:
+        """Open the newest version that is not withheld and load it into memory. The watch thread calls it."""
+        if self.follower is not None and self.follower.is_rolled_back:
             for one in self._versions.all():
                 one.over = None
         newest = self._versions.newest()
@@ -280,7 +279,7 @@ class ServingServer:
 
     def _attach(self, version: ShardVersion) -> None:
         """Bring a version up to date from now on, where a trainer is followed."""
-        if self.follower is not None and not self.follower.is_back:
+        if self.follower is not None and not self.follower.is_rolled_back:
             version.over = self.follower.attach_tables(version.servable, version.tables)
 
     def _go_to(self, version: str | None) -> None:
@@ -298,9 +297,9 @@ class ServingServer:
         said = ""
         while not self._ended.wait(self._look_every):
             try:
-                self.look_for_versions()
+                self.check_versions()
                 said = ""
-            except (MonolithError, OSError) as error:  # entries go on with what is open
+            except (MonolithError, OSError) as error:  # entries still use the open versions
                 if str(error) != said:
                     said = str(error)
                     _log.warning("%s: cannot open a new version, retrying: %s", self.role, said)

@@ -2,7 +2,7 @@
 
 A version is opened when it is the newest, or when an entry asks for it: while a model is switched, entries
 ask for two. Files are mapped, so that another one costs next to nothing; but only so many are kept, and
-the one that nobody has asked for longest goes.
+the least recently used one is closed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from monolith.serve.predictor import claim_of
 from monolith.serve.rows import ClaimCell, RowsClaim, spanning
 from monolith.serve.shards.protocol import ShardAbout, shard_part
 from monolith.serve.versions import (
-    HeldVersion,
+    LockedVersion,
     check_version,
     describe_withheld,
     list_versions,
@@ -36,18 +36,18 @@ _log = logging.getLogger(__name__)
 
 
 class ShardVersion:
-    """One version, held and mapped. Its files go when nobody reads them any more."""
+    """One version, locked and mapped. Its files are unmapped after the last lookup."""
 
-    def __init__(self, held: HeldVersion, shard: int, threads: int | None) -> None:
-        self._held = held
-        self.servable = held.servable
+    def __init__(self, locked: LockedVersion, shard: int, threads: int | None) -> None:
+        self._locked = locked
+        self.servable = locked.servable
         self.over: tuple[OverlaidTables, ClaimCell] | None = None
         """The tables under what a trainer published since, if the server follows one; how new they are."""
-        self._exported = claim_of(held.servable)
-        self.about = _about(held.servable, shard)
-        self.tables = FrozenTables(_open_tables(held), threads=threads)
+        self._exported = claim_of(locked.servable)
+        self.about = _about(locked.servable, shard)
+        self.tables = FrozenTables(_open_tables(locked), threads=threads)
         self.used = 0
-        """When somebody last asked for it, as a number that grows."""
+        """Order of its last use, as a number that grows."""
 
     def lookup(self, ids: TableIds) -> tuple[Tensor, RowsClaim]:
         """Return rows, and how new they are."""
@@ -59,12 +59,12 @@ class ShardVersion:
         rows = tables.lookup(ids)
         return rows, spanning(before, claims.now)
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Let the folder be removed. Calls under way read on, and the files are unmapped after the last."""
-        self._held.close()
+        self._locked.close()
 
 
-class HeldVersions:
+class ShardVersions:
     """Opens versions of DIR/ps_<i>, and keeps the last ones that were asked for. Thread-safe.
 
     Args:
@@ -167,7 +167,7 @@ class HeldVersions:
         """Let go of all."""
         with self._lock:
             for version in self._by_name.values():
-                version.let_go()
+                version.close()
             self._by_name, self._by_key = {}, {}
 
     def _touch(self, version: ShardVersion) -> None:
@@ -176,16 +176,16 @@ class HeldVersions:
 
     def _opened(self, version: str) -> ShardVersion:
         try:
-            held = HeldVersion(filesystem.join(self._root, version))
+            locked = LockedVersion(filesystem.join(self._root, version))
         except FileMissingError as cause:
             there = ", ".join(list_versions(self._root)) or "none"
             raise FileMissingError(
                 f"{shard_part(self._shard)} has no version {version}; in {self._root} there are: {there}"
             ) from cause
         try:
-            return ShardVersion(held, self._shard, self._threads)
+            return ShardVersion(locked, self._shard, self._threads)
         except BaseException:
-            held.close()
+            locked.close()
             raise
 
     def _drop_oldest(self, but: ShardVersion) -> None:
@@ -193,7 +193,7 @@ class HeldVersions:
             others: Callable[[str], int] = lambda name: (  # noqa: E731
                 self._uses + 1 if self._by_name[name] is but else self._by_name[name].used
             )
-            self._by_name.pop(min(self._by_name, key=others)).let_go()
+            self._by_name.pop(min(self._by_name, key=others)).close()
 
 
 def _about(servable: Servable, shard: int) -> ShardAbout:
@@ -209,13 +209,13 @@ def _about(servable: Servable, shard: int) -> ShardAbout:
     )
 
 
-def _open_tables(held: HeldVersion) -> dict[str, FrozenTable]:
-    manifest = filesystem.join(held.folder, MANIFEST_NAME)
+def _open_tables(locked: LockedVersion) -> dict[str, FrozenTable]:
+    manifest = filesystem.join(locked.folder, MANIFEST_NAME)
     tables = {}
-    for name, listed in held.servable.tables.items():
+    for name, listed in locked.servable.tables.items():
         if PurePosixPath(listed.file).is_absolute() or ".." in PurePosixPath(listed.file).parts:
             raise CorruptFileError(manifest, 0, f"the file of table {name!r} is outside of the folder")
-        table = FrozenTable(filesystem.join(held.folder, listed.file))
+        table = FrozenTable(filesystem.join(locked.folder, listed.file))
         if (table.dim, table.rows) != (listed.dim, listed.rows):
             raise CorruptFileError(
                 table.path,
