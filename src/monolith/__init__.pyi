@@ -76,6 +76,7 @@ from monolith.model import (
 )
 from monolith.nn import MLP, Dense, auc, sigmoid_loss_and_pred
 from monolith.run import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, RunConfig, load_run_config
+from monolith.runtime import Trainer, TrainReport
 from monolith.serve import Prediction, Predictor
 from monolith.store import AllToAllStore, LocalStore, ParameterServerStore, Store
 from monolith.sync import GuardConfig, PublishConfig, Publisher, Subscriber
@@ -117,8 +118,6 @@ from monolith.train import (
     ScheduleConfig,
     Task,
     TrainConfig,
-    Trainer,
-    TrainReport,
     load_task,
 )
 

@@ -24,10 +24,11 @@ import torch
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.run.export_config import ExportConfig
+from monolith.runtime import LocalRun, Trainer
 from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve.client import ClientAnswer, HttpTransport
 from monolith.serve.freshness_probe import quantile
-from monolith.train import Hook, LocalRun, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
+from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
 from monolith_bench.marked_events import NOBODY, EventsWriter, FreshnessJob, MarkedClicks
 from monolith_bench.marked_trainer import FillTables, TrainerProcess, publish_plan_to

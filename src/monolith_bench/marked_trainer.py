@@ -23,9 +23,10 @@ from typing import Self
 import torch
 
 from monolith.errors import MonolithError, UnavailableError
+from monolith.runtime import LocalRun, Trainer
 from monolith.sync.channels import open_writer
 from monolith.sync.publish_config import PublishConfig
-from monolith.train import Hook, LocalRun, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
+from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.publishing.share import PublishPlan
 from monolith_bench.marked_events import FreshnessJob, MarkedClicks, MarkedEvents
 

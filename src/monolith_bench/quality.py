@@ -28,7 +28,8 @@ from monolith.data import BatchSpec, MemorySource, Pipeline, Stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.nn import auc
-from monolith.train import Hook, Mode, StepResult, Task, TrainConfig, Trainer, TrainingRun
+from monolith.runtime import Trainer
+from monolith.train import Hook, Mode, StepResult, Task, TrainConfig, TrainingRun
 from monolith_bench.movielens import (
     RECIPES,
     Likes,

@@ -24,11 +24,12 @@ from monolith.feature import Batch, FeatureSpec, IdFeature, Label
 from monolith.model import DeepFM
 from monolith.observe import Metrics
 from monolith.run.export_config import ExportConfig
+from monolith.runtime import Trainer
 from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
 from monolith.serve.versions import LockedVersion, list_versions, withheld_versions
 from monolith.sync.run_identity import run_identity
-from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig, Trainer
+from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig
 from monolith.train.publishing.hold_file import NAME, KeptHold
 
 TASK = "serve.served_tasks:Served"

@@ -79,7 +79,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "admission": ("store/local.py",),
     "cluster": ("runtime/*.py", "run/runtime.py"),
     "dense": ("store/dense_config.py", "store/dense_cache.py"),
-    "ranks": ("train/ranks/averaging.py", "runtime/attempts.py"),
+    "ranks": ("runtime/rank_placement.py", "runtime/attempts.py"),
     "discovery": ("run/runtime.py",),
     "security": ("cluster/security.py", "cluster/run_token.py"),
     "limits": ("wire/*.py", "store/*.py", "train/*/*.py", "runtime/*.py"),

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from cli.trainings import load_training
+from runtime.fleets import read_model
 from services import warm
-from train.fleets import read_model
 from train.published import Following
 from train.tasks import Clicks
 
@@ -35,14 +35,14 @@ from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
 from monolith.run import RunConfig, load_run_config
-from monolith.runtime import process
+from monolith.runtime import Trainer, process
+from monolith.runtime.report import LostServer
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
 from monolith.sync.run_identity import run_identity
-from monolith.train import Hook, Mode, StepResult, TrainConfig, Trainer, TrainingRun
+from monolith.train import Hook, Mode, StepResult, TrainConfig, TrainingRun
 from monolith.train.hooks import ControlClient, LiveLineHook
 from monolith.train.hooks.live_line import log_status
-from monolith.train.lost import LostServer
 from monolith.train.publishing.hold_file import HoldFile, when_utc
 from monolith.ui.publishing import RunPublishing, orders_of
 

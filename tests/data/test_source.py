@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from data.service.loopback import add_worker, numbers, trainer
 from data.service.processes import ALL, CONFIG
-from train.fleets import TalliedFiles, TalliedQueue
+from runtime.fleets import TalliedFiles, TalliedQueue
 
 from monolith.data import (
     ArrowSource,

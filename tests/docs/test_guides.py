@@ -11,7 +11,7 @@ import pytest
 from services import warm
 
 from monolith.checkpoint import read_manifest, saved_spec
-from monolith.train.manifest import read_run_manifest
+from monolith.runtime.report import read_run_manifest
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"

@@ -37,11 +37,12 @@ from monolith.errors import DataError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.observe import Metrics
 from monolith.run.export_config import ExportConfig
+from monolith.runtime import Trainer
 from monolith.runtime.export import exports_when_saving
 from monolith.serve.versions import list_versions
 from monolith.sync import Publisher, Subscriber, TableTarget
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
-from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
+from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 
 ENDS_WITHIN = 10.0
 """Seconds from a SIGTERM, with the settings that a run has by default."""
@@ -93,7 +94,7 @@ class WatchedRun(FleetProcesses):
 
     @property
     def task(self) -> list[str]:
-        return ["train.fleets:TalliedSlowly"]
+        return ["runtime.fleets:TalliedSlowly"]
 
     @property
     def job(self) -> JobStatus:

@@ -15,8 +15,9 @@ from monolith.data.synthetic.drift import SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM, EmbeddingOptimizer, UpdateConfig, apply_gradients
 from monolith.nn import sigmoid_loss_and_pred
+from monolith.runtime import Trainer
 from monolith.table import Adagrad, Sgd
-from monolith.train import Hook, Mode, Outputs, StepResult, Task, TrainConfig, Trainer, TrainingRun
+from monolith.train import Hook, Mode, Outputs, StepResult, Task, TrainConfig, TrainingRun
 
 SEED = 3
 

@@ -22,9 +22,10 @@ from monolith.model import DeepFM
 from monolith.model.by_name import ModelConfig
 from monolith.run.reading import read_run
 from monolith.run.settling import CONFIG_TASK
+from monolith.runtime import Trainer
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_data import data_of
-from monolith.train import Mode, TrainConfig, Trainer, load_task
+from monolith.train import Mode, TrainConfig, load_task
 
 SPEC = FeatureSpec(
     features={"user": IdFeature(kind="string"), "price": FloatFeature()},

@@ -26,10 +26,10 @@ from monolith.cluster.launch import LaunchOutcome
 from monolith.cluster.run_token import run_security
 from monolith.run import load_run_config
 from monolith.run.runtime import open_discovery
-from monolith.runtime import launch
+from monolith.runtime import Trainer, launch
 from monolith.runtime.context import Launch
 from monolith.runtime.launch import ChiefReport, members_of
-from monolith.train import TrainConfig, Trainer
+from monolith.train import TrainConfig
 
 TESTS = Path(__file__).parents[1]
 TASK = "train.tasks:Clicks"

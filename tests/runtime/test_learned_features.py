@@ -13,9 +13,10 @@ from monolith.errors import ConfigError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature, Label
 from monolith.run.config import RunConfig
 from monolith.run.reading import read_run
+from monolith.runtime import Trainer
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_setup import SPEC_FILE, take_learned, with_learned_features
-from monolith.train import Trainer, load_task
+from monolith.train import load_task
 
 
 def quiet(_: str) -> None: ...

@@ -27,9 +27,9 @@ from monolith.observe import Metrics
 from monolith.run import RunConfig, load_run_config
 from monolith.runtime import attempts
 from monolith.runtime.context import Output
+from monolith.runtime.parameter_server import ServerEnd
 from monolith.runtime.process import StoppedWhileWaitingError, Stopper, reported_to_yarn, serve_metrics
 from monolith.train import Hook
-from monolith.train.fleet.parameter_server import ServerEnd
 
 TASK = "train.tasks:Clicks"
 TESTS = Path(__file__).parents[1]

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from runtime.fleets import TalliedFiles, read_model
 from services.mpi import mpirun, need_mpirun
 from services.ray import RayCluster
-from train.fleets import TalliedFiles, read_model
 
 from monolith.cli.main import main
 from monolith.run import read_run
@@ -26,7 +26,7 @@ sys.path.append({str(TESTS)!r})
 import os, signal
 from pathlib import Path
 
-from train.fleets import TalliedFiles as Files
+from runtime.fleets import TalliedFiles as Files
 
 from monolith.train import Hook, Mode
 

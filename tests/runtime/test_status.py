@@ -16,11 +16,11 @@ from monolith.cli import train as command
 from monolith.cli.main import parse_options
 from monolith.cluster.status import JobStatus, StatusBoard
 from monolith.run import load_run_config
+from monolith.runtime.parameter_server import ShardFigures
 from monolith.runtime.status import OwnStatus
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, TableIds
 from monolith.table import Segment, TableConfig
 from monolith.train import TrainConfig
-from monolith.train.fleet.parameter_server import ShareFigures
 from monolith.train.hooks.barrier import LocalBarrier
 from monolith.wire.bulk import Traffic
 
@@ -179,7 +179,7 @@ def test_a_worker_that_lost_others_says_so_and_counts() -> None:
 
 def test_a_server_says_what_it_holds_and_where_it_listens() -> None:
     status = own(**FLEET, **{"cluster.role": "ps"})
-    share = SimpleNamespace(figures=lambda: ShareFigures("saving", step=4, rows=5, bytes=6))
+    share = SimpleNamespace(figures=lambda: ShardFigures("saving", step=4, rows=5, bytes=6))
     status.watch_server(share, "10.0.0.1:4000")  # type: ignore[arg-type]
     found = status.status()
     assert (found.name, found.state, found.address) == ("ps 0", "saving", "10.0.0.1:4000")
@@ -203,7 +203,7 @@ def test_a_server_says_how_many_bytes_come_and_go() -> None:
     store = LocalStore.from_configs(tables, threads=1)
     with ParameterServer([store], shard=(0, 1)) as server:
         share = SimpleNamespace(
-            figures=lambda: ShareFigures("serving", step=0, rows=0, bytes=0, traffic=server.traffic)
+            figures=lambda: ShardFigures("serving", step=0, rows=0, bytes=0, traffic=server.traffic)
         )
         status.watch_server(share, server.address)  # type: ignore[arg-type]
         status.status()

@@ -12,16 +12,17 @@ import pytest
 import torch
 from checkpoint.small_runs import ITEM, USER, chain
 from checkpoint.small_servers import Servers
+from runtime.fleets import run_fleet
+from runtime.rank_runs import train_ranks
 from serve.served_tasks import Predicted, Served, columns, exported, predictions, trained
-from train.fleets import run_fleet
 from train.published import Following
-from train.rank_runs import train_ranks
 from train.tasks import Clicks
 
 from monolith.checkpoint import Checkpointer, Saver, TablesPart, read_chain
 from monolith.checkpoint.offline.reading import SavedTables
 from monolith.errors import ConfigError, CorruptFileError, ExportError, FileMissingError
 from monolith.run.export_config import ExportConfig
+from monolith.runtime import Trainer
 from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve import Predictor
 from monolith.serve import exporter as exporting
@@ -30,7 +31,7 @@ from monolith.serve.exporter import Exporter
 from monolith.serve.manifest import ServableTable, read_servable
 from monolith.serve.versions import LockedVersion, list_versions
 from monolith.table import DynamicWdAdagrad, Expiry, FrozenTable, NativeTable, Segment, TableConfig
-from monolith.train import KeepConfig, SaveConfig, Task, TrainConfig, Trainer
+from monolith.train import KeepConfig, SaveConfig, Task, TrainConfig
 
 
 @pytest.fixture(scope="module")

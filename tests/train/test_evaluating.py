@@ -11,26 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.fleets import Tallied, run_fleet
 from torch import nn
-from train.fleets import Tallied, run_fleet
 from train.tasks import Clicks, rows_of
 
 from monolith.checkpoint import go_back, list_checkpoints, named_checkpoint, read_best
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
+from monolith.runtime import LocalRun, Trainer, TrainReport
 from monolith.train import (
     EvaluateConfig,
     Hook,
     KeepConfig,
-    LocalRun,
     Mode,
     Outputs,
     SaveConfig,
     StepResult,
     TrainConfig,
-    Trainer,
     TrainingRun,
-    TrainReport,
 )
 from monolith.train.evaluating import BestSoFar, EvaluateHook
 

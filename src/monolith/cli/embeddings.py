@@ -23,8 +23,9 @@ from monolith.data import Records, Stream, format_of
 from monolith.errors import ConfigError, MissingExtraError
 from monolith.feature import Batch, ColumnKind, IdFeature
 from monolith.filesystem import atomic_write
+from monolith.runtime import Trainer
 from monolith.tensors import RaggedTensor
-from monolith.train import Candidates, Task, Trainer
+from monolith.train import Candidates, Task
 
 NEIGHBOURS, BUILD_WIDTH, SEARCH_WIDTH = 32, 200, 128
 """Of the graph: edges of a node, and how many nodes are looked at while it is built and searched."""

@@ -38,10 +38,11 @@ from monolith.data.records import LABEL, LINE_ID, known_columns
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import Batch
 from monolith.observe import Progress, progress
+from monolith.runtime import Trainer
+from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.runtime.local_profile import profiled_by_user
 from monolith.tensors import RaggedTensor
-from monolith.train import Mode, Task, TrainConfig, Trainer
-from monolith.train.keeping import newest_checkpoint
+from monolith.train import Mode, Task, TrainConfig
 
 PREDICTION = "prediction"
 

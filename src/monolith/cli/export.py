@@ -23,10 +23,10 @@ from monolith.observe.progress import describe_bytes
 from monolith.run import RunConfig
 from monolith.run.export_config import ExportConfig, RowCoding
 from monolith.runtime.export import export_folder, how_to_export, task_exporter
+from monolith.runtime.report import read_run_manifest
 from monolith.serve.exporter import ExportedServable
 from monolith.serve.python_module import PythonModule
 from monolith.train import Task
-from monolith.train.manifest import read_run_manifest
 
 FACTORY = "monolith.cli.export:served_module"
 

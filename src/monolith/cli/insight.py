@@ -28,7 +28,7 @@ from monolith.errors import ConfigError, DataError, FileMissingError, MissingExt
 from monolith.observe import Progress, progress
 from monolith.observe.summaries import INSIGHT_LEAF, NAS_LEAF, PLUGIN_NAME, SummaryType
 from monolith.observe.summary_files import EVENT_FILE_MARK, StoredSummary, read_summaries
-from monolith.train import Trainer
+from monolith.runtime import Trainer
 from monolith.train.importance import FeatureImportance
 
 _RIDGE = 1e-3

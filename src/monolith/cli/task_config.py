@@ -15,9 +15,9 @@ from monolith.cli.reading_flags import check_reading_flags, flags_of_model, with
 from monolith.cli.terminal import say
 from monolith.errors import ConfigError, MonolithError
 from monolith.run import RunConfig, read_run
+from monolith.runtime.report import read_run_manifest
 from monolith.runtime.task_setup import make_task, set_threads, with_learned_features
 from monolith.train import Task, TrainConfig
-from monolith.train.manifest import read_run_manifest
 
 Options = TrainOptions | EvaluateOptions | PredictOptions | EmbeddingsOptions
 

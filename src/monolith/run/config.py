@@ -26,8 +26,7 @@ from monolith.store.dense_cache import DenseConfig
 from monolith.sync.publish_config import PublishConfig
 from monolith.table.config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
-from monolith.train.config import TrainConfig
-from monolith.train.ranks.config import RanksConfig
+from monolith.train.config import RanksConfig, TrainConfig
 from monolith.wire.ports import Limits
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from monolith.config import Dropped, Renamed, Unsupported
 from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
 from monolith.run.processes import NO_LIMIT, FailoverConfig
-from monolith.train.config import TrainConfig
-from monolith.train.ranks.config import RanksConfig
+from monolith.train.config import RanksConfig, TrainConfig
 
 
 def milliseconds(value: object) -> object:

@@ -25,14 +25,13 @@ from monolith.errors import FailedPeerError, RetryableError
 from monolith.observe import Metrics
 from monolith.run import FailoverConfig, RunConfig
 from monolith.run.runtime import listen_address
+from monolith.runtime import Coordinator, Fleet, FleetCoordinator, TrainReport, join_fleet
 from monolith.runtime.context import Output
+from monolith.runtime.fleet import reach_servers
+from monolith.runtime.ranks import RankCoordinator, RankRendezvous
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_calls import RankPort
 from monolith.store.rank_groups import RankOptions
-from monolith.train import Fleet, FleetPeers, Peers, TrainReport, join_fleet
-from monolith.train.fleet.joining import reach_servers
-from monolith.train.ranks.joining import RankMeeting
-from monolith.train.ranks.peers import RankPeers
 
 UNCOUNTED = 100
 """The most retries in a row without a replaced server, none of which trained for as long as `STEADY`."""
@@ -45,7 +44,7 @@ CAUSE_ENDS_WITHIN = 5.0
 """Seconds that a failed rank has to end before the ranks that lost it: a launcher that ends all ranks with
 the first one then reports the status of the rank that failed."""
 
-Attempt = Callable[[Peers], TrainReport]
+Attempt = Callable[[Coordinator], TrainReport]
 """Trains once with the other processes."""
 
 
@@ -141,7 +140,7 @@ class SharedTraining:
             try:
                 with fleet:
                     self.retries.joined(fleet.servers)
-                    return attempt(FleetPeers(fleet, self.config.dense))
+                    return attempt(FleetCoordinator(fleet, self.config.dense))
             except RetryableError as error:
                 self.on_lost()
                 self.retries.lost(error)
@@ -198,7 +197,7 @@ class SharedTraining:
         cluster, timeouts = config.cluster, config.timeouts
         host = rank_host(config, environ)
         security = rank_security(config.security, environ, config.train.model_dir)
-        meeting = RankMeeting(
+        meeting = RankRendezvous(
             cluster.index,
             cluster.num_workers,
             discovery=None if keys_are_named(environ) else discovery,
@@ -222,7 +221,7 @@ class SharedTraining:
                     ):
                         found = () if servers is None else servers.processes
                         self.retries.joined((*meeting.processes, *found))
-                        return attempt(RankPeers(groups, config.ranks, servers=servers))
+                        return attempt(RankCoordinator(groups, config.ranks, servers=servers))
                 except RetryableError as error:
                     self.on_lost()
                     if is_restarted_by_launcher(environ):

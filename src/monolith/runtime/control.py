@@ -19,8 +19,9 @@ from monolith.cluster.run_token import is_guarded
 from monolith.cluster.security import SecurityConfig
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
+from monolith.runtime import LocalRun
 from monolith.runtime.status import OwnStatus
-from monolith.train import Hook, LocalRun, TrainingRun
+from monolith.train import Hook, TrainingRun
 from monolith.train.hooks import ActionFileHook, BarrierHook, ControllerHook, ControlServerHook
 from monolith.train.hooks.control_server import ControlServer, control_token
 from monolith.train.hooks.controller import ACTION_FILE

@@ -24,6 +24,7 @@ from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
 from monolith.run.export_config import EXPORTED, ExportConfig
+from monolith.runtime import Trainer
 from monolith.serve.export_tables import TableCodings
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel
 from monolith.serve.manifest import draw_requests, read_servable
@@ -40,7 +41,7 @@ from monolith.serve.versions import (
     withhold,
 )
 from monolith.sync.run_identity import is_same_run, run_identity
-from monolith.train import Mode, Task, TrainConfig, Trainer
+from monolith.train import Mode, Task, TrainConfig
 from monolith.train.hooks.save_timing import SaveListener
 from monolith.train.publishing.hold_file import HoldFile, KeptHold
 

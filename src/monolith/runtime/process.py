@@ -29,6 +29,7 @@ from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address, open_discovery
+from monolith.runtime import Coordinator, LocalRun, Trainer, TrainReport
 from monolith.runtime.attempts import Retries, SharedTraining
 from monolith.runtime.context import Output, RunContext, RunResult
 from monolith.runtime.control import ControlPlace, control_hooks, control_place, profiled_on_demand, tracer_of
@@ -39,7 +40,7 @@ from monolith.runtime.publish import publish_plan
 from monolith.runtime.status import OwnStatus
 from monolith.runtime.task_setup import prepared_task, set_threads
 from monolith.runtime.train_report import report_as_json
-from monolith.train import Hook, LocalRun, Peers, Task, TrainConfig, Trainer, TrainReport
+from monolith.train import Hook, Task, TrainConfig
 from monolith.train.hooks import LiveLineHook, ProfilerHook, TrainStatus
 from monolith.train.hooks.live_line import gauge_status
 from monolith.train.hooks.profiling import FIRST_STEP, WINDOW_STEPS
@@ -202,8 +203,8 @@ def dump_features(process: Process) -> RunResult:
 
 def serve_rows(process: Process, discovery: Discovery) -> RunResult:
     """Hold a shard of the model until the run is over, or a request stops this process."""
-    from monolith.train import serve_parameters
-    from monolith.train.fleet.standby_copies import CopyPlan
+    from monolith.runtime import serve_parameters
+    from monolith.runtime.standbys import CopyPlan
 
     config = process.config
     host, port = listen_address(config, process.environ)
@@ -328,7 +329,7 @@ def train(process: Process, discovery: Discovery | None = None, *, gauges: bool)
             listeners = open_things.enter_context(exports)
         open_things.enter_context(process.run.stopped_by(stopper))
 
-        def attempt(peers: Peers | None = None) -> TrainReport:
+        def attempt(peers: Coordinator | None = None) -> TrainReport:
             trainer = Trainer(
                 task,
                 config.train,

@@ -20,8 +20,9 @@ from monolith.errors import MonolithError
 from monolith.run import RunConfig
 
 if TYPE_CHECKING:
-    from monolith.train import Hook, LocalRun
-    from monolith.train.fleet.parameter_server import ServedShare
+    from monolith.runtime import LocalRun
+    from monolith.runtime.parameter_server import ServedShard
+    from monolith.train import Hook
     from monolith.train.hooks.live_line import StepCountsHook
     from monolith.wire.bulk import Traffic
 
@@ -173,7 +174,7 @@ class OwnStatus:
 
     # A server
 
-    def watch_server(self, share: ServedShare, address: str) -> None:
+    def watch_server(self, share: ServedShard, address: str) -> None:
         """Look at a server from now on."""
         rates, bytes_rates = Rates(clock=self._timer), Rates(clock=self._timer)
 

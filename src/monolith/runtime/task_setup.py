@@ -24,11 +24,11 @@ from monolith.feature.spec import AnyFeature
 from monolith.run import ThreadsConfig
 from monolith.run.config import RunConfig
 from monolith.run.processes import JobConfig
+from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_data import check_before_training
 from monolith.train.accelerator import accelerator_of
 from monolith.train.config import TrainConfig
-from monolith.train.keeping import newest_checkpoint
 from monolith.train.task import Mode, Task
 from monolith.train.task_loading import load_task
 

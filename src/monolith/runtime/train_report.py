@@ -6,7 +6,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from monolith.train import Task, TrainConfig, TrainReport
+from monolith.runtime import TrainReport
+from monolith.train import Task, TrainConfig
 
 
 def report_as_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, Any]:

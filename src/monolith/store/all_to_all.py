@@ -375,7 +375,7 @@ class RankStore:
     def push_dense(self) -> None:
         """Apply the sum of all ranks' gradients; a weight without a gradient on any rank does not change.
 
-        Training sums them during backward instead, weighted by examples; see `monolith.train.ranks`.
+        Training sums them during backward instead, weighted by examples; see `monolith.runtime.ranks`.
         """
         if self._optimizer is None:
             return

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -29,12 +29,9 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.train.evaluate_config import HEADLINES, LOSS, EvaluateConfig
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
-from monolith.train.every import Every
-from monolith.train.hook import Hook, StepResult, TrainingRun
+from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.metrics.heads import HeadMetrics
-from monolith.train.model import Model
-from monolith.train.own_random import OwnRandom
-from monolith.train.session import Session
+from monolith.train.model import Model, OwnRandom
 from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
@@ -246,6 +243,29 @@ class KeepsBest(Protocol):
         """Name the checkpoint of a step the best, if it is on disk."""
 
 
+class EvaluatedSession(Protocol):
+    """The training session that an `EvaluateHook` measures; `monolith.runtime` has it."""
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this process was asked to stop."""
+
+    def fraction_read(self) -> float | None:
+        """Return which part of its data this process has trained on, if that is known."""
+
+    def standing_still(self) -> AbstractContextManager[None]:
+        """Pause all processes that train the model, every update done."""
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Make every row readable by this process, inside of `standing_still`."""
+
+
 class EvaluateHook(Hook):
     """Evaluates the model that trains, where this process leads; comes before the hook that saves.
 
@@ -259,7 +279,7 @@ class EvaluateHook(Hook):
 
     def __init__(
         self,
-        session: Session,
+        session: EvaluatedSession,
         config: EvaluateConfig,
         best: BestSoFar,
         *,

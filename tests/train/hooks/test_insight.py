@@ -29,8 +29,9 @@ from monolith.feature import (
 from monolith.model import EmbeddingCollection
 from monolith.nn import Dense
 from monolith.observe.summary_files import StoredSummary, read_summaries
+from monolith.runtime import Trainer
 from monolith.table import Sgd
-from monolith.train import Hook, StepResult, TrainConfig, Trainer, TrainingRun, drive
+from monolith.train import Hook, StepResult, TrainConfig, TrainingRun, drive
 from monolith.train.hooks import ModelInsightHook
 from monolith.train.hooks.insight import FeatureInsightHook, feature_insight_data
 

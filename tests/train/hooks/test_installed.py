@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime.fleets import PATIENT, Tallied, read_model, run_fleet
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from torch import Tensor, nn
-from train.fleets import PATIENT, Tallied, read_model, run_fleet
 from train.runs import FakeClock
 from train.tasks import Clicks
 
@@ -25,17 +25,8 @@ from monolith.feature import Batch
 from monolith.nn import IRazor, SeNet
 from monolith.observe import Metrics
 from monolith.observe.summary_files import read_summaries
-from monolith.train import (
-    Hook,
-    LocalRun,
-    Mode,
-    SaveConfig,
-    StepResult,
-    TrainConfig,
-    Trainer,
-    TrainingRun,
-    TrainReport,
-)
+from monolith.runtime import LocalRun, Trainer, TrainReport
+from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.hooks import DeepInsightConfig, HooksConfig
 
 SOON = timedelta(milliseconds=1)

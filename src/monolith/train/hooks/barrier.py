@@ -304,7 +304,7 @@ def wait_until_blocked(
 
 # The health of processes with rows: training halts before one of them runs out of memory.
 #
-# A server that the kernel kills takes its rows along. Halted in time, the run can be stopped, which
+# A server that the kernel kills takes its rows along. QuiescedFleet in time, the run can be stopped, which
 # saves it, and started again with more memory or more servers.
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
-from monolith.train.every import Every
-from monolith.train.hook import Hook, StepResult, TrainingRun
+from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 from monolith import filesystem
 from monolith.errors import ConfigError, FileMissingError
-from monolith.train.every import Every
-from monolith.train.hook import Hook, StepResult, TrainingRun
+from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.hours import DailyHours
 
 

@@ -17,8 +17,7 @@ from monolith import filesystem
 from monolith.errors import ConfigError, MissingExtraError
 from monolith.observe.summary_files import SummaryWriter
 from monolith.table import TableStats
-from monolith.train.every import Every
-from monolith.train.hook import Hook, StepResult, TrainingRun
+from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.config import TrackingConfig
 
 

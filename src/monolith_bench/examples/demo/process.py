@@ -27,11 +27,12 @@ import torch
 from monolith.cli.terminal import StopSignals
 from monolith.errors import TrainingError
 from monolith.observe import Metrics, configure_logging
+from monolith.runtime import LocalRun, Trainer
 from monolith.runtime.control import control_hooks, control_place, tracer_of
 from monolith.runtime.process import GAUGE_EVERY, line_hook, serve_metrics
 from monolith.runtime.publish import publish_plan
 from monolith.runtime.status import OwnStatus
-from monolith.train import Hook, LocalRun, StepResult, Trainer, TrainingRun, WindowRow
+from monolith.train import Hook, StepResult, TrainingRun, WindowRow
 from monolith.train.hooks.live_line import gauge_status
 from monolith_bench.examples.demo.live_stream import LiveScript
 from monolith_bench.examples.demo.task import DemoJob, LiveTask
