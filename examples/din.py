@@ -26,8 +26,9 @@ from monolith.feature import (
 )
 from monolith.model import EmbeddingCollection, FeatureSet
 from monolith.nn import DIN, MLP
+from monolith.runtime import Trainer
 from monolith.table import Adagrad
-from monolith.train import Mode, SaveConfig, Task, TrainConfig, Trainer
+from monolith.train import Mode, SaveConfig, Task, TrainConfig
 
 STEPS, DIM = 4, 8
 TRAINED, TESTED = 40_000, 10_000

@@ -11,8 +11,9 @@ from torch import nn
 from monolith.data import Batches, ClickLog, ClickLogConfig, MemorySource, Pipeline
 from monolith.feature import FeatureSpec, IdFeature, Label
 from monolith.model import MMoE
+from monolith.runtime import Trainer
 from monolith.table import Adagrad
-from monolith.train import Mode, SaveConfig, Task, TrainConfig, Trainer
+from monolith.train import Mode, SaveConfig, Task, TrainConfig
 
 TRAINED, TESTED = 40_000, 10_000
 LOG = ClickLog(ClickLogConfig(users=500, items=200, contexts=20, dim=2, likes=True))

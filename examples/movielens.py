@@ -39,9 +39,10 @@ from monolith.data.formats import CsvFormat
 from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.nn import auc
+from monolith.runtime import Trainer
 from monolith.table import Adagrad
 from monolith.tensors import RaggedTensor
-from monolith.train import Mode, Task, TrainConfig, Trainer
+from monolith.train import Mode, Task, TrainConfig
 
 RATINGS = "recbole/dataset_example/ml-100k/ml-100k.inter"
 USER, ITEM, TIME = "user_id:token", "item_id:token", "timestamp:float"

@@ -17,8 +17,9 @@ import torch
 from monolith.data import DriftConfig, DriftingStream, Pipeline
 from monolith.data.synthetic.drift import SPEC
 from monolith.model import DeepFM
+from monolith.runtime import Trainer
 from monolith.table import Adagrad
-from monolith.train import Mode, SaveConfig, ScheduleConfig, Task, TrainConfig, Trainer
+from monolith.train import Mode, SaveConfig, ScheduleConfig, Task, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from monolith.data import Batches, MemorySource, Pipeline
 from monolith.data.sampling import ItemPoolConfig, NegativeGeneration, NegativeGenerationConfig
 from monolith.feature import FeatureSpec, IdFeature, SequenceFeature
 from monolith.model import TwoTower
+from monolith.runtime import Trainer
 from monolith.table import Adagrad
-from monolith.train import Mode, RetrievalTask, SaveConfig, TrainConfig, Trainer
+from monolith.train import Mode, RetrievalTask, SaveConfig, TrainConfig
 
 USERS, ITEMS, GENRES, BOUGHT = 800, 400, 20, 12
 

@@ -14,7 +14,7 @@ import monolith.train
 
 SOURCE = Path(monolith.__file__).parent
 ROOMS = sorted(
-    "monolith." + ".".join(path.parent.relative_to(SOURCE).parts) for path in SOURCE.rglob("__init__.pyi")
+    ".".join(["monolith", *path.parent.relative_to(SOURCE).parts]) for path in SOURCE.rglob("__init__.pyi")
 )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from monolith.cuda import Device, ModuleGraph
 from monolith.feature import FeatureIds
 from monolith.model import PreparedBatch
-from monolith.train.lane import Lane
+from monolith.runtime.prefetch import PrefetchPipeline
 from monolith_bench.timing import Contender, Timing, race
 from monolith_bench.trainers import FusedTorchTrainer, OurTrainer
 
@@ -135,7 +135,7 @@ class PipelinedRun(PlainRun):
         self._gradients = torch.empty(0)
 
     def run(self, numbers: Iterable[int]) -> None:
-        with Lane(iter(numbers), self._prepare) as lane:
+        with PrefetchPipeline(iter(numbers), self._prepare) as lane:
             while (found := lane.next()) is not None:
                 _, prepared = found
                 self.trainer.train(prepared, self._labels, push=lane.push)

@@ -1,9 +1,9 @@
 """The processes of `monolith bench fleet`: servers that hold a model, and workers that train it on demand.
 
 A worker takes steps as a run does, by the same classes: rows are looked up ahead and updated behind by a
-`Lane`, and gradients of weights go to the servers. Reading, meeting others and saving are left out. It can
-also do either half alone: compute, on rows that were looked up before and with gradients that nobody gets; or
-the wire, looking up and pushing the same bytes with nothing computed.
+`PrefetchPipeline`, and gradients of weights go to the servers. Reading, coordination and saving are left
+out. It can also do either half alone: compute, on rows that were looked up before and with gradients that
+nobody gets; or the wire, looking up and pushing the same bytes with nothing computed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch import nn
 from monolith.data import Stream
 from monolith.feature import Batch, FeatureIds
 from monolith.model import DeepFM, apply_gradients
+from monolith.runtime.fleet_placement import ServedOptimizer
+from monolith.runtime.prefetch import PrefetchPipeline
 from monolith.store import (
-    DenseShare,
+    DenseShard,
     LocalStore,
     ParameterServer,
     ParameterServerStore,
     ServerGroup,
     Store,
 )
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.table import Adagrad, SlotThresholds, TableConfig
 from monolith.train import Mode, Task
-from monolith.train.fleet.peers import ServedOptimizer
-from monolith.train.lane import Lane
 from monolith.train.model import LookedUp, Model
 from monolith_bench.ids import DISTRIBUTIONS
 from monolith_bench.rivals import LEARNING_RATE
@@ -136,7 +136,9 @@ class FleetWorker:
             store.attach_dense(self._model.weights(), self._optimizer, config=dense)
             self._dense = ServedOptimizer(store, self._optimizer)
         self._batches = task.batches(examples, seed)
-        self._lane: Lane[Batch, LookedUp] = Lane(itertools.cycle(self._batches), self._model.prepare)
+        self._lane: PrefetchPipeline[Batch, LookedUp] = PrefetchPipeline(
+            itertools.cycle(self._batches), self._model.prepare
+        )
         self._ready: list[LookedUp] = []
         self._updates: list[_Update] = []
         self._at = 0
@@ -240,7 +242,7 @@ def serve(pipe: Connection, task: FleetTask, share: tuple[int, int]) -> None:
     torch.set_num_threads(1)
     model = Model(task, Mode.TRAIN, seed=0)
     stores = [store for store in model.stores if isinstance(store, LocalStore)]
-    with ParameterServer(stores, DenseShare(model.weights(), model.dense, share), share=share) as server:
+    with ParameterServer(stores, DenseShard(model.weights(), model.dense, share), shard=share) as server:
         pipe.send(server.address)
         for _ in asked_of(pipe):
             pipe.send(time.process_time())

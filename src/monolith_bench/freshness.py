@@ -24,10 +24,11 @@ import torch
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.run.export_config import ExportConfig
-from monolith.run.servables import how_to_export, task_exporter
-from monolith.serve.asking import Answered, HttpWire
+from monolith.runtime import LocalRun, Trainer
+from monolith.runtime.export import how_to_export, task_exporter
+from monolith.serve.client import ClientAnswer, HttpTransport
 from monolith.serve.freshness_probe import quantile
-from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
 from monolith_bench.marked_events import NOBODY, EventsWriter, FreshnessJob, MarkedClicks
 from monolith_bench.marked_trainer import FillTables, TrainerProcess, publish_plan_to
@@ -280,7 +281,7 @@ class _Windows(Hook):
         self.processor_rates: list[float] = []
         """Examples per second of processor time, of all threads."""
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         now = (time.perf_counter(), time.process_time())
         if self._begun is None:
             if now[0] >= self._warm_until:
@@ -406,17 +407,17 @@ def p99_ms(load: LoadSeen) -> float:
     return load.p99 * 1e3
 
 
-def step_of(wire: HttpWire, made: BenchServeOptions) -> int:
+def step_of(wire: HttpTransport, made: BenchServeOptions) -> int:
     """Return the step that the server's answers have learned up to."""
     return int(ask_made_up(wire, {name: [0] for name in names_of(made.features)}).parameters.get("step", 0))
 
 
-def scores(wire: HttpWire, columns: Mapping[str, Sequence[int]]) -> Mapping[str, list[Any]]:
+def scores(wire: HttpTransport, columns: Mapping[str, Sequence[int]]) -> Mapping[str, list[Any]]:
     """Return what the server says of some rows."""
     return ask_made_up(wire, columns).outputs
 
 
-def ask_made_up(wire: HttpWire, columns: Mapping[str, Sequence[int]]) -> Answered:
+def ask_made_up(wire: HttpTransport, columns: Mapping[str, Sequence[int]]) -> ClientAnswer:
     """Ask the made-up model, with as many ids of each feature as rows."""
     inputs = [
         {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": list(ids)}
@@ -448,7 +449,7 @@ def measure_rollback(report: Report, root: Path, options: BenchFreshnessOptions)
     report.show("From the trainer's word to an answer of the exported version")
 
 
-def seconds_back(feed: RowFeed, wire: HttpWire) -> float:
+def seconds_back(feed: RowFeed, wire: HttpTransport) -> float:
     """Return how long it takes until rows that a delta changed are answered as they were exported."""
     asked = feed.next_ids(8)
     exported = scores(wire, asked)
@@ -473,9 +474,9 @@ def free_url() -> Iterator[str]:
 
 
 @contextmanager
-def asking(address: str) -> Iterator[HttpWire]:
+def asking(address: str) -> Iterator[HttpTransport]:
     host, _, port = address.rpartition(":")
-    wire = HttpWire(host, int(port), None, Guard(), 10.0)
+    wire = HttpTransport(host, int(port), None, Guard(), 10.0)
     try:
         yield wire
     finally:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monolith.serve.asking import Answered, HttpWire
-from monolith.serve.following.freshness import STAGES
+from monolith.serve.client import ClientAnswer, HttpTransport
 from monolith.serve.freshness_probe import up_to_of
+from monolith.serve.rows import STAGES
 from monolith_bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob
 
 STAGES_OF_MARKS = (*STAGES, "ask")
@@ -62,7 +62,7 @@ class MarkWatch:
         self,
         job: FreshnessJob,
         began: float,
-        wire: HttpWire,
+        wire: HttpTransport,
         model: str,
         *,
         pause: float = 0.01,
@@ -107,7 +107,7 @@ class MarkWatch:
             self._sleep(self._pause)
         return seen
 
-    def ask(self, items: Sequence[int]) -> Answered:
+    def ask(self, items: Sequence[int]) -> ClientAnswer:
         """Return what the server says of items and a user that it does not know."""
         columns = {"user": [NOBODY] * len(items), "item": list(items)}
         inputs = [

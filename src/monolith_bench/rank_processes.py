@@ -1,8 +1,8 @@
 """The processes of `monolith bench sync`: ranks that train in step, on demand.
 
 A rank takes steps as a run does, by the same classes: all ranks agree that each has a batch, look rows up
-ahead and push gradients behind by a `Lane`, add up gradients of weights while backward computes, and say a
-word before each step. Reading and saving are left out.
+ahead and push gradients behind by a `PrefetchPipeline`, add up gradients of weights while backward computes,
+and say a word before each step. Reading and saving are left out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.feature import Batch
 from monolith.model import apply_gradients
+from monolith.runtime.coordinator import Start, WorkerState
+from monolith.runtime.prefetch import PrefetchPipeline
+from monolith.runtime.ranks import RankCoordinator
 from monolith.store import RankGroups
 from monolith.store.rank_calls import RankPort
 from monolith.store.rank_keys import RankKeys, join_attempt, keep_keys, reach_keys
 from monolith.train import Mode
-from monolith.train.lane import Lane
 from monolith.train.model import LookedUp, Model
-from monolith.train.peers import Start, WorkerState
-from monolith.train.ranks.peers import RankPeers
 from monolith_bench.fleet_processes import FleetTask, FleetWorker, asked_of, process
 
 HOST = "127.0.0.1"
@@ -54,7 +54,7 @@ class RankWorker:
     interrupted = False
 
     def __init__(self, task: FleetTask, groups: RankGroups, examples: int) -> None:
-        self._peers = RankPeers(groups)
+        self._peers = RankCoordinator(groups)
         self._model = Model(task, Mode.TRAIN, seed=0, make_store=self._peers.make_store)
         assert self._model.sparse is not None
         self._sparse = self._model.sparse
@@ -62,7 +62,7 @@ class RankWorker:
         self._peers.begin()
         self._peers.open(Start(step=0), self)
         batches = itertools.cycle(task.batches(examples, groups.rank))
-        self._lane: Lane[Batch, LookedUp] = Lane(
+        self._lane: PrefetchPipeline[Batch, LookedUp] = PrefetchPipeline(
             self._peers.read_in_step(batches, every=60.0, pressed=lambda: False, silences=False),
             self._model.prepare,
             in_step=True,
@@ -102,7 +102,7 @@ def be_rank(pipe: Connection, task: FleetTask, place: tuple[int, int], examples:
     groups = RankGroups(keys, rank, size, port=RankPort(host=HOST, guard=Guard(token=token)))
     worker = RankWorker(task, groups, examples)
     answer_steps(pipe, worker.take_step)
-    groups.part()
+    groups.expect_end()
     groups.close()
 
 

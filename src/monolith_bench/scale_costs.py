@@ -23,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from monolith.checkpoint import Checkpointer, Saver, TablesPart
+from monolith.runtime.coordinator import Start
+from monolith.runtime.messages import AskNews, BeginService, Join, OpenRun
+from monolith.runtime.service import CoordinationService
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, Store, TableIds
 from monolith.table import NativeTable
-from monolith.train.fleet.bodies import AskNews, BeginMeeting, Join, OpenMeeting
-from monolith.train.fleet.meeting import Meeting
-from monolith.train.peers import Start
 from monolith_bench.rows import batches_of, fill, table_configs
 
 Floats = NDArray[np.float64]
@@ -168,7 +168,7 @@ def host(words: str, dim: int) -> None:
             for word in group.split():
                 number, _, count = word.partition("/")
                 store = LocalStore.from_configs(table_configs(dim), threads=1)
-                server = ParameterServer([store], share=(int(number), int(count)))
+                server = ParameterServer([store], shard=(int(number), int(count)))
                 addresses.append(stack.enter_context(server).address)
             lines.append(" ".join(addresses))
         sys.stdout.write(";".join(lines) + "\n")
@@ -436,10 +436,10 @@ def meeting_work() -> tuple[float, float]:
 
 def waiting_work(workers: int) -> float:
     """Return processor seconds of a wait for news that ends with a look at so many workers."""
-    meeting = Meeting(workers, clock=_Ticks())
+    meeting = CoordinationService(workers, clock=_Ticks())
     calls, news = meeting.calls, meeting.polls["meeting.news"]
-    calls["meeting.begin"](BeginMeeting("r", workers))
-    calls["meeting.open"](OpenMeeting("r", Start(step=0)))
+    calls["meeting.begin"](BeginService("r", workers))
+    calls["meeting.open"](OpenRun("r", Start(step=0)))
     for worker in range(1, workers):
         calls["meeting.join"](Join(worker, f"m{worker}"))
     answer = news(AskNews("r", 0, -1), lambda: False)

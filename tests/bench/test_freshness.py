@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn")
 
 from monolith.cli.main import main
 from monolith.data.records import LABEL
-from monolith.serve.asking import Answered
+from monolith.serve.client import ClientAnswer
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.messages import Delta, PublishState
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
@@ -155,11 +155,11 @@ class KnowingWire:
         self._clock = clock
         self._known_at = {MARKED + n: 1000.0 + JOB.mark_at(n) + after for n, after in known_after.items()}
 
-    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> Answered:
+    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> ClientAnswer:
         (items,) = (one["data"] for one in inputs if one["name"] == "item")
         assert items[0] == NOBODY
         scores = [0.5 + 0.1 * (self._known_at.get(item, 1e9) <= self._clock()) for item in items]
-        return Answered(model, version, {HEAD: scores})
+        return ClientAnswer(model, version, {HEAD: scores})
 
 
 def test_a_mark_is_known_when_its_answer_is_another_than_that_of_an_unseen_item() -> None:

@@ -17,7 +17,8 @@ from monolith.data.formats.memory import MemorySource
 from monolith.errors import RestoreError
 from monolith.feature import FeatureSpec, FloatFeature, IdFeature
 from monolith.model import DeepFM
-from monolith.train import Mode, SaveConfig, Task, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import Mode, SaveConfig, Task, TrainConfig
 
 SPEC = FeatureSpec(features={"user": IdFeature(kind="string"), "price": FloatFeature(scale="log")})
 ROWS = {"user": ["ann", "bob", "cid", "ann"] * 4, "price": [1.0, 2.0, 3.0, 4.0] * 4, "label": [0, 1] * 8}

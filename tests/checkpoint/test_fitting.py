@@ -53,7 +53,7 @@ def test_without_the_names_of_inputs_another_shape_starts_fresh() -> None:
 
 
 def test_changes_go_to_a_server_and_back() -> None:
-    from monolith.train.fleet.bodies import RestoreTables
+    from monolith.runtime.messages import RestoreTables
 
     changes = Changes(fresh={"item": "kind changed"}, rescaled=("price",), before=BEFORE, now=BEFORE)
     body = RestoreTables("run", (("p", {}),), "auto", False, changes_to_json(changes))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.older.task import ALONE, EXAMPLES, FLEET, OlderTask, checkpoints, config_of, content_of
-from train.fleets import run_fleet
+from runtime.fleets import run_fleet
 
 from monolith.checkpoint.offline.listing import list_checkpoints
-from monolith.train import Trainer
+from monolith.runtime import Trainer
 
 WRITERS_MACHINE = "aarch64"
 WRITERS_THREADS = 2

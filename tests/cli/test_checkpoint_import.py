@@ -16,7 +16,8 @@ from monolith.cli.main import main
 from monolith.data import BatchSpec, MemorySource, Pipeline, Stream
 from monolith.feature import Batch, hash_strings
 from monolith.model import DeepFM
-from monolith.train import Mode, Task, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import Mode, Task, TrainConfig
 
 TASK = f"{Path(__file__)}:Shop"
 NAMES = """

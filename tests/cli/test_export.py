@@ -24,11 +24,12 @@ from monolith.feature import Batch, FeatureSpec, IdFeature, Label
 from monolith.model import DeepFM
 from monolith.observe import Metrics
 from monolith.run.export_config import ExportConfig
-from monolith.run.servables import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
+from monolith.runtime import Trainer
+from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
-from monolith.serve.servable.versions import HeldVersion, list_versions, withheld_versions
+from monolith.serve.versions import LockedVersion, list_versions, withheld_versions
 from monolith.sync.run_identity import run_identity
-from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig, Trainer
+from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig
 from monolith.train.publishing.hold_file import NAME, KeptHold
 
 TASK = "serve.served_tasks:Served"
@@ -197,7 +198,7 @@ def test_a_run_of_the_command_line_exports_when_its_config_says_so(tmp_path):
 def test_one_version_is_kept_and_what_a_server_holds(tmp_path):
     config = saving(tmp_path / "run", steps=2)
     listening(config, tmp_path / "to", keep=1, shards=2)
-    with HeldVersion(str(tmp_path / "to" / "ps_1" / "2")):
+    with LockedVersion(str(tmp_path / "to" / "ps_1" / "2")):
         listening(config, tmp_path / "to", keep=1, shards=2)
         assert list_versions(str(tmp_path / "to" / "entry")) == ["2", "4"]
     listening(config, tmp_path / "to", keep=1, shards=2)

@@ -30,9 +30,9 @@ from monolith.cluster import open_discovery_url
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, UnavailableError
 from monolith.serve import Predictor
-from monolith.serve.asking import open_asker
-from monolith.serve.exporting import ExportHow
-from monolith.serve.servable import list_versions
+from monolith.serve.client import open_client
+from monolith.serve.exporter import ExportHow
+from monolith.serve.versions import list_versions
 from monolith.sync.channels import open_writer
 
 pytest.importorskip("grpc")
@@ -65,9 +65,10 @@ def evaluated(tmp_path) -> Path:
 def chosen(*words: str) -> tuple[list[str], str]:
     """Return the versions that a server begins with, and why, in words."""
     options = parse_options("serve", list(words))
-    one = chosen_folder(options.folders[0], options)
+    config = serve_config(options)
+    one = chosen_folder(options.folders[0], options, config)
     versions = one.policy.wanted(list_versions(one.folder))
-    return versions, chosen_text(one, options, versions[-1]).strip(" ()")
+    return versions, chosen_text(one, options, versions[-1], follows=bool(config.follow.url)).strip(" ()")
 
 
 def test_the_best_version_is_served_where_the_run_was_evaluated(evaluated):
@@ -85,7 +86,7 @@ def test_the_best_version_is_served_where_the_run_was_evaluated(evaluated):
 
 def test_another_best_is_served_as_soon_as_the_run_names_it(evaluated):
     options = parse_options("serve", [str(evaluated)])
-    one = chosen_folder(str(evaluated), options)
+    one = chosen_folder(str(evaluated), options, serve_config(options))
     assert one.policy.wanted(["3", "6"]) == ["3"]
     better = BestCheckpoint(name="model.ckpt-6", step=6, metric="click/auc", value=0.76)
     write_best(str(evaluated), better)
@@ -172,16 +173,16 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         about = json.loads(server.get(f"/v2/models/{first['model']}")[1])
         shapes = {one["name"]: one["shape"] for one in about["inputs"]}
         assert (shapes["item"], shapes["history"]) == ([-1], [-1, -1])  # one value, and a list
-        with open_asker(server.said("grpc")) as asker:
+        with open_client(server.said("grpc")) as asker:
             told = {one.name: list(one.shape) for one in asker._wire.inputs(first["model"], "")}
         assert told == shapes
         row = json.loads(words[words.index("--row") + 1])
         for wrong, says in (({"item": [1, 2]}, "reads one value"), ({}, None)):
-            status = main(["ask", server.url, "--row", json.dumps(row | wrong), "--json"])
+            status = main(["query", server.url, "--row", json.dumps(row | wrong), "--json"])
             found = capsys.readouterr()
             assert (status == 0) == (says is None)
             assert says is None or says in found.err
-        assert main(["ask", server.said("grpc"), *words[3:], "--json"]) == 0
+        assert main(["query", server.said("grpc"), *words[3:], "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["outputs"] == first["outputs"]
         (servables / "later" / "6").rename(root / "6")
         until(lambda: b'"6"' in server.get(f"/v2/models/{first['model']}")[1])
@@ -201,7 +202,7 @@ def test_a_version_that_is_not_compiled_is_not_served_as_such(servables):
         assert "none that can be loaded" in server.said("model")
         index = urllib.request.Request(f"{server.url}/v2/repository/index", b"{}")
         (line,) = json.load(urllib.request.urlopen(index, timeout=PATIENCE))
-        assert "nothing compiled in it; export it with --compile" in line["reason"]
+        assert "no compiled package; export it with --compile" in line["reason"]
         assert server.get("/v2/health/ready")[0] == 503
     finally:
         server.close()
@@ -216,7 +217,7 @@ def test_certificates_and_a_token_are_asked_for_over_every_port(servables, certi
         assert words[2].startswith("https://127.0.0.1:")
         assert words[3:5] == ours[-2:]
         for url in (words[2], server.said("grpc")):
-            ask = ["ask", url, *words[5:]]
+            ask = ["query", url, *words[5:]]
             assert main([*ask, *ours]) == 0
             assert main([*ask, *ours, "--tls-server-name", "localhost"]) == 0
             assert main([*ask, *ours, "--tls-server-name", "somebody"]) != 0
@@ -316,7 +317,7 @@ def test_a_killed_process_fails_only_what_was_in_flight_and_is_restarted(servabl
         def ask(row: int) -> None:
             while not stop.is_set():
                 try:
-                    with open_asker(server.url, Guard()) as asker:
+                    with open_client(server.url, Guard()) as asker:
                         found = asker.ask(name, [rows[row]]).outputs["click"]
                     outcomes.append("right" if found == pytest.approx([wanted[row]]) else "wrong")
                 except (UnavailableError, OSError):
@@ -359,7 +360,8 @@ def serving_processes(root: str) -> set[int]:
 
 def test_whom_to_follow_is_checked_before_anything_is_served(tmp_path):
     def trainer(url, **more):
-        return trainer_of(ServeOptions(folders=("d",), follow=url, **more))
+        options = ServeOptions(folders=("d",), follow=url, **more)
+        return trainer_of(options, serve_config(options))
 
     with trainer(None) as nobody:
         assert nobody is None
@@ -371,7 +373,7 @@ def test_whom_to_follow_is_checked_before_anything_is_served(tmp_path):
         pass
     with pytest.raises(ConfigError), trainer("kafka://broker:9092"):
         pass
-    config = serve_config(ServeOptions(folders=("d",), follow="grpc://h:1", stale_after=3.0))
+    config = serve_config(ServeOptions(folders=("d",), follow="grpc://h:1", stale_after="3"))
     assert (config.follow.url, config.follow.stale_after.total_seconds()) == ("grpc://h:1", 3)
     words = command_of(ServeOptions(folders=("d",), follow="grpc://h:1", processes=2), 0, tmp_path)
     assert words[words.index("--follow") + 1] == "grpc://h:1"
@@ -380,7 +382,7 @@ def test_whom_to_follow_is_checked_before_anything_is_served(tmp_path):
 def test_a_trainer_is_found_by_the_discovery_that_serving_uses(tmp_path):
     registry = f"files://{tmp_path}/job"
     options = ServeOptions(folders=("d",), follow="discovery", discovery=registry)
-    with open_discovery_url(registry, {}) as discovery, trainer_of(options) as found:
+    with open_discovery_url(registry, {}) as discovery, trainer_of(options, serve_config(options)) as found:
         writer = open_writer("discovery", discovery=discovery)
         publisher, copy = SmallPublisher(writer), Copy()
         publisher.publish([1, 2])
@@ -388,3 +390,23 @@ def test_a_trainer_is_found_by_the_discovery_that_serving_uses(tmp_path):
         go_on_until(lambda: copy.equals(publisher), lambda: copy.follow(reader, 0))
         reader.close()
         writer.close()
+
+
+def test_the_group_serve_of_a_config_file_holds_unless_a_flag_is_given(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[serve]\nhttp_port = 9000\npoll = "5s"\nsplits = ["ads=ads/1:9,ads/2:1"]\n'
+        '[serve.limits]\nrequest_bytes = "32MiB"\nrows = 100\n[serve.follow]\nurl = "grpc://h:1"\n'
+    )
+    words = ["d", "--config", str(file), "--max-rows", "7", "--timeout", "500ms", "--max-json-bytes", "1MiB"]
+    config = serve_config(parse_options("serve", [*words, "--grpc-port", "None"]))
+    assert (config.http_port, config.grpc_port, config.poll.total_seconds()) == (9000, None, 5.0)
+    limits = config.limits
+    assert (limits.request_bytes, limits.json_bytes, limits.rows) == (32 << 20, 1 << 20, 7)
+    assert (limits.timeout.total_seconds(), config.follow.url) == (0.5, "grpc://h:1")
+    assert [one.name for one in config.split_routes] == ["ads"]
+
+
+def test_a_port_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match="--http-port must be a whole number or None, got 'x'"):
+        serve_config(ServeOptions(folders=("d",), http_port="x"))

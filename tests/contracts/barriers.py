@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple
 
-from contracts.peers import CREWS
-from train.fleets import PATIENT, begun_fleets, worker_state
+from contracts.coordinators import CREWS
+from runtime.fleets import PATIENT, begun_fleets, worker_state
 
 from monolith.errors import RetryableError
-from monolith.train.fleet.barrier import FleetBarrier
+from monolith.runtime.coordinator import Start
+from monolith.runtime.fleet_placement import FleetBarrier
 from monolith.train.hooks import Barrier, LocalBarrier
-from monolith.train.peers import Start
 
 WORKERS = 3
 

@@ -10,7 +10,8 @@ import pytest
 from checkpoint.small_servers import Servers
 from train.tasks import Clicks
 
-from monolith.train import KeepConfig, RestoreConfig, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.hooks import SaveConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")

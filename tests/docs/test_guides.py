@@ -11,7 +11,7 @@ import pytest
 from services import warm
 
 from monolith.checkpoint import read_manifest, saved_spec
-from monolith.train.manifest import read_run_manifest
+from monolith.runtime.report import read_run_manifest
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -42,6 +42,15 @@ def check_readme(names: dict[str, Any]) -> None:
     stats = names["model"].embeddings.store.stats()
     assert set(stats) == {"user", "item", "context"}  # the history shares the rows of items
     assert names["sparse"].global_step == 100
+
+
+def check_notebook(names: dict[str, Any]) -> None:
+    result = names["result"]
+    assert (result.outcome, result.exit_status) == ("finished", 0)
+    assert result.report["step"] == 800  # 40,000 records in batches of 50, each once, whatever was killed
+    assert names["worker"].role == "worker"
+    assert "put" in str(names["error_text"]).lower()
+    assert names["resumed"].wait().report["steps"] == 0
 
 
 def check_table(names: dict[str, Any]) -> None:
@@ -169,6 +178,7 @@ def check_publishing(names: dict[str, Any]) -> None:
 
 
 CLAIMS = {
+    "notebook.md": check_notebook,
     "changing.md": check_changing,
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,

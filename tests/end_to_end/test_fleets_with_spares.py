@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from runtime.fleets import Tallied, read_model
 from services import warm
-from train.fleets import Tallied, read_model
 
 from monolith.cluster import fetch_ps_cluster
 
@@ -29,7 +29,7 @@ class Processes:
         self._flags = flags
         self.running: dict[str, warm.Popen] = {}
 
-    def start(self, role: str, *indices: int, task: str = "train.fleets:Tallied") -> None:
+    def start(self, role: str, *indices: int, task: str = "runtime.fleets:Tallied") -> None:
         for index in indices:
             self.running[f"{role} {index}"] = warm.Popen(
                 [
@@ -128,7 +128,7 @@ def test_a_step_that_is_late_is_tried_again_and_does_not_count(
 ) -> None:
     late = ("--set", f"notes={tmp_path / 'notes'}", "--set", "late=2", "--failover.max-retries", "1")
     fleet = processes(1, 1, *late)
-    fleet.start("ps", 0, task="train.late_steps:LateSteps")
-    fleet.start("worker", 0, task="train.late_steps:LateSteps")
+    fleet.start("ps", 0, task="runtime.late_steps:LateSteps")
+    fleet.start("worker", 0, task="runtime.late_steps:LateSteps")
     fleet.finish()
     assert fleet.said("worker 0").count("retrying in 0.1 s (servers replaced so far: 0, at most 1)") == 2

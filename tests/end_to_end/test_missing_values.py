@@ -31,8 +31,8 @@ from monolith.feature import (
 )
 from monolith.model import DeepInterest
 from monolith.serve import Predictor
-from monolith.serve.asking import open_asker
-from monolith.serve.raw import RequestReader
+from monolith.serve.client import open_client
+from monolith.serve.request_reader import RequestReader
 from monolith.serve.server import InferenceServer, ServeConfig, VersionPolicy
 from monolith.serve.server.catalog import ServableCatalog, served_folder
 from monolith.train import Mode, Task
@@ -336,7 +336,7 @@ def test_servers_and_who_asks_them_know_missing_values_as_well(root: Path, score
         config, [served_folder(str(root), VersionPolicy.parse("latest"))], ServableCatalog(threads=1)
     ) as server:
         for url in (server.http_url, f"grpc://{server.grpc_address}"):
-            with open_asker(url) as asker:
+            with open_client(url) as asker:
                 for some in (rows, absent):
                     assert asker.ask("clicks", some).outputs["click"] == pytest.approx(scores, abs=1e-7)
                 alone = asker.ask("clicks", [{"user": "ann"}]).outputs["click"]

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from faults.network import ON_ANOTHER_HOST, Network
+from runtime.fleets import Tallied, TalliedQueue, read_model
 from services import warm
 from services.warm_server import SHOW_STACKS
-from train.fleets import Tallied, TalliedQueue, read_model
 
 TESTS = Path(__file__).parents[1]
 LIMIT = 180.0
@@ -46,7 +46,7 @@ class FleetProcesses:
 
     @property
     def task(self) -> list[str]:
-        return ["train.fleets:Tallied"]
+        return ["runtime.fleets:Tallied"]
 
     def command(self, *more: str) -> list[str]:
         return [
@@ -258,7 +258,7 @@ class QueuedFleet(LoopedFleet):
 
     @property
     def task(self) -> list[str]:
-        return ["train.fleets:TalliedQueue", "--set", f"folder={self.data.folder}"]
+        return ["runtime.fleets:TalliedQueue", "--set", f"folder={self.data.folder}"]
 
     def times_trained(self) -> dict[int, float]:
         """Return how often each record was trained."""

@@ -22,7 +22,8 @@ import torch
 from sync.shares import make_table
 
 from monolith.observe.metrics import Metrics
-from monolith.serve.following import FollowedTables, FollowMetrics, ServedTarget
+from monolith.serve.metrics import FollowMetrics
+from monolith.serve.overlay import FollowedTables, FollowTarget
 from monolith.sync import LogPlace, Publisher, Subscriber
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
@@ -157,7 +158,7 @@ def serve(shard: tuple[int, int], folder: Path, addresses: list[str]) -> None:
     view = tables.attach(export)
     said = json.loads((folder / "places.json").read_text())
     places = {int(share): LogPlace(*place) for share, place in said.items()}
-    target = ServedTarget("model", tables, FollowMetrics(Metrics(), "model"), go_to=lambda _: None)
+    target = FollowTarget("model", tables, FollowMetrics(Metrics(), "model"), go_to=lambda _: None)
     subscriber = Subscriber(lambda: FlightDeltaReader(addresses), target, places=places, wait=0.2)
     subscriber.start()
     lines = heard()

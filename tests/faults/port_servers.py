@@ -26,12 +26,12 @@ from monolith.cluster.security import Guard, SecurityConfig
 from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
+from monolith.runtime.parameter_server import ServedShard
 from monolith.serve.shards import ServingServer
 from monolith.store import ParameterServer
 from monolith.sync import MemoryChannel, PublishConfig
 from monolith.sync.flight_channel import DeltaPort
 from monolith.train import PublishPlan, TrainConfig
-from monolith.train.fleet.parameter_server import ServedShare
 from monolith.train.hooks import ControlServerHook, LocalBarrier
 from monolith.wire.ports import Limits
 
@@ -52,11 +52,11 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     worker = stack.enter_context(DataWorker(dispatcher.address, open_split, limits=LIMITS, chunk_records=5))
     config, channel = TrainConfig(model_dir=f"{folder}/model"), MemoryChannel()
     plan = PublishPlan(config=PublishConfig(to="memory"), run="r", open_writer=lambda _: channel.writer())
-    share = ServedShare(Clicks(), config, index=0, num_ps=1, num_workers=2, publish=plan)
+    share = ServedShard(Clicks(), config, index=0, num_ps=1, num_workers=2, publish=plan)
     stack.callback(share.close_publishing)
     parameters = stack.enter_context(share.serve("127.0.0.1", 0, None, LIMITS))
     guarded = stack.enter_context(
-        ParameterServer([], share=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
+        ParameterServer([], shard=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
     )
     write_shards(Path(folder, "export"), shards=1)
     serving = stack.enter_context(ServingServer(f"{folder}/export", 0, limits=LIMITS))

@@ -22,7 +22,7 @@ from serve.server.serving import ask_http
 from services import warm
 
 from monolith.errors import MonolithError
-from monolith.serve.servable.versions import list_versions, withheld_versions
+from monolith.serve.versions import list_versions, withheld_versions
 from monolith.train.hooks import ControlClient
 
 TESTS = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ class Broken:
 
 
 @dataclass
-class Asker:
+class Client:
     """Asks one server for all rows, again and again, and compares."""
 
     port: int
@@ -174,7 +174,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def check(askers: Sequence[Asker]) -> None:
+def check(askers: Sequence[Client]) -> None:
     for asker in askers:
         asker.close()
     for asker in askers:
@@ -186,7 +186,7 @@ def check(askers: Sequence[Asker]) -> None:
 def test_no_row_breaks_the_claim_of_its_answer(stack: ExitStack, tmp_path: Path, rounds: int) -> None:
     run = StepRun(stack, tmp_path)
     until(run.versions, "nothing was exported")
-    asker = Asker(ServeProcess(stack, run).port)
+    asker = Client(ServeProcess(stack, run).port)
     stack.callback(asker.close)
     for _ in range(rounds):
         newest = int(run.versions()[-1])
@@ -215,7 +215,7 @@ def test_no_row_breaks_the_claim_of_an_entry_that_asks_serving_servers(
     found = ("--discovery", f"files://{tmp_path}/registry")
     for shard in ("0", "1"):
         ServeProcess(stack, run, "--role", "ps", "--shard", shard, *found, until_line="rows")
-    asker = Asker(ServeProcess(stack, run, "--role", "entry", *found).port)
+    asker = Client(ServeProcess(stack, run, "--role", "entry", *found).port)
     stack.callback(asker.close)
     newest = int(run.versions("entry")[-1])
     until(lambda: asker.reaches(newest + 30), "the entry does not follow")

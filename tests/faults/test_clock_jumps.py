@@ -31,11 +31,11 @@ if __name__ == "__main__":
 
 import pytest  # noqa: E402
 from faults.fleet_processes import TESTS, FleetProcesses  # noqa: E402
-from train.fleet.test_meeting import START, Caller, Clock, failure  # noqa: E402
+from runtime.test_service import START, Caller, Clock, failure  # noqa: E402
 
 from monolith.data.files.work_queue import LocalFileQueue  # noqa: E402
 from monolith.data.service.job import DataJobConfig, Job  # noqa: E402
-from monolith.train.fleet.meeting import Meeting  # noqa: E402
+from monolith.runtime.service import CoordinationService  # noqa: E402
 
 
 class JumpyRun(FleetProcesses):
@@ -61,7 +61,7 @@ class JumpyRun(FleetProcesses):
 
     @property
     def task(self) -> list[str]:
-        return ["train.fleets:TalliedSlowly"]
+        return ["runtime.fleets:TalliedSlowly"]
 
     def set_clock(self, offset: float) -> None:
         aside = self._file.with_suffix(".new")
@@ -100,11 +100,11 @@ LASTS = 10.0
 class Workers:
     """The heartbeats of a fleet's workers, with the service that hears them."""
 
-    made_by = Meeting
+    made_by = CoordinationService
 
     def __init__(self, folder: Path, timer: Clock) -> None:  # noqa: ARG002
         self._timer = timer
-        self._call = Caller(Meeting(2, lost_after=timedelta(seconds=LASTS), clock=timer))
+        self._call = Caller(CoordinationService(2, lost_after=timedelta(seconds=LASTS), clock=timer))
         self._call("begin", run="r", num_workers=2)
         self._call("open", run="r", start=START)
         self._call.join(1)

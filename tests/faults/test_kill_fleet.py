@@ -23,7 +23,7 @@ from faults.fleet_processes import (
     WiredFleet,
 )
 from faults.network import why_no_network
-from train.fleets import Tallied, read_model
+from runtime.fleets import Tallied, read_model
 
 from monolith.cluster import fetch_ps_cluster
 from monolith.cluster.status import StatusBoard

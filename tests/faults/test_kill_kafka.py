@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime.fleets import read_model
+from runtime.test_rebalancing import TalliedTopic
 from services import warm
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
-from train.fleet.test_dealing import TalliedTopic
-from train.fleets import read_model
 
 from monolith.data.kafka import KafkaSink
-from monolith.train import Hook, SaveConfig, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import Hook, SaveConfig, TrainConfig
 
 TESTS = Path(__file__).resolve().parents[1]
 MESSAGES = 6000

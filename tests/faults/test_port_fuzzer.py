@@ -12,8 +12,8 @@ pytest.importorskip("grpc")
 
 from faults.port_fuzzer import CALLS, Mutator, fuzz
 
-from monolith.train.fleet.bodies import CALLS as FLEET_CALLS
-from monolith.train.fleet.standby_bodies import STANDBY_CALLS
+from monolith.runtime.messages import CALLS as FLEET_CALLS
+from monolith.runtime.messages import STANDBY_CALLS
 
 
 @pytest.mark.parametrize("seed", [1, 2])

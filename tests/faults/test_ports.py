@@ -32,12 +32,12 @@ from monolith.cluster.security import Guard, SecurityConfig
 from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
+from monolith.runtime.parameter_server import ServedShard
 from monolith.serve.shards import ServingServer
 from monolith.store.rank_calls import RankCalls, RankPort
 from monolith.store.rank_keys import keep_keys
 from monolith.sync.flight_channel import DeltaPort
 from monolith.train import TrainConfig
-from monolith.train.fleet.parameter_server import ServedShare
 from monolith.train.hooks import ControlServerHook, LocalBarrier
 from monolith.ui import Feed, Page
 from monolith.wire.open_inference import SERVICE, service_methods
@@ -66,7 +66,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def parameter_server(folder: Path, stack: ExitStack) -> list[str]:
-    share = ServedShare(Clicks(), TrainConfig(model_dir=str(folder)), index=0, num_ps=1, num_workers=1)
+    share = ServedShard(Clicks(), TrainConfig(model_dir=str(folder)), index=0, num_ps=1, num_workers=1)
     return [stack.enter_context(share.serve("127.0.0.1", 0, GUARD)).address]
 
 

@@ -46,7 +46,7 @@ from monolith.data import (
     Records,
     Stream,
 )
-from monolith.data.files.work_queue import SharedFileQueue
+from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.data.formats import ParquetFormat
 from monolith.data.records import BatchSpec
 from monolith.data.synthetic.drift import FEATURES, SPEC, TIME
@@ -54,6 +54,7 @@ from monolith.errors import MonolithError
 from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
+from monolith.runtime import Trainer
 from monolith.table import Adam, AdmissionConfig, Sgd, Zeros, iterate
 from monolith.tensors import RaggedTensor
 from monolith.train import (
@@ -67,7 +68,6 @@ from monolith.train import (
     StepResult,
     Task,
     TrainConfig,
-    Trainer,
 )
 
 RECORD = "record"

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from monolith.cuda import Device
 from monolith.feature import FeatureIds
 from monolith.model import DeepFM, EmbeddingOptimizer
+from monolith.runtime.prefetch import PrefetchPipeline
 from monolith.store import LocalStore, TableIds
 from monolith.table import Adagrad, DelayCompensated, Sgd
 from monolith.tensors import RaggedTensor
-from monolith.train.lane import Lane
 
 FEATURES = ("item", "user")
 
@@ -89,7 +89,7 @@ def test_looked_up_ahead_and_updated_behind_it_is_the_same_as_on_the_cpu(device:
     for where in (None, device):
         model = model_on(where)
         sparse = EmbeddingOptimizer(model)
-        with Lane(
+        with PrefetchPipeline(
             iter(range(6)), lambda number, model=model: model.embeddings.prepare(batch(number))
         ) as lane:
             while (ready := lane.next()) is not None:

@@ -12,7 +12,7 @@ from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
 from monolith.run import ALIASES, FLAGS_OF_OTHERS, OLD_NAMES, RunConfig, load_run_config
 from monolith.run.old_names import RENAMED_FIELDS, moved_fields
-from monolith.train.ranks.config import RanksConfig
+from monolith.train.config import RanksConfig
 
 CPU_TRAINING = """
     server_type index num_ps num_workers model_name filter_capacity filter_split_num filter_type

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from monolith.errors import ConfigError, DeadlineExceededError
-from monolith.serve.asking import Answered
+from monolith.serve.client import ClientAnswer
 from monolith.serve.freshness_probe import FolderEvents, FreshnessProbe, open_events, quantile, stages_of
 
 ROW = {"user": "ann", "tags": ["a"], "item": 7, "click": 1.0, "time": 0}
@@ -45,10 +45,10 @@ class Trainer:
     def close(self) -> None:
         pass
 
-    def ask(self, model: str, rows: Sequence[Mapping[str, Any]], version: str = "") -> Answered:
+    def ask(self, model: str, rows: Sequence[Mapping[str, Any]], version: str = "") -> ClientAnswer:
         known = [row[self.column] for at, row in self.written if self.now >= at + self.lag]
         scores = [float(row[self.column] in known) + self.drift for row in rows]
-        return Answered(model, version or "1", {"click": scores}, dict(STAMPS))
+        return ClientAnswer(model, version or "1", {"click": scores}, dict(STAMPS))
 
 
 def probe_of(trainer: Trainer, column: str, **how: Any) -> FreshnessProbe:
@@ -91,7 +91,7 @@ def test_dense_weights_that_move_are_not_taken_for_the_event() -> None:
 
 def test_a_column_that_tells_unseen_ids_apart_cannot_be_used() -> None:
     trainer = Trainer()
-    trainer.ask = lambda *_: Answered("ads", "1", {"click": [0.1, 0.2]})  # type: ignore[method-assign]
+    trainer.ask = lambda *_: ClientAnswer("ads", "1", {"click": [0.1, 0.2]})  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="tells two ids that it has never seen apart"):
         probe_of(trainer, "user").probe(trainer, timeout=3)
     assert trainer.written == []

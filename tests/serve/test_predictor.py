@@ -18,10 +18,10 @@ from serve.served_tasks import SPEC, Predicted, columns, exported, predictions, 
 from monolith.data import MemorySource
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.run.export_config import ExportConfig
-from monolith.run.servables import how_to_export
+from monolith.runtime.export import how_to_export
 from monolith.serve import FoundRows, Predictor
-from monolith.serve.servable.versions import remove_versions
 from monolith.serve.server.tensors import columns_of, listed_tensor
+from monolith.serve.versions import remove_versions
 from monolith.store import TableIds
 from monolith.tensors import RaggedTensor
 from monolith.train import TrainConfig
@@ -351,7 +351,7 @@ def test_rows_may_come_from_somebody_else(root):
 
 
 def test_a_compiled_dense_half_is_run_only_where_there_is_one(root):
-    with pytest.raises(ConfigError, match="nothing compiled in it; export it with --compile"):
+    with pytest.raises(ConfigError, match="no compiled package; export it with --compile"):
         Predictor(str(root), compiled=True, show=False)
 
 
@@ -372,5 +372,5 @@ def test_an_entry_without_its_servers_is_refused(config, tmp_path):
     exported(config, tmp_path, shards=2)
     with pytest.raises(ConfigError, match="spread over 2 serving servers"):
         Predictor(str(tmp_path), show=False)
-    with pytest.raises(ConfigError, match="holds rows, and answers no requests"):
+    with pytest.raises(ConfigError, match="has rows only and cannot answer requests"):
         Predictor(str(tmp_path / "ps_0"), show=False)

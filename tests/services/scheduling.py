@@ -13,8 +13,8 @@ import pytest
 TOGETHER = {
     "Ray": (  # and a ZooKeeper
         "tests/cluster/launch/test_ray.py",
-        "tests/cli/test_launching.py",
-        "tests/cli/test_rank_training.py",
+        "tests/runtime/test_launch.py",
+        "tests/runtime/test_rank_processes.py",
         "tests/contracts/test_discovery.py",
         "tests/cluster/test_ray_discovery.py",
         "tests/cluster/test_ray_connection.py",
@@ -26,7 +26,7 @@ TOGETHER = {
         "tests/contracts/test_source.py",
         "tests/contracts/test_delta_channel.py",
         "tests/sync/test_kafka_channel.py",
-        "tests/train/fleet/test_dealing.py",
+        "tests/runtime/test_rebalancing.py",
         "tests/data/test_kafka.py",
         "tests/faults/test_kill_kafka.py",
         "tests/end_to_end/test_joined_topics.py",

@@ -156,7 +156,10 @@ def test_the_commands_of_runs_begin_it_and_benchmarks_do_not(tool: ModuleType) -
 def test_it_says_of_a_name_how_a_run_comes_to_use_it(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tool.main(["monolith.train.Trainer", "monolith_compat.params"]) == 0
+    assert tool.main(["monolith.runtime.Trainer", "monolith_compat.params"]) == 0
     first, *way, last = capsys.readouterr().out.splitlines()
-    assert (first, last) == ("monolith.train.Trainer: used by a run", "monolith_compat.params: library only")
+    assert (first, last) == (
+        "monolith.runtime.Trainer: used by a run",
+        "monolith_compat.params: library only",
+    )
     assert way[-1].startswith("  <- monolith.cli.")

@@ -11,7 +11,8 @@ import torch
 from train.tasks import Clicks, rows_of
 
 from monolith.errors import ConfigError
-from monolith.train import Mode, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import Mode, TrainConfig
 from monolith.train import accelerator as accelerators
 from monolith.train.accelerator import ACCELERATORS, Cpu, Cuda, Xla, accelerator_of, take
 from monolith.train.model import Model

@@ -11,26 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.fleets import Tallied, run_fleet
 from torch import nn
-from train.fleets import Tallied, run_fleet
 from train.tasks import Clicks, rows_of
 
 from monolith.checkpoint import go_back, list_checkpoints, named_checkpoint, read_best
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
+from monolith.runtime import LocalRun, Trainer, TrainReport
 from monolith.train import (
     EvaluateConfig,
     Hook,
     KeepConfig,
-    LocalRun,
     Mode,
     Outputs,
-    Run,
     SaveConfig,
     StepResult,
     TrainConfig,
-    Trainer,
-    TrainReport,
+    TrainingRun,
 )
 from monolith.train.evaluating import BestSoFar, EvaluateHook
 
@@ -50,7 +48,7 @@ class Fail(Hook):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if result.step == self._step:
             raise RuntimeError("as if it were killed")
 
@@ -72,7 +70,7 @@ class _Tell(Hook):
     def __init__(self, step: list[int]) -> None:
         self._step = step
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._step[0] = result.step
 
 
@@ -130,7 +128,7 @@ def test_a_run_is_evaluated_by_the_clock(tmp_path: Path) -> None:
     made: list[EvaluateHook] = []
 
     class Tick(Hook):
-        def before_step(self, run: Run) -> None:  # noqa: ARG002
+        def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
             now[0] += 60
 
     def hooks(run: LocalRun) -> list[Hook]:
@@ -176,7 +174,7 @@ def test_an_evaluation_that_is_interrupted_is_left_unfinished(tmp_path: Path) ->
             return super().outputs(model, batch)
 
     class Hand(Hook):
-        def begin(self, run: Run) -> None:
+        def begin(self, run: TrainingRun) -> None:
             task.sessions.append(run)
 
     task = Interrupting()

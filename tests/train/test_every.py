@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from monolith.errors import ConfigError
-from monolith.train.every import Every
+from monolith.train.hook import Every
 
 
 def test_steps_that_follow_each_other_cross_at_multiples() -> None:

@@ -13,7 +13,8 @@ from train.tasks import Clicks
 
 from monolith.config import config_from_mapping
 from monolith.errors import ConfigError
-from monolith.train import Hook, SaveConfig, ScheduleConfig, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import Hook, SaveConfig, ScheduleConfig, TrainConfig
 
 WARM = ScheduleConfig(kind="warmup", warmup_steps=3)
 COSINE = ScheduleConfig(kind="cosine", warmup_steps=1, steps=4, end=0.2)

@@ -12,8 +12,9 @@ from monolith.data import Batches, MemorySource, Pipeline
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec, IdFeature
 from monolith.model import DeepFM, TwoTower
+from monolith.runtime import Trainer
 from monolith.table import Adagrad
-from monolith.train import EvaluateConfig, Mode, RetrievalTask, TrainConfig, Trainer
+from monolith.train import EvaluateConfig, Mode, RetrievalTask, TrainConfig
 
 SPEC = FeatureSpec(features={"user": IdFeature(), "item": IdFeature()}, optional=("label",), group="user")
 

@@ -15,7 +15,8 @@ from monolith.data import BatchSpec, MemorySource, Pipeline, Stream
 from monolith.errors import DataError, FeatureError
 from monolith.feature import Batch
 from monolith.model import DeepFM
-from monolith.train import Mode, Outputs, Task, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import Mode, Outputs, Task, TrainConfig
 
 SPEC = BatchSpec(ids=("user", "item"), event_time=None)
 COLUMNS = {"user": [1, 2, 3, 4], "item": [5, 6, 7, 8], "label": [0, 1, 1, 0]}

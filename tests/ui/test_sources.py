@@ -20,7 +20,7 @@ from monolith.errors import ConfigError, UnavailableError
 from monolith.observe import Metrics
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.ui.figures import CurvePoint, PageReading
-from monolith.ui.run_folder import RunSource
+from monolith.ui.run_source import RunSource
 from monolith.ui.sources import STILL_LOOKS, Feed, ProcessSource, source_of
 
 
@@ -161,7 +161,7 @@ def test_a_server_shows_requests_latency_and_versions() -> None:
     pages = {"/v2/repository/index": lambda: json.dumps(index).encode()}
     requests.inc(10, model="ads", code="ok")
     metrics.gauge("serve_staleness_seconds", "", ["model"]).set(0.26, model="ads")
-    metrics.gauge("serve_follow_held", "", ["model"]).set(1, model="ads")
+    metrics.gauge("serve_follow_paused", "", ["model"]).set(1, model="ads")
     with metrics.serve(0, pages=pages) as served:
         source = ProcessSource("ads", f"http://127.0.0.1:{served.port}", clock=lambda: 9_000.0, timer=timer)
         assert of(source.read(), "requests") == []  # there is no rate yet
@@ -178,7 +178,7 @@ def test_a_server_shows_requests_latency_and_versions() -> None:
     ]
     assert [(one.name, one.version, one.state) for one in reading.models] == [("ads", "3", "READY")]
     assert (reading.facts["refused"], reading.facts["staleness"]) == ("2", "0.3 s")
-    assert reading.note == "the trainer holds publishing back"
+    assert reading.note == "the trainer has paused publishing"
 
 
 # A folder

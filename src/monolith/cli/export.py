@@ -15,17 +15,18 @@ from monolith import filesystem
 from monolith.cli.evaluation import settled
 from monolith.cli.options.export import ExportOptions
 from monolith.cli.options.train import EvaluateOptions
-from monolith.cli.task_config import load_reading_run, say, train_options, warn
+from monolith.cli.task_config import load_reading_run, train_options
+from monolith.cli.terminal import say, warn
 from monolith.errors import ConfigError
 from monolith.observe import Progress, progress
 from monolith.observe.progress import describe_bytes
 from monolith.run import RunConfig
 from monolith.run.export_config import ExportConfig, RowCoding
-from monolith.run.servables import export_folder, how_to_export, task_exporter
-from monolith.serve.exporting import ExportedServable
-from monolith.serve.own_module import OwnModule
+from monolith.runtime.export import export_folder, how_to_export, task_exporter
+from monolith.runtime.report import read_run_manifest
+from monolith.serve.exporter import ExportedServable
+from monolith.serve.python_module import PythonModule
 from monolith.train import Task
-from monolith.train.manifest import read_run_manifest
 
 FACTORY = "monolith.cli.export:served_module"
 
@@ -164,7 +165,7 @@ def module_arguments(options: ExportOptions, settings: RunConfig) -> dict[str, A
 
 def served_module(
     task: str | None, config: str | None, settings: Sequence[str], model_dir: str, folder: str
-) -> OwnModule:
+) -> PythonModule:
     """Make the model of a task again, where it is served.
 
     Args:
@@ -179,7 +180,7 @@ def served_module(
         set=tuple(settings),
     )
     made, _ = load_reading_run(options)
-    return OwnModule(made.model(), made.predictions)
+    return PythonModule(made.model(), made.predictions)
 
 
 # What is said
@@ -203,8 +204,8 @@ def described(made: ExportedServable, root: str) -> list[str]:
             )
     if made.removed:
         lines.append(f"  removed the versions {', '.join(made.removed)}")
-    if made.held:
-        lines.append(f"  kept the versions {', '.join(made.held)}: a server holds them")
+    if made.in_use:
+        lines.append(f"  kept the versions {', '.join(made.in_use)}: a server uses them")
     if made.withheld:
         lines.append(
             "  withheld from servers: publishing of the run is paused, and this checkpoint is of the first "
@@ -240,6 +241,6 @@ def to_json(made: ExportedServable, task: Task, checkpoint: str) -> Mapping[str,
             for name, table in servable.tables.items()
         },
         "removed": list(made.removed),
-        "held": list(made.held),
+        "held": list(made.in_use),
         "withheld": made.withheld,
     }

@@ -13,15 +13,15 @@ from typing import Protocol, Self
 
 from monolith.checkpoint import checkpoint_exists
 from monolith.cli.options.train import EvaluateOptions
-from monolith.cli.stop_signals import StopSignals
-from monolith.cli.task_config import say
+from monolith.cli.terminal import StopSignals, say
 from monolith.config import parse_duration
 from monolith.data import Stream
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RestoreError
 from monolith.feature import Batch
-from monolith.train import Evaluation, FollowConfig, Follower, Task, TrainConfig, Trainer
+from monolith.runtime import FollowConfig, Follower, Trainer
+from monolith.runtime.following import Found
+from monolith.train import Evaluation, Task, TrainConfig
 from monolith.train.evaluation_log import EvaluationLog
-from monolith.train.following import Found
 
 AGAIN = "run the same command again to go on with the checkpoints that are new"
 

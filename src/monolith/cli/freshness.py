@@ -1,4 +1,4 @@
-"""`monolith freshness URL`: how new the answers of a server are, and how long events take to them."""
+"""`monolith query freshness URL`: how new the answers of a server are, and how long events take to them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from monolith.cli.ask import read_row
-from monolith.cli.options.freshness import FreshnessOptions
+from monolith.cli.options.jobs import FreshnessOptions
+from monolith.cli.query import read_row
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import progress
-from monolith.serve.asking import Answered, Asker, open_asker
-from monolith.serve.following.freshness import STAGES
+from monolith.serve.client import Client, ClientAnswer, open_client
 from monolith.serve.freshness_probe import FreshnessProbe, Probed, open_events, quantile, stages_of
+from monolith.serve.rows import STAGES
 
 
 def run(options: FreshnessOptions) -> int:
@@ -41,7 +41,7 @@ def run(options: FreshnessOptions) -> int:
         token_file=options.token_file,
     )
     context = ssl_context(security, server=False)
-    with open_asker(options.url, guard_caller(security), context=context) as asker:
+    with open_client(options.url, guard_caller(security), context=context) as asker:
         model = options.model or asker.only_model()
         if options.source is None:
             show_answers(options, watched(options, asker, model, row))
@@ -50,7 +50,7 @@ def run(options: FreshnessOptions) -> int:
     return 0
 
 
-def watched(options: FreshnessOptions, asker: Asker, model: str, row: dict[str, Any]) -> list[Answered]:
+def watched(options: FreshnessOptions, asker: Client, model: str, row: dict[str, Any]) -> list[ClientAnswer]:
     """Ask so many times."""
     answers = []
     for number in range(options.count):
@@ -60,7 +60,7 @@ def watched(options: FreshnessOptions, asker: Asker, model: str, row: dict[str, 
     return answers
 
 
-def probed(options: FreshnessOptions, asker: Asker, model: str, row: dict[str, Any]) -> list[Probed]:
+def probed(options: FreshnessOptions, asker: Client, model: str, row: dict[str, Any]) -> list[Probed]:
     """Write so many events, and wait for each."""
     assert options.source is not None
     assert options.id is not None
@@ -79,7 +79,7 @@ def probed(options: FreshnessOptions, asker: Asker, model: str, row: dict[str, A
     return found
 
 
-def show_answers(options: FreshnessOptions, answers: Sequence[Answered]) -> None:
+def show_answers(options: FreshnessOptions, answers: Sequence[ClientAnswer]) -> None:
     """Print what answers say of themselves."""
     last = answers[-1]
     staleness = [float(one.parameters["staleness"]) for one in answers if "staleness" in one.parameters]

@@ -6,7 +6,7 @@ import random
 import re
 import sys
 
-from monolith.cli.options.new import NewOptions
+from monolith.cli.options.jobs import NewOptions
 from monolith.errors import ConfigError
 
 EXAMPLES = 3000
@@ -79,7 +79,8 @@ evaluate = {{ every_steps = 25, metric = "click/auc", patience = 3 }}
 TEST = '''\
 """Run with `pytest` in this folder."""
 
-from monolith.train import Mode, TrainConfig, Trainer
+from monolith.runtime import Trainer
+from monolith.train import Mode, TrainConfig
 
 from task import {task}
 

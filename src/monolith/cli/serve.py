@@ -21,26 +21,23 @@ from pathlib import Path
 from typing import Any
 
 from monolith.cli.data_service import reachable_host, say, told_to_stop
-from monolith.cli.options.security import SecurityOptions, guard_of, security_of
+from monolith.cli.options.flags import SecurityOptions, guard_of, security_of
 from monolith.cli.options.serve import ServeOptions
-from monolith.cli.profile import profiled_by_user
-from monolith.cli.serve_shards import follow_config, remote_rows, serve_rows, trainer_of
+from monolith.cli.serve_shards import remote_rows, serve_config, serve_rows, trainer_of
 from monolith.cluster.launch.processes import Member, launch
 from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import ClockWatch
-from monolith.serve.servable.versions import list_versions
+from monolith.runtime.local_profile import profiled_by_user
 from monolith.serve.server import (
-    BatchingConfig,
     InferenceServer,
-    Route,
     ServeConfig,
     ServedFolder,
-    ServeLimits,
-    ServePeers,
+    ServerProcesses,
     VersionPolicy,
 )
 from monolith.serve.server.catalog import BestVersion, ServableCatalog, example_row, served_folder
+from monolith.serve.versions import list_versions
 from monolith.wire.ports import bound_socket, join_address
 
 READY = "ready"
@@ -62,28 +59,28 @@ def run(options: ServeOptions) -> int:
             return serve_rows(options)
     if options.processes > 1:
         return serve_together(options)
-    folders = [chosen_folder(text, options) for text in options.folders]
+    config = serve_config(options)
+    folders = [chosen_folder(text, options, config) for text in options.folders]
     names = [one.name for one in folders]
     if len(set(names)) < len(names):
         raise ConfigError(f"serve: two folders hold models of one name ({', '.join(names)}); write NAME=DIR")
-    config = serve_config(options)
-    guard = guard_of(options.security, options.host, os.environ, role="predict")
+    guard = guard_of(options.security, config.host, os.environ, role="predict")
     control = guard.for_role("control")
     context = ssl_context(security_of(options.security, os.environ), server=True)
     index, count, folder = peers_of(options.peers)
     with (
         told_to_stop(os.environ) as stop,
-        trainer_of(options) as trainer,
+        trainer_of(options, config) as trainer,
         profiled_by_user(f"serve-{index}", os.environ, serves=[one.folder for one in folders]),
     ):
         catalog = ServableCatalog(
-            threads=options.predict_threads,
+            threads=config.predict_threads,
             allow_module=options.allow_module,
             compiled=options.compiled,
             serve_withheld=options.serve_withheld,
-            rows=remote_rows(options, guard, stop) if options.role == "entry" else None,
+            rows=remote_rows(options, config, guard, stop) if options.role == "entry" else None,
         )
-        peers = ServePeers(folder, index, count, guard if control.token is None else control)
+        peers = ServerProcesses(folder, index, count, guard if control.token is None else control)
         with InferenceServer(
             config,
             folders,
@@ -104,68 +101,32 @@ def run(options: ServeOptions) -> int:
     return 0
 
 
-def chosen_folder(text: str, options: ServeOptions) -> ServedFolder:
+def chosen_folder(text: str, options: ServeOptions, config: ServeConfig) -> ServedFolder:
     """Return the folder that a word of the command line names, with the versions that flags choose."""
     if options.checkpoint is not None and options.version_policy is not None:
         raise ConfigError("serve: --checkpoint and --version-policy both choose a version; give one of them")
     policy = None
-    if options.version_policy is not None or (options.follow is not None and options.checkpoint is None):
+    if options.version_policy is not None or (config.follow.url and options.checkpoint is None):
         policy = VersionPolicy.parse(options.version_policy or "latest")  # a trainer continues its latest
     return served_folder(text, policy, checkpoint=options.checkpoint, serve_withheld=options.serve_withheld)
 
 
-def chosen_text(one: ServedFolder, options: ServeOptions, version: str) -> str:
+def chosen_text(one: ServedFolder, options: ServeOptions, version: str, *, follows: bool) -> str:
     """Return why a version is served, in words."""
     if options.checkpoint is not None:
         return f"  (--checkpoint {options.checkpoint})"
     if options.version_policy is not None:
         return f"  (--version-policy {options.version_policy})"
-    if options.follow is not None:
+    if follows:
         return "  (the newest, which the trainer continues)"
     chosen = BestVersion(one.folder)
     return f"  ({chosen.why(version, list_versions(one.folder))})"
 
 
-def serve_config(options: ServeOptions) -> ServeConfig:
-    """Return the config that flags name."""
-    return ServeConfig(
-        host=options.host,
-        port=options.port,
-        http_port=options.http_port,
-        grpc_port=options.grpc_port,
-        allowed_hosts=options.allowed_hosts,
-        allow_control=options.allow_control,
-        limits=ServeLimits(
-            request_bytes=options.max_request_bytes,
-            json_bytes=options.max_json_bytes,
-            bytes_in_flight=options.max_bytes_in_flight,
-            body_rate=options.min_body_rate,
-            connections=options.max_connections,
-            peer_connections=options.max_peer_connections,
-            peer_requests=options.max_peer_requests,
-            rows=options.max_rows,
-            queue=options.max_queue,
-            concurrency=options.max_concurrency,
-            timeout=timedelta(seconds=options.timeout),
-        ),
-        batching=BatchingConfig(
-            max_rows=options.max_batch_rows,
-            max_delay=timedelta(milliseconds=options.max_delay_ms),
-            runners=options.runners,
-        ),
-        splits=tuple(map(Route.parse, options.split)),
-        shadows=tuple(map(Route.parse, options.shadow)),
-        follow=follow_config(options),
-        poll=timedelta(seconds=options.poll),
-        drain=timedelta(seconds=options.drain),
-        threads=options.threads,
-        access_log=options.access_log,
-    )
-
-
 def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: ServeOptions) -> list[str]:
     """Return what a person wants to know of a server that has begun."""
-    host = reachable_host(options.host, None)
+    follow = server.config.follow.url
+    host = reachable_host(server.config.host, None)
     lines = []
     if server.http_url is not None:
         scheme, _, address = server.http_url.partition("://")
@@ -176,19 +137,20 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
         lines.append(f"grpc     {grpc}")
     for one in folders:
         versions = ", ".join(server.inference.repository.versions(one.name)) or "none that can be loaded"
-        why = chosen_text(one, options, versions) if server.inference.repository.is_ready(one.name) else ""
+        ready = server.inference.repository.is_ready(one.name)
+        why = chosen_text(one, options, versions, follows=bool(follow)) if ready else ""
         lines.append(f"model    {one.name}  version {versions}  from {one.folder}{why}")
-    if options.follow is not None:
-        lines.append(f"follows  {options.follow}")
+    if follow:
+        lines.append(f"follows  {follow}")
     first = folders[0]
     if server.inference.repository.is_ready(first.name):
-        with server.inference.repository.held(first.name) as held:
-            row = json.dumps(example_row(first.folder, held.model), ensure_ascii=False)
+        with server.inference.repository.lease(first.name) as loaded:
+            row = json.dumps(example_row(first.folder, loaded.model), ensure_ascii=False)
         url = http if server.http_url is not None else grpc
         which = f" --model {shlex.quote(first.name)}" if len(folders) > 1 else ""
         token = options.security.token_file
         shown = "" if token is None else f" --token-file {shlex.quote(str(token))}"
-        lines.append(f"ask it   monolith ask {url}{which}{shown} --row {shlex.quote(row)}")
+        lines.append(f"ask it   monolith query {url}{which}{shown} --row {shlex.quote(row)}")
     return lines
 
 
@@ -197,10 +159,8 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
 
 def serve_together(options: ServeOptions) -> int:
     """Start the processes that share the ports, and restart what is killed, until told to stop."""
-    guard_of(
-        options.security, options.host, os.environ, role="predict"
-    )  # says now what each of them would say
-    serve_config(options)
+    config = serve_config(options)
+    guard_of(options.security, config.host, os.environ, role="predict")  # or each process would fail
     with ExitStack() as open_things:
         folder = Path(open_things.enter_context(tempfile.TemporaryDirectory(prefix="monolith-serve-")))
         chosen = with_ports(options, open_things)
@@ -223,7 +183,7 @@ def serve_together(options: ServeOptions) -> int:
         outcome = launch(
             members,
             output=sys.stderr,
-            grace=timedelta(seconds=options.drain + 5),
+            grace=config.drain + timedelta(seconds=5),
             followers=(),
             restarts=RESTARTS,
             tap=tap,
@@ -235,31 +195,34 @@ def serve_together(options: ServeOptions) -> int:
 
 def with_ports(options: ServeOptions, open_things: ExitStack) -> ServeOptions:
     """Return the options with ports chosen, which are kept for the processes while `open_things` is open."""
-    names = ("port",) if options.port is not None else ("http_port", "grpc_port")
+    config = serve_config(options)
+    names = ("port",) if config.port is not None else ("http_port", "grpc_port")
     chosen: dict[str, Any] = {}
     for name in names:
-        wanted = getattr(options, name)
+        wanted = getattr(config, name)
         if wanted is not None:
-            held: socket.socket = bound_socket(options.host, wanted, share=True)
-            open_things.callback(held.close)
-            chosen[name] = held.getsockname()[1]
+            listener: socket.socket = bound_socket(config.host, wanted, share=True)
+            open_things.callback(listener.close)
+            port = listener.getsockname()[1]
+            chosen[name] = port if name == "port" else str(port)
     return replace(options, **chosen)
 
 
 def together_banner(options: ServeOptions) -> list[str]:
-    host = reachable_host(options.host, None)
+    config = serve_config(options)
+    host = reachable_host(config.host, None)
     scheme = "https" if security_of(options.security, os.environ).uses_tls else "http"
-    http = options.http_port if options.port is None else options.port
-    grpc = options.grpc_port if options.port is None else options.port
+    http = config.http_port if config.port is None else config.port
+    grpc = config.grpc_port if config.port is None else config.port
     lines = []
     if http is not None:
         lines.append(f"http     {scheme}://{join_address(host, http)}  (/docs, /metrics, /v2/health/ready)")
     if grpc is not None:
         lines.append(f"grpc     grpc://{join_address(host, grpc)}")
-    for one in (chosen_folder(text, options) for text in options.folders):
+    for one in (chosen_folder(text, options, config) for text in options.folders):
         versions = list_versions(one.folder)
         version = ", ".join(one.policy.wanted(versions))
-        why = chosen_text(one, options, version)
+        why = chosen_text(one, options, version, follows=bool(config.follow.url))
         lines.append(f"model    {one.name}  version {version}  from {one.folder}{why}")
     return [*lines, f"serving  with {options.processes} processes from {', '.join(options.folders)}"]
 

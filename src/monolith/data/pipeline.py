@@ -14,32 +14,27 @@
     for batch in batches: ...
     saved = batches.position()
 
-Each stage is a source again, and its position as exact as that of the source below. A stage
-that holds records back saves the position from before the oldest of them and how many of
-what follows were delivered; restoring reads these once more and passes over them. So a
-function must make the same of the same record each time. It may see them in other batches.
-What draws, counts or remembers is a transform, whose state is part of the position.
-"""
+Each stage is a source again, with a position as exact as that of its upstream. A stage that buffers records
+saves the position before the oldest of them and how many of the following records were yielded; restoring
+reads these once more and drops them. So a function must make the same of the same record each time; it may
+see records in other batches. A function that draws, counts or remembers must be a transform, whose state is
+part of the position."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
 from torch import Tensor
 
-from monolith.data.bad_values import BadTally, BadValues
+from monolith.data.batches import ColumnBatches, SpecBatches
 from monolith.data.buffering import Rebatched, Shuffled, Taken
-from monolith.data.kept import Kept
-from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
+from monolith.data.records import LINE_ID, BatchSpec, Records
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.source import Position, Stage, Stream, closed_after
-from monolith.data.spec_batches import SpecBatchMaker
 from monolith.data.transforming import SNAPSHOT_EVERY, transformed
 from monolith.data.transforms.transform import Transform
 from monolith.errors import ConfigError, DataError
@@ -133,8 +128,8 @@ class Pipeline(Stage[Records, Records]):
         `BatchSpec.optional`.
         """
         if isinstance(spec, FeatureSpec):
-            return Batches(_SpecBatched(self._source, spec))
-        return Batches(_Batched(self._source, spec))
+            return Batches(SpecBatches(self._source, spec))
+        return Batches(ColumnBatches(self._source, spec))
 
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)
@@ -167,88 +162,6 @@ class _Mapped(Stage[Records, Records]):
                     raise DataError(f"pipeline: map must return Records, got {type(made).__name__}")
                 if len(made):
                     yield made
-
-
-class _Batched(Stage[Batch, Records]):
-    def __init__(self, source: Stream[Records], spec: BatchSpec) -> None:
-        super().__init__(source)
-        self._spec = spec
-        self._make = BatchMaker(spec)
-        self._kept: Kept | None = None
-        self._resumed = False
-        self._dropped = BadTally()  # since the last time reading began
-
-    def allow_missing_labels(self) -> None:
-        super().allow_missing_labels()
-        labels = (column for column, _ in self._spec.labels.values())
-        optional = dict.fromkeys([*self._spec.optional, *labels])
-        self._spec = replace(self._spec, optional=tuple(optional))
-        self._make = BatchMaker(self._spec, resumed=self._resumed)
-
-    def keep_columns(self, names: Sequence[str]) -> bool:
-        self._kept = Kept(names)
-        return True
-
-    def bad_records(self) -> dict[str, int]:
-        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
-
-    def __iter__(self) -> Iterator[Batch]:
-        bad = BadValues(self._spec, self.reject, first_empty=self._source.find_empty_cell)
-        self._dropped = bad.tally
-        with closed_after(self._source) as batches:
-            for records in batches:
-                fine = bad.left_out(records)
-                if len(fine) or not len(records):
-                    batch = self._make(fine)
-                    yield batch if self._kept is None else self._kept.beside(batch, fine)
-        bad.judge(at_end=True)
-        self._make.end()
-
-    def restore(self, position: Position) -> None:
-        super().restore(position)
-        self._resumed = True
-        self._make = BatchMaker(self._spec, resumed=True)
-
-
-class _SpecBatched(Stage[Batch, Records]):
-    def __init__(self, source: Stream[Records], spec: FeatureSpec) -> None:
-        super().__init__(source)
-        self._spec = spec
-        self._resumed = False
-        self._kept: Kept | None = None
-        self._dropped = BadTally()  # since the last time reading began
-
-    def allow_missing_labels(self) -> None:
-        super().allow_missing_labels()
-        optional = dict.fromkeys([*self._spec.optional, *self._spec.targets])
-        self._spec = replace(self._spec, optional=tuple(optional))
-
-    def keep_columns(self, names: Sequence[str]) -> bool:
-        self._kept = Kept(names)
-        return True
-
-    def bad_records(self) -> dict[str, int]:
-        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
-
-    def __iter__(self) -> Iterator[Batch]:
-        make = SpecBatchMaker(
-            self._spec,
-            self.reject,
-            resumed=self._resumed,
-            kept=self._kept,
-            first_empty=self._source.find_empty_cell,
-        )
-        self._dropped = make.tally
-        with closed_after(self._source) as batches:
-            for records in batches:
-                made = make(records)
-                if made is not None:
-                    yield made
-        make.end()
-
-    def restore(self, position: Position) -> None:
-        super().restore(position)
-        self._resumed = True
 
 
 class _Watched(Stage[Records, Records]):
@@ -316,7 +229,7 @@ class ProgressLine:
 
 
 class _Ahead(Stage[Item, Item]):
-    """Reads ahead in a thread, and stands where its consumer stands."""
+    """Reads ahead in a thread; its position is that of its consumer."""
 
     def __init__(self, source: Stream[Item], capacity: int) -> None:
         if capacity < 0:
@@ -324,11 +237,12 @@ class _Ahead(Stage[Item, Item]):
         super().__init__(source)
         self._capacity = capacity
         self._running: Prefetched | None = None
-        self._position: Position | None = None  # None: where the source stands
+        self._position: Position | None = None  # None: that of the source
 
     def __iter__(self) -> Iterator[Item]:
         if self._running is None:
-            # The thread owns the source from here on, so its position is asked for now.
+            # The thread owns the source from here on, so its position is asked for now. From then on the
+            # position travels with each item: asking the source would return how far the thread has read.
             self._position = self._source.position()
             self._running = prefetch(_with_positions(self._source), self._capacity)
         while True:
@@ -339,7 +253,7 @@ class _Ahead(Stage[Item, Item]):
             except BaseException:
                 self._stop()
                 raise
-            yield item  # who stops here finds what was read ahead when coming back
+            yield item  # a consumer that stops here resumes with what was read ahead
             if self._running is None:
                 raise DataError("pipeline: restored or closed while it was being read")
         self._running = None
@@ -367,7 +281,7 @@ class _Ahead(Stage[Item, Item]):
         if self._running is not None:
             self._running.close()
             self._running = None
-            # What was read ahead is dropped, and read again by whoever iterates next.
+            # What was read ahead is dropped; the next iteration reads it again.
             assert self._position is not None
             self._source.restore(self._position)
 

@@ -21,12 +21,12 @@ from monolith.run.examples import ExamplesConfig
 from monolith.run.export_config import ExportConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
-from monolith.store.dense_config import DenseConfig
+from monolith.serve.config import ServeConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.sync.publish_config import PublishConfig
 from monolith.table.config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
-from monolith.train.config import TrainConfig
-from monolith.train.ranks.config import RanksConfig
+from monolith.train.config import RanksConfig, TrainConfig
 from monolith.wire.ports import Limits
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class RunConfig(Checked):
     """The items that a two-tower model retrieves from; beside a task of one's own, it needs a setting of type
     CandidatesConfig."""
     export: ExportConfig = field(default_factory=ExportConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)

@@ -16,8 +16,7 @@ from monolith.config import Dropped, Renamed, Unsupported
 from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
 from monolith.run.processes import NO_LIMIT, FailoverConfig
-from monolith.train.config import TrainConfig
-from monolith.train.ranks.config import RanksConfig
+from monolith.train.config import RanksConfig, TrainConfig
 
 
 def milliseconds(value: object) -> object:
@@ -160,7 +159,9 @@ _FOLLOWED = (
     "nothing is sent to servers by name: each reads what the run publishes, by `monolith serve DIR --follow` "
     "with the place that publish.to says"
 )
-_ITEMS = "no run passes over all items after training; `monolith embeddings` does, with candidates.path"
+_ITEMS = (
+    "no run passes over all items after training; `monolith export embeddings` does, with candidates.path"
+)
 _LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
 

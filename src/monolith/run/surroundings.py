@@ -25,7 +25,7 @@ class ThreadsConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsConfig(Checked):
-    """Where Prometheus finds the metrics of this process, and `monolith top` how it stands."""
+    """Where Prometheus finds the metrics of this process, and `monolith status watch` how it stands."""
 
     prefix: str | None = None
     """What names of metrics begin with; None means monolith."""
@@ -35,7 +35,7 @@ class MetricsConfig(Checked):
     """The address of the metrics port. One that others can reach needs certificates or a token: see
     security."""
     status_every: timedelta | None = None
-    """How often this process writes how it stands to status/ of the model_dir, for `monolith top`; 0 writes
+    """How often this process writes its status to status/ of the model_dir, for `monolith status`; 0 writes
     nothing, None takes 2 s, and 15 s in a model_dir that is remote."""
 
     def problems(self) -> Iterator[Problem]:

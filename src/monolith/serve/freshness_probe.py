@@ -1,7 +1,7 @@
 """Probing freshness: how long it takes from an event in the stream to an answer that knows of it.
 
-A probe takes a row with an id that nobody has seen. Such an id has no row in the table, so the model says of
-it what it says of any other id that nobody has seen. The probe writes the row into the stream that the
+A probe takes a row with an unseen ID. Such an ID has no row in the table, so the model answers it like any
+other unseen ID. The probe writes the row into the stream that the
 trainer reads, and asks the server for it and for a second unseen id that is not written, both in one request:
 while the two answers are equal, nothing of the event is served. Dense weights that were swapped meanwhile
 move both alike.
@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from monolith import filesystem
 from monolith.data import KafkaSink
 from monolith.errors import ConfigError, DeadlineExceededError
-from monolith.serve.asking import Answered
-from monolith.serve.following.freshness import ServedUpTo
+from monolith.serve.client import ClientAnswer
+from monolith.serve.rows import ServedUpTo
 from monolith.sync.messages import LearnedUpTo
 
 Row = Mapping[str, Any]
@@ -37,9 +37,9 @@ class WritesEvents(Protocol):
 
 
 class AsksRows(Protocol):
-    """Asks a server: `Asker`."""
+    """Asks a server: `Client`."""
 
-    def ask(self, model: str, rows: Sequence[Row], version: str = "") -> Answered: ...
+    def ask(self, model: str, rows: Sequence[Row], version: str = "") -> ClientAnswer: ...
 
 
 class FolderEvents:
@@ -169,14 +169,14 @@ class FreshnessProbe:
             "Does the trainer read this source, admit an id at once, and publish?"
         )
 
-    def _ask(self, marked: Row, control: Row) -> Answered:
+    def _ask(self, marked: Row, control: Row) -> ClientAnswer:
         return self._asker.ask(self._model, [marked, control])
 
     def _unseen(self) -> dict[str, Any]:
         return {**self._row, self._column: _unseen_like(self._row[self._column])}
 
     @staticmethod
-    def _differ(answered: Answered) -> bool:
+    def _differ(answered: ClientAnswer) -> bool:
         return any(values[0] != values[1] for values in answered.outputs.values())
 
 

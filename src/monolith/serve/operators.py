@@ -1,10 +1,10 @@
 """The operators that an exported graph may call, by name.
 
-A graph comes from whoever can write to the folder of exports, and torch has operators that read and create
-files (`aten.from_file`), show memory that was never written (`aten.empty`), look past the end of a tensor
-(`aten.as_strided`) or change the state of the process. So what is allowed is listed, overload by overload:
-functions of tensors, those that write to a tensor of the graph in place, and arithmetic on sizes. A new
-operator is refused until it is added here; an export says so first.
+Any process that can write to the folder of exports can write a graph, and torch has operators that read and
+create files (`aten.from_file`), show memory that was never written (`aten.empty`), look past the end of a
+tensor (`aten.as_strided`) or change the state of the process. So what is allowed is listed, overload by
+overload: functions of tensors, those that write to a tensor of the graph in place, and arithmetic on sizes. A
+new operator is refused until it is added here; an export says so first.
 
 The list holds what the ready models and layers use, the functional part of torch.nn, and the core operators
 that torch decomposes others into. Random numbers are left out, except for dropout, which does nothing in

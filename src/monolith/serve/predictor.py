@@ -1,11 +1,17 @@
-"""Predictor: asks a servable, in this process.
+"""Predictor: loads a servable and answers requests in this process.
 
     with Predictor("servables/clicks") as predictor:
         predictor.predict({"user": ["ann", "bob"], "price": [3.5, 4.0]}).outputs["click"]
 
-A request takes one call into the core for its features, one for its rows and one for the tensors that are
-made of them; then the dense half runs. Tables are mapped, so that several predictors of one machine, in one
-process or many, share the memory of a table.
+The steps of one prediction, for n rows:
+
+    columns     values by name, each of n rows            RequestReader.batch: one call into the core
+    batch       ragged IDs and floats (n, width)          Gatherer.read: unique lookups, one list of IDs
+    rows        float32, one row per ID                   RowSource.lookup: mapped tables, or serving servers
+    tensors     (n, ...) per layout                       gathered.gather: one call into the core
+    dense half  float32 (n,) per head                     DenseGraph, CompiledDense or a Python module
+
+Tables are mapped, so that predictors of one machine share the memory of a table, in one process or in many.
 """
 
 from __future__ import annotations
@@ -25,16 +31,12 @@ from monolith import filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.feature import Batch, Gatherer
 from monolith.observe import Progress, progress
-from monolith.serve.claims import RowsClaim, Said, together
-from monolith.serve.compiled import CompiledDense
-from monolith.serve.dense import DenseGraph
-from monolith.serve.own_module import ModuleRunner, make_module
-from monolith.serve.raw import RawTensors, RequestReader
-from monolith.serve.rows import FoundRows, MappedRows, RowSource
-from monolith.serve.servable.manifest import Servable, ServableDense
-from monolith.serve.servable.versions import HeldVersion, hold_version
-from monolith.serve.signature import Signature
-from monolith.serve.warm_up import WARM_UP, read_requests
+from monolith.serve.dense import CompiledDense, DenseGraph
+from monolith.serve.manifest import WARM_UP, Servable, ServableDense, Signature, read_requests
+from monolith.serve.python_module import ModuleRunner, make_module
+from monolith.serve.request_reader import RawTensors, RequestReader
+from monolith.serve.rows import FoundRows, MappedRows, RowsClaim, RowSource, Said, together
+from monolith.serve.versions import LockedVersion, lock_version
 from monolith.store import TableIds
 from monolith.table import FrozenTable
 from monolith.tensors.files import FileRecord, read_tensors
@@ -46,47 +48,48 @@ WEIGHTS = "dense/weights.safetensors"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """What a model says of some rows."""
+    """The answer of a model for some rows."""
 
     outputs: dict[str, Tensor]
-    """By head: float32 of shape (rows,)."""
+    """Head -> float32 of shape (rows,)."""
     missing: tuple[str, ...] = field(default=())
-    """Shards that did not answer, and whose rows were read as zeros."""
+    """Shards that did not answer; their rows were read as zeros."""
     freshness: Said = field(default_factory=dict)
-    """How new the rows are that it was made of; see `monolith.serve.claims`."""
+    """The claim about the rows it was made of; see `monolith.serve.rows`."""
 
 
 class Runner(Protocol):
-    """Runs the model on a batch."""
+    """Runs a model on a batch: as a graph, or as a Python module."""
 
     def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], Sequence[FoundRows]]:
-        """Return predictions by head, and the rows that they were made of."""
+        """Return predictions by head, and the rows they were made of."""
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with other weights, from the next batch on."""
+        """Use other weights from the next batch on."""
 
 
 class Predictor:
-    """Answers what a model says of raw rows. Thread-safe.
+    """Answers raw rows with a loaded servable. Thread-safe.
 
     Args:
-        folder: A version of a servable, or the folder of its versions, of which the newest is taken. It is
-            held, and so not removed, until this is closed.
-        rows: Who answers rows; by default the tables of the folder, mapped.
-        threads: That share large batches, the caller counted; by default as many as torch uses.
+        folder: A version of a servable, or the folder of its versions, of which the newest is loaded. It is
+            locked against removal until this is closed.
+        rows: Looks up rows; by default the tables of the folder, mapped.
+        threads: Threads for large batches, the calling one included; by default as many as torch uses.
         allow_module: Whether a servable whose dense half is Python code may be imported and run.
-        compiled: Whether to run what was compiled beside the graph (`monolith export --compile`): faster on
-            few rows, equal to the trainer but for rounding, and code of whoever compiled it.
+        compiled: Whether to run the compiled package next to the graph (`monolith export --compile`): faster
+            for few rows, equal to the trainer except for rounding, and native code of its author.
         verify: Whether every byte of the tables is checked; sizes, and all smaller files, always are.
-        serve_withheld: Whether `folder` may be a version that is withheld, since its rows are not trusted. Of
-            a folder of versions the newest one that is not withheld is taken in any case.
-        show: Whether to say on standard error how far loading has come.
+        serve_withheld: Whether `folder` may be a withheld version, whose rows are not trusted. In a folder of
+            versions, withheld ones are always skipped.
+        show: Whether to show the progress of loading on standard error.
         clock: Unix seconds.
 
     Raises:
-        FileMissingError: There is no servable, or a file of it is gone.
-        CorruptFileError: A file is torn or altered.
-        ConfigError: It has no tables of its own and `rows` is None, needs `allow_module`, or is withheld.
+        FileMissingError: The servable or one of its files is missing.
+        CorruptFileError: A file is truncated or altered.
+        ConfigError: The servable has no tables of its own and `rows` is None, needs `allow_module`, or is
+            withheld.
     """
 
     def __init__(
@@ -107,32 +110,32 @@ class Predictor:
         self._compiled = compiled
         self._threads = torch.get_num_threads() if threads is None else threads
         with ExitStack() as opened:
-            held = opened.enter_context(hold_version(folder, serve_withheld=serve_withheld))
-            self._held = held
-            servable = held.servable
+            locked = opened.enter_context(lock_version(folder, serve_withheld=serve_withheld))
+            self._locked = locked
+            servable = locked.servable
             self._servable = servable
             dense, signature = servable.dense, servable.signature
             if dense is None or signature is None:
                 raise ConfigError(
-                    f"{held.folder} is {servable.part} of a sharded servable: it holds rows, and answers no "
-                    "requests; open its entry"
+                    f"{locked.folder} is {servable.part} of a sharded servable: it has rows only and cannot "
+                    "answer requests; open its entry"
                 )
-            check_files(held, tables=rows is None)
+            check_files(locked, tables=rows is None)
             if rows is None:
-                rows = self._map_tables(held, opened, verify=verify, show=show)
+                rows = self._map_tables(locked, opened, verify=verify, show=show)
                 opened.callback(rows.close)
             self._rows = rows
             kinds = {one.name: one.kind for one in signature.inputs}
             self._reader = RequestReader(servable.spec, _ids_of(servable), dense.floats, kinds)
             self._signature = signature
-            self._runner, self._weight_names = self._open_dense(held, dense, rows, allow_module)
+            self._runner, self._weight_names = self._open_dense(locked, dense, rows, allow_module)
             self._opened = opened.pop_all()
 
-    # What it is
+    # Description
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self._servable.model
 
     @property
@@ -141,52 +144,52 @@ class Predictor:
 
     @property
     def step(self) -> int:
-        """The training step that it is of."""
+        """Training step of the export."""
         return self._servable.step
 
     @property
     def watermark(self) -> int | None:
-        """Unix seconds that nearly all events it was trained on had reached; None where events have none."""
+        """Event time, in Unix seconds, that nearly all trained events had reached; None without event
+        times."""
         return self._servable.watermark
 
     @property
     def signature(self) -> Signature:
-        """What it is asked with, and what it answers."""
+        """Inputs and outputs of the model."""
         return self._signature
 
     @property
     def rows(self) -> RowSource:
-        """Who answers its rows."""
+        """The source of its rows."""
         return self._rows
 
     def freshness(self) -> Said:
-        """Return how new the rows are at this moment; see `monolith.serve.claims`.
+        """Return how new the rows are at this moment; see `monolith.serve.rows`.
 
-        Rows may change until they are read: what an answer promises of its own rows is in the answer. Of rows
-        on serving servers, which say it with each answer, this is how new the export is.
+        Rows may change until they are read, so each answer has a claim of its own. For rows on serving
+        servers, which send claims with their answers, this is the claim of the export.
         """
         rows = self._rows
         claim = rows.claim if isinstance(rows, MappedRows) else claim_of(self._servable)
         return claim.said(self._clock())
 
     def follow(self, notice: Callable[[], str]) -> None:
-        """Show, next to what is known of this version, what an operator should know of the trainer that it
-        follows."""
+        """Show a warning about the followed trainer in `about`."""
         self._notice = notice
 
     @property
     def servable(self) -> Servable:
-        """Its manifest."""
+        """The manifest of the servable."""
         return self._servable
 
     @property
     def folder(self) -> str:
-        """Of its version."""
-        return self._held.folder
+        """Folder of the loaded version."""
+        return self._locked.folder
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What a person wants to know of it, as plain values."""
+        """A description of the version as plain values."""
         servable = self._servable
         return {
             "model": servable.model,
@@ -212,29 +215,29 @@ class Predictor:
             },
         }
 
-    # Asking
+    # Prediction
 
     def predict(self, columns: RawTensors | Any, *, deadline: float | None = None) -> Prediction:
-        """Return what the model says of rows.
+        """Return the predictions for some rows.
 
         Args:
-            columns: By name, as `signature` lists them; see `monolith.serve.raw` for their forms. Labels may
-                be among them, and are passed over. Or a DataFrame of pandas or polars, or an Arrow table;
-                columns that the model does not read are passed over.
-            deadline: When the answer is of no use any more, by `time.monotonic`.
+            columns: By name, as `signature` lists them; their forms are in `monolith.serve.request_reader`.
+                Or a DataFrame of pandas or polars, or an Arrow table. Labels, and columns of a frame that the
+                model does not read, are ignored.
+            deadline: When the client stops waiting, by `time.monotonic`.
 
         Raises:
-            RequestError: A column or a value is not what the model reads; names the column, and the row.
-            DeadlineExceededError, UnavailableError: Rows did not come.
+            RequestError: A column or a value does not fit the model; names the column and the row.
+            DeadlineExceededError, UnavailableError: Serving servers did not answer.
         """
         return self._predict(self._reader.batch(columns), deadline)
 
     def predict_batch(self, batch: Batch, *, deadline: float | None = None) -> Prediction:
-        """Return what the model says of a batch that is ready, such as `FeatureSpec.make` returns.
+        """Return the predictions for a ready batch, such as `FeatureSpec.make` returns.
 
         Raises:
-            RequestError: It lacks a float feature.
-            FeatureError: Its ids make no sense.
+            RequestError: The batch lacks a float feature.
+            FeatureError: Its IDs are malformed.
         """
         return self._predict(batch, deadline)
 
@@ -250,20 +253,20 @@ class Predictor:
 
     @property
     def weight_names(self) -> tuple[str, ...]:
-        """Of the dense weights that it computes with."""
+        """Names of the dense weights."""
         return self._weight_names
 
     def swap_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with other dense weights, from the next batch on.
+        """Use other dense weights from the next batch on.
 
         Raises:
-            RestoreError: They do not fit.
+            RestoreError: Their names or shapes do not fit.
         """
         self._runner.swap(weights)
 
     def warm_up(self) -> int:
-        """Answer the requests that were written beside the model; return how many there were."""
-        path = filesystem.join(self._held.folder, WARM_UP)
+        """Answer the warm-up requests of the servable; return how many there were."""
+        path = filesystem.join(self._locked.folder, WARM_UP)
         if WARM_UP not in self._servable.files:
             return 0
         count = 0
@@ -272,8 +275,12 @@ class Predictor:
             count += 1
         return count
 
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when this predictor is closed."""
+        self._opened.callback(callback)
+
     def close(self) -> None:
-        """Let go of tables and version. Nobody may be asking. Closing again does nothing."""
+        """Unmap the tables and unlock the version. No request may be running. Closing again does nothing."""
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -284,14 +291,16 @@ class Predictor:
     ) -> None:
         self.close()
 
-    # Inside
+    # Loading
 
-    def _map_tables(self, held: HeldVersion, opened: ExitStack, *, verify: bool, show: bool) -> MappedRows:
-        servable = held.servable
+    def _map_tables(
+        self, locked: LockedVersion, opened: ExitStack, *, verify: bool, show: bool
+    ) -> MappedRows:
+        servable = locked.servable
         if servable.shards:
             raise ConfigError(
-                f"the rows of {held.folder} are spread over {servable.shards} serving servers: serve it with "
-                "monolith serve --role entry, or export without --shards"
+                f"the rows of {locked.folder} are spread over {servable.shards} serving servers: serve it "
+                "with monolith serve --role entry, or export without --shards"
             )
         total = sum(servable.files[table.file].bytes for table in servable.tables.values())
         bar: AbstractContextManager[Progress | None] = nullcontext()
@@ -300,16 +309,16 @@ class Predictor:
         tables = {}
         with bar as shown:
             for name, entry in servable.tables.items():
-                table = FrozenTable(filesystem.join(held.folder, entry.file), verify=verify)
+                table = FrozenTable(filesystem.join(locked.folder, entry.file), verify=verify)
                 opened.callback(table.close)
                 table.prefault(shown)
                 tables[name] = table
         return MappedRows(tables, threads=self._threads, claim=claim_of(servable))
 
     def _open_dense(
-        self, held: HeldVersion, dense: ServableDense, rows: RowSource, allow_module: bool
+        self, locked: LockedVersion, dense: ServableDense, rows: RowSource, allow_module: bool
     ) -> tuple[Runner, tuple[str, ...]]:
-        folder, files = held.folder, held.servable.files
+        folder, files = locked.folder, locked.servable.files
         record = files[WEIGHTS]
         path = filesystem.join(folder, WEIGHTS)
         weights = read_tensors(path, FileRecord(record.bytes, record.crc))
@@ -327,19 +336,19 @@ class Predictor:
         graph: DenseGraph | CompiledDense
         if self._compiled:
             if COMPILED not in files:
-                raise ConfigError(f"{folder} has nothing compiled in it; export it with --compile")
+                raise ConfigError(f"{folder} has no compiled package; export it with --compile")
             graph = CompiledDense(filesystem.join(folder, COMPILED), ordered)
         else:
             graph = DenseGraph(filesystem.read_bytes(path), ordered, path)
         workers = native.Workers(self._threads)
         gatherers = [
-            Gatherer(collection.plan(rows.tables), workers) for collection in held.servable.collections
+            Gatherer(collection.plan(rows.tables), workers) for collection in locked.servable.collections
         ]
         return GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs), tuple(ordered)
 
 
 class GraphRunner:
-    """Looks rows up, makes tensors of them, and runs an exported graph."""
+    """Looks up rows, gathers them into tensors, and runs an exported graph."""
 
     def __init__(
         self,
@@ -377,34 +386,34 @@ class GraphRunner:
 
 
 def claim_of(servable: Servable) -> RowsClaim:
-    """Return how new the rows of an export are."""
+    """Return the claim of an export's rows."""
     return RowsClaim(servable.step, servable.step, servable.created, servable.watermark or 0)
 
 
 def _ids_of(servable: Servable) -> list[str]:
-    """Return the features of ids of all collections, each once."""
+    """Return the names of the ID features of all collections, each once."""
     return list(dict.fromkeys(name for one in servable.collections for name in one.inputs))
 
 
-def check_files(held: HeldVersion, *, tables: bool) -> None:
+def check_files(locked: LockedVersion, *, tables: bool) -> None:
     """Compare the files of a version with its manifest: their sizes, and of all but tables every byte.
 
     Args:
-        tables: Whether those must be there.
+        tables: Whether the files of tables must exist.
 
     Raises:
-        FileMissingError: One is gone.
-        CorruptFileError: One is of another size, or altered.
+        FileMissingError: A file is missing.
+        CorruptFileError: A file has another size, or was altered.
     """
-    rows = {table.file for table in held.servable.tables.values()}
-    for name, record in held.servable.files.items():
-        path = Path(held.folder, name)
+    rows = {table.file for table in locked.servable.tables.values()}
+    for name, record in locked.servable.files.items():
+        path = Path(locked.folder, name)
         if name in rows and not tables:
             continue
         try:
             size = path.stat().st_size
         except FileNotFoundError as cause:
-            raise FileMissingError(f"{held.folder} lacks its file {name}; export it again") from cause
+            raise FileMissingError(f"{locked.folder} lacks its file {name}; export it again") from cause
         if size != record.bytes:
             at = min(size, record.bytes)
             raise CorruptFileError(str(path), at, f"it has {size} bytes, {record.bytes} were written")

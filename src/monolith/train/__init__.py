@@ -1,4 +1,4 @@
-"""Training: tasks, the loop that runs them, and its hooks."""
+"""What a user writes or reads to train a model: tasks, metrics, evaluation and hooks."""
 
 from monolith.front_door import open_when_asked
 

@@ -209,7 +209,7 @@ class TrainConfig:
     """The daily hours, UTC, in which a run with operator_files saves by itself; outside of them only where a
     file asks for it. None saves at any hour."""
     insight_every_steps: int | None = None
-    """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
+    """Report the contribution of each feature every so many steps, for `monolith evaluate insight`; None
     writes none. Any model has them; see `ModelInsightHook`."""
     insight_label: str | None = None
     """The label that is written next to the contributions of features (`fi_train`), so that `monolith
@@ -285,3 +285,24 @@ class TrainConfig:
     def saves_beside(self) -> bool:
         """Whether checkpoints are written while training goes on."""
         return self.save.asynchronous and not self.deterministic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksConfig:
+    """How ranks that train in step add up the gradients of the dense weights."""
+
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What adds them up: gloo in the memory of the host, nccl on GPUs, one for each rank. Rows on GPUs are
+    exchanged by the same."""
+    bucket_bytes: int = 4 << 20
+    """How many bytes of gradients are sent at a time, while backward computes the others; 0 sends those of
+    each weight for themselves."""
+    half_gradients: bool = False
+    """Whether gradients are sent as half floats, at half the bytes; each is rounded to one part in 2,048."""
+    skip_allreduce: bool = False
+    """Whether gradients of dense weights are not added up at all. Then the weights of ranks drift apart, and
+    those of rank 0 are saved: only to see what the exchange costs."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 0:
+            raise ConfigError(f"ranks: bucket_bytes must be 0 or more, got {self.bucket_bytes}")

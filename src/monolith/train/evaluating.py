@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -29,12 +29,9 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.train.evaluate_config import HEADLINES, LOSS, EvaluateConfig
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
-from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.metrics.heads import HeadMetrics
-from monolith.train.model import Model
-from monolith.train.own_random import OwnRandom
-from monolith.train.session import Session
+from monolith.train.model import Model, OwnRandom
 from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
@@ -239,11 +236,34 @@ class KeepsBest(Protocol):
     def named_best(self) -> BestCheckpoint | None:
         """Return which checkpoint the folder names as the best."""
 
-    def keep_best(self, run: Run, step: int, metric: str, value: float) -> None:
+    def keep_best(self, run: TrainingRun, step: int, metric: str, value: float) -> None:
         """Save the model as it stands at a step, and name it the best once it is on disk."""
 
     def name_best(self, step: int, metric: str, value: float) -> None:
         """Name the checkpoint of a step the best, if it is on disk."""
+
+
+class EvaluatedSession(Protocol):
+    """The training session that an `EvaluateHook` measures; `monolith.runtime` has it."""
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this process was asked to stop."""
+
+    def fraction_read(self) -> float | None:
+        """Return which part of its data this process has trained on, if that is known."""
+
+    def standing_still(self) -> AbstractContextManager[None]:
+        """Pause all processes that train the model, every update done."""
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Make every row readable by this process, inside of `standing_still`."""
 
 
 class EvaluateHook(Hook):
@@ -259,7 +279,7 @@ class EvaluateHook(Hook):
 
     def __init__(
         self,
-        session: Session,
+        session: EvaluatedSession,
         config: EvaluateConfig,
         best: BestSoFar,
         *,
@@ -293,7 +313,7 @@ class EvaluateHook(Hook):
                 "evaluate: every_epochs counts passes over the data; set train.epochs, or every_steps instead"
             )
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if self._every is not None:
             self._every.begin(run.step)
         self._passes_at_last = self._passes()
@@ -305,7 +325,7 @@ class EvaluateHook(Hook):
         if self.best.gives_up:
             run.request_stop(self._why_early())
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         crossed = self._every is not None and self._every.crossed(run.step)
         if self._config.every_epochs is not None:
             each = self._config.every_epochs
@@ -318,7 +338,7 @@ class EvaluateHook(Hook):
         read = self._session.fraction_read()
         return 0.0 if read is None else read * self._epochs + _ROUNDING
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         if self._config.at_end and not run.interrupted and self.best.last_step != run.step:
             self._evaluate(run)
 
@@ -326,7 +346,7 @@ class EvaluateHook(Hook):
         if self._log is not None:
             self._log.close()
 
-    def _evaluate(self, run: Run) -> None:
+    def _evaluate(self, run: TrainingRun) -> None:
         with self._session.standing_still():
             found = self._measure(run)
             if found is None:
@@ -354,7 +374,7 @@ class EvaluateHook(Hook):
             run.request_stop(self._why_early())
         self._wait()  # what it took is not counted against the next
 
-    def _measure(self, run: Run) -> Evaluation | None:
+    def _measure(self, run: TrainingRun) -> Evaluation | None:
         """Return what the model is worth as it stands; None where the run was interrupted meanwhile."""
         began, session = self._clock(), self._session
 

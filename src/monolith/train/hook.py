@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from monolith.errors import MonolithError
+from monolith.errors import ConfigError, MonolithError
 
 if TYPE_CHECKING:  # hooks have configs, which must be readable without torch
     from torch import Tensor, nn
@@ -51,7 +51,7 @@ class StepResult:
         return len(self.batch)
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """What a hook sees of the run it belongs to."""
 
     @property
@@ -78,19 +78,51 @@ class Run(Protocol):
         """End the run after the current step. The first reason is kept. From any thread."""
 
 
+class Every:
+    """Says which multiples of a number of steps were crossed since the last time it was asked.
+
+    Args:
+        steps: At least 1.
+        what: Who asks, for an error.
+    """
+
+    def __init__(self, steps: int, what: str = "every") -> None:
+        if steps < 1:
+            raise ConfigError(f"{what} must be at least 1, got {steps}")
+        self._steps = steps
+        self._last: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Count from here: what comes after this step is new."""
+        self._last = step
+
+    def multiples(self, step: int) -> range:
+        """Return the multiples after the last step asked about, up to this one.
+
+        Before the first, and where steps went back to an earlier checkpoint, only this step itself counts.
+        """
+        last = step - 1 if self._last is None or self._last >= step else self._last
+        self._last = step
+        return range((last // self._steps + 1) * self._steps, step + 1, self._steps)
+
+    def crossed(self, step: int) -> bool:
+        """Whether there is one: at most once for each call, however many there are."""
+        return len(self.multiples(step)) > 0
+
+
 class Hook:
     """A hook that does nothing; override what it should hear of."""
 
-    def begin(self, run: Run) -> None: ...
-    def after_create(self, run: Run) -> None: ...
-    def before_step(self, run: Run) -> None: ...
-    def after_step(self, run: Run, result: StepResult) -> None: ...
-    def end(self, run: Run) -> None: ...
+    def begin(self, run: TrainingRun) -> None: ...
+    def after_create(self, run: TrainingRun) -> None: ...
+    def before_step(self, run: TrainingRun) -> None: ...
+    def after_step(self, run: TrainingRun, result: StepResult) -> None: ...
+    def end(self, run: TrainingRun) -> None: ...
     def close(self) -> None: ...
 
 
 def drive(
-    run: Run,
+    run: TrainingRun,
     hooks: Sequence[Hook],
     *,
     step: Callable[[], StepResult | None],

@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from monolith.errors import ConfigError, MonolithError
-from monolith.ui.curves import ThinnedCurve
-from monolith.ui.figures import CurvePoint, PageReading, plain
-from monolith.ui.sources import PageSource, PublishControl, named_once
+from monolith.ui.figures import CurvePoint, PageReading, ThinnedCurve, plain
+from monolith.ui.publishing import RunPublishing
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +26,34 @@ SILENT_SECONDS = 20.0
 MOST_CURVES = 200
 """Of all sources together."""
 
+
+class PageSource(Protocol):
+    """Reports the state of a run, a server or this process. One thread reads; another may close."""
+
+    @property
+    def name(self) -> str:
+        """What the page calls it."""
+
+    def read(self) -> PageReading:
+        """Look now.
+
+        Raises:
+            MonolithError: Nobody can tell; says why. It is asked again.
+        """
+
+    @property
+    def publishing(self) -> RunPublishing | None:
+        """The publishing that the page's buttons control; None if there is none to control."""
+
+    def close(self) -> None: ...
+
+
 _Key = tuple[str, str, str]
 """Chart, source, label."""
 
 
 @dataclass(slots=True)
-class _Standing:
+class _SourceStatus:
     """What is known of one source."""
 
     name: str
@@ -92,7 +113,7 @@ class Board:
         self._every = every
         self._clock = clock
         self._lock = threading.Lock()  # guards what follows
-        self._standings = {one.name: _Standing(one.name, since=clock()) for one in self._sources}
+        self._statuses = {one.name: _SourceStatus(one.name, since=clock()) for one in self._sources}
         self._curves: dict[_Key, ThinnedCurve] = {}
         self._version = 0
         self._stop = threading.Event()
@@ -101,7 +122,7 @@ class Board:
     def start(self) -> None:
         for source in self._sources:
             thread = threading.Thread(
-                target=self._look_on, args=(source,), name=f"page-{source.name}", daemon=True
+                target=self._poll, args=(source,), name=f"page-{source.name}", daemon=True
             )
             self._threads.append(thread)
             thread.start()
@@ -115,9 +136,9 @@ class Board:
             source.close()
 
     def look(self, source: PageSource) -> None:
-        """Ask a source once; whatever goes wrong is what is known of it from now on."""
-        standing = self._standings[source.name]
-        standing.asked = self._clock()
+        """Read a source once; an error becomes its state."""
+        status = self._statuses[source.name]
+        status.asked = self._clock()
         reading, error = None, None
         try:
             reading = source.read()
@@ -128,16 +149,17 @@ class Board:
             error = f"the page cannot read it: {type(problem).__name__} (its log says more)"
         with self._lock:
             now = self._clock()
-            if (error is None) != (standing.error is None):
-                standing.since = now
-            standing.error, standing.asked = error, None
+            if (error is None) != (status.error is None):
+                status.since = now
+            status.error, status.asked = error, None
             if reading is not None:
-                standing.reading, standing.heard = reading, now
+                status.reading, status.heard = reading, now
                 self._draw(source.name, reading.points)
             self._version += 1
 
     def news(self, seen: Seen) -> dict[str, Any] | None:
-        """Return what has changed since an onlooker was last told, who is told so; None for nothing."""
+        """Return the changes since a browser was last sent some, and note them in `seen`; None without
+        changes."""
         with self._lock:
             if seen.version == self._version:
                 return None
@@ -146,22 +168,21 @@ class Board:
             seen.version = self._version
             return {
                 "time": now,
-                "sources": [standing.to_json(now) for standing in self._standings.values()],
+                "sources": [status.to_json(now) for status in self._statuses.values()],
                 "curves": [one for one in curves if one is not None],
             }
 
-    def control(self, name: str) -> PublishControl:
-        """Return what holds the publishing of a source back.
+    def control(self, name: str) -> RunPublishing:
+        """Return the publishing control of a source.
 
         Raises:
             ConfigError: There is no such source, or nothing to control about it.
         """
         for source in self._sources:
             if source.name == name:
-                control: PublishControl | None = getattr(source, "publishing", None)
-                if control is None:
+                if source.publishing is None:
                     raise ConfigError(f"{name} has no publishing that this page can control")
-                return control
+                return source.publishing
         raise ConfigError(f"there is no source {name[:100]!r}")
 
     def _curve(self, key: _Key, curve: ThinnedCurve, seen: Seen) -> Mapping[str, Any] | None:
@@ -191,7 +212,21 @@ class Board:
                 curve = self._curves[key] = ThinnedCurve()
             curve.add(point.x, point.y)
 
-    def _look_on(self, source: PageSource) -> None:
+    def _poll(self, source: PageSource) -> None:
         while not self._stop.is_set():
             self.look(source)
             self._stop.wait(self._every)
+
+
+def named_once(sources: Iterable[PageSource]) -> Sequence[PageSource]:
+    """Return sources as they are.
+
+    Raises:
+        ConfigError: Two of them have one name, by which the page would not tell them apart.
+    """
+    found = list(sources)
+    names: list[Any] = [one.name for one in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"ui: two sources are called {twice[0]!r}; write NAME=PLACE to choose their names")
+    return found

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from checkpoint.older.task import ALONE, FLEET, OlderTask, checkpoints, config_of, content_of
 
 from monolith.cluster import MemoryDiscovery
-from monolith.train import Trainer, join_fleet, serve_parameters
+from monolith.runtime import Trainer, join_fleet, serve_parameters
 
 SERVERS = WORKERS = 2
 

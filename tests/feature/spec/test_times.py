@@ -20,10 +20,10 @@ from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSour
 from monolith.errors import ConfigError, DataError, RequestError
 from monolith.feature import FeatureSpec, IdFeature, SequenceFeature
 from monolith.feature.spec.times import read_times
-from monolith.serve.asking import AskedTensor, tensors_of
-from monolith.serve.raw import RequestReader
+from monolith.serve.client import ClientInput, tensors_of
+from monolith.serve.manifest import Signature
+from monolith.serve.request_reader import RequestReader
 from monolith.serve.server.tensors import columns_of, listed_tensor
-from monolith.serve.signature import Signature
 
 AT = 1_714_557_600  # 2024-05-01 10:00 UTC
 ISO = "2024-05-01T10:00:00"
@@ -194,7 +194,7 @@ def test_the_times_of_a_sequence_are_read_likewise_and_at_a_server():
 def test_a_server_takes_times_as_numbers_and_as_texts():
     seen = SequenceFeature(length=3, times="at", gaps=(10.0, 100.0))
     reader = RequestReader(FeatureSpec(features={"seen": seen}, labels={}, event_time="t"))
-    inputs = {one.name: AskedTensor(one.name, one.datatype, one.shape) for one in reader.inputs}
+    inputs = {one.name: ClientInput(one.name, one.datatype, one.shape) for one in reader.inputs}
     layouts = set()
     for at, now in (
         ([AT - 50], AT),

@@ -15,7 +15,7 @@ from serve.server.serving import PATIENCE, GrpcClient, rows_message, serving
 from monolith import __version__
 from monolith.cluster.security import Guard
 from monolith.config import Secret
-from monolith.serve.server import Route, ServeLimits
+from monolith.serve.server import ServeLimits
 from monolith.serve.server.tensors import DATATYPES
 from monolith.wire.open_inference import SERVICE, message_types
 
@@ -123,7 +123,7 @@ def test_requests_like_an_earlier_one_are_read_by_what_was_learned_of_it(served,
         assert scores(ask([b"a"], [turn])) == [1 + turn]
         assert scores(ask([b"a"], [turn], "INT32")) == [1 + turn]  # is converted, and so read anew each time
         assert scores(ask([b"a"], [turn], model_version="2")) == [101 + turn]
-    with served.inference.repository.held("linear", "1") as held:
+    with served.inference.repository.lease("linear", "1") as held:
         assert len(held.plans) >= 2
     torn = types.ModelInferRequest(model_name="linear", raw_input_contents=[b"\1\0\0\0a", b"\0" * 7])
     torn.inputs.add(name="user", datatype="BYTES", shape=[1])
@@ -221,7 +221,7 @@ def test_the_callers_deadline_is_obeyed():
         by_parameter.parameters["timeout"].int64_param = 1000
         code, text = refusal(client.ModelInfer, by_parameter)
         assert code is Code.DEADLINE_EXCEEDED
-        assert "time was up" in text
+        assert "deadline of the request passed" in text
         model.gate.set()
         assert scores(client.ModelInfer(rows_message("a", model="f"))) == [1]
 
@@ -233,7 +233,7 @@ def test_more_than_the_limits_allow_is_refused():
     )
     with serving(one_model(model), limits=limits) as server, GrpcClient(server.grpc_address) as client:
         code, text = refusal(client.ModelInfer, rows_message(*"abcd", model="f"))
-        assert (code, "4 rows; the most are 3" in text) == (Code.RESOURCE_EXHAUSTED, True)
+        assert (code, "4 rows; the limit is 3" in text) == (Code.RESOURCE_EXHAUSTED, True)
         code, text = refusal(client.ModelInfer, rows_message("a" * 3000, model="f"))
         assert (code, "larger than max" in text) == (Code.RESOURCE_EXHAUSTED, True)
         waiting = [
@@ -267,9 +267,9 @@ def test_splits_send_each_version_its_share_and_shadows_are_compared_and_not_hea
     catalog = LinearCatalog(
         {"f": {v: lambda v=v: LinearModel(version=v, bias=int(v)) for v in ("1", "2", "3")}}
     )
-    routes = (Route.parse("ab=f/1:1,f/2:1"),)
+    routes = ("ab=f/1:1,f/2:1",)
     with (
-        serving(catalog, splits=routes, shadows=(Route.parse("ab=f/3"),)) as server,
+        serving(catalog, splits=routes, shadows=("ab=f/3",)) as server,
         GrpcClient(server.grpc_address) as client,
     ):
         answers = [client.ModelInfer(rows_message("a", model="ab")) for _ in range(40)]

@@ -15,7 +15,7 @@ from serve.server.serving import PATIENCE, GrpcClient, ask_http, rows_json, rows
 
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import UnavailableError
-from monolith.serve.asking import open_asker
+from monolith.serve.client import open_client
 from monolith.serve.server import ServeLimits
 
 INFER = b"POST /v2/models/f/infer HTTP/1.1\r\nhost: localhost\r\n"
@@ -119,11 +119,11 @@ def test_only_who_shows_a_certificate_is_answered(certificates, shared):
     made = {"guard": guard, "context": ssl_context(security, server=True)}
     with serving(one_model(), server=made, **({"port": 0} if shared else {})) as server:
         for url in (server.http_url, f"grpc://{server.grpc_address}"):
-            with open_asker(url, guard, context=ssl_context(security, server=False)) as asker:
+            with open_client(url, guard, context=ssl_context(security, server=False)) as asker:
                 assert asker.ask("f", [{"user": "ann"}]).outputs["score"] == [3]
             theirs = ssl_context(stranger, server=False)
             with (
-                open_asker(url, guard_caller(stranger), context=theirs) as asker,
+                open_client(url, guard_caller(stranger), context=theirs) as asker,
                 pytest.raises(UnavailableError),
             ):
                 asker.only_model()

@@ -26,7 +26,7 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.errors import ConfigError, OverloadedError, UnavailableError
 from monolith.serve.server import ServeLimits
-from monolith.serve.server.quotas import Quotas
+from monolith.serve.server.batching import Quotas
 from monolith.wire.open_inference import SERVICE, message_types
 
 INFER = "/v2/models/f/infer"
@@ -48,7 +48,7 @@ def infer(server: Served, body: Any = None, **headers: str) -> int:
 
 
 def test_bytes_are_counted_until_a_request_is_answered():
-    quotas = Quotas(ServeLimits(bytes_in_flight=100))
+    quotas = Quotas(ServeLimits(in_flight_bytes=100))
     with quotas.admit("a") as first:
         first.add(60)
         with quotas.admit("b") as second, pytest.raises(UnavailableError, match="max-bytes-in-flight"):
@@ -70,7 +70,7 @@ def test_one_peer_cannot_take_the_places_of_others():
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Served]:
-    limits = ServeLimits(json_bytes=2000, bytes_in_flight=100_000, rows=100, body_rate=100)
+    limits = ServeLimits(json_bytes=2000, in_flight_bytes=100_000, rows=100, body_rate=100)
     with serving(one_model(), limits=limits) as server:
         yield server
 
@@ -109,7 +109,7 @@ def test_json_with_many_lists_in_it_is_refused_before_it_is_read():
 
 
 def test_packed_bodies_count_as_what_they_become_and_others_are_told_to_retry():
-    limits = ServeLimits(json_bytes=1 << 20, bytes_in_flight=1 << 20)
+    limits = ServeLimits(json_bytes=1 << 20, in_flight_bytes=1 << 20)
     with serving(one_model(), limits=limits) as server:
         packed = gzip.compress(b" " * 200_000)
         status, said, headers = ask_http(
@@ -285,8 +285,8 @@ def test_probes_are_answered_while_a_peer_has_used_up_its_quota():
         assert "--max-peer-requests" in said["error"]
         assert get(server, "/v2/health/ready") == 200  # the only thread is busy as well
         with GrpcClient(server.grpc_address) as client:
-            held = server._quotas.admit("ipv4:127.0.0.1")
-            with held, pytest.raises(grpc.RpcError, match="--max-peer-requests"):
+            reservation = server._quotas.admit("ipv4:127.0.0.1")
+            with reservation, pytest.raises(grpc.RpcError, match="--max-peer-requests"):
                 client.ModelInfer(rows_message("a", model="f"))
             assert client.ServerLive().live
         model.gate.set()

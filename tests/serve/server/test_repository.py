@@ -6,8 +6,8 @@ import pytest
 from serve.server.linear import LinearCatalog, LinearModel
 
 from monolith.errors import CorruptFileError, UnavailableError, UnknownModelError
+from monolith.serve.config import BatchingConfig, ServedFolder, VersionPolicy
 from monolith.serve.server.batching import RequestBatcher
-from monolith.serve.server.config import BatchingConfig, ServedFolder, VersionPolicy
 from monolith.serve.server.repository import RETRY_AFTER, Repository
 
 
@@ -40,7 +40,7 @@ def test_the_newest_version_is_warmed_up_and_served():
     repository.refresh()
     assert repository.versions("ads") == ("10",)
     assert [model.warmed for model in catalog.loaded] == [1]
-    with repository.held("ads") as held:
+    with repository.lease("ads") as held:
         assert held.model.version == "10"
 
 
@@ -48,10 +48,10 @@ def test_a_new_version_takes_over_and_the_old_one_is_closed_by_the_last_who_hold
     catalog = catalog_of("1")
     repository = Repo(catalog)
     repository.refresh()
-    with repository.held("ads") as old:
+    with repository.lease("ads") as old:
         add(catalog, "2")
         repository.refresh()
-        with repository.held("ads") as new:
+        with repository.lease("ads") as new:
             assert new.model.version == "2"
         assert not old.model.closed
         assert repository.retiring == 1
@@ -73,7 +73,7 @@ def test_the_policy_says_which_versions_are_served(policy, serves):
     repository = Repo(catalog_of("1", "2", "3"), policy)
     repository.refresh()
     assert repository.versions("ads") == serves
-    with repository.held("ads", serves[0]) as held:
+    with repository.lease("ads", serves[0]) as held:
         assert held.model.version == serves[0]
 
 
@@ -108,7 +108,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_old_one_in_place():
     repository.now = RETRY_AFTER
     repository.refresh()
     assert repository.versions("ads") == ("1",)
-    with repository.held("ads") as held:
+    with repository.lease("ads") as held:
         assert not held.model.closed
     repository.load("ads")  # asked to: at once
     assert repository.versions("ads") == ("2",)
@@ -126,7 +126,7 @@ def test_a_version_that_fails_to_warm_up_is_closed():
     repository.refresh()
     assert catalog.loaded[0].closed
     assert not repository.all_ready
-    with pytest.raises(UnavailableError, match="no version of it is loaded"), repository.held("ads"):
+    with pytest.raises(UnavailableError, match="no version of it is loaded"), repository.lease("ads"):
         pass
     with pytest.raises(UnavailableError, match="no such op"):
         repository.load("ads")
@@ -139,7 +139,7 @@ def test_an_unloaded_model_stays_so_until_it_is_loaded():
     repository.unload("ads")
     assert catalog.loaded[0].closed
     repository.refresh()
-    with pytest.raises(UnavailableError, match="unloaded"), repository.held("ads"):
+    with pytest.raises(UnavailableError, match="unloaded"), repository.lease("ads"):
         pass
     assert [(line.state, line.reason) for line in repository.index()] == [("UNAVAILABLE", "unloaded")]
     assert repository.all_ready  # nobody wants it to be
@@ -151,7 +151,7 @@ def test_names_that_are_not_served_are_unknown():
     repository = Repo(catalog_of("1"))
     repository.refresh()
     for name, version in (("adz", ""), ("ads", "7")):
-        with pytest.raises(UnknownModelError), repository.held(name, version):
+        with pytest.raises(UnknownModelError), repository.lease(name, version):
             pass
     for call in (repository.load, repository.unload, repository.versions):
         with pytest.raises(UnknownModelError, match="adz"):
@@ -182,7 +182,7 @@ def test_versions_switch_under_load_and_no_request_meets_a_closed_one():
     def ask(number):
         while not stop.is_set():
             try:
-                with repository.held("ads") as held:
+                with repository.lease("ads") as held:
                     held.model.predict({"user": [b"a"]})
                 answered[number] += 1
             except BaseException as error:
@@ -209,20 +209,20 @@ def test_going_back_serves_one_version_loaded_anew_until_told_otherwise():
     catalog = catalog_of("1", "2")
     repository = Repo(catalog)
     repository.refresh()
-    with repository.held("ads") as newest:
-        repository.go_back("ads", "1")
+    with repository.lease("ads") as newest:
+        repository.serve_only("ads", "1")
         assert not newest.model.closed
     assert newest.model.closed
     add(catalog, "3")
     repository.refresh()
     assert repository.versions("ads") == ("1",)
-    with repository.held("ads") as first:
-        repository.go_back("ads", "1")  # what it was told since is left behind
-        with repository.held("ads") as again:
+    with repository.lease("ads") as first:
+        repository.serve_only("ads", "1")  # what it was told since is left behind
+        with repository.lease("ads") as again:
             assert (again.model.version, again.model.warmed) == ("1", 1)
             assert again.model is not first.model
     assert first.model.closed
-    repository.go_back("ads", None)
+    repository.serve_only("ads", None)
     assert repository.versions("ads") == ("3",)
 
 
@@ -236,11 +236,11 @@ def test_going_back_to_what_is_not_there_or_does_not_load_changes_nothing():
 
     add(catalog, "1", broken)
     with pytest.raises(UnknownModelError, match="no version '9'; in f there are 1, 2"):
-        repository.go_back("ads", "9")
+        repository.serve_only("ads", "9")
     with pytest.raises(UnavailableError, match=r"version 1: .*torn"):
-        repository.go_back("ads", "1")
+        repository.serve_only("ads", "1")
     with pytest.raises(UnknownModelError, match="no model 'cars'"):
-        repository.go_back("cars", "1")
+        repository.serve_only("cars", "1")
     add(catalog, "3")
     repository.refresh()
     assert repository.versions("ads") == ("3",)
@@ -270,7 +270,7 @@ def test_a_route_does_not_serve_a_withheld_version_and_a_rollback_to_it_does():
     repository = Repo(catalog, pinned=("2",))
     repository.refresh()
     assert repository.versions("ads") == ("1",)
-    repository.go_back("ads", "2")
+    repository.serve_only("ads", "2")
     assert repository.versions("ads") == ("2",)
 
 
@@ -282,4 +282,4 @@ def test_a_server_whose_only_version_is_withheld_goes_on_answering_and_says_so(c
     repository.refresh()
     repository.refresh()
     assert repository.versions("ads") == ("1",)
-    assert caplog.text.count("there is no other to serve in its place") == 1
+    assert caplog.text.count("there is no other version to serve") == 1

@@ -203,7 +203,7 @@ def test_a_shard_that_nobody_is_registered_for_is_named(two: Shards) -> None:
     rows = two.entry()
     assert not rows.ready
     assert not rows.wait_ready(0.0)
-    with pytest.raises(UnavailableError, match="ps_0: nobody is registered as clicks:ps_0"):
+    with pytest.raises(UnavailableError, match="ps_0: no server is registered as clicks:ps_0"):
         rows.lookup(table_ids(ITEM, USER))
     two.start(0)
     rows.refresh()

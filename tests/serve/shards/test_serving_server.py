@@ -25,10 +25,10 @@ from monolith.errors import (
     RequestError,
     TableArgumentError,
 )
-from monolith.serve.servable.versions import remove_versions
 from monolith.serve.shards import ServingServer, shard_role
-from monolith.serve.shards.service import SERVICE, ShardAbout, ShardStatus
-from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes
+from monolith.serve.shards.protocol import SERVICE, ShardAbout, ShardStatus
+from monolith.serve.versions import remove_versions
+from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes
 from monolith.wire.flight import Caller
 from monolith.wire.messages import read_message
 from monolith.wire.ports import Limits
@@ -157,10 +157,10 @@ def test_only_so_many_versions_are_open_and_held(folder: Path) -> None:
 
 
 def test_a_new_version_is_opened_when_it_appears(folder: Path, server: ServingServer) -> None:
-    server.look_for_versions()
+    server.check_versions()
     assert [one.version for one in server.status().versions] == ["1"]
     write_shards(folder, shards=2, version="2")
-    server.look_for_versions()
+    server.check_versions()
     assert [one.version for one in server.status().versions] == ["1", "2"]
 
 

@@ -18,8 +18,9 @@ from train.tasks import Clicks
 from monolith.errors import ConfigError, MissingExtraError
 from monolith.feature import Batch, FeatureIds
 from monolith.observe.summary_files import read_summaries
+from monolith.runtime import Trainer
 from monolith.table import TableStats
-from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, Trainer, drive
+from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, drive
 from monolith.train.hooks import TableInfoHook
 from monolith.train.hooks.config import TrackingConfig
 from monolith.train.hooks.summaries import MlflowSink, SummaryHook, WandbSink, _Tracker, sink_openers

@@ -21,9 +21,10 @@ from monolith.data import Stream
 from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.nn import Target
+from monolith.runtime import LocalRun, Trainer
 from monolith.sync import GuardConfig, LogPlace, Subscriber, TableTarget
 from monolith.table import NativeTable, Sgd, iterate
-from monolith.train import AlertConfig, Hook, LocalRun, Mode, SaveConfig, TrainConfig, Trainer
+from monolith.train import AlertConfig, Hook, Mode, SaveConfig, TrainConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.train.publishing.hook import copied
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from train.fleets import Tallied, read_model, run_fleet
-from train.losing import LosingFleet, settings, wait_for
+from runtime.fleets import Tallied, read_model, run_fleet
+from runtime.losing import LosingFleet, settings, wait_for
+from runtime.rank_runs import quiet, train_ranks
 from train.published import Following
-from train.rank_runs import quiet, train_ranks
 
-from monolith.train import Hook, LocalRun, SaveConfig, TrainConfig
+from monolith.runtime import LocalRun
+from monolith.train import Hook, SaveConfig, TrainConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 
 TASK = Tallied(batches=16)

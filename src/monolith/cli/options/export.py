@@ -13,11 +13,11 @@ from monolith.cli.options.train import Settings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Make a servable of a checkpoint: what `monolith serve` and `monolith.serve.Predictor` read.
+    """Export a checkpoint as a servable, which `monolith serve` and `monolith.serve.Predictor` load.
 
     RUN is the model_dir of a training, and the task is the one that it was trained with, as its manifest
-    says; name another with --task or --config. An export that was killed goes on where it was, and one that
-    is there already is left as it is.
+    says; name another with --task or --config. An export that was killed is resumed, and one that exists
+    already is left as it is.
     """
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
@@ -25,8 +25,8 @@ class ExportOptions:
     model_dir: str | None = None
     """The same as RUN, by the flag of `monolith train`."""
     to: str | None = None
-    """The folder that the version is written to, on a disk of this machine; by default export.dir of the
-    config, or exported_models in the model_dir."""
+    """Folder that the version is written to, on a disk of this machine; by default exported_models in the
+    model_dir (export.dir)."""
     task: str | None = None
     """The task: package.module:Name or path/to/file.py:Name; by default the one that RUN was trained with."""
     config: Path | None = None
@@ -39,15 +39,15 @@ class ExportOptions:
     version: str | None = None
     """The name of the version; by default the step of the checkpoint."""
     coding: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """How the numbers of rows are written: fp32, fp16 or int8 for all tables, or item=int8 for one; may be
-    given several times. The error that it makes is printed."""
+    """Number format of the exported rows: fp32, fp16 or int8 for all tables, or item=int8 for one; may be
+    given several times. The rounding error is printed (export.coding, export.codings)."""
     shards: int | None = None
-    """Spread rows over so many serving servers; 0 keeps them with the rest."""
+    """Spread rows over so many serving servers; 0 keeps them in one folder with the rest (export.shards)."""
     missing_rows: str | None = None
-    """What an entry does where a serving server does not answer: refuse, or default, which reads its rows as
-    zeros and says so in the answer."""
+    """What an entry does if a serving server does not answer: refuse, or default, which reads its rows as
+    zeros and says so in the answer (export.missing_rows)."""
     keep: int | None = None
-    """Remove all but the newest so many versions, but for those that a server holds; by default none go."""
+    """Keep so many of the newest versions, and those that a server uses; by default none are removed."""
     as_module: bool = False
     """Serve the model as the Python code that it is, where no graph can hold it. The server must have that
     code, and allow it."""

@@ -1,4 +1,8 @@
-"""The options of `monolith serve | ask`, apart from what runs them: reading them must not load torch."""
+"""The options of `monolith serve | ask`, apart from what runs them: reading them must not load torch.
+
+Most flags of `serve` are aliases of a field of the group `serve` of a config file; their help names the
+field. None, False or an empty list is a flag that was not given: the config file, then the default, holds.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,43 @@ from typing import Annotated, Literal
 
 import tyro
 
-from monolith.cli.options.security import SecurityOptions
+from monolith.cli.options.flags import SecurityOptions
+
+SERVE_FIELDS = {
+    "discovery": "serve.shards.discovery",
+    "missing": "serve.shards.missing",
+    "follow": "serve.follow.url",
+    "follow_any_run": "serve.follow.any_run",
+    "stale_after": "serve.follow.stale_after",
+    "host": "serve.host",
+    "port": "serve.port",
+    "http_port": "serve.http_port",
+    "grpc_port": "serve.grpc_port",
+    "allowed_hosts": "serve.allowed_hosts",
+    "allow_control": "serve.allow_control",
+    "split": "serve.splits",
+    "shadow": "serve.shadows",
+    "max_batch_rows": "serve.batching.max_rows",
+    "max_delay_ms": "serve.batching.max_delay",
+    "runners": "serve.batching.runners",
+    "max_request_bytes": "serve.limits.request_bytes",
+    "max_json_bytes": "serve.limits.json_bytes",
+    "max_bytes_in_flight": "serve.limits.in_flight_bytes",
+    "min_body_rate": "serve.limits.body_rate",
+    "max_connections": "serve.limits.connections",
+    "max_peer_connections": "serve.limits.peer_connections",
+    "max_peer_requests": "serve.limits.peer_requests",
+    "max_rows": "serve.limits.rows",
+    "max_queue": "serve.limits.queue",
+    "max_concurrency": "serve.limits.concurrency",
+    "timeout": "serve.limits.timeout",
+    "poll": "serve.poll",
+    "drain": "serve.drain",
+    "threads": "serve.threads",
+    "predict_threads": "serve.predict_threads",
+    "access_log": "serve.access_log",
+}
+"""Flag -> the field of a config that it sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +63,8 @@ class ServeOptions:
     """What this process does: all; entry, which answers requests with rows of serving servers; or ps, which
     answers lookups in the rows of one shard. For the last two, export with --shards."""
     discovery: str | None = None
-    """Where an entry finds serving servers, and these register: zookeeper://host:2181/job,
-    consul://host:8500/job or files:///shared/folder/job."""
+    """Registry of serving servers, for --role entry and ps: zookeeper://host:2181/job, consul://host:8500/job
+    or files:///shared/folder/job (serve.shards.discovery)."""
     shard: int = 0
     """The shard of a serving server."""
     replica: int = 0
@@ -32,34 +72,36 @@ class ServeOptions:
     advertise: str | None = None
     """The host by which entries reach a serving server, where it is not the address listened on."""
     missing: Literal["refuse", "default"] | None = None
-    """What an entry does where a shard does not answer: refuse the request, or take zeros for its rows and
-    say so in the answer. By default what the export allows; default only where it does."""
+    """What an entry does if a shard does not answer: refuse the request, or default, which reads its rows as
+    zeros and says so in the answer; by default the setting of the export, which must allow default
+    (serve.shards.missing)."""
     follow: str | None = None
-    """Where a trainer publishes what it learns, to serve it a moment later: grpc://host:port of every holder
-    of rows, with commas; kafka://broker/topic; a folder; or discovery, for what --discovery knows. By default
-    models are served as exported."""
+    """Follow a trainer: grpc://host:port of each publisher, separated by commas; kafka://broker/topic; a
+    folder; or discovery, for the publishers in --discovery. By default models are served as exported
+    (serve.follow.url)."""
     follow_any_run: bool = False
-    """Follow a trainer of another run than the one that the served export was made from: all of its rows are
-    taken. By default it is refused."""
-    stale_after: float = 10.0
-    """The age of what is served, in seconds, that is warned about where a trainer is followed."""
-    host: str = "127.0.0.1"
-    """The address to listen on; by default only this machine can reach it."""
+    """Follow a trainer of another run than the served export; by default it is refused
+    (serve.follow.any_run)."""
+    stale_after: str | None = None
+    """Warn when followed rows are older than this: seconds, or as in 30s; by default 10 s
+    (serve.follow.stale_after)."""
+    host: str | None = None
+    """Address to listen on; by default 127.0.0.1, which only this machine can reach (serve.host)."""
     port: int | None = None
-    """One port for both HTTP and gRPC, in place of the two below; 0 chooses a free one. Of a serving server,
-    its port; by default a free one."""
-    http_port: int | None = 8000
-    """The port for HTTP; 0 chooses a free one, None serves no HTTP."""
-    grpc_port: int | None = 8001
-    """The port for gRPC; 0 chooses a free one, None serves no gRPC."""
+    """One port for both HTTP and gRPC, instead of the two below; 0 chooses a free one. For --role ps, its
+    port (serve.port)."""
+    http_port: str | None = None
+    """Port for HTTP; 0 chooses a free one, None serves no HTTP; by default 8000 (serve.http_port)."""
+    grpc_port: str | None = None
+    """Port for gRPC; 0 chooses a free one, None serves no gRPC; by default 8001 (serve.grpc_port)."""
     metrics_port: int | None = None
     """The port on which a serving server (--role ps) shows its metrics, at /metrics; 0 chooses a free one. By
     default it shows none. The others show theirs on their port for HTTP."""
     allowed_hosts: tuple[str, ...] = ()
-    """Other names by which clients reach the server over HTTP, such as the name of a proxy. Names are checked
-    if neither a token nor certificates are demanded, or a page of another site could call the server."""
+    """Other host names of the server over HTTP, such as that of a proxy; checked if neither a token nor
+    certificates are required, or a page of another site could call the server (serve.allowed_hosts)."""
     allow_control: bool = False
-    """Let clients that have the control token (--token-file) load and unload models."""
+    """Let clients that have the control token (--token-file) load and unload models (serve.allow_control)."""
     processes: int = 1
     """The number of processes that share the ports; one that is killed is restarted."""
     checkpoint: str | None = None
@@ -72,55 +114,64 @@ class ServeOptions:
     """Versions to serve although they are withheld: while publishing is paused, a run marks the versions
     whose rows it does not trust, and servers do not take them. Give their names, such as 600."""
     split: tuple[str, ...] = ()
-    """How requests for a name are shared out: NAME=MODEL[/VERSION][:WEIGHT],... as in
-    ads=ads/120:90,ads/140:10."""
+    """Divide the requests for a name: NAME=MODEL[/VERSION][:WEIGHT],... as in ads=ads/120:90,ads/140:10
+    (serve.splits)."""
     shadow: tuple[str, ...] = ()
-    """Who is asked beside, compared and not heard: NAME=MODEL[/VERSION][:SHARE], with a share of the requests
-    from 0 to 1."""
-    max_batch_rows: int = 1024
-    """The most rows that are answered together."""
-    max_delay_ms: float = 0.0
-    """How long a request may wait for others, in milliseconds. 0 answers at once; those that come while the
-    model is busy are answered together all the same."""
-    runners: int = 1
-    """The number of batches of one version that are worked on at a time."""
-    max_request_bytes: int = 64 << 20
-    """The largest request with its tensors in binary."""
-    max_json_bytes: int = 8 << 20
-    """The largest JSON of a request, and the largest gRPC message without raw contents."""
-    max_bytes_in_flight: int = 1 << 30
-    """The most bytes that requests in flight hold together; JSON counts 16 times, as it does in memory."""
-    min_body_rate: int = 16 << 10
-    """The fewest bytes in a second that the body of an HTTP request may come with, after 10 seconds."""
-    max_connections: int = 4096
-    """The most HTTP connections, and those that a shared port passes on to gRPC."""
-    max_peer_connections: int = 1024
-    """The most such connections of one client address."""
-    max_peer_requests: int = 512
-    """The most requests of one client address in flight."""
-    max_rows: int = 65_536
-    """The most rows of a request."""
-    max_queue: int = 512
-    """The most requests that wait for one version of a model."""
-    max_concurrency: int = 1024
-    """The most requests that are answered at a time, waiting ones included."""
-    timeout: float = 10.0
-    """The most seconds that a request takes, whatever its caller allows."""
-    poll: float = 1.0
-    """Seconds between two looks for a new version."""
-    drain: float = 30.0
-    """Seconds that requests in flight have to end after SIGTERM."""
-    threads: int = 64
-    """The number of requests of each transport that are decoded, waited for and encoded at a time."""
+    """Shadow traffic: mirror a fraction of requests to MODEL and compare; clients never see the answers.
+    NAME=MODEL[/VERSION][:FRACTION] (serve.shadows)."""
+    max_batch_rows: int | None = None
+    """Largest number of rows in a batch; by default 1024 (serve.batching.max_rows)."""
+    max_delay_ms: float | None = None
+    """Milliseconds that a request may wait for others while the model is idle; by default 0
+    (serve.batching.max_delay)."""
+    runners: int | None = None
+    """Number of batches of one version that run at a time; by default 1 (serve.batching.runners)."""
+    max_request_bytes: str | None = None
+    """Largest request with binary tensors, as in 64MiB, the default (serve.limits.request_bytes)."""
+    max_json_bytes: str | None = None
+    """Largest JSON of a request, and largest gRPC message without raw contents; by default 8MiB
+    (serve.limits.json_bytes)."""
+    max_bytes_in_flight: str | None = None
+    """Memory that all requests in flight may use; JSON counts 16 times its size; by default 1GiB
+    (serve.limits.in_flight_bytes)."""
+    min_body_rate: int | None = None
+    """Lowest bytes per second at which an HTTP body may arrive, after 10 seconds; by default 16384
+    (serve.limits.body_rate)."""
+    max_connections: int | None = None
+    """Largest number of HTTP connections, including gRPC over a shared port; by default 4096
+    (serve.limits.connections)."""
+    max_peer_connections: int | None = None
+    """Largest number of such connections from one client address; by default 1024
+    (serve.limits.peer_connections)."""
+    max_peer_requests: int | None = None
+    """Largest number of requests in flight from one client address; by default 512
+    (serve.limits.peer_requests)."""
+    max_rows: int | None = None
+    """Largest number of rows of a request; by default 65536 (serve.limits.rows)."""
+    max_queue: int | None = None
+    """Largest number of requests that wait for one version; by default 512 (serve.limits.queue)."""
+    max_concurrency: int | None = None
+    """Largest number of requests in flight, waiting ones included; by default 1024
+    (serve.limits.concurrency)."""
+    timeout: str | None = None
+    """Longest time for a request, whatever deadline its client sets: seconds, or as in 500ms; by default 10 s
+    (serve.limits.timeout)."""
+    poll: str | None = None
+    """Interval at which folders are polled for new versions; by default 1 s (serve.poll)."""
+    drain: str | None = None
+    """Time for requests in flight to finish after SIGTERM; by default 30 s (serve.drain)."""
+    threads: int | None = None
+    """Number of requests of each transport that are handled at a time; by default 64 (serve.threads)."""
     predict_threads: int | None = None
-    """The number of threads that work on one batch; by default as many as torch uses."""
+    """Threads that compute one batch; by default as many as torch uses (serve.predict_threads)."""
     allow_module: bool = False
     """Import and run the Python code of a model that could not be exported as a graph."""
     compiled: bool = False
     """Run what export --compile put beside the graph: quicker for few rows, and equal to the trainer but for
     rounding. It is code of whoever exported it; a version without it is not served."""
-    access_log: float = 0.0
-    """The share of answered requests that are logged, from 0 to 1; of refused ones, ten a second are."""
+    access_log: float | None = None
+    """Fraction of answered requests that are logged, 0 to 1; of refused ones, ten per second are; by default
+    0 (serve.access_log)."""
     peers: str | None = None
     """Set by --processes for each of them: INDEX/COUNT:FOLDER."""
     security: Annotated[SecurityOptions, tyro.conf.arg(name="")] = field(default_factory=SecurityOptions)

@@ -11,10 +11,9 @@ import torch
 from monolith.data.format import Format
 from monolith.data.formats.compressed import COMPRESSED_SUFFIXES
 from monolith.data.formats.csv import CsvFormat
-from monolith.data.formats.framed import FramedFormat
 from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.parquet import ParquetFormat
-from monolith.data.formats.tfrecord import TfRecordFormat
+from monolith.data.formats.tfrecord import FramedFormat, TfRecordFormat
 from monolith.errors import ConfigError
 
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -52,7 +51,7 @@ def format_of(
 
     Args:
         types: Of columns, for files that do not say, or not exactly. A field of CSV is then one value,
-            whatever is in it: who knows the types knows what stands between the items of a list.
+            whatever is in it: the caller knows the types, and how the items of a list are separated.
 
     Raises:
         ConfigError: There is no such format, or the path does not tell.

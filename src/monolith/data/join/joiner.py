@@ -38,8 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from monolith import filesystem
-from monolith.data.join.record_bytes import Arrays, pack, unpack
-from monolith.data.join.store import BLOCK_RECORDS, JoinStore, StoredBlock
+from monolith.data.join.store import BLOCK_RECORDS, Arrays, JoinStore, StoredBlock, pack, unpack
 from monolith.data.records import LABEL, LINE_ID, Records, concat, timely
 from monolith.errors import ConfigError, CorruptFileError, DataError, FileMissingError, RestoreError
 from monolith.observe import Doublings, Metrics
@@ -58,7 +57,7 @@ NO_DELAY = timedelta()
 _ROW_BITS = 16  # of a handle: block << 16 | row
 _STATE = "state-"
 _COMMITTED = "committed.json"
-_MANY = 100  # snapshots that nobody committed
+_MANY = 100  # snapshots that were not committed
 
 NOTHING_JOINED: dict[str, Any] = {"kind": "joiner", "snapshot": None}
 """The state of a joiner that was given nothing yet."""
@@ -157,7 +156,7 @@ class JoinStats:
 
 @dataclass(slots=True)
 class _Held:
-    """What is known of a block beside its records."""
+    """What is known of a block in addition to its records."""
 
     keys: list[Key]
     times: NDArray[np.int64]
@@ -692,7 +691,7 @@ class Joiner:
         return found
 
     def _pin(self) -> None:
-        """Keep the files that snapshots name, and remove what nobody names."""
+        """Keep the files that snapshots name, and remove the rest."""
         kept = self._snapshots()
         self._files_of = {name: self._files_of.get(name) or self._named_by(name) for name in kept}
         self._store.pin(frozenset[str]().union(*self._files_of.values()))

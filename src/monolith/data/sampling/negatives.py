@@ -1,4 +1,4 @@
-"""Negatives that nobody was shown: the user of a positive, with the item of another.
+"""Generated negatives: the user of a positive record with the item of another.
 
 A log of what was clicked says little about what would not be. So each positive record is
 followed, or rather preceded, by a few made of its user side and the item side of an item
@@ -28,8 +28,7 @@ from monolith.data.records import (
     empty_rows,
     take_rows,
 )
-from monolith.data.sampling.item_pool import Drawn, ItemPool, ItemPoolConfig
-from monolith.data.sampling.pool_files import encode_channel, restore_channels
+from monolith.data.sampling.item_pool import Drawn, ItemPool, ItemPoolConfig, encode_channel, restore_channels
 from monolith.data.transforms.columns import (
     ACTIONS,
     CHANNEL,
@@ -41,7 +40,7 @@ from monolith.data.transforms.columns import (
     set_rows,
 )
 from monolith.data.transforms.labels import INVALID_LABEL, is_valid
-from monolith.data.transforms.numbering import check_seed, draw, one_each, renumbered
+from monolith.data.transforms.transform import check_seed, draw, one_each, renumbered
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.tensors import RaggedTensor
 
@@ -261,7 +260,7 @@ class NegativeGeneration:
         return {name: take_rows(column, places) for name, column in columns if column is not None}
 
     def _event_columns(self, records: Records, made: Tensor, drawn: list[Drawn]) -> dict[str, RaggedTensor]:
-        """Return what is rewritten of the event: which item, and that nobody did anything with it."""
+        """Return what is rewritten of the event: which item, and that it got no action."""
         config, size = self.config, len(records)
         which = made.cumsum(0) - 1
         items = torch.tensor([one.item for one in drawn], dtype=torch.int64)[which]

@@ -1,12 +1,11 @@
-"""The server of models: repository, batching, and the Open Inference Protocol over gRPC and HTTP.
+"""The inference server: models from folders over the Open Inference Protocol, HTTP and gRPC.
 
     folder = ServedFolder(folder="exports/ads", name="ads")
     with InferenceServer(ServeConfig(http_port=8000), [folder], catalog) as server:
         print(server.http_url)
 
-A request is decoded by its transport (`grpc_port`, `http_api`), goes by its route (`traffic`) to a
-version of a model (`repository`), which is held meanwhile, is answered together with others (`batching`),
-and goes back the way it came. `inference` is where these meet.
+A transport decodes a request (`grpc_port`, `http_api`). `inference` routes it to a version of a model, leases
+that version (`repository`) and has it answered in a batch (`batching`); the transport encodes the answer.
 """
 
 from monolith.front_door import open_when_asked

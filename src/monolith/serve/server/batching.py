@@ -1,15 +1,23 @@
-"""Batching: requests that arrive together are answered together.
+"""Admission and batching: how many requests wait, and which are answered together.
 
-There is no thread that collects requests. Whoever comes while nobody works leads: it takes what waits,
-runs the model, and leaves each caller its rows. Who comes meanwhile waits, and is part of the next batch.
-So a request alone is answered on the thread it came on, without a hop to another, and the busier the
-model is the larger the batches get, by themselves.
+`Quotas` bounds the memory and the number of requests in flight, for all clients and for each one. JSON counts
+for more than its length, since a list of short numbers takes ten times its text in memory. So a few large
+requests cannot use all memory, and one client cannot use every slot. Quotas are per process.
 
-    waiting ──taken──► running ──► answered or failed
-       │ └──the leader is done, and it is the oldest──► leading: it takes the next batch
-       └──its time is up──► given up: nobody looks at it again
+    with quotas.admit("10.0.0.7") as reservation:
+        reservation.add(len(body))
 
-Invariant, under `_lock`: while the queue holds somebody, at least one caller leads, or has been told to.
+`RequestBatcher` has no thread that collects requests. The first request that finds the model idle becomes the
+leader: its own thread takes the queued requests, runs the model and gives each request its rows. Requests
+that arrive meanwhile wait and form the next batch. So a lone request is answered on the thread it came on,
+without a hop to another, and batches grow by themselves when the model is busy.
+
+    queued ──taken by a leader──► running ──► answered or failed
+       │ └──the leader is done, and this is the oldest──► leading: it takes the next batch
+       └──its deadline passed──► abandoned: no leader looks at it again
+
+Invariant, under `RequestBatcher._lock`: while the queue is not empty, at least one request leads or has been
+told to lead.
 """
 
 from __future__ import annotations
@@ -18,33 +26,113 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monolith.errors import DeadlineExceededError, OverloadedError, RetryableError
-from monolith.serve.server.config import BatchingConfig
-from monolith.serve.server.served import ServedAnswer
+from monolith.errors import DeadlineExceededError, OverloadedError, RetryableError, UnavailableError
+from monolith.serve.config import BatchingConfig, ServeLimits
+from monolith.serve.predictor import Prediction
 from monolith.serve.server.tensors import RequestColumns, merged
 
+JSON_COST = 16
+"""Bytes of memory that a byte of JSON, or of typed gRPC contents, is counted as. Measured: up to 11 for
+numbers and keys; brackets would take up to 39, and `JsonReader` bounds how many there are."""
+
+
+class Quotas:
+    """Counts the memory and the number of the requests in flight. Thread-safe.
+
+    A peer is a client address without the port; "" is another process of this server, which has no quota.
+    """
+
+    def __init__(self, limits: ServeLimits) -> None:
+        self._most_bytes = limits.in_flight_bytes
+        self._most_requests = limits.peer_requests
+        self._lock = threading.Lock()  # guards the two counters below
+        self._bytes = 0
+        self._requests: dict[str, int] = {}
+
+    def admit(self, peer: str) -> Reservation:
+        """Admit a request until the returned reservation is closed.
+
+        Raises:
+            OverloadedError: The peer has too many requests in flight.
+        """
+        if peer:
+            with self._lock:
+                count = self._requests.get(peer, 0)
+                if count >= self._most_requests:
+                    raise OverloadedError(
+                        f"{count} requests of {peer} are in flight, which is the limit for one client "
+                        "(--max-peer-requests). Retry later."
+                    )
+                self._requests[peer] = count + 1
+        return Reservation(self, peer)
+
+    def reserve(self, count: int) -> None:
+        with self._lock:
+            if self._bytes + count > self._most_bytes:
+                raise UnavailableError(
+                    f"requests in flight use {self._bytes} bytes of {self._most_bytes} "
+                    f"(--max-bytes-in-flight), and this one needs {count} more. Retry later."
+                )
+            self._bytes += count
+
+    def release(self, peer: str, count: int) -> None:
+        with self._lock:
+            self._bytes -= count
+            if peer:
+                left = self._requests[peer] - 1
+                if left:
+                    self._requests[peer] = left
+                else:
+                    del self._requests[peer]
+
+
+class Reservation:
+    """The memory that one request uses. Used by one thread at a time."""
+
+    __slots__ = ("_bytes", "_peer", "_quotas")
+
+    def __init__(self, quotas: Quotas, peer: str) -> None:
+        self._quotas = quotas
+        self._peer = peer
+        self._bytes = 0
+
+    def add(self, count: int) -> None:
+        """Count more bytes.
+
+        Raises:
+            UnavailableError: All requests together would use more than is allowed.
+        """
+        self._quotas.reserve(count)
+        self._bytes += count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._quotas.release(self._peer, self._bytes)
+
+
 Clock = Callable[[], float]
-_LATE = "the request's time was up before the model answered"
+_LATE = "the deadline of the request passed before the model answered"
 
 
-class AskModel(Protocol):
-    """What answers columns: `ServedModel.predict`."""
-
-    def __call__(self, columns: Mapping[str, Any], *, deadline: float | None = None) -> ServedAnswer: ...
-
-
+AskModel = Callable[..., Prediction]
+"""`Predictor.predict`: takes columns and a `deadline`."""
 Report = Callable[[int, int], None]
-"""Told how many requests and rows were answered together."""
+"""Called after each batch with its number of requests and rows."""
 
 
 @dataclass(slots=True)
-class FoundOutputs:
-    """The answer to one request."""
+class ModelOutputs:
+    """The outputs of the model for one request: arrays whose first dimension is the rows."""
 
     outputs: dict[str, NDArray[Any]]
     missing: tuple[str, ...]
@@ -52,7 +140,11 @@ class FoundOutputs:
 
 
 class _Waiting:
-    """A request in the queue, and later its answer."""
+    """A request in the queue, and later its answer.
+
+    `leads`, `gone`, and membership of the queue change under the batcher's lock. `found` and `error` are set
+    by the leader that took the request out of the queue, before it releases `wake`.
+    """
 
     __slots__ = ("columns", "deadline", "error", "found", "gone", "leads", "since", "wake")
 
@@ -60,7 +152,7 @@ class _Waiting:
         self.columns = columns
         self.deadline = deadline
         self.since = since
-        self.found: FoundOutputs | None = None
+        self.found: ModelOutputs | None = None
         self.error: BaseException | None = None
         self.leads = False
         self.gone = False
@@ -73,12 +165,15 @@ class _Waiting:
 
 
 class RequestBatcher:
-    """Answers the requests of one version of a model. Thread-safe.
+    """Answers the requests of one version of a model in batches. Thread-safe.
+
+    Example: while the model runs 32 rows of request A, requests B (4 rows) and C (8 rows) arrive. When A is
+    answered, B's thread leads: it runs one batch of 12 rows and wakes C with rows 4 to 12.
 
     Args:
-        ask: Answers columns, on any thread.
-        queue: The most requests that wait.
-        clock: By which deadlines are meant.
+        ask: Runs the model on columns, on any thread.
+        queue: Limit of waiting requests.
+        clock: The clock of deadlines, in seconds.
         report: Called after each batch.
     """
 
@@ -92,24 +187,24 @@ class RequestBatcher:
         self._most = queue
         self._clock = clock
         self._report = report
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all below; never held while the model runs
         self._came = threading.Condition(self._lock)
         self._queue: deque[_Waiting] = deque()
         self._leaders = 0
 
-    def run(self, columns: RequestColumns, deadline: float | None) -> FoundOutputs:
+    def run(self, columns: RequestColumns, deadline: float | None) -> ModelOutputs:
         """Return the answer to one request.
 
         Raises:
-            OverloadedError: Too many wait already.
+            OverloadedError: The queue is full.
             DeadlineExceededError: The deadline passed.
         """
         mine = _Waiting(columns, deadline, self._clock())
         with self._lock:
             if len(self._queue) >= self._most:
                 raise OverloadedError(
-                    f"{len(self._queue)} requests wait for this model, which is the most. Ask again later, "
-                    "or start more servers."
+                    f"{len(self._queue)} requests wait for this model, which is the limit (--max-queue). "
+                    "Retry later, or start more servers."
                 )
             self._queue.append(mine)
             if self._leaders < self._runners:
@@ -125,7 +220,7 @@ class RequestBatcher:
         return mine.found
 
     def _wait(self, mine: _Waiting) -> bool:
-        """Wait for the answer, or for the lead, which makes it True."""
+        """Wait for the answer or for the lead; return True for the lead."""
         left = -1.0 if mine.deadline is None else max(0.0, mine.deadline - self._clock())
         woken = mine.wake.acquire(timeout=left)
         if woken:
@@ -134,7 +229,9 @@ class RequestBatcher:
             mine.gone = True
             if mine in self._queue:
                 self._queue.remove(mine)
-            if mine.leads:  # told to just now: it is another's turn
+            # The lead may have been handed to this request between the timeout and the lock. It must pass it
+            # on, or the requests behind it would wait for a leader that is gone.
+            if mine.leads:
                 self._hand_over()
         raise DeadlineExceededError(_LATE)
 
@@ -147,7 +244,7 @@ class RequestBatcher:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Tell the oldest who waits, and has not been told, to lead; called under the lock."""
+        """Make the oldest waiting request lead, if there is one. Called under the lock."""
         for one in self._queue:
             if not one.leads:
                 one.leads = True
@@ -156,9 +253,9 @@ class RequestBatcher:
         self._leaders -= 1
 
     def _take(self, mine: _Waiting) -> list[_Waiting]:
-        """Take requests of one layout, as many as are answered together, the oldest first.
+        """Take requests of one layout for one batch, the oldest first.
 
-        Those of other leaders stay: each of them takes its own.
+        A request that leads is skipped: its own thread takes it, and would otherwise run nothing.
         """
         with self._lock:
             if self._delay:
@@ -202,7 +299,7 @@ class RequestBatcher:
                 self._run_together(batch)
         finally:
             for one in batch:
-                if not one.is_done:  # an interrupt, a memory error: nobody may wait for ever
+                if not one.is_done:  # after an interrupt or a memory error no client may wait forever
                     one.error = RuntimeError("the model did not answer")
                 self._tell(one)
         if self._report is not None:
@@ -211,7 +308,7 @@ class RequestBatcher:
     def _run_one(self, one: _Waiting) -> None:
         try:
             answer = self._ask(one.columns.values, deadline=one.deadline)
-            one.found = FoundOutputs(plain_outputs(answer), tuple(answer.missing), answer.freshness)
+            one.found = ModelOutputs(plain_outputs(answer), tuple(answer.missing), answer.freshness)
         except Exception as error:
             one.error = error
 
@@ -221,19 +318,19 @@ class RequestBatcher:
         try:
             answer = self._ask(merged([one.columns for one in batch]), deadline=latest)
             outputs = plain_outputs(answer)
-        except RetryableError as error:  # whoever asks again at once makes it worse
+        except RetryableError as error:  # running each request alone would add load to what is overloaded
             for one in batch:
                 one.error = type(error)(str(error)) if type(error) in _COPIED else error
             return
         except Exception:
-            # It may be the row of one of them: let nobody pay for another's mistake.
+            # One request may have a bad row. Each is run alone, so that only that one fails.
             for one in batch:
                 self._run_one(one)
             return
         begin = 0
         for one in batch:
             end = begin + one.columns.rows
-            one.found = FoundOutputs(
+            one.found = ModelOutputs(
                 {name: values[begin:end] for name, values in outputs.items()},
                 tuple(answer.missing),
                 answer.freshness,
@@ -241,18 +338,15 @@ class RequestBatcher:
             begin = end
 
     def _tell(self, one: _Waiting) -> None:
-        """Wake a caller that has its answer; the leader itself is awake, and one that was told to lead."""
+        """Wake the thread of an answered request. A leader is awake already."""
         if not one.leads and not one.gone and one.wake.locked():
             one.wake.release()
 
 
 _COPIED = (DeadlineExceededError, OverloadedError)
-"""Errors of which each caller raises its own: a traceback belongs to one thread."""
+"""Errors that each request raises as an own object: a traceback belongs to one thread."""
 
 
-def plain_outputs(answer: ServedAnswer) -> dict[str, NDArray[Any]]:
+def plain_outputs(answer: Prediction) -> dict[str, NDArray[Any]]:
     """Return the outputs of a model as arrays."""
-    return {
-        name: values if isinstance(values, np.ndarray) else values.detach().cpu().numpy()
-        for name, values in answer.outputs.items()
-    }
+    return {name: np.asarray(values) for name, values in answer.outputs.items()}

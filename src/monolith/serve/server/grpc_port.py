@@ -23,9 +23,8 @@ from monolith.errors import (
     RequestTooLargeError,
     UnavailableError,
 )
-from monolith.serve.server.inference import Inference, code_of
-from monolith.serve.server.peers import ServePeers
-from monolith.serve.server.protocol import (
+from monolith.serve.server.batching import JSON_COST, Quotas
+from monolith.serve.server.inference import (
     EXTENSIONS,
     GRPC_STATUS,
     INTERNAL,
@@ -34,9 +33,14 @@ from monolith.serve.server.protocol import (
     PLATFORM,
     SERVER_NAME,
     TIMEOUT,
+    Inference,
+    InferReply,
+    InferRequest,
+    PackedInputs,
+    Parameter,
+    code_of,
 )
-from monolith.serve.server.quotas import JSON_COST, Quotas
-from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
+from monolith.serve.server.processes import ServerProcesses
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
     SERVICE,
@@ -83,7 +87,7 @@ class GrpcPort:
     """
 
     def __init__(
-        self, inference: Inference, address: str, guard: Guard, peers: ServePeers, quotas: Quotas
+        self, inference: Inference, address: str, guard: Guard, peers: ServerProcesses, quotas: Quotas
     ) -> None:
         grpc = import_grpc()
         config = inference.config
@@ -185,13 +189,13 @@ class GrpcPort:
             host, _, _ = context.peer().rpartition(":")
             try:
                 # Over the shared port, all peers look like one; its connections are counted there.
-                held = self._quotas.admit("" if host.startswith("unix") else host)
+                reservation = self._quotas.admit("" if host.startswith("unix") else host)
             except Exception as error:
                 self._inference.refuse("grpc", error)
                 self._abort(context, error)
-            with held:
+            with reservation:
                 try:
-                    held.add(len(data))
+                    reservation.add(len(data))
                 except Exception as error:
                     self._inference.refuse("grpc", error)
                     self._abort(context, error)
@@ -223,9 +227,9 @@ class GrpcPort:
                 )
                 self._inference.refuse("grpc", large)
                 self._abort(context, large)
-            with self._quotas.admit("") as held:
+            with self._quotas.admit("") as reservation:
                 try:
-                    held.add(JSON_COST * len(data))
+                    reservation.add(JSON_COST * len(data))
                 except UnavailableError as busy:
                     self._inference.refuse("grpc", busy)
                     self._abort(context, busy)

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from monolith.errors import RequestError, RequestTooLargeError
-from monolith.serve.server.config import ServeLimits
-from monolith.serve.server.protocol import TIMEOUT
-from monolith.serve.server.quotas import JSON_COST, Held
-from monolith.serve.server.requests import InferReply, InferRequest
+from monolith.serve.config import ServeLimits
+from monolith.serve.server.batching import JSON_COST, Reservation
+from monolith.serve.server.inference import TIMEOUT, InferReply, InferRequest
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 
 JSON_LENGTH = "inference-header-content-length"
@@ -31,16 +30,16 @@ _UNPACKED_AT_ONCE = 1 << 20
 _LARGE_JSON = 1 << 20
 
 
-def unpacked(body: bytes, encoding: str, most: int, held: Held) -> bytes:
+def unpacked(body: bytes, encoding: str, most: int, reservation: Reservation) -> bytes:
     """Return a body as it was before it was packed.
 
     Args:
-        held: Counts the bytes, as they are unpacked.
+        reservation: Counts the bytes, as they are unpacked.
 
     Raises:
         RequestError: It is not packed that way.
         RequestTooLargeError: It has more bytes than `most`; no more than those were unpacked.
-        UnavailableError: Requests in flight hold too many bytes.
+        UnavailableError: Requests in flight use too much memory.
     """
     if encoding in ("", "identity"):
         return body
@@ -55,7 +54,7 @@ def unpacked(body: bytes, encoding: str, most: int, held: Held) -> bytes:
         except zlib.error as cause:
             raise RequestError(f"the body is not {encoding}: {cause}") from cause
         left = unpack.unconsumed_tail
-        held.add(len(part))
+        reservation.add(len(part))
         whole += part
         if len(whole) > most:
             raise RequestTooLargeError(
@@ -76,16 +75,16 @@ class JsonReader:
         self._most_brackets = 4 * limits.rows + 1024
         self._one_large = threading.Lock()  # Python can do nothing else while it parses; see `read`
 
-    def read(self, body: bytes | memoryview, held: Held) -> Any:
+    def read(self, body: bytes | memoryview, reservation: Reservation) -> Any:
         """Return what a body says.
 
         Args:
-            held: Counts the memory that it takes.
+            reservation: Counts the memory that it takes.
 
         Raises:
             RequestError: It is no JSON.
             RequestTooLargeError: It is too long, or has too many lists and objects in it.
-            UnavailableError: Requests in flight hold too many bytes.
+            UnavailableError: Requests in flight use too much memory.
         """
         if len(body) > self._most_bytes:
             raise RequestTooLargeError(
@@ -98,7 +97,7 @@ class JsonReader:
                 f"the JSON has more than {self._most_brackets} lists and objects in it, which are the most. "
                 "Send flat lists, with their shape."
             )
-        held.add(JSON_COST * len(text))
+        reservation.add(JSON_COST * len(text))
         if len(text) < _LARGE_JSON:
             return _parsed(text)
         with self._one_large:  # a second one would keep health probes waiting for twice as long

@@ -1,6 +1,16 @@
-"""Inference: from a decoded request to its answer, whatever it came over.
+"""The life of a request, from decoded tensors to the answer, whatever transport it came over.
 
-Here the parts meet: limits, the route, the version that is held meanwhile, the batch, the shadow.
+    bytes ──► tensors ──► columns ──► batch ──► rows ──► dense half ──► answer
+    http_api, http_bodies   tensors.py    batching.py   predictor.py         http_bodies, grpc_port
+    grpc_port                             request_reader.py
+
+`Inference.infer` is the place where the parts meet. It admits the request within the limit on concurrency,
+routes its name to a model and version, leases that version so that a hot swap cannot close it, turns the
+tensors into columns, waits for the batcher, and mirrors the request to shadows after it has the answer.
+
+    >>> reply = inference.infer(InferRequest(model="ads", tensors=tensors, timeout=0.05))
+    >>> reply.version, [tensor.name for tensor in reply.outputs]
+    ('140', ['click'])
 """
 
 from __future__ import annotations
@@ -9,12 +19,16 @@ import logging
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
 from monolith.errors import (
+    ConfigError,
     DeadlineExceededError,
     ForbiddenError,
     MonolithError,
@@ -24,23 +38,176 @@ from monolith.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from monolith.serve.server.batching import FoundOutputs, RequestBatcher
-from monolith.serve.server.config import RouteTarget, ServeConfig, ServedFolder
-from monolith.serve.server.observing import AccessLog, ServeMetrics
+from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
+from monolith.serve.manifest import Signature
+from monolith.serve.metrics import AccessLog, ServeMetrics
+from monolith.serve.predictor import Predictor
+from monolith.serve.server.batching import ModelOutputs, RequestBatcher
+from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
-from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
-from monolith.serve.server.served import Catalog, ServedModel, ServedSignature
-from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, columns_of, output_tensor
-from monolith.serve.server.traffic import TrafficRoutes
+from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
+
+Parameter = bool | int | float | str
+
+
+@dataclass(slots=True)
+class PackedInputs:
+    """The raw inputs of a gRPC request that were not decoded yet.
+
+    Clients repeat the same names, types and shapes; `ColumnsPlan` decodes such a request without looking at
+    them again.
+    """
+
+    key: tuple[bytes, ...]
+    """The encoded name, type and shape of each input."""
+    contents: Sequence[bytes]
+    """The raw values of each input."""
+    read: Callable[[], Sequence[WireTensor]]
+    """Decodes all inputs; raises a RequestError if they are malformed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class InferRequest:
+    """One request, decoded by its transport."""
+
+    model: str
+    version: str = ""
+    """Empty lets the server choose."""
+    id: str = ""
+    tensors: Sequence[WireTensor] | PackedInputs
+    outputs: Sequence[str] = ()
+    """Names of the outputs to return; empty returns all."""
+    timeout: float | None = None
+    """Seconds that the client waits; None if it did not say."""
+    transport: str = "local"
+
+
+@dataclass(slots=True, kw_only=True)
+class InferReply:
+    """The answer to one request."""
+
+    model: str
+    version: str
+    id: str
+    outputs: list[WireTensor]
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+
+
+SERVER_NAME = "monolith"
+PLATFORM = "pytorch_monolith"
+EXTENSIONS = ("binary_tensor_data", "model_repository")
+TIMEOUT = "timeout"
+"""A parameter of a request, as Triton has it: microseconds."""
+NO_CONTROL = "this server does not load or unload models on request; start it with --allow-control"
+NO_CONTROL_TOKEN = "loading or unloading a model needs the control token, not the predict token"
+INTERNAL = "the server failed to answer this request; its log says why"
+
+GRPC_STATUS: Mapping[str, str] = {
+    "not_found": "NOT_FOUND",
+    "too_large": "RESOURCE_EXHAUSTED",
+    "invalid": "INVALID_ARGUMENT",
+    "overloaded": "RESOURCE_EXHAUSTED",
+    "deadline": "DEADLINE_EXCEEDED",
+    "unavailable": "UNAVAILABLE",
+    "forbidden": "PERMISSION_DENIED",
+    "internal": "INTERNAL",
+}
+HTTP_STATUS: Mapping[str, int] = {
+    "not_found": 404,
+    "too_large": 413,
+    "invalid": 400,
+    "overloaded": 429,
+    "deadline": 504,
+    "unavailable": 503,
+    "forbidden": 403,
+    "internal": 500,
+}
+"""Statuses of both transports by the code that `code_of` returns."""
+
+
+class TrafficRoutes:
+    """Routes a requested name to a model and version, and picks its shadows. Thread-safe.
+
+    Example: with the split `ads=ads/120:90,ads/140:10`, `target("ads", "")` returns ("ads", "120") for nine
+    requests of ten; `target("ads", "140")` always returns ("ads", "140").
+
+    Args:
+        splits: Each name is answered by one of its targets, drawn in proportion to their weights.
+        shadows: Requests of each name are mirrored to its targets; the weight is the fraction of requests.
+        models: Names of the served models; they need no route.
+        generator: Random numbers for both.
+    """
+
+    def __init__(
+        self,
+        splits: Sequence[Route],
+        shadows: Sequence[Route],
+        models: Sequence[str],
+        generator: random.Random,
+    ) -> None:
+        self._random = generator
+        self._splits = {one.name: one.targets for one in splits}
+        self._weights = {one.name: list(accumulate(t.weight for t in one.targets)) for one in splits}
+        self._shadows = {one.name: one.targets for one in shadows}
+        if len(self._splits) < len(splits) or len(self._shadows) < len(shadows):
+            raise ConfigError("two routes have one name: list all of its targets in one, with their weights")
+        for route in [*splits, *shadows]:
+            for target in route.targets:
+                if target.model not in models:
+                    raise ConfigError(
+                        f"route {route.name!r}: there is no model {target.model!r}; this server has "
+                        f"{', '.join(models)}"
+                    )
+        for name in self._shadows:
+            if name not in models and name not in self._splits:
+                raise ConfigError(f"shadow of {name!r}: there is neither a model nor a split of that name")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the splits."""
+        return tuple(self._splits)
+
+    def pinned(self) -> Mapping[str, frozenset[str]]:
+        """Return for each model the versions that routes name."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for targets in [*self._splits.values(), *self._shadows.values()]:
+            for target in targets:
+                if target.version:
+                    found[target.model].add(target.version)
+        return {name: frozenset(versions) for name, versions in found.items()}
+
+    def target(self, name: str, version: str) -> tuple[str, str]:
+        """Return the model and version that answer. A client that names a version gets that version."""
+        targets = self._splits.get(name)
+        if targets is None or version:
+            return name, version
+        chosen: RouteTarget = self._random.choices(targets, cum_weights=self._weights[name])[0]
+        return chosen.model, chosen.version
+
+    def main(self, name: str) -> tuple[str, str]:
+        """Return the model and version with the largest weight; its metadata describes the name."""
+        targets = self._splits.get(name)
+        if targets is None:
+            return name, ""
+        heaviest = max(targets, key=lambda target: target.weight)
+        return heaviest.model, heaviest.version
+
+    def shadows(self, name: str) -> Sequence[RouteTarget]:
+        """Return the targets that this request is mirrored to."""
+        targets = self._shadows.get(name)
+        if not targets:
+            return ()
+        return [one for one in targets if one.weight >= 1 or self._random.random() < one.weight]
+
 
 _log = logging.getLogger(__name__)
 
 SHADOWS_WAITING = 64
-"""Requests that may wait for shadows; more are dropped, and counted."""
+"""Mirrored requests that may wait; more are dropped and counted."""
 PLANS = 256
-"""Kinds of requests to a version whose names, types and shapes are remembered."""
+"""Decoding plans that are cached for one version."""
 PLAN_BYTES = 64 << 10
-"""The longest description of inputs that is."""
+"""Longest encoded description of inputs that is cached."""
 CODES: Mapping[type[BaseException], str] = {
     UnknownModelError: "not_found",
     RequestTooLargeError: "too_large",
@@ -50,30 +217,32 @@ CODES: Mapping[type[BaseException], str] = {
     DeadlineExceededError: "deadline",
     UnavailableError: "unavailable",
 }
-"""Kinds of errors, the narrower first, and what they are called in metrics and logs."""
+"""Error types, subclasses first, and their code in metrics and logs."""
 
 
 def code_of(error: BaseException) -> str:
-    """Return what an error is called: "internal" for one that is our own mistake."""
+    """Return the code of an error; "internal" marks a bug of the server or the model."""
     return next((code for kind, code in CODES.items() if isinstance(error, kind)), "internal")
 
 
 class Inference:
-    """All that a server does for its callers, over any transport. Thread-safe.
+    """Answers decoded requests, over any transport. Thread-safe.
 
     Args:
-        folders: What is served.
-        catalog: Finds and loads versions.
-        metrics: Counts.
+        folders: The models to serve.
+        catalog: Lists and loads their versions.
+        metrics: Counts requests.
+        attach: Called with each loaded version; see `Repository`.
     """
 
     def __init__(
         self,
         config: ServeConfig,
         folders: Sequence[ServedFolder],
-        catalog: Catalog,
+        catalog: ServableCatalog,
         metrics: ServeMetrics,
         *,
+        attach: Callable[[str, Predictor], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         generator: random.Random | None = None,
     ) -> None:
@@ -84,11 +253,14 @@ class Inference:
         self._limits = config.limits
         self._timeout = config.limits.timeout.total_seconds()
         self._access = AccessLog(config.access_log, draw, clock)
-        self.traffic = TrafficRoutes(config.splits, config.shadows, [one.name for one in folders], draw)
-        self.repository = Repository(
-            folders, catalog, self._batcher, pinned=self.traffic.pinned(), clock=clock
+        self.traffic = TrafficRoutes(
+            config.split_routes, config.shadow_routes, [one.name for one in folders], draw
         )
-        self._lock = threading.Lock()  # guards the three below
+        self.repository = Repository(
+            folders, catalog, self._batcher, attach=attach, pinned=self.traffic.pinned(), clock=clock
+        )
+        # Guards the three counters below. Held for a few instructions only, never while a model runs.
+        self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._in_flight = 0
         self._shadows_waiting = 0
@@ -97,17 +269,17 @@ class Inference:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that is wanted can answer, and the server is not about to stop."""
+        """Whether every wanted model has a version that can answer, and the server is not draining."""
         return not self._draining and self.repository.all_ready
 
     def infer(self, request: InferRequest) -> InferReply:
         """Answer a request.
 
         Raises:
-            UnknownModelError: There is no such model or version.
-            RequestError: The inputs are not what the model takes; RequestTooLargeError: they are too many.
-            OverloadedError: Too many requests are being answered.
-            DeadlineExceededError: The caller's time, or the longest that is allowed, was up.
+            UnknownModelError: The server has no such model or version.
+            RequestError: The inputs do not fit the model; RequestTooLargeError: there are too many rows.
+            OverloadedError: Too many requests are in flight or queued.
+            DeadlineExceededError: The deadline of the client or of the server passed.
             UnavailableError: The server is stopping, or the model is not loaded.
         """
         begun = self._clock()
@@ -140,25 +312,25 @@ class Inference:
         return reply
 
     def refuse(self, transport: str, error: BaseException, model: str = "", id: str = "") -> None:  # noqa: A002
-        """Note a request that was refused before it could be decoded."""
+        """Count and log a request that was refused before it could be decoded."""
         code = code_of(error)
         known = model if model in self.repository.names or model in self.traffic.names else ""
         self.metrics.answered(model=known, version="", transport=transport, code=code)
         self._access.refused(model=model, transport=transport, id=id, code=code, why=str(error))
         if code == "internal":
-            _log.error("a request failed by a mistake of the server or its model", exc_info=error)
+            _log.error("a request failed because of a bug in the server or its model", exc_info=error)
 
-    def describe(self, name: str, version: str = "") -> tuple[ServedSignature, tuple[str, ...], str]:
-        """Return what a model takes and gives, its versions, and the name under which it has them."""
+    def describe(self, name: str, version: str = "") -> tuple[Signature, tuple[str, ...], str]:
+        """Return the signature of a model, its versions, and the model that a split resolves to."""
         model, chosen = (name, version) if version else self.traffic.main(name)
-        with self.repository.held(model, chosen) as held:
-            return held.model.signature, self.repository.versions(model), model
+        with self.repository.lease(model, chosen) as loaded:
+            return loaded.model.signature, self.repository.versions(model), model
 
     def has_ready(self, name: str, version: str = "") -> bool:
-        """Whether a model can answer.
+        """Return whether a model can answer.
 
         Raises:
-            UnknownModelError: There is no such model.
+            UnknownModelError: The server has no such model.
         """
         if name not in self.repository.names and name not in self.traffic.names:
             self.repository.versions(name)
@@ -170,7 +342,8 @@ class Inference:
         return [line for line in lines if line.state == "READY"] if ready else lines
 
     def stop_being_ready(self) -> None:
-        """Say that the server is not ready, so that balancers send nothing more; answer what still comes."""
+        """Report the server as not ready, so that load balancers stop sending; late requests are still
+        answered."""
         self._draining = True
 
     def render_metrics(self) -> bytes:
@@ -186,7 +359,7 @@ class Inference:
             self._shadow_thread.shutdown(cancel_futures=True)
         self.repository.close()
 
-    def _batcher(self, model: ServedModel) -> RequestBatcher:
+    def _batcher(self, model: Predictor) -> RequestBatcher:
         return RequestBatcher(
             model.predict,
             self.config.batching,
@@ -199,8 +372,8 @@ class Inference:
         with self._lock:
             if self._in_flight >= self._limits.concurrency:
                 raise OverloadedError(
-                    f"{self._in_flight} requests are being answered, which is the most. Ask again later, or "
-                    "start more servers."
+                    f"{self._in_flight} requests are in flight, which is the limit (--max-concurrency). "
+                    "Retry later, or start more servers."
                 )
             self._in_flight += 1
 
@@ -213,36 +386,40 @@ class Inference:
     def _answer(self, request: InferRequest, begun: float) -> tuple[InferReply, int]:
         allowed = self._timeout if request.timeout is None else min(request.timeout, self._timeout)
         if allowed <= 0:
-            raise DeadlineExceededError("the request's time was up when it arrived")
+            raise DeadlineExceededError("the deadline of the request had passed when it arrived")
         deadline = begun + allowed
         name, version = self.traffic.target(request.model, request.version)
-        with self.repository.held(name, version) as held:
-            columns = self._columns(request, held)
-            found = held.batcher.run(columns, deadline)
+        # The lease spans everything that touches the version: a hot swap may retire it meanwhile, and the
+        # last lease to end closes it.
+        with self.repository.lease(name, version) as loaded:
+            columns = self._columns(request, loaded)
+            found = loaded.batcher.run(columns, deadline)
             if found.missing:
                 self.metrics.missing(found.missing)
-            reply = _reply(request, name, held, found)
+            reply = _reply(request, name, loaded, found)
+        # Shadows run after the answer is complete and on a thread of their own, so that they cannot slow it.
         for shadow in self.traffic.shadows(request.model):
             self._ask_shadow(shadow, request, found)
         return reply, columns.rows
 
-    def _columns(self, request: InferRequest, held: LoadedVersion) -> RequestColumns:
+    def _columns(self, request: InferRequest, loaded: LoadedVersion) -> RequestColumns:
         given = request.tensors
         columns = (
-            _packed_columns(given, held)
+            _packed_columns(given, loaded)
             if isinstance(given, PackedInputs)
-            else columns_of(given, held.model.signature)
+            else columns_of(given, loaded.model.signature)
         )
         if columns.rows > self._limits.rows:
             raise RequestTooLargeError(
-                f"the request has {columns.rows} rows; the most are {self._limits.rows}. Send several."
+                f"the request has {columns.rows} rows; the limit is {self._limits.rows} (--max-rows). "
+                "Split it."
             )
         return columns
 
     def _note_refusal(self, request: InferRequest, error: Exception) -> None:
         self.refuse(request.transport, error, request.model, request.id)
 
-    def _ask_shadow(self, shadow: RouteTarget, request: InferRequest, found: FoundOutputs) -> None:
+    def _ask_shadow(self, shadow: RouteTarget, request: InferRequest, found: ModelOutputs) -> None:
         assert self._shadow_thread is not None
         label = f"{shadow.model}/{shadow.version}" if shadow.version else shadow.model
         with self._lock:
@@ -257,10 +434,10 @@ class Inference:
             with self._lock:
                 self._shadows_waiting -= 1
 
-    def _compare(self, shadow: RouteTarget, label: str, request: InferRequest, found: FoundOutputs) -> None:
+    def _compare(self, shadow: RouteTarget, label: str, request: InferRequest, found: ModelOutputs) -> None:
         try:
-            with self.repository.held(shadow.model, shadow.version) as held:
-                other = held.batcher.run(self._columns(request, held), self._clock() + self._timeout)
+            with self.repository.lease(shadow.model, shadow.version) as loaded:
+                other = loaded.batcher.run(self._columns(request, loaded), self._clock() + self._timeout)
             difference = _difference(found, other)
             outcome = "same" if difference == 0 else "different"
             self.metrics.shadowed(request.model, label, outcome, difference)
@@ -275,29 +452,29 @@ class Inference:
                 self._shadows_waiting -= 1
 
 
-def _packed_columns(given: PackedInputs, held: LoadedVersion) -> RequestColumns:
-    """Return the columns of a request, by a plan where one like it was seen before."""
-    plan = held.plans.get(given.key)
+def _packed_columns(given: PackedInputs, loaded: LoadedVersion) -> RequestColumns:
+    """Return the columns of a raw gRPC request, by a cached plan if a request like it was seen before."""
+    plan = loaded.plans.get(given.key)
     if plan is not None:
         columns = plan.columns(given.contents)
         if columns is not None:
             return columns
     tensors = given.read()
-    columns = columns_of(tensors, held.model.signature)
+    columns = columns_of(tensors, loaded.model.signature)
     if plan is None and sum(map(len, given.key)) <= PLAN_BYTES and (made := ColumnsPlan.of(tensors, columns)):
-        if len(held.plans) >= PLANS:
-            held.plans.clear()
-        held.plans[given.key] = made
+        if len(loaded.plans) >= PLANS:
+            loaded.plans.clear()
+        loaded.plans[given.key] = made
     return columns
 
 
 def _reply(
     request: InferRequest,
     name: str,
-    held: LoadedVersion,
-    found: FoundOutputs,
+    loaded: LoadedVersion,
+    found: ModelOutputs,
 ) -> InferReply:
-    model = held.model
+    model = loaded.model
     parameters: dict[str, Parameter] = dict(found.freshness)
     if found.missing:
         parameters["missing_shards"] = ",".join(found.missing)
@@ -314,8 +491,8 @@ def _reply(
     )
 
 
-def _difference(one: FoundOutputs, other: FoundOutputs) -> float:
-    """Return the largest difference of any value; infinite where outputs are not the same ones."""
+def _difference(one: ModelOutputs, other: ModelOutputs) -> float:
+    """Return the largest absolute difference of any value; infinite if names or shapes differ."""
     if one.outputs.keys() != other.outputs.keys():
         return float("inf")
     largest = 0.0

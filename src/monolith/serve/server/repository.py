@@ -1,14 +1,14 @@
-"""The models of a server: which versions are loaded, and how one takes the place of another.
+"""The models of a server: which versions are loaded, and how a new version replaces the old one.
 
-A folder is looked at every now and then. A new version is loaded and warmed up beside the one that answers;
-then, in one assignment, it answers, and the other one is left to those who hold it: the last to let go
-closes it.
+Folders are polled. A new version is loaded and warmed up while the old one still answers. Then one assignment
+makes it the version that answers (the hot swap), and the old version is retired: requests that lease it
+finish, and the last lease to end closes it. No request ever meets a closed version.
 
-    found ──► LOADING ──► READY ──a newer one is ready──► UNLOADING ──nobody holds it──► closed
-                 └──fails──► UNAVAILABLE, with the reason: the one before goes on answering
+    found ──► LOADING ──► READY ──a newer version is ready──► UNLOADING ──last lease ends──► closed
+                 └──fails──► UNAVAILABLE, with the reason: the old version still answers
 
-A version that is withheld, since its rows are not trusted, is UNAVAILABLE as well. If it is withheld while it
-answers, the newest version that is not takes its place.
+A withheld version, whose rows are not trusted, is UNAVAILABLE as well. If it is withheld while it answers,
+the newest version that is not withheld replaces it.
 """
 
 from __future__ import annotations
@@ -20,61 +20,65 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from monolith.errors import MonolithError, UnavailableError, UnknownModelError
+from monolith.serve.config import ServedFolder
+from monolith.serve.predictor import Predictor
 from monolith.serve.server.batching import RequestBatcher
-from monolith.serve.server.config import ServedFolder
-from monolith.serve.server.served import Catalog, ServedModel
+from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.tensors import ColumnsPlan
 
 _log = logging.getLogger(__name__)
 
 RETRY_AFTER = 30.0
-"""Seconds after which a version that could not be loaded is tried again."""
+"""Seconds after which loading a failed version is retried."""
 
 
 class LoadedVersion:
-    """A version that answers, and those who hold it."""
+    """A version that answers, with the number of its leases.
 
-    def __init__(self, model: ServedModel, batcher: RequestBatcher) -> None:
+    The repository has one lease itself, so the count reaches 0 only after `retire`, exactly once.
+    """
+
+    def __init__(self, model: Predictor, batcher: RequestBatcher) -> None:
         self.model = model
         self.batcher = batcher
         self.plans: dict[tuple[bytes, ...], ColumnsPlan] = {}
-        """By what requests say of their inputs; for those that were seen before."""
-        self._lock = threading.Lock()  # guards the two below
-        self._holders = 1  # the repository
+        """Decoding plans by the encoded description of a request's inputs."""
+        self._lock = threading.Lock()  # guards the two below; closing happens outside of it
+        self._leases = 1  # the repository
         self._retired = False
 
-    def hold(self) -> bool:
-        """Whether the caller holds it now, until it lets go; a version that is about to close, nobody can."""
+    def acquire(self) -> bool:
+        """Take a lease, until `release`; return False for a version that was retired."""
         with self._lock:
             if self._retired:
                 return False
-            self._holders += 1
+            self._leases += 1
             return True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         with self._lock:
-            self._holders -= 1
-            last = self._holders == 0
+            self._leases -= 1
+            last = self._leases == 0
         if last:
             self.model.close()
 
     def retire(self) -> None:
-        """Have it closed as soon as nobody holds it."""
+        """Have it closed when its last lease ends."""
         with self._lock:
             if self._retired:
                 return
             self._retired = True
-        self.let_go()
+        self.release()
 
     @property
-    def is_held(self) -> bool:
+    def is_leased(self) -> bool:
         with self._lock:
-            return self._holders > 0
+            return self._leases > 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One line of the index."""
+    """One line of the repository index."""
 
     name: str
     version: str
@@ -84,29 +88,34 @@ class ModelStatus:
 
 @dataclass(slots=True)
 class _Folder:
-    """What is known of one folder. Only the thread that holds `Repository._changing` changes it."""
+    """The state of one model's folder. Only the thread that holds `Repository._changing` changes it."""
 
     config: ServedFolder
     pinned: frozenset[str] = frozenset()
-    """Versions that routes name."""
+    """Versions that routes name; they are served whatever the policy says."""
     wanted: bool = True
     """False from an unload to a load."""
     failed: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """Version -> why it could not be loaded, and when that was."""
+    """Version -> why it could not be loaded, and when."""
     withheld: Mapping[str, str] = field(default_factory=dict)
     """Version -> why it must not be served; replaced as a whole."""
     loading: str = ""
     only: str | None = None
-    """The version that is served in place of what the policy wants, since somebody went back to it."""
+    """The version that is served instead of those of the policy, after a rollback."""
 
 
 class Repository:
     """All models of a server. Thread-safe.
 
+    Example: `with repository.lease("ads") as loaded:` runs a request on the newest version of "ads"; a hot
+    swap meanwhile closes that version only after the block.
+
     Args:
-        folders: What is served, each under its name.
-        catalog: Finds and loads versions.
+        folders: The models to serve, each with its name.
+        catalog: Lists and loads versions.
         batcher: Makes the batcher of a loaded version.
+        attach: Called with the name of the model and each version before it is warmed up, so that it follows
+            a trainer.
         pinned: Model -> versions that are served whatever the policy says.
         clock: Seconds.
     """
@@ -114,9 +123,10 @@ class Repository:
     def __init__(
         self,
         folders: Sequence[ServedFolder],
-        catalog: Catalog,
-        batcher: Callable[[ServedModel], RequestBatcher],
+        catalog: ServableCatalog,
+        batcher: Callable[[Predictor], RequestBatcher],
         *,
+        attach: Callable[[str, Predictor], None] | None = None,
         pinned: Mapping[str, frozenset[str]] | None = None,
         clock: Callable[[], float],
     ) -> None:
@@ -124,10 +134,13 @@ class Repository:
         self._folders = {one.name: _Folder(one, named.get(one.name, frozenset())) for one in folders}
         self._catalog = catalog
         self._batcher = batcher
+        self._attach = attach
         self._clock = clock
-        self._changing = threading.RLock()  # one thread loads and unloads at a time
+        # One thread loads and unloads at a time. Requests never take this lock: they read `_serving`.
+        self._changing = threading.RLock()
         self._serving: dict[str, dict[str, LoadedVersion]] = {name: {} for name in self._folders}
-        """Model -> version -> what answers, the oldest first. The inner one is replaced, never changed."""
+        """Model -> version -> loaded version, oldest first. The inner dict is replaced, never changed, so
+        that requests read it without a lock."""
         self._retiring: list[LoadedVersion] = []
 
     @property
@@ -135,27 +148,27 @@ class Repository:
         return tuple(self._folders)
 
     @contextmanager
-    def held(self, name: str, version: str = "") -> Iterator[LoadedVersion]:
-        """Hold a version while the block lasts: it is not closed before.
+    def lease(self, name: str, version: str = "") -> Iterator[LoadedVersion]:
+        """Lease a version for the duration of a block: it is not closed before.
 
         Args:
-            version: The newest one that is loaded, if empty.
+            version: Empty leases the newest loaded version.
 
         Raises:
-            UnknownModelError: There is no such model, or not that version of it.
+            UnknownModelError: The server has no such model or version.
             UnavailableError: The model has no version that can answer.
         """
-        while True:
+        while True:  # a version that was retired between the two lines has a successor
             found = self._find(name, version)
-            if found.hold():
+            if found.acquire():
                 break
         try:
             yield found
         finally:
-            found.let_go()
+            found.release()
 
     def versions(self, name: str) -> tuple[str, ...]:
-        """Return the versions that can answer, the oldest first."""
+        """Return the versions that can answer, oldest first."""
         self._folder(name)
         return tuple(self._serving[name])
 
@@ -169,7 +182,7 @@ class Repository:
         return all(self._serving[name] for name, folder in self._folders.items() if folder.wanted)
 
     def index(self) -> list[ModelStatus]:
-        """Return what is served, what is being loaded, and what could not be."""
+        """Return the state of all versions: served, loading, failed and withheld."""
         lines: list[ModelStatus] = []
         for name, folder in self._folders.items():
             ready = self._serving[name]
@@ -192,24 +205,24 @@ class Repository:
         return lines
 
     def refresh(self) -> None:
-        """Look at every folder, load what is new, and retire what is no longer wanted."""
+        """Poll every folder: load new versions, and retire those that are no longer wanted."""
         for name in self._folders:
             with self._changing:
                 if self._folders[name].wanted:
-                    self._bring_up_to_date(name)
+                    self._refresh_model(name)
 
     def load(self, name: str) -> None:
-        """Load the versions that the policy wants, also those that failed before, and after an unload.
+        """Load the versions that the policy wants, including those that failed or were unloaded.
 
         Raises:
-            UnknownModelError: There is no such model.
+            UnknownModelError: The server has no such model.
             UnavailableError: None of its versions could be loaded.
         """
         folder = self._folder(name)
         with self._changing:
             folder.wanted = True
             folder.failed.clear()
-            self._bring_up_to_date(name)
+            self._refresh_model(name)
             if not self._serving[name]:
                 reasons = "; ".join(f"version {one}: {why}" for one, (why, _) in folder.failed.items())
                 raise UnavailableError(
@@ -217,14 +230,15 @@ class Repository:
                     + (reasons or f"no complete version in {folder.config.folder}")
                 )
 
-    def go_back(self, name: str, version: str | None) -> None:
-        """Serve one version and no other until told otherwise; None serves what the policy wants again.
+    def serve_only(self, name: str, version: str | None) -> None:
+        """Serve only one version, after a rollback; None serves the versions of the policy again.
 
-        Either is loaded anew, also where it is loaded already: what it was told since is left behind.
+        The version is loaded again even if it is loaded already, so that it is served as exported, without
+        the rows that deltas changed since.
 
         Raises:
-            UnknownModelError: There is no such model, or not that version of it. All stays as it is.
-            UnavailableError: It could not be loaded. All stays as it is.
+            UnknownModelError: The server has no such model or version. Nothing changes.
+            UnavailableError: The version could not be loaded. Nothing changes.
         """
         folder = self._folder(name)
         with self._changing:
@@ -246,7 +260,7 @@ class Repository:
             self._serve(name, loaded)
 
     def unload(self, name: str) -> None:
-        """Stop serving a model; requests in flight end first."""
+        """Stop serving a model; requests in flight finish first."""
         folder = self._folder(name)
         with self._changing:
             folder.wanted = False
@@ -254,7 +268,7 @@ class Repository:
             self._serve(name, {})
 
     def close(self) -> None:
-        """Retire every version; each is closed when nobody holds it."""
+        """Retire every version; each is closed when its last lease ends."""
         with self._changing:
             for name, folder in self._folders.items():
                 folder.wanted = False
@@ -262,8 +276,8 @@ class Repository:
 
     @property
     def retiring(self) -> int:
-        """How many versions no longer answer and are still held."""
-        self._retiring = [one for one in self._retiring if one.is_held]
+        """Number of retired versions that requests still lease."""
+        self._retiring = [one for one in self._retiring if one.is_leased]
         return len(self._retiring)
 
     def _folder(self, name: str) -> _Folder:
@@ -271,7 +285,7 @@ class Repository:
             return self._folders[name]
         except KeyError:
             served = ", ".join(self._folders) or "none"
-            raise UnknownModelError(f"there is no model {name[:200]!r}; this server has {served}") from None
+            raise UnknownModelError(f"this server has no model {name[:200]!r}; it has {served}") from None
 
     def _find(self, name: str, version: str) -> LoadedVersion:
         folder = self._folder(name)
@@ -288,12 +302,12 @@ class Repository:
                 f"model {name!r} has no version {version[:200]!r}; it has {', '.join(serving) or 'none'}"
             ) from None
 
-    def _bring_up_to_date(self, name: str) -> None:
+    def _refresh_model(self, name: str) -> None:
         folder = self._folders[name]
         try:
             found = list(self._catalog.versions(folder.config.folder))
         except (MonolithError, OSError) as error:
-            _log.warning("cannot look for versions of model %r: %s", name, error)
+            _log.warning("cannot list the versions of model %r: %s", name, error)
             return
         self._note_withheld(folder, found)
         wanted = self._wanted(folder, found)
@@ -306,7 +320,7 @@ class Repository:
                 loaded[version] = made
         folder.failed = {one: why for one, why in folder.failed.items() if one in found}
         if not any(version in loaded for version in wanted):
-            loaded = before  # better the old ones than none
+            loaded = before  # an old version is better than none
         elif any(version in folder.failed for version in wanted):
             loaded = {**before, **loaded}
         order = {version: place for place, version in enumerate(found)}
@@ -320,7 +334,7 @@ class Repository:
         return [version for version in offered if version in wanted]
 
     def _note_withheld(self, folder: _Folder, found: list[str]) -> None:
-        """Look which versions must not be served, and log those that were not withheld before."""
+        """Read which versions are withheld, and log changes."""
         known, folder.withheld = folder.withheld, self._catalog.withheld(folder.config.folder, found)
         for version, reason in folder.withheld.items():
             if version not in known:
@@ -335,8 +349,8 @@ class Repository:
         none_left = bool(found) and all(one in folder.withheld for one in found)
         if serving and none_left and known.keys() != folder.withheld.keys() and folder.only is None:
             _log.error(
-                "model %r: version %s is withheld, and there is no other to serve in its place; it goes on "
-                "answering. Export a checkpoint from before the first bad step, or stop this server.",
+                "model %r: version %s is withheld, and there is no other version to serve; it still "
+                "answers. Export a checkpoint from before the first bad step, or stop this server.",
                 *(folder.config.name, ", ".join(serving)),
             )
 
@@ -350,11 +364,13 @@ class Repository:
         try:
             model = self._catalog.load(folder.config.folder, version)
             try:
+                if self._attach is not None:
+                    self._attach(name, model)
                 model.warm_up()
             except BaseException:
                 model.close()
                 raise
-        except Exception as error:  # whatever is wrong with the new one, the old one goes on
+        except Exception as error:  # whatever is wrong with the new version, the old one still answers
             folder.failed[version] = (str(error) or type(error).__name__, self._clock())
             _log.error(
                 "cannot load version %s of model %r: %s",
@@ -370,9 +386,15 @@ class Repository:
 
     def _serve(self, name: str, versions: dict[str, LoadedVersion]) -> None:
         before = self._serving[name]
+        # The hot swap. New requests find the new versions from here on; only then are the old ones retired,
+        # so that a request always finds a version that can be leased.
         self._serving[name] = versions
         for version, old in before.items():
             if versions.get(version) is not old:
-                _log.info("model %r: version %s is closed after its last request", name, version)
-                self._retiring = [*(one for one in self._retiring if one.is_held), old]
+                _log.info(
+                    "model %r: version %s no longer answers; it is closed after its last request",
+                    name,
+                    version,
+                )
+                self._retiring = [*(one for one in self._retiring if one.is_leased), old]
                 old.retire()

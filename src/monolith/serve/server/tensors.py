@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import RequestError, RequestTooLargeError
-from monolith.serve.server.served import ServedSignature, ServedTensor
+from monolith.serve.manifest import SPLITS, Signature, TensorSpec
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
@@ -31,12 +31,10 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
 }
-"""All but BYTES, as they lie in a raw tensor."""
+"""Little-endian layout of the values of a raw tensor, for all datatypes but BYTES."""
 DATATYPES = ("BYTES", *DTYPES)
 TIME = "time"
 """The meaning of an input of times, which may be texts."""
-SPLITS = ".row_splits"
-"""After the name of an input: where each row's items begin among all items, for lists of any length."""
 _LENGTH_BYTES = 4
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 1 << 20
@@ -110,7 +108,7 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
 
 
 def raw_bytes(values: Values) -> bytes:
-    """Return values as they lie in a raw tensor."""
+    """Return the bytes of a raw tensor."""
     if isinstance(values, list):
         return b"".join(part for one in values for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one))
     return np.ascontiguousarray(values).tobytes()
@@ -134,7 +132,7 @@ class RequestColumns:
     """Name and width of each column: requests of one layout can be answered together."""
 
 
-def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> RequestColumns:
+def columns_of(tensors: Sequence[WireTensor], signature: Signature) -> RequestColumns:
     """Return tensors as columns of a model.
 
     Raises:
@@ -217,7 +215,7 @@ class ColumnsPlan:
         """Return the columns; None where contents have another length than those of the plan.
 
         Raises:
-            RequestError: Texts do not lie as they should.
+            RequestError: The lengths of texts do not fit the contents.
         """
         values: dict[str, Any] = {}
         for (name, dtype, size, shape), raw in zip(self._parts, contents, strict=True):
@@ -321,7 +319,7 @@ def _numbers(
         raise RequestError(f"input {name!r}: a value is too large for {datatype}") from cause
 
 
-def _fixed(tensor: WireTensor, spec: ServedTensor) -> tuple[Any, int, int]:
+def _fixed(tensor: WireTensor, spec: TensorSpec) -> tuple[Any, int, int]:
     """Return a column of rows of one width, how many rows, and the width; 0 for a value alone."""
     shape = tensor.shape
     if len(shape) not in (1, 2):
@@ -341,7 +339,7 @@ def _fixed(tensor: WireTensor, spec: ServedTensor) -> tuple[Any, int, int]:
     return column.reshape(shape), shape[0], width
 
 
-def _typed(tensor: WireTensor, spec: ServedTensor) -> Any:
+def _typed(tensor: WireTensor, spec: TensorSpec) -> Any:
     """Return values as a model takes them: texts, int64 or float32."""
     values = tensor.values
     if isinstance(values, list) and spec.meaning == TIME:
@@ -374,10 +372,10 @@ def _splits(splits: WireTensor, items: WireTensor) -> NDArray[np.int64]:
         raise RequestError(f"input {splits.name!r} must be INT64 of the shape [rows + 1]")
     if len(items.shape) != 1:
         raise RequestError(
-            f"input {items.name!r} must have one dimension, all items of all rows, beside {splits.name!r}"
+            f"input {items.name!r} must have one dimension, all items of all rows, with {splits.name!r}"
         )
     if items.row_ends is not None:
-        raise RequestError(f"input {items.name!r}: no item can be null beside {splits.name!r}; leave it out")
+        raise RequestError(f"input {items.name!r}: no item can be null with {splits.name!r}; leave it out")
     whole = ends.astype(np.int64)
     if whole[0] != 0 or whole[-1] != len(items.values) or bool((np.diff(whole) < 0).any()):
         raise RequestError(
@@ -386,7 +384,7 @@ def _splits(splits: WireTensor, items: WireTensor) -> NDArray[np.int64]:
     return whole
 
 
-def _names(signature: ServedSignature) -> str:
+def _names(signature: Signature) -> str:
     names = [spec.name for spec in signature.inputs]
     return ", ".join(names[:40]) + (", ..." if len(names) > 40 else "")
 

@@ -1,13 +1,14 @@
-"""Which replicas a shard has, which of them answer, and the connections to them.
+"""The replicas of each shard, their states, and the connections to them.
 
     found ──hello──> up ──lost races──> slow  ──hello──> up
                      up ──failed──────> down  ──hello──> up
 
-Requests go to replicas that are up; to one that is slow where none is up; and never to one that is down,
-or was only just found: a request must not wait for a machine that is gone. Those are greeted by threads of
-the map, again and again, until they answer as they should. A registry that fails, or has nobody any more,
-changes nothing: the last good map is kept. A replica that it no longer has, while it has others, is let go
-of.
+Requests go to replicas that are up, to a slow one only if none is up, and never to one that is down or was
+only just found: a request must not wait for a machine that is gone. Threads of the map probe those replicas
+until they answer as they should. If the registry fails, or lists no server, the last good map stays in use. A
+replica that is no longer listed, while others are, is dropped.
+
+`HedgeDelay` decides when an answer counts as slow: when it takes longer than 95 % of recent answers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -24,9 +26,8 @@ from typing import Literal
 
 from monolith.cluster import Discovery
 from monolith.errors import MonolithError, UnavailableError
-from monolith.serve.shards.config import ShardsConfig
-from monolith.serve.shards.latencies import HedgeDelay
-from monolith.serve.shards.service import SERVICE, ShardAbout, misfit, shard_part, shard_role
+from monolith.serve.config import ShardsConfig
+from monolith.serve.shards.protocol import SERVICE, ShardAbout, misfit, shard_part, shard_role
 from monolith.wire.flight import Caller, CallStream, PortGuard
 from monolith.wire.messages import read_message
 
@@ -35,10 +36,61 @@ _log = logging.getLogger(__name__)
 State = Literal["found", "up", "slow", "down"]
 
 _IDLE = 10.0
-"""Seconds after which a connection that nobody uses is closed."""
+"""Seconds after which an idle connection is closed."""
 _GREETERS = 8
 _RACES = 3
-"""That a replica may lose in a row: one in twenty requests is raced, whoever answers it."""
+"""Races that a replica may lose in a row: one in twenty requests is raced in any case."""
+
+
+_KEPT = 256
+_ENOUGH = 32
+"""Answers from which on the wait follows from them, and after how many it is found out again."""
+_SHARE = 0.95
+_SPARE = 10.0
+_PER_REQUEST = 0.1
+
+
+class HedgeDelay:
+    """How long to wait for a replica before another is asked: the 95th percentile of recent answers, bounded.
+
+    Any thread may call it; a number that is lost in a race is one of hundreds.
+    """
+
+    def __init__(self, least: float, most: float) -> None:
+        self._least, self._most = least, most
+        self._recent: deque[float] = deque(maxlen=_KEPT)
+        self._noted = 0
+        self.seconds = most
+
+    def note(self, seconds: float) -> None:
+        """Learn from an answer that came."""
+        self._recent.append(seconds)
+        self._noted += 1
+        if self._noted % _ENOUGH == 0:
+            known = sorted(self._recent.copy())
+            slow = known[min(len(known) - 1, int(_SHARE * len(known)))]
+            self.seconds = min(self._most, max(self._least, slow))
+
+
+class HedgeBudget:
+    """How many requests may be made twice: one in ten, and a few at once.
+
+    Where all replicas are slow because there is too much to do, to ask another would make it more.
+    """
+
+    def __init__(self) -> None:
+        self._left = _SPARE
+
+    def earn(self) -> None:
+        """A request was made."""
+        self._left = min(_SPARE, self._left + _PER_REQUEST)
+
+    def spend(self) -> bool:
+        """Whether another one may be made twice; if so, it counts."""
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +155,7 @@ class Replica:
         self._closed = False
 
     def line(self, seconds: float) -> ShardLine:
-        """Return a connection that nobody uses, or a new one, which is made within so many seconds.
+        """Return an idle connection, or a new one that is made within so many seconds.
 
         Raises:
             RetryableError: It does not answer.
@@ -140,7 +192,7 @@ class Replica:
         line.close()
 
     def drop_idle(self, before: float | None = None) -> None:
-        """Close the connections that nobody uses, or has since then."""
+        """Close the idle connections, or those idle since before a time."""
         with self._lock:
             gone = [line for line in self._idle if before is None or line.idle_since < before]
             self._idle = [line for line in self._idle if line not in gone]
@@ -187,7 +239,7 @@ class ShardReplicas:
         members = list(self.by_address.values())
         if not members:
             return UnavailableError(
-                f"{self.name}: nobody is registered as {self.role}. Start its serving servers, with "
+                f"{self.name}: no server is registered as {self.role}. Start its serving servers, with "
                 "the registry that the entry has"
             )
         each = "; ".join(f"{one.address} ({one.why or one.state})" for one in members)
@@ -264,7 +316,9 @@ class ReplicaMap:
                 self._say(shard.role, f"cannot ask for {shard.role}, keeping the last servers known: {error}")
                 continue
             if not found:
-                self._say(shard.role, f"nobody is registered as {shard.role}; keeping the last servers known")
+                self._say(
+                    shard.role, f"no server is registered as {shard.role}; keeping the last servers known"
+                )
                 for replica in shard.by_address.values():  # a server that ends waits for idle connections
                     replica.drop_idle(time.monotonic() - self._config.refresh.total_seconds())
                 continue
@@ -302,7 +356,7 @@ class ReplicaMap:
             if now >= refresh_at:
                 try:
                     self.refresh()
-                except Exception:  # whatever a registry raises, requests go on
+                except Exception:  # whatever a registry raises, requests continue
                     _log.exception("sharded serving: cannot refresh the map, retrying")
                 refresh_at = time.monotonic() + refresh
             self._greet()
@@ -311,7 +365,7 @@ class ReplicaMap:
                     replica.drop_idle(now - _IDLE)
 
     def _greet(self) -> list[Future[None]]:
-        """Greet all who are not up, each on a thread of the pool."""
+        """Probe all replicas that are not up, each on a thread of the pool."""
         begun, now = [], time.monotonic()
         for shard in self.shards:
             for replica in shard.by_address.values():

@@ -34,11 +34,11 @@ from monolith.errors import (
 )
 from monolith.observe import Progress
 from monolith.observe.metrics import Metrics
-from monolith.serve.claims import RowsClaim
-from monolith.serve.following.config import ServeFollowConfig
-from monolith.serve.following.follower import ModelFollower
-from monolith.serve.shards.held_versions import HeldVersions, ShardVersion
-from monolith.serve.shards.service import (
+from monolith.serve.config import ServeFollowConfig
+from monolith.serve.follower import ModelFollower
+from monolith.serve.metrics import LookupMetrics
+from monolith.serve.rows import RowsClaim
+from monolith.serve.shards.protocol import (
     SERVICE,
     ShardAbout,
     ShardHello,
@@ -46,8 +46,9 @@ from monolith.serve.shards.service import (
     pack_claim,
     shard_role,
 )
+from monolith.serve.shards.shard_versions import ShardVersion, ShardVersions
 from monolith.store import TableIds
-from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
+from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
 from monolith.sync.channel import OpenReader
 from monolith.wire.bulk import Bytes, Traffic
 from monolith.wire.flight import PortGuard
@@ -76,12 +77,12 @@ class ServingServer:
             addresses of its machine cannot be registered without it.
         versions: As many are kept open.
         threads: That share a large call; as many as there are processors by default.
-        look_every: How often to look for a new version.
+        check_every: How often to look for a new version.
         limits: What one caller may ask for.
         on_lookup: Called before each lookup, on its thread.
-        follow: Opens an end of the channel by which a trainer brings the rows up to date; None serves them as
-            they were exported.
-        following: When to warn that nothing comes.
+        follow: Opens a reader of the channel of a trainer, which the rows follow; None serves them as
+            exported.
+        following: When to warn about stale rows.
         metrics: Where lookups are counted, and what was followed.
         serve_withheld: Versions to serve although they are withheld, since their rows are not trusted.
 
@@ -104,7 +105,7 @@ class ServingServer:
         advertise: str | None = None,
         versions: int = 3,
         threads: int | None = None,
-        look_every: timedelta = timedelta(seconds=1),
+        check_every: timedelta = timedelta(seconds=1),
         limits: Limits | None = None,
         on_lookup: Callable[[], None] | None = None,
         follow: OpenReader | None = None,
@@ -118,14 +119,14 @@ class ServingServer:
                 f"shard {shard}, replica {replica}, {versions} versions"
             )
         self.shard, self.replica = shard, replica
-        self._versions = HeldVersions(
+        self._versions = ShardVersions(
             folder, shard, most=versions, threads=threads, serve_withheld=serve_withheld
         )
         self._newest = self._versions.open(self._versions.newest())
         metrics = Metrics() if metrics is None else metrics
-        self._counts = _Counts(metrics, self.role)
+        self._counts = LookupMetrics(metrics, self.role)
         self.follower: ModelFollower | None = None
-        """Who brings the rows up to date."""
+        """Keeps the rows up to date; None if no trainer is followed."""
         if follow is not None:
             self.follower = ModelFollower(
                 self.role,
@@ -139,7 +140,7 @@ class ServingServer:
         self._limits = (limits or Limits()).for_readers()
         self._on_lookup = on_lookup
         self._discovery = discovery
-        self._look_every = look_every.total_seconds()
+        self._look_every = check_every.total_seconds()
         self._lookups = 0
         self._ended = threading.Event()
         self._ready = False
@@ -262,10 +263,9 @@ class ServingServer:
 
     # Versions
 
-    def look_for_versions(self) -> None:
-        """Open the newest version that is not withheld, if it is another, and bring it into memory. The watch
-        does this."""
-        if self.follower is not None and self.follower.is_back:
+    def check_versions(self) -> None:
+        """Open the newest version that is not withheld and load it into memory. The watch thread calls it."""
+        if self.follower is not None and self.follower.is_rolled_back:
             for one in self._versions.all():
                 one.over = None
         newest = self._versions.newest()
@@ -279,7 +279,7 @@ class ServingServer:
 
     def _attach(self, version: ShardVersion) -> None:
         """Bring a version up to date from now on, where a trainer is followed."""
-        if self.follower is not None and not self.follower.is_back:
+        if self.follower is not None and not self.follower.is_rolled_back:
             version.over = self.follower.attach_tables(version.servable, version.tables)
 
     def _go_to(self, version: str | None) -> None:
@@ -297,9 +297,9 @@ class ServingServer:
         said = ""
         while not self._ended.wait(self._look_every):
             try:
-                self.look_for_versions()
+                self.check_versions()
                 said = ""
-            except (MonolithError, OSError) as error:  # entries go on with what is open
+            except (MonolithError, OSError) as error:  # entries still use the open versions
                 if str(error) != said:
                     said = str(error)
                     _log.warning("%s: cannot open a new version, retrying: %s", self.role, said)
@@ -350,20 +350,3 @@ class ServingServer:
                 f"its answer would have {4 * floats:,} bytes, and limits.message_bytes allows "
                 f"{self._limits.message_bytes:,}"
             )
-
-
-class _Counts:
-    """What a serving server has answered, for its metrics."""
-
-    def __init__(self, metrics: Metrics, role: str) -> None:
-        self._lookups = metrics.counter("serve_lookups", "Lookups of rows that were answered", ("shard",))
-        self._ids = metrics.counter("serve_lookup_ids", "Ids that lookups asked for", ("shard",))
-        self._seconds = metrics.histogram(
-            "serve_lookup_seconds", "How long a lookup took, but for the wire", ("shard",)
-        )
-        self._role = role
-
-    def answered(self, ids: int, seconds: float) -> None:
-        self._lookups.inc(shard=self._role)
-        self._ids.inc(ids, shard=self._role)
-        self._seconds.observe(seconds, shard=self._role)

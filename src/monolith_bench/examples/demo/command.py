@@ -32,8 +32,8 @@ from rich.text import Text
 from monolith.checkpoint import read_checkpoint_state
 from monolith.errors import ConfigError, MissingExtraError, MonolithError, TrainingError
 from monolith.run.export_config import ExportConfig
-from monolith.run.servables import how_to_export, task_exporter
-from monolith.serve.asking import open_asker
+from monolith.runtime.export import how_to_export, task_exporter
+from monolith.serve.client import open_client
 from monolith.ui import Feed, Page
 from monolith.wire.ports import bound_socket
 from monolith_bench.examples.demo.drawing import (
@@ -227,7 +227,7 @@ class Demo:
         )
         page = opened.enter_context(Page([self._feed, f"trainer={job.model_dir}", f"server={url}"]))
         self._note(f"[bold]the page[/]: {page.address}")
-        asker = opened.enter_context(open_asker(url, timeout=60.0))
+        asker = opened.enter_context(open_client(url, timeout=60.0))
         prober = Prober(lambda: ask_scores(asker, MODEL), every=self.plan.probe_every)
         self._prober = opened.enter_context(prober)
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from monolith.errors import MonolithError
-from monolith.serve.asking import Asker
+from monolith.serve.client import Client
 from monolith_bench.examples.demo.live_stream import NEW_ITEM
 from monolith_bench.examples.demo.story import ProbeAnswer
 
@@ -20,7 +20,7 @@ _STRANGER = {"user": NEW_ITEM + 2, "context": NEW_ITEM + 3}
 """Who is asked about: nothing but the item is known of the request."""
 
 
-def ask_scores(asker: Asker, model: str) -> tuple[float, float, int]:
+def ask_scores(asker: Client, model: str) -> tuple[float, float, int]:
     """Ask a server what a stranger thinks of the new item and of an unknown one, in one request."""
     rows = [{**_STRANGER, "item": item} for item in (NEW_ITEM, UNKNOWN_ITEM)]
     answered = asker.ask(model, rows)

@@ -1,0 +1,321 @@
+"""The checkpoints of a run, from the step that is saved to the source that may forget it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from monolith import filesystem
+from monolith.checkpoint import (
+    BestCheckpoint,
+    Checkpointer,
+    Moment,
+    Part,
+    Restored,
+    RestoreOptions,
+    Saver,
+    checkpoint_exists,
+    read_best,
+    resolve_restore,
+    write_best,
+)
+from monolith.checkpoint.folder.manifest import needs_of
+from monolith.checkpoint.folder.state_files import TableKind, update_monolith_checkpoint
+from monolith.data.source import Position
+from monolith.errors import CorruptFileError, RestoreError
+from monolith.observe import Metrics
+from monolith.runtime.coordinator import LastCheckpoint
+from monolith.runtime.session import Session
+from monolith.train.config import TrainConfig
+from monolith.train.hook import Hook, StepResult, TrainingRun
+from monolith.train.hooks import (
+    AlertHook,
+    ForceDumpHook,
+    OnlineFileHook,
+    RequestTimeHook,
+    SaveHook,
+    SaveMemory,
+)
+from monolith.train.hooks.save_timing import SaveListener
+
+_log = logging.getLogger(__name__)
+
+DENSE_ONLY = "dense_only"
+"""The folder of dense-only checkpoints, below the model's."""
+
+
+def newest_checkpoint(config: TrainConfig, mode: Literal["train", "eval", "predict"]) -> str | None:
+    """Return the checkpoint to start from; None where there never was one.
+
+    Raises:
+        RestoreError: Checkpoints are listed and all of them are gone.
+    """
+    # Where a run starts from another one, `checkpoint` is one of the other's.
+    wanted = None if config.restore.fit else config.restore.checkpoint
+    state = resolve_restore(config.model_dir, restore_ckpt=wanted, mode=mode)
+    if state is None:
+        return None
+    listed = [state.model_checkpoint_path, *reversed(state.all_model_checkpoint_paths)]
+    for prefix in dict.fromkeys(listed):
+        if checkpoint_exists(prefix):
+            return prefix
+        _log.warning("checkpoint %s is listed but missing; trying the previous one", prefix)
+    names = ", ".join(map(filesystem.base_name, listed))
+    raise RestoreError(
+        f"cannot resume in {config.model_dir}: all of its checkpoints are missing ({names}). Copy one back; "
+        "or, to start over, delete the file `checkpoint` there."
+    )
+
+
+class RunCheckpoints:
+    """Saves a session and restores it. Used by the training thread, but for what is written beside it.
+
+    Args:
+        clock: Unix seconds, for stamps.
+        more: What else a checkpoint keeps.
+        timer: Seconds that only grow, for intervals.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: TrainConfig,
+        clock: Callable[[], float],
+        more: Sequence[Part] = (),
+        *,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session = session
+        self._config = config
+        self._clock, self._timer = clock, timer
+        saver = Saver(
+            config.model_dir,
+            max_to_keep=config.keep.max_to_keep or None,
+            keep_every=config.keep.every,
+            clock=clock,
+        )
+        saver.recover(needs=needs_of)
+        with contextlib.suppress(CorruptFileError):  # it is left as it is, and said
+            update_monolith_checkpoint(config.model_dir, table_kind=TableKind.MULTI_CUCKOO_HASH_MAP)
+        self._checkpointer = Checkpointer(
+            saver, [*session.parts(), *more], full_every=config.keep.full_every, clock=clock
+        )
+        self._positions: dict[int, Position] = {}
+        self._memory = SaveMemory()
+        self.save: SaveHook | None = None
+        """The hook that saves, once there is one."""
+        self.alert: AlertHook | None = None
+        """The hook that watches the loss, where one was asked for."""
+        self._lock = threading.Lock()  # guards what follows
+        self._safe: Position | None = None
+        self._began_from: LastCheckpoint | None = None
+        self._best: BestCheckpoint | None = None
+        """What is the best once it is on disk."""
+        session.restore_lost_from(self._last)
+        self.newest: str | None = None
+        """The last checkpoint that was saved or restored."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long training has waited for checkpoints in this run."""
+        return self._memory.waited_seconds
+
+    def restore(self) -> Restored | None:
+        """Go on from the newest checkpoint, if there is one."""
+        prefix = newest_checkpoint(self._config, "train")
+        return None if prefix is None else self._restore(prefix)
+
+    def cut(self, step: int) -> Moment:
+        """Hold this moment fast, when every update of a row is done."""
+        if self._config.keep.evict:
+            self._session.evict()
+        self._session.drain()
+        self._session.check_weights()
+        moment = self._checkpointer.cut(step)
+        self._positions[step] = self._session.position
+        return moment
+
+    def hooks(self, metrics: Metrics, listeners: Sequence[SaveListener] = ()) -> list[Hook]:
+        """Return the hooks that save, in order.
+
+        Args:
+            listeners: Told of each checkpoint with rows.
+        """
+        config = self._config
+        memory = self._memory
+        save = SaveHook(
+            self,
+            replace(config.save, asynchronous=config.saves_beside),
+            listeners=listeners,
+            memory=memory,
+            resumed=lambda: self._session.resumed,
+            together=self._session.together,
+            outlives=self._session.outlives,
+            on_saved=self._note,
+            metrics=metrics,
+            clock=self._clock,
+            timer=self._timer,
+        )
+        self.save = save
+        self._session.save_due = lambda: save.timer.retry_due and not save.is_writing
+        hooks: list[Hook] = [save, _CommitHook(self)]
+        if config.operator_files:
+            hooks = [
+                ForceDumpHook(
+                    save.timer,
+                    step_interval=config.operator_files_every_steps,
+                    window=config.dump_window,
+                    clock=self._clock,
+                ),
+                RequestTimeHook(save.timer, step_interval=config.request_time_every_steps),
+                *hooks,
+            ]
+        if config.dense_save is not None:
+            dense = SaveHook(
+                Checkpointer(self._dense_saver(), [self._session.dense_part()], clock=self._clock),
+                config.dense_save,
+                memory=memory,
+                dense_only=True,
+                metrics=metrics,
+                clock=self._clock,
+                timer=self._timer,
+            )
+            if config.hooks.online_file:
+                every = config.hooks.online_file_every_steps
+                hooks.append(OnlineFileHook(dense.timer, step_interval=every))
+            hooks.append(dense)
+        if config.alert is not None:
+
+            def rollback() -> None:
+                save.wait()
+                self._roll_back()
+
+            self.alert = AlertHook(
+                config.alert,
+                rollback=rollback,
+                also_when=save.timer.should_trigger,
+                skipped=lambda: self._session.skipped,
+                metrics=metrics,
+            )
+            hooks.insert(0, self.alert)
+        return hooks
+
+    def _dense_saver(self) -> Saver:
+        saver = Saver(
+            filesystem.join(self._config.model_dir, DENSE_ONLY),
+            max_to_keep=self._config.keep.max_to_keep or None,
+            keep_every=self._config.keep.every,
+            clock=self._clock,
+        )
+        saver.recover()
+        return saver
+
+    def look(self, run: TrainingRun) -> None:
+        """Save if it is time to, or somebody waits for it, where no step is taken that would."""
+        assert self.save is not None
+        self.commit()
+        self.save.look(run, wanted=self._session.save_wanted and not self.save.is_writing)
+        self.commit()
+
+    def named_best(self) -> BestCheckpoint | None:
+        """Return which checkpoint the folder names as the best."""
+        return read_best(self._config.model_dir)
+
+    def keep_best(self, run: TrainingRun, step: int, metric: str, value: float) -> None:
+        """Save the model as it stands at a step, and name it the best once it is on disk."""
+        assert self.save is not None
+        self.save.wait()
+        if self.save.has_saved(step):
+            self.name_best(step, metric, value)
+            return
+        with self._lock:
+            self._best = self._as_best(step, metric, value)
+        self.save.look(run, wanted=True)
+
+    def name_best(self, step: int, metric: str, value: float) -> None:
+        """Name the checkpoint of a step the best, if it is on disk and not named so."""
+        best = self._as_best(step, metric, value)
+        if checkpoint_exists(best.prefix(self._config.model_dir)) and best != self.named_best():
+            write_best(self._config.model_dir, best)
+
+    def _as_best(self, step: int, metric: str, value: float) -> BestCheckpoint:
+        name = filesystem.base_name(self._checkpointer.saver.names.prefix(step))
+        return BestCheckpoint(name=name, step=step, metric=metric, value=value)
+
+    def commit(self) -> None:
+        """Tell the source what is safe by now."""
+        with self._lock:
+            safe, self._safe = self._safe, None
+        if safe is not None:
+            self._session.commit(safe)
+
+    def end(self) -> None:
+        """Tell the source what is safe, and see that it has heard."""
+        self.commit()
+        self._session.drain()
+
+    def _note(self, step: int, prefix: str | None) -> None:
+        with self._lock:
+            self.newest = prefix
+            self._safe = self._positions.pop(step, self._safe)
+            for earlier in [one for one in self._positions if one < step]:
+                del self._positions[earlier]
+            best = self._best if self._best is not None and self._best.step == step else None
+        if best is not None:
+            write_best(self._config.model_dir, best)
+
+    def _last(self) -> LastCheckpoint | None:
+        """Return what holds the newest state that was saved or restored. From any thread."""
+        prefix = self._checkpointer.newest
+        with self._lock:
+            began = self._began_from
+        if prefix is None or (began is not None and began.prefix == prefix):
+            return began
+        return LastCheckpoint(prefix=prefix, options=RestoreOptions(model_dir=self._config.model_dir))
+
+    def _roll_back(self) -> None:
+        if self.newest is None:
+            raise RestoreError("cannot roll back: nothing was saved yet")
+        with self._session.going_back():
+            self._restore(self.newest)
+
+    def _restore(self, prefix: str) -> Restored:
+        elsewhere = filesystem.parent(prefix) != filesystem.parent(self._checkpointer.saver.names.prefix(0))
+        self._session.restarts_data = self._config.restore.restart_data and elsewhere
+        fit = self._config.restore.fit and elsewhere
+        options = self._config.restore.options(self._config.model_dir)
+        if self._config.restore.fit and not elsewhere:
+            _log.info(
+                "%s has a checkpoint: resuming it; --from was for its first start", self._config.model_dir
+            )
+        if fit:
+            options = self._checkpointer.fitting(prefix, options)
+        cleared = options.custom.clears(options.model_dir)
+        restored = self._checkpointer.restore(prefix, options)
+        self._session.go_on_from(restored.step)
+        with self._lock:
+            self._began_from = LastCheckpoint(prefix=prefix, options=options, dense_cleared=cleared)
+        self.newest = prefix
+        if fit:
+            _log.info("started from %s, step %d:\n%s", prefix, restored.step, restored.report.table())
+        else:
+            _log.info("restored %s:\n%s", prefix, restored.report.describe())
+        return restored
+
+
+class _CommitHook(Hook):
+    """Tells the source, on the training thread, what was saved beside it."""
+
+    def __init__(self, keeper: RunCheckpoints) -> None:
+        self._keeper = keeper
+
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
+        self._keeper.commit()
+
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
+        self._keeper.end()

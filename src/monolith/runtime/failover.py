@@ -1,0 +1,583 @@
+"""How a chief brings a lost server's share back while everybody else keeps going.
+
+    attended ──call breaks──► missed ──answers as before──► attended, nothing was lost
+                                │
+                                ├──its standby has a copy──► taken over ──► published
+                                │
+                                │ another process serves the place: it came back, or a spare took over
+                                ▼
+                            restoring ──lost again──► missed
+                                │
+                                ▼
+                            published ──► attended; workers have it as news
+
+A share is restored from the newest checkpoint: its rows and filters, its weights and what their optimizer
+keeps. Nobody else is touched. What it holds has a new name, its incarnation, which workers learn only when
+all of it is restored: until then they are refused, and wait. Server 0 also gets the meeting and the step,
+which never goes back.
+
+Where the share has a standby, that serves its copy at once, and nothing is read from a checkpoint.
+
+A checkpoint that was being written when a server was lost is dropped, unless all of it was written. Which of
+the two is settled before a share is restored, so that the next increment follows on what the server holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from monolith.checkpoint import RestoreOptions, SavedPart
+from monolith.checkpoint.fitting import changes_to_json
+from monolith.checkpoint.folder.manifest import read_chain
+from monolith.errors import (
+    ClusterError,
+    DeadlineExceededError,
+    MonolithError,
+    RetryableError,
+    UnavailableError,
+)
+from monolith.observe import Metrics
+from monolith.runtime.coordinator import LastCheckpoint, WorkerState
+from monolith.runtime.messages import (
+    AllLostUpdates,
+    AskLostUpdates,
+    BeginServer,
+    ComeBack,
+    DenseRestored,
+    Joined,
+    LostUpdates,
+    PublishServer,
+    RestoreDense,
+    RestoreTables,
+    Returned,
+    Served,
+    ServerStatus,
+    ShardTaken,
+    TablesRestored,
+    TakeOverShard,
+)
+from monolith.runtime.push_counts import PushCounts
+from monolith.runtime.report import Lost, LostServer, LostWorker
+from monolith.runtime.server_calls import ask, on_each, run_job, tell
+from monolith.runtime.standbys import Standbys
+from monolith.store import ServerGroup
+from monolith.wire.messages import Nothing
+
+_log = logging.getLogger(__name__)
+
+LOOK_EVERY = 0.2
+"""Seconds between two looks for a server that is lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepGoing:
+    """Asks a fleet to keep going, and says how."""
+
+    find: Callable[[int], Sequence[str]]
+    """Where a place may be served now: addresses, the likeliest first."""
+    connect: Callable[[str], ServerGroup]
+    """Makes connections to one address, to be closed by whoever asked."""
+    spare: Callable[[int], str | None] | None = None
+    """Gives a place to a spare server, as the chief, and returns where it is; None where there is none."""
+    served: Callable[[int, str], None] | None = None
+    """Told where a place is served from now on, as the chief, for those who come later."""
+    spare_after: timedelta = timedelta(seconds=5)
+    """How long a lost server may take to come back before a spare takes its place."""
+    standbys: Standbys | None = None
+    """Who keeps second copies of the shares, as the chief; None where there are none."""
+    metrics: Metrics | None = None
+    """Where losses are counted."""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class WorkerReturn:
+    """`LostServerPolicy` of a worker.
+
+    Args:
+        how: Where to look for server 0.
+        patience: How long to look for the run.
+    """
+
+    def __init__(
+        self,
+        group: ServerGroup,
+        run: str,
+        pushes: PushCounts,
+        how: KeepGoing,
+        *,
+        worker: int,
+        member: str,
+        patience: timedelta,
+    ) -> None:
+        self._group = group
+        self._run = run
+        self._worker = worker
+        self._member = member
+        self._pushes = pushes
+        self._how = how
+        self._patience = patience
+        self.left: WorkerState | None = None
+        """What this worker left the run with, once it has."""
+        self._said: dict[int, tuple[str, int]] = {}
+        """Place -> the incarnation that replaced a lost one, and what was pushed in vain to that."""
+
+    def find_meeting(self, cause: RetryableError) -> None:
+        limit = self._how.clock() + self._patience.total_seconds()
+        while True:
+            for address in self._how.find(0):
+                if (answer := self._come_back(address)) is None:
+                    continue
+                if answer.failed is not None:
+                    raise UnavailableError(answer.failed.why)
+                if answer.run == self._run:
+                    self.take(answer.servers)
+                    return
+            if self._how.clock() >= limit:
+                raise DeadlineExceededError(
+                    f"waited {self._patience} for parameter server 0, which was lost, to be back: {cause}"
+                ) from cause
+            self._how.sleep(LOOK_EVERY)
+
+    def _come_back(self, address: str) -> Joined | None:
+        lost = dict(self._said.values())
+        asked = ComeBack(self._run, self._worker, self._member, self._group.step, self.left, lost)
+        with contextlib.closing(self._how.connect(address)) as server, contextlib.suppress(ClusterError):
+            return ask(server, 0, "meeting.back", asked, Joined)
+        return None
+
+    def take(self, servers: Mapping[str, Served]) -> None:
+        for place, served in ((int(place), served) for place, served in servers.items()):
+            if self._group.incarnations[place] == served.incarnation:
+                continue
+            updates = self._pushes.replace(place, served)
+            self._said[place] = served.incarnation, updates
+            with contextlib.suppress(ClusterError):  # a figure of a report is no reason to fail
+                said = LostUpdates(self._run, self._worker, served.incarnation, updates)
+                tell(self._group, 0, "meeting.lost", said)
+
+    def bring_back(self, server: int, cause: RetryableError) -> None:  # noqa: ARG002
+        raise cause  # only the chief attends to servers
+
+    def note_rows(self, server: int, rows: int) -> None:
+        """Do nothing: only the chief is told."""
+
+    def note_returned(self, returned: tuple[Returned, ...]) -> None:
+        """Do nothing: the chief reports it."""
+
+
+COUNT_WITHIN = 10.0
+"""Seconds that workers have to say what they had pushed in vain."""
+
+
+COMMIT_WITHIN = 60.0
+"""Seconds that a checkpoint which all servers have written may take to be committed."""
+
+
+class ServerRecovery:
+    """`LostServerPolicy` of the chief. Each server is brought back by the thread that attends to it.
+
+    Args:
+        last: The newest checkpoint of the run; None where there is none.
+        halt_of: The halt at which a step was saved; 0 where it was before this run.
+        take_over_meeting: Has a new server 0 keep the meeting; given a connection to it, and who serves what.
+        patience: How long to wait for a server.
+    """
+
+    def __init__(
+        self,
+        group: ServerGroup,
+        run: str,
+        pushes: PushCounts,
+        how: KeepGoing,
+        *,
+        last: Callable[[], LastCheckpoint | None],
+        halt_of: Callable[[int], int],
+        take_over_meeting: Callable[[ServerGroup, Mapping[int, Served]], None],
+        patience: timedelta,
+    ) -> None:
+        self._group = group
+        self._run = run
+        self._pushes = pushes
+        self._last = last
+        self._halt_of = halt_of
+        self._take_over_meeting = take_over_meeting
+        self._how = how
+        self._patience = patience
+        metrics = Metrics() if how.metrics is None else how.metrics
+        self._count_servers = metrics.counter(
+            "servers_lost", "Parameter servers that were lost and replaced."
+        )
+        self._count_rows = metrics.counter("lost_rows", "Rows that were lost with parameter servers.")
+        self._count_updates = metrics.counter(
+            "lost_updates", "Updates that were lost with parameter servers."
+        )
+        self._count_workers = metrics.counter("workers_lost", "Workers that were lost and replaced.")
+        self._count_records = metrics.counter(
+            "retrained_records", "Records trained again after a worker was lost."
+        )
+        self._count_seconds = metrics.counter(
+            "recovery_seconds", "Seconds that lost servers were waited for."
+        )
+        self._changed = threading.Condition()  # guards what follows
+        self._away: set[int] = set()
+        self._losses = 0
+        self._commits = 0
+        self._served: dict[int, Served] = {}
+        self._rows: dict[int, int] = {}
+        self._lost_servers: list[LostServer] = []
+        self._lost_workers: tuple[LostWorker, ...] = ()
+        self._counting: list[threading.Thread] = []
+        self._no_standby: dict[int, str] = {}
+        """By server: why no standby took over. Each key belongs to the thread that attends to its server."""
+        self._closed = False
+
+    # What others ask
+
+    @property
+    def lost(self) -> Lost:
+        """What was lost so far; waits a moment for workers to say their part."""
+        self.wait_until_counted()
+        with self._changed:
+            return Lost(servers=tuple(self._lost_servers), workers=self._lost_workers)
+
+    @property
+    def losses(self) -> int:
+        """How often a server was missed."""
+        with self._changed:
+            return self._losses
+
+    def wait_until_counted(self) -> None:
+        """Return when workers have said their part of what was lost so far, or had time to."""
+        for thread in list(self._counting):
+            thread.join(COUNT_WITHIN)
+
+    def wait_until_whole(self, timeout: float) -> None:
+        """Return when all servers are there.
+
+        Raises:
+            UnavailableError: Some still are not.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._away or self._closed, timeout):
+                raise UnavailableError(f"parameter servers {sorted(self._away)} are lost, and not back yet")
+
+    def begin_commit(self, losses: int) -> None:
+        """Say that a checkpoint was written by all servers, and is about to count.
+
+        Args:
+            losses: Those there had been when it was cut.
+
+        Raises:
+            UnavailableError: A server was lost since: what it wrote is not what it holds now.
+        """
+        with self._changed:
+            if losses != self._losses:
+                raise UnavailableError("a parameter server was lost while this checkpoint was written")
+            self._commits += 1
+
+    def end_commit(self) -> None:
+        """Say that the checkpoint counts, or never will."""
+        with self._changed:
+            self._commits -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Bring nobody back any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # What the threads that attend to servers, and ask for news, do
+
+    def find_meeting(self, cause: RetryableError) -> None:  # noqa: ARG002
+        self.wait_until_back(0)
+
+    def wait_until_back(self, server: int) -> None:
+        """Return when a server is there again, as far as is known.
+
+        Raises:
+            DeadlineExceededError: It is not.
+        """
+        with self._changed:
+            patience = self._patience.total_seconds()
+            if not self._changed.wait_for(lambda: server not in self._away or self._closed, patience):
+                raise DeadlineExceededError(
+                    f"waited {self._patience} for parameter server {server} to be back"
+                )
+
+    def take(self, servers: Mapping[str, Served]) -> None:
+        """Do nothing: the chief is who said it."""
+
+    def note_rows(self, server: int, rows: int) -> None:
+        with self._changed:
+            self._rows[server] = rows
+
+    def note_returned(self, returned: tuple[Returned, ...]) -> None:
+        with self._changed:
+            new = returned[len(self._lost_workers) :]
+            self._lost_workers += tuple(
+                LostWorker(
+                    worker=one.worker,
+                    records=one.records,
+                    seconds=one.seconds,
+                    by_others=one.by_others,
+                )
+                for one in new
+            )
+        for one in new:
+            self._count_workers.inc()
+            self._count_records.inc(one.records)
+
+    def bring_back(self, server: int, cause: RetryableError) -> None:
+        lost_at = self._how.clock()
+        with self._changed:
+            self._away.add(server)
+            self._losses += 1
+        _log.warning("parameter server %d was lost; the others keep going: %s", server, cause)
+        while not self._closed:
+            try:
+                if self._look(server, lost_at):
+                    break
+            except RetryableError as error:
+                _log.warning(
+                    "parameter server %d was lost again while its share was restored: %s", server, error
+                )
+            if self._how.clock() - lost_at >= self._patience.total_seconds():
+                raise DeadlineExceededError(
+                    f"waited {self._patience} for parameter server {server}, which was lost, to be back"
+                ) from cause
+            self._how.sleep(LOOK_EVERY)
+        with self._changed:
+            self._away.discard(server)
+            self._changed.notify_all()
+
+    def _look(self, server: int, lost_at: float) -> bool:
+        """Look for a lost server once; True when it is there, with everything restored."""
+        for address in self._how.find(server):
+            with contextlib.closing(self._how.connect(address)) as place:
+                standing = self._standing(place, server)
+                if standing is None:
+                    continue
+                if (standing.run, standing.incarnation) == (self._run, self._group.incarnations[server]):
+                    _log.info("parameter server %d answers again, and has lost nothing", server)
+                    return True
+                if not self._take_standby(server, lost_at):
+                    self._replace(server, place, address, lost_at)
+                return True
+        if self._take_standby(server, lost_at):
+            return True
+        waited = timedelta(seconds=self._how.clock() - lost_at)
+        if self._how.spare is None or waited < self._how.spare_after:
+            return False
+        if (spare := self._how.spare(server)) is None:
+            return False
+        _log.warning("parameter server %d did not come back; the spare at %s takes its place", server, spare)
+        with contextlib.closing(self._how.connect(spare)) as place:
+            self._replace(server, place, spare, lost_at)
+        return True
+
+    def _standing(self, place: ServerGroup, server: int) -> ServerStatus | None:
+        """Return what a server says of itself; None where nobody is there, or it has another share."""
+        try:
+            if place.call(0, "describe")["shard"] != [server, len(self._group)]:
+                return None
+            return ask(place, 0, "server.standing", Nothing(), ServerStatus)
+        except RetryableError:
+            return None
+
+    # One recovery
+
+    def _replace(self, server: int, place: ServerGroup, address: str, lost_at: float) -> None:
+        rows_before = self._rows_before(server)
+        last = self._last()
+        if self._how.standbys is not None:
+            # A run with standbys was told that a loss costs a moment; this one costs all since a checkpoint.
+            _log.warning(
+                "shard %d returns to %s, because no standby took over: %s",
+                server,
+                "its first rows, since no checkpoint was saved"
+                if last is None
+                else f"step {read_chain(last.prefix)[-1].manifest.step}, of checkpoint {last.prefix}",
+                self._no_standby.pop(server, "it is not known of any"),
+            )
+            self._how.standbys.restored(server)
+        incarnation = secrets.token_hex(8)
+        rows, halt = self.restore_share(place, incarnation, last)
+        updates = self._serve(server, place, Served(address, incarnation, halt))
+        found = LostServer(
+            server=server,
+            rows=max(rows_before - rows, 0),
+            updates=updates,
+            seconds=self._how.clock() - lost_at,
+            restored_from=None if last is None else last.prefix,
+        )
+        self.count(found, incarnation)
+
+    def _take_standby(self, server: int, lost_at: float) -> bool:
+        """Have a standby of a place serve it, if one can; return whether it does."""
+        standbys, lost = self._how.standbys, self._group.incarnations[server]
+        if standbys is None or lost is None:
+            return False
+        addresses = standbys.of(server)
+        if not addresses:
+            self._no_standby[server] = "it had no standby: no idle server was there to be one"
+            return False
+        rows_before = self._rows_before(server)
+        missed_for = self._how.clock() - lost_at
+        refusals = []
+        for address in addresses:
+            incarnation = secrets.token_hex(8)
+            with contextlib.closing(self._how.connect(address)) as place:
+                try:
+                    asked = TakeOverShard(self._run, lost, incarnation, standbys.before(server))
+                    taken = ask(place, 0, "standby.take_over", asked, ShardTaken)
+                    refused = taken.refused
+                except MonolithError as error:
+                    refused = str(error)
+                if refused:
+                    _log.warning(
+                        "the standby of parameter server %d at %s cannot take over: %s",
+                        server,
+                        address,
+                        refused,
+                    )
+                    refusals.append(f"its standby at {address} could not take over: {refused}")
+                    continue
+                standbys.taken_over(server, lost)
+                updates = self._serve(server, place, Served(address, incarnation, copied=taken.copied))
+            found = LostServer(
+                server=server,
+                rows=max(rows_before - taken.rows, 0),
+                updates=updates,
+                seconds=self._how.clock() - lost_at,
+                restored_from=None,
+                standby=address,
+                behind=max(0.0, taken.behind - missed_for),
+            )
+            self.count(found, incarnation)
+            return True
+        self._no_standby[server] = "; ".join(refusals)
+        return False
+
+    def _rows_before(self, server: int) -> int:
+        """Return how many rows a lost server had, when no checkpoint is about to count any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._commits, COMMIT_WITHIN)
+            return self._rows.get(server, 0)
+
+    def _serve(self, server: int, place: ServerGroup, served: Served) -> int:
+        """Have everybody use who serves a place from now on; return the updates of this process that were
+        lost with who did before."""
+        if self._how.served is not None:
+            self._how.served(server, served.address)
+        with self._changed:
+            self._served[server] = served
+            everybody = dict(self._served)
+        if server == 0:
+            self._take_over_meeting(place, everybody)
+        updates = self._pushes.replace(server, served)
+        if server != 0:
+            self._publish(server, served)
+        return updates
+
+    def restore_share(
+        self, place: ServerGroup, incarnation: str, last: LastCheckpoint | None
+    ) -> tuple[int, int]:
+        """Have the one server of `place` hold its share as a checkpoint has it; return its rows, and the halt
+        of the checkpoint."""
+        tell(place, 0, "server.begin", BeginServer(self._run, incarnation))
+        if last is None:
+            return 0, 0
+        chain, options = read_chain(last.prefix), last.options
+        tables = tuple(
+            (link.prefix, link.manifest.parts["tables"]) for link in chain if "tables" in link.manifest.parts
+        )
+        asked = RestoreTables(self._run, tables, options.optimizer_state, options.strict)
+        restored = run_job(place, 0, "tables.restore", asked, TablesRestored)
+        newest = chain[-1]
+        if "dense" in newest.manifest.parts and not last.dense_cleared:
+            saved = SavedPart(newest.prefix, newest.manifest.parts["dense"])
+            restore_dense(place, [0], self._run, saved, options)
+        return sum(restored.rows.values()), self._halt_of(newest.manifest.step)
+
+    def _publish(self, server: int, served: Served) -> None:
+        """Tell the meeting who serves a place; wait for the meeting where it was lost as well."""
+        while not self._closed:
+            try:
+                tell(self._group, 0, "meeting.served", PublishServer(self._run, server, served))
+                return
+            except RetryableError:
+                self._how.sleep(LOOK_EVERY)
+                self.wait_until_back(0)
+
+    def count(self, found: LostServer, incarnation: str) -> None:
+        """Add what workers had pushed in vain, when they have said it, and report the loss."""
+
+        def count() -> None:
+            self._report(found, self._count_others(incarnation))
+
+        thread = threading.Thread(target=count, name="count-lost", daemon=True)
+        self._counting.append(thread)
+        thread.start()
+
+    def _count_others(self, incarnation: str) -> AllLostUpdates | str:
+        """Return what the others had pushed in vain; why it is not known if the meeting cannot be asked. One
+        that was lost as well is asked when it is back."""
+        limit = self._how.clock() + COUNT_WITHIN
+        while True:
+            left = max(0.0, limit - self._how.clock())
+            try:
+                asked = AskLostUpdates(self._run, incarnation, left)
+                return ask(self._group, 0, "meeting.updates", asked, AllLostUpdates)
+            except ClusterError as error:
+                if left <= 0 or self._closed:
+                    _log.warning("cannot count the updates of others that were lost: %s", error)
+                    return f"the meeting on server 0 did not answer within {COUNT_WITHIN:g} s: {error}"
+                self._how.sleep(LOOK_EVERY)
+
+    def _report(self, found: LostServer, others: AllLostUpdates | str) -> None:
+        """Say what was lost: to the log, to metrics, and to who asks for all of it."""
+        if isinstance(others, str):
+            whole = replace(found, uncounted=None, uncounted_why=others)
+        else:
+            why = dict.fromkeys(others.missing, f"did not answer within {COUNT_WITHIN:g} s")
+            why |= dict.fromkeys(others.lost, "was lost as well")
+            whole = replace(
+                found,
+                updates=found.updates + others.updates,
+                uncounted=tuple(sorted(why)),
+                uncounted_why=", ".join(f"worker {one} {why[one]}" for one in sorted(why)),
+            )
+        _log.warning("%s", whole.describe())
+        self._count_servers.inc()
+        self._count_rows.inc(whole.rows or 0)
+        self._count_updates.inc(whole.updates)
+        self._count_seconds.inc(whole.seconds)
+        with self._changed:
+            self._lost_servers.append(whole)
+
+
+def restore_dense(
+    group: ServerGroup, servers: Collection[int], run: str, saved: SavedPart, options: RestoreOptions
+) -> None:
+    """Have servers restore their shares of the weights."""
+    aliases = options.custom.alias_map
+    asked = RestoreDense(
+        run,
+        saved.prefix,
+        saved.entry,
+        options.optimizer_state,
+        options.strict,
+        None if aliases is None else dict(aliases),
+        options.custom.auto_alias,
+        changes_to_json(options.changes),
+    )
+    on_each(servers, lambda server: run_job(group, server, "dense.restore", asked, DenseRestored))

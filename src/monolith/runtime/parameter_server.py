@@ -1,0 +1,876 @@
+"""A parameter server: the process that holds a share of a model's rows and weights while others train it.
+
+It is started with the same task as the workers, so it knows the tables and optimizers, and it
+reads no data. The chief tells it what to restore, when to hold a moment fast and where to write
+it, and that the run is over.
+
+A server outlives the run it holds. When others are lost it waits for the chief to begin again, and
+then drops what it held for what the chief restores. It ends well only when the chief says that the
+run is finished. Left alone for too long, it ends with an error.
+
+    spare ──server.assign──► has a share ──server.begin──► in a run ──begin──► in the next ...
+                               │    ▲
+                               └────┘ assign, to another share
+
+A run may have more servers than shares. Those beyond num_ps start as spares; the chief, who chooses,
+assigns the shares before a run begins, or when one takes the place of a server that is lost. A spare
+holds nothing and refuses requests for rows. It ends with the run, used or not. Where a run has standbys, a
+spare keeps the copy of a share meanwhile; see `standby_copies`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from monolith import filesystem
+from monolith.checkpoint import CustomRestore, RestoreOptions, SavedPart, TablesPart
+from monolith.checkpoint.fitting import changes_from_json
+from monolith.checkpoint.part import PartCut
+from monolith.cluster import Discovery
+from monolith.cluster.security import Guard
+from monolith.errors import (
+    ClusterError,
+    ConfigError,
+    DeadlineExceededError,
+    FeatureError,
+    SaveError,
+    UnavailableError,
+)
+from monolith.runtime.messages import (
+    CALLS,
+    STANDBY_CALLS,
+    WORK,
+    AssignShard,
+    Attend,
+    Attended,
+    BeginServer,
+    CloseSnapshot,
+    CopiedPushes,
+    CopyOpened,
+    DenseRestored,
+    EndRun,
+    FollowShard,
+    OfRun,
+    OfSnapshot,
+    RestoreDense,
+    RestoreTables,
+    ServerHealth,
+    ServerStatus,
+    ShardTaken,
+    StandbyStatus,
+    TablesRestored,
+    TablesWritten,
+    TakeOverShard,
+    WriteTables,
+)
+from monolith.runtime.server_calls import Jobs
+from monolith.runtime.service import LONGEST_WAIT, LOST_AFTER, RETURN_WITHIN, CoordinationService
+from monolith.runtime.standbys import CopiedShard, CopyPlan, StandbyCopy
+from monolith.store import DenseShard, LocalStore, ParameterServer
+from monolith.store.dense import unpack_tensors
+from monolith.store.server import NewestPush
+from monolith.sync.messages import LearnedUpTo
+from monolith.train.config import TrainConfig
+from monolith.train.hooks.barrier import MachineHealth, memory_health
+from monolith.train.model import Model
+from monolith.train.publishing.bodies import (
+    HoldersTold,
+    PublishedShares,
+    PublishOrder,
+    ShareStanding,
+    WeightsTold,
+    sound,
+)
+from monolith.train.publishing.share import PublishPlan, SharePublisher
+from monolith.train.task import Mode, Task
+from monolith.wire.bulk import Bytes, Traffic
+from monolith.wire.flight_server import Handlers, typed_exchange
+from monolith.wire.messages import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
+from monolith.wire.ports import Limits
+
+_log = logging.getLogger(__name__)
+
+
+class PublishedShard:
+    """The publishing of what a server holds for one run; begins when the chief first says how far it is.
+
+    Args:
+        newest: Says what the newest update was.
+    """
+
+    def __init__(
+        self, model: Model, share: tuple[int, int], plan: PublishPlan, newest: Callable[[], NewestPush]
+    ) -> None:
+        self._model = model
+        self._share = share
+        self._plan = plan
+        self._newest = newest
+        self._told: HoldersTold | None = None
+        self._stale = (0, 0)
+        """The steps that were told and pushed last before rows were restored, and say nothing of these."""
+        self._weights: Mapping[str, Tensor] | None = None
+        self._lock = threading.Lock()  # guards the publisher
+        self._publisher: SharePublisher | None = None
+        self._over = False
+
+    def hear(self, told: HoldersTold) -> None:
+        """Hear how far the run is."""
+        self._told = told
+        with self._lock:
+            if self._over:
+                return
+            publisher = self._publisher
+            if publisher is None:
+                self._publisher = publisher = SharePublisher(
+                    self._model.tables, self._share, self._plan, learned=self._learned
+                )
+                self._model.restoring = self._restoring
+                if self._weights is not None:
+                    publisher.bring(self._weights)
+            publisher.start()  # which failed, perhaps, the last time
+
+    def bring(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the dense weights."""
+        self._weights = weights
+        if (publisher := self._publisher) is not None:
+            publisher.bring(weights)
+
+    def obey(self, order: PublishOrder) -> tuple[ShareStanding, ...]:
+        publisher = self._publisher
+        return () if publisher is None else publisher.obey(order)
+
+    def flush(self) -> None:
+        if (publisher := self._publisher) is not None:
+            publisher.flush()
+
+    def close(self) -> None:
+        """Stop. Closing again does nothing."""
+        with self._lock:
+            self._over = True
+            publisher = self._publisher
+        if publisher is not None:
+            publisher.close()
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        assert self._publisher is not None
+        with self._publisher.restoring():
+            yield
+            self._stale = (0 if self._told is None else self._told.step, self._newest().step)
+
+    def _learned(self) -> LearnedUpTo:
+        newest, told = self._newest(), self._told
+        steps = (0 if told is None else told.step, newest.step)
+        return LearnedUpTo(
+            step=max(0 if step == stale else step for step, stale in zip(steps, self._stale, strict=True)),
+            watermark=0 if told is None else told.watermark,
+            event_at=float(newest.event_time),
+            trained_at=newest.at,
+        )
+
+
+LINGER = timedelta(seconds=15)
+"""How long a server that is told to stop waits for the chief, who may want to save."""
+
+
+START_TIMEOUT = timedelta(hours=2)
+"""How long a server waits for a chief to begin."""
+
+
+ABANDONED_AFTER = timedelta(minutes=30)
+"""How long a server that lost its chief waits for another."""
+
+
+_CHECK_EVERY = 0.1
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEnd:
+    """How a server ended."""
+
+    why: str
+    finished: bool = False
+    """Whether the run came to its end."""
+
+
+def serve_parameters(
+    task: Task,
+    config: TrainConfig,
+    discovery: Discovery,
+    *,
+    index: int,
+    num_ps: int,
+    num_workers: int,
+    max_workers: int | None = None,
+    num_spares: int = 0,
+    holds_weights: bool = True,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    guard: Guard | None = None,
+    limits: Limits | None = None,
+    stop: threading.Event | None = None,
+    say: Say = _log.info,
+    linger: timedelta = LINGER,
+    start_timeout: timedelta = START_TIMEOUT,
+    lost_after: timedelta = LOST_AFTER,
+    abandoned_after: timedelta = ABANDONED_AFTER,
+    on_serving: Callable[[ServedShard, str], None] | None = None,
+    publish: PublishPlan | None = None,
+    copies: CopyPlan | None = None,
+) -> ServerEnd:
+    """Hold a share of a model until the chief says that the run is over; return how it ended.
+
+    Args:
+        index: Which of the servers this is. The first `num_ps` have the share of their number; the
+            `num_spares` after them have none until the chief assigns one, see `ServedShard`.
+        max_workers: The most workers there may be, where the data hands out work; None for no more.
+        holds_weights: Whether it has a share of the weights, too; not where ranks have all of them.
+        host: Where to listen; it is also how the others reach it.
+        guard: What callers must present.
+        limits: What one of them may ask for.
+        stop: Set from outside to end; while a run goes on, the chief has `linger` to save first.
+        say: Told where it listens.
+        start_timeout: How long to wait for the chief to begin.
+        lost_after: How long a worker may be silent before server 0 calls it lost.
+        abandoned_after: How long to wait for another chief when the one there was is gone.
+        on_serving: Told what is served, and where, when others may come.
+        publish: How what changes in this share is published; None publishes nothing.
+        copies: How a standby is told of what changes in this share, once the chief asks for it.
+
+    Raises:
+        DeadlineExceededError: No chief came.
+        ListenError: The port is taken.
+        ConfigError: The task cannot be served.
+    """
+    if not 0 <= index < num_ps + num_spares:
+        raise ConfigError(f"there is no parameter server {index} of {num_ps + num_spares}")
+    share = ServedShard(
+        task,
+        config,
+        index=index,
+        num_ps=num_ps,
+        num_workers=num_workers,
+        max_workers=max_workers,
+        lost_after=lost_after,
+        holds_weights=holds_weights,
+        publish=publish,
+        copies=copies,
+    )
+    stop = threading.Event() if stop is None else stop
+    with share.serve(host, port, guard, limits) as server:
+        discovery.register("ps", index, server.address)
+        try:
+            spare = ", a spare," if index >= num_ps else ""
+            say(f"parameter server {index} of {num_ps + num_spares}{spare} listens on {server.address}")
+            if on_serving is not None:
+                on_serving(share, server.address)
+            return share.wait(
+                stop, linger=linger, start_timeout=start_timeout, abandoned_after=abandoned_after
+            )
+        finally:
+            discovery.deregister("ps", index, server.address)
+            share.close_publishing()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFigures:
+    """How a server stands, for whoever looks on."""
+
+    state: str
+    step: int
+    """Pushes counted here; on server 0, the global step."""
+    rows: int
+    bytes: int
+    traffic: Traffic | None = None
+    """None before it listens."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a server holds for one run.
+
+        in use ──another run begins──► retired ──its last work ends──► closed
+
+    Work on it, a write or a restore, may still be under way when it is retired.
+    """
+
+    model: Model
+    stores: list[LocalStore]
+    dense: DenseShard
+    tables: TablesPart
+    cuts: dict[str, PartCut]
+    publishing: PublishedShard | None = None
+    """None where nothing is published."""
+    copied: CopiedShard | None = None
+    """None where no standby follows it."""
+    works: int = 0
+    """Pieces of work that are under way."""
+    retired: bool = False
+
+
+class ServedShard:
+    """One server's share of a model, with what the chief may ask of it.
+
+    Args:
+        index: The number of the server. Its share is of the same number, until it is assigned another; it has
+            none from `num_ps` on.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        *,
+        index: int,
+        num_ps: int,
+        num_workers: int,
+        max_workers: int | None = None,
+        lost_after: timedelta = LOST_AFTER,
+        holds_weights: bool = True,
+        publish: PublishPlan | None = None,
+        copies: CopyPlan | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._holds_weights = holds_weights
+        self._copies = CopyPlan() if copies is None else copies
+        self._publish = publish
+        self._task = task
+        self._config = config
+        self._index = index
+        self._clock = clock
+        # Who has share 0 keeps the meeting; that may become any of them.
+        self._meeting = CoordinationService(
+            num_workers,
+            max_workers=max_workers,
+            lost_after=lost_after,
+            raise_step=self._raise_step,
+            clock=clock,
+        )
+        work: dict[str, Answer] = {
+            "tables.write": self._write,
+            "tables.restore": self._restore,
+            "dense.restore": self._restore_dense,
+        }
+        self._jobs = Jobs(typed_calls(WORK, work))
+        self._over = threading.Event()
+        self._lock = threading.Lock()  # guards what follows
+        self._share = (index, num_ps) if index < num_ps else None
+        self._held = None if self._share is None else self._make(self._share)
+        self._run: str | None = None
+        self._finished = False
+        self._chief = _Attendance(clock)
+        self._server: ParameterServer | None = None
+        self._standby: StandbyCopy[_Held] | None = None
+        self._taken: ShardTaken | None = None
+        self._listens: tuple[str, Guard | None, Limits | None] = ("127.0.0.1", None, None)
+
+    def serve(
+        self, host: str, port: int, guard: Guard | None, limits: Limits | None = None
+    ) -> ParameterServer:
+        """Listen; the server returned is closed by whoever called."""
+        calls = {**self.calls, **self._jobs.calls, **self._meeting.calls}
+        polls = {**self.polls, **self._meeting.polls}
+        longest = (limits or Limits()).wait.total_seconds()
+        held = self._held
+        self._listens = (host, guard, limits)
+        self._server = ParameterServer(
+            [] if held is None else held.stores,
+            None if held is None else held.dense,
+            shard=self._share,
+            host=host,
+            port=port,
+            guard=guard,
+            extra=Handlers(
+                calls=typed_calls(CALLS, calls, longest=longest)
+                | typed_calls(STANDBY_CALLS, self.standby_calls),
+                polls=typed_polls(CALLS, polls, longest=longest),
+                exchanges={"publish.weights": typed_exchange(WeightsTold, self._take_weights)},
+            ),
+            limits=limits,
+        )
+        return self._server
+
+    @property
+    def calls(self) -> Mapping[str, Answer]:
+        return {
+            "server.assign": self._assign,
+            "server.reserve": self._reserve,
+            "server.begin": self._begin,
+            "server.standing": self._standing,
+            "server.end": self._end,
+            "server.health": self._health,
+            "tables.cut": self._cut,
+            "tables.close": self._close,
+            "publish.obey": self._obey,
+            "publish.told": self._hear,
+            "publish.flush": self._flush,
+        }
+
+    @property
+    def standby_calls(self) -> Mapping[str, Answer]:
+        return {
+            "standby.open": self._open_copy,
+            "standby.follow": self._follow,
+            "standby.standing": self._standby_standing,
+            "standby.take_over": self._take_over,
+        }
+
+    @property
+    def polls(self) -> Mapping[str, PollAnswer]:
+        return {"server.attend": self._attend}
+
+    def figures(self) -> ShardFigures:
+        """Return how this server stands. From any thread."""
+        with self._lock:
+            held = self._held
+            # Under the lock, which keeps it from being closed.
+            stats = [] if held is None else list(held.model.stats().values())
+            state = self._state(held)
+        return ShardFigures(
+            state=state,
+            step=0 if self._server is None else self._server.step,
+            rows=sum(table.rows for table in stats),
+            bytes=sum(table.bytes_total for table in stats),
+            traffic=None if self._server is None else self._server.traffic,
+        )
+
+    def _state(self, held: _Held | None) -> str:
+        if self._standby is not None:
+            return f"standby of server {self._standby.follows.index}"
+        if held is None:
+            return "spare"
+        if self._run is None:
+            return "waiting for the chief"
+        if self._chief.absent_for():
+            return "without a chief"
+        return "saving" if held.cuts else "restoring" if held.works else "serving"
+
+    def wait(
+        self,
+        stop: threading.Event,
+        *,
+        linger: timedelta = LINGER,
+        start_timeout: timedelta = START_TIMEOUT,
+        abandoned_after: timedelta = ABANDONED_AFTER,
+    ) -> ServerEnd:
+        """Return when the run is over, or `stop` was set and the chief, if it is there, had time to save.
+
+        Raises:
+            DeadlineExceededError: There is no chief.
+        """
+        limit: float | None = None
+        while not self._over.wait(_CHECK_EVERY):
+            if not stop.is_set():
+                self._check_attended(start_timeout, abandoned_after)
+                continue
+            if limit is None:
+                if self._run is None:
+                    return ServerEnd("stopped before a run began")
+                _log.info("told to stop; the chief has %g s to save first", linger.total_seconds())
+                limit = self._clock() + linger.total_seconds()
+            elif self._clock() >= limit:
+                return ServerEnd("stopped during a run")
+            elif self._chief.absent_for() > RETURN_WITHIN:
+                return ServerEnd("stopped during a run whose chief is gone")
+        if self._finished:
+            return ServerEnd("the run is over", finished=True)
+        return ServerEnd("the run was stopped before its end; start it again to resume")
+
+    def _check_attended(self, start_timeout: timedelta, abandoned_after: timedelta) -> None:
+        alone = self._chief.absent_for()
+        began = self._run is not None
+        patience = abandoned_after if began else start_timeout
+        if alone > patience.total_seconds():
+            raise DeadlineExceededError(
+                f"parameter server {self._index} has had no chief for {alone:.0f} s"
+                + ("; its updates since the last checkpoint are lost. " if began else ". ")
+                + "See the chief's log. How long a server waits for a chief is set by "
+                + ("timeouts.abandoned." if began else "timeouts.start.")
+            )
+
+    # The chief's calls
+
+    def _assign(self, body: AssignShard) -> None:
+        """Take a share; to be given the one it has changes nothing, also in a run."""
+        share = (body.index, body.num_ps)
+        if body.index >= body.num_ps:
+            raise ClusterError(f"there is no share {body.index} of {body.num_ps}")
+        with self._lock:
+            self._chief.touch()
+            if share == self._share:
+                return
+            if self._run is not None:
+                assert self._share is not None
+                raise ClusterError(
+                    f"parameter server {self._index} holds share {self._share[0]} of {self._share[1]} in a "
+                    f"run, and cannot take share {share[0]} of {share[1]}; restart the server to free it"
+                )
+            assert self._server is not None
+            held = self._make(share)
+            self._server.replace(held.stores, held.dense, shard=share)
+            _log.info("parameter server %d has share %d of %d from now on", self._index, *share)
+            before, self._held, self._share = self._held, held, share
+            self._retire(before)
+            self._drop_standby()
+
+    def _reserve(self, _: Nothing) -> None:
+        """Hear that there is a chief, who may need this server later."""
+        self._chief.touch()
+
+    def _begin(self, body: BeginServer) -> None:
+        incarnation = body.incarnation or body.run
+        with self._lock:
+            assert self._server is not None
+            if self._run == body.run and self._server.incarnation == incarnation:
+                return  # asked again, because an answer was lost
+            if self._held is None or self._share is None:
+                raise UnavailableError(f"parameter server {self._index} is a spare and has no share yet")
+            held = self._held
+            if self._run is not None:
+                _log.info("a new run begins; dropping the rows and weights of the previous one")
+                held = self._make(self._share)
+            self._server.replace(held.stores, held.dense, incarnation=incarnation)
+            before, self._held, self._run = self._held, held, body.run
+            if before is not held:
+                self._retire(before)
+            self._drop_standby()
+
+    def _standing(self, _: Nothing) -> ServerStatus:
+        with self._lock:
+            assert self._server is not None
+            return ServerStatus(self._server.process, self._run, self._server.incarnation)
+
+    def _raise_step(self, step: int) -> None:
+        """Count on from a step that somebody has heard of, if that is higher."""
+        assert self._server is not None
+        self._server.step = max(self._server.step, step)
+
+    def _attend(self, body: Attend, gone: Gone) -> Attended:
+        """Keep the chief's call for a while, by which both sides know that the other is there."""
+        self._check_run(body.run)
+        with self._chief:
+            limit = self._clock() + min(body.wait, LONGEST_WAIT)
+            while self._run == body.run and not gone() and self._clock() < limit:
+                if self._over.wait(_CHECK_EVERY):
+                    break
+        with self._working(body.run) as held:
+            return Attended(sum(stats.rows for stats in held.model.stats().values()))
+
+    def _end(self, body: EndRun) -> None:
+        if self._run is not None:  # a spare that was never used ends with the others
+            self._check_run(body.run)
+        self._finished = body.finished
+        self._over.set()
+
+    def _health(self, body: OfRun) -> ServerHealth:
+        self._check_run(body.run)
+        limit = self._config.hooks.memory_limit_bytes
+        health = MachineHealth() if limit is None else memory_health(limit)
+        return ServerHealth(int(health.status), health.message)
+
+    def _cut(self, body: OfSnapshot) -> None:
+        with self._lock:
+            held = self._held_for(body.run)
+            if body.cut not in held.cuts:  # asked again, because an answer was lost
+                held.cuts[body.cut] = held.tables.cut(0)
+
+    def _close(self, body: CloseSnapshot) -> None:
+        with self._lock:
+            held = self._held_for(body.run)
+            names = list(held.cuts) if body.cut is None else [body.cut]
+            cuts = [held.cuts.pop(name) for name in names if name in held.cuts]
+        for cut in cuts:
+            cut.close(saved=body.saved)
+
+    def _write(self, body: WriteTables) -> TablesWritten:
+        with self._working(body.run) as held:
+            cut = held.cuts.get(body.cut)
+            if cut is None:
+                raise ClusterError("cannot write tables: the server restarted after the checkpoint was begun")
+            model_dir = self._config.model_dir
+            if not model_dir or not filesystem.is_below(body.prefix, model_dir):
+                raise SaveError(
+                    f"this server writes only below the model_dir of its run, {model_dir!r}. Start all "
+                    "processes with the same model_dir."
+                )
+            return TablesWritten(cut.write(body.prefix, full=body.full))
+
+    def _restore(self, body: RestoreTables) -> TablesRestored:
+        with self._working(body.run) as held:
+            report = held.tables.restore(
+                [SavedPart(prefix, entry) for prefix, entry in body.chain],
+                RestoreOptions(
+                    optimizer_state=body.optimizer_state,
+                    strict=body.strict,
+                    changes=changes_from_json(body.changes),
+                ),
+            )
+            rows = {f"table {name}": stats.rows for name, stats in held.model.stats().items()}
+            return TablesRestored.of(report, rows)
+
+    def _restore_dense(self, body: RestoreDense) -> DenseRestored:
+        """Restore the weights of this share from a checkpoint, which has those of all."""
+        with self._working(body.run) as held:
+            assert self._server is not None
+            options = RestoreOptions(
+                optimizer_state=body.optimizer_state,
+                strict=body.strict,
+                changes=changes_from_json(body.changes),
+                custom=CustomRestore(alias_map=body.alias_map, auto_alias=body.auto_alias),
+            )
+            # Weights of other shares are restored, too: nobody reads them here.
+            held.model.dense_part(random=False).restore([SavedPart(body.prefix, body.entry)], options)
+            return DenseRestored(len(held.dense.weights))
+
+    # Publishing
+
+    def close_publishing(self) -> None:
+        """Publish no more: this server ends."""
+        with self._lock:
+            held = self._held
+            self._drop_standby()
+        if held is not None:
+            self._stop_telling(held)
+            if held.publishing is not None:
+                held.publishing.close()
+
+    def _obey(self, body: PublishOrder) -> PublishedShares:
+        order = sound(body)
+        with self._publishing() as publishing:
+            return PublishedShares(() if publishing is None else publishing.obey(order))
+
+    def _hear(self, body: HoldersTold) -> PublishedShares:
+        """Hear how far the run is; the first time, everything is restored, and publishing begins."""
+        self._check_run(body.run)
+        with self._publishing() as publishing:
+            if publishing is None:
+                return PublishedShares(())
+            publishing.hear(body)
+            return PublishedShares(publishing.obey(PublishOrder("status")))
+
+    def _take_weights(self, body: WeightsTold, data: Bytes) -> tuple[dict[str, Any], Any]:
+        """Take all dense weights, of which this server publishes a copy."""
+        with self._working(body.run) as held:
+            if held.publishing is not None:
+                mine = held.model.published()
+                if body.weights != len(mine):
+                    raise FeatureError(f"this model has {len(mine)} weights, and {body.weights} came")
+                came = unpack_tensors(data, list(mine.values()))
+                held.publishing.bring({name: one.clone() for name, one in zip(mine, came, strict=True)})
+        return {}, b""
+
+    def _flush(self, body: OfRun) -> None:
+        with self._working(body.run) as held:
+            if held.publishing is not None:
+                held.publishing.flush()
+
+    @contextmanager
+    def _publishing(self) -> Iterator[PublishedShard | None]:
+        """Have what publishes the rows that are held now, which nobody closes meanwhile."""
+        with self._lock:
+            run = self._run
+        if run is None:
+            yield None
+            return
+        with self._working(run) as held:
+            yield held.publishing
+
+    # Standbys
+
+    def _open_copy(self, body: OfRun) -> CopyOpened:
+        """Tell whoever keeps a copy of this share what changes in it, from now on: all of it is restored."""
+        with self._lock:
+            held = self._held_for(body.run)
+            assert self._server is not None
+            assert self._share is not None
+            if held.copied is None:
+                host, guard, limits = self._listens
+                held.copied = CopiedShard(
+                    held.model,
+                    held.dense,
+                    self._share,
+                    incarnation=self._server.incarnation,
+                    pushes=self._server.known_pushes,
+                    plan=self._copies,
+                    host=host,
+                    guard=guard,
+                    limits=limits,
+                )
+            return held.copied.opened
+
+    def _follow(self, body: FollowShard) -> None:
+        """Keep the copy of a share, instead of any other; to be told the same again changes nothing."""
+        if body.index >= body.num_ps:
+            raise ClusterError(f"there is no share {body.index} of {body.num_ps}")
+        with self._lock:
+            self._chief.touch()
+            if self._run is not None:
+                raise ClusterError(
+                    f"parameter server {self._index} holds a share of a run, and keeps no copy"
+                )
+            if self._standby is not None and self._standby.follows == body:
+                return
+            if self._standby is not None and self._standby.follows.share == body.share:
+                self._standby.follow(body)  # another server has it now; the copy stays usable meanwhile
+                return
+            self._drop_standby()
+            held = self._make((body.index, body.num_ps))
+            self._standby = StandbyCopy(held, held.model, body, guard=self._listens[1])
+            _log.info(
+                "parameter server %d keeps a copy of share %d of %d", self._index, body.index, body.num_ps
+            )
+
+    def _standby_standing(self, _: Nothing) -> StandbyStatus:
+        with self._lock:
+            self._chief.touch()
+            if self._standby is not None:
+                return self._standby.standing()
+            return StandbyStatus(in_run=self._run is not None)
+
+    def _take_over(self, body: TakeOverShard) -> ShardTaken:
+        """Serve the share that this server has a copy of, if that is of what was lost and whole."""
+        with self._lock:
+            assert self._server is not None
+            if self._taken is not None and self._server.incarnation == body.incarnation:
+                return self._taken  # asked again, because an answer was lost
+            copy = self._standby
+            copies = (body.lost, *body.before)
+            if copy is None or copy.follows.run != body.run or copy.follows.incarnation not in copies:
+                return ShardTaken(refused="it keeps no copy of what was lost")
+            if not copy.whole:
+                return ShardTaken(refused="its copy is not whole yet")
+            held, behind = copy.held, copy.behind
+            applied = copy.take(held.dense)
+            share = (copy.follows.index, copy.follows.num_ps)
+            self._server.replace(
+                held.stores, held.dense, incarnation=body.incarnation, shard=share, applied=applied
+            )
+            before, self._held, self._share, self._run = self._held, held, share, body.run
+            self._standby = None
+            self._retire(before)
+            _log.warning("parameter server %d serves share %d of %d from its copy", self._index, *share)
+            self._taken = ShardTaken(
+                rows=sum(stats.rows for stats in held.model.stats().values()),
+                behind=behind,
+                copied={sender: CopiedPushes(*known) for sender, known in applied.items()},
+            )
+            return self._taken
+
+    def _drop_standby(self) -> None:
+        """Keep no copy any more. The lock is held."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.close()
+            self._retire(standby.held)
+
+    def _stop_telling(self, held: _Held) -> None:
+        copied, held.copied = held.copied, None
+        if copied is not None:
+            copied.close()
+
+    # Inside
+
+    def _check_run(self, run: str) -> None:
+        if run != self._run:
+            raise UnavailableError(
+                f"parameter server {self._index} restarted, or holds another run by now. A chief that "
+                "begins again resumes from the last checkpoint."
+            )
+
+    def _held_for(self, run: str) -> _Held:
+        """Return what is held, if that is of this run. The lock is held."""
+        self._check_run(run)
+        assert self._held is not None, "no run begins without a share"
+        return self._held
+
+    @contextmanager
+    def _working(self, run: str) -> Iterator[_Held]:
+        """Keep what is held for a run from being closed while the block lasts."""
+        with self._lock:
+            held = self._held_for(run)
+            held.works += 1
+        try:
+            yield held
+        finally:
+            with self._lock:
+                held.works -= 1
+                self._close_retired(held)
+
+    def _retire(self, held: _Held | None) -> None:
+        """Let go of what was held before. The lock is held."""
+        if held is not None:
+            for cut in held.cuts.values():
+                cut.close(saved=False)  # who writes it still ends with an error
+            held.retired = True
+            self._stop_telling(held)
+            if held.publishing is not None:
+                held.publishing.close()
+            self._close_retired(held)
+
+    def _close_retired(self, held: _Held) -> None:
+        """Free the memory of an earlier run, once nobody works on it. The lock is held."""
+        if held.retired and not held.works:
+            held.model.close()
+
+    def _make(self, share: tuple[int, int]) -> _Held:
+        config = self._config
+        model = Model(self._task, Mode.TRAIN, seed=config.seed, rates=config.schedule, tables=config.tables)
+        part = model.tables_part(
+            incremental=self._config.keep.full_every > 1,
+            beside=self._config.saves_beside,
+            share=share,
+        )
+        stores = [store for store in model.stores if isinstance(store, LocalStore)]
+        if self._holds_weights:
+            dense = DenseShard(model.weights(), model.dense, share, model.schedule)
+        else:
+            dense = DenseShard({}, None, share)
+        publishing = None
+        if self._publish is not None:
+            publishing = PublishedShard(model, share, self._publish, self._newest_push)
+        return _Held(model, stores, dense, part, {}, publishing)
+
+    def _newest_push(self) -> NewestPush:
+        return NewestPush() if self._server is None else self._server.newest_push
+
+
+class _Attendance:
+    """Whether the chief is there: it has a call here all the time. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows
+        self._calls = 0
+        self._since = clock()
+
+    def absent_for(self) -> float:
+        """Return the seconds since it was last there; 0 while it is."""
+        with self._lock:
+            return 0.0 if self._calls else self._clock() - self._since
+
+    def touch(self) -> None:
+        """Note that it was there just now."""
+        with self._lock:
+            self._since = self._clock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            self._since = self._clock()

@@ -1,0 +1,348 @@
+"""A lane: rows looked up ahead and updated behind, in an order that timing cannot change.
+
+While the model computes on one batch, a thread updates the rows of the batch before and
+looks up those of the batch after. It does one thing at a time, in this order:
+
+    lookup 0, lookup 1, update 0, lookup 2, update 1, lookup 3, ...
+
+so a lookup sees every update but the last. A row is one step stale at most, and the
+outcome does not depend on which thread was faster. `drain` sees all updates done and looks
+up anew what was looked up ahead, so that what follows is the same as after a restart.
+
+With `complete`, rows are not looked up ahead but when an item is asked for, and updates are done when they
+are pushed. So a lookup sees every update, as if nothing were read ahead; the thread reads items, and makes
+ready what does not depend on rows.
+
+A live stream may have nothing to say for a while. With `patience`, and sooner with `update_after`, updates
+then no longer wait for the next batch.
+
+Ranks do all of this together: every lookup and update is a call that all of them make in one order. So in a
+lane `in_step` nothing depends on time. That there is no data for now is an item, `SILENT`, which comes at the
+same place on every rank: updates are done before it, `idle` is called, and reading goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+_log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+
+Rows = TypeVar("Rows")
+
+
+Work = Callable[[], None]
+
+
+class Silence(Enum):
+    """Stands for an item where there is none for now."""
+
+    SILENT = "silent"
+
+
+SILENT = Silence.SILENT
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[Item, Rows]):
+    item: Item
+    rows: Rows
+    stale: bool = False
+    """Whether rows have changed since it was looked up."""
+
+
+class PrefetchPipeline(Generic[Item, Rows]):
+    """Items in order, each looked up before it is asked for. Used by one thread.
+
+    Args:
+        items: What to read; in step, `SILENT` where there is nothing for now. A generator is closed by
+            `close`.
+        prepare: Looks the rows of an item up; or, with `complete`, makes ready what that takes.
+        complete: Looks up the rows of an item that is asked for, in place of what `prepare` made, on the
+            thread that asks; None where `prepare` looks them up.
+        ahead: Items that are looked up ahead; 0 looks up when asked, and without a thread unless `threaded`.
+        behind: Whether updates are left to the thread; otherwise they are done when they are pushed.
+        patience: Seconds after which updates go before a lookup whose item has not come; None waits for it.
+        idle: Called by the thread that waits for an item, every `patience` seconds, or at each `SILENT`;
+            where it returns True, that thread waits no more for now.
+        threaded: Read in a thread even where nothing is looked up ahead, so that `idle` is called.
+        in_step: Whether others do the same in lanes of their own, so that time may decide nothing.
+        update_after: Seconds after which updates go before a lookup whose item has not come, where that is
+            sooner than `patience`: for a live stream, whose next batch may be far off.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Item | Silence],
+        prepare: Callable[[Item], Rows],
+        complete: Callable[[Item, Rows], Rows] | None = None,
+        *,
+        ahead: int = 1,
+        behind: bool = True,
+        patience: float | None = None,
+        idle: Callable[[], bool] | None = None,
+        threaded: bool = False,
+        in_step: bool = False,
+        update_after: float | None = None,
+    ) -> None:
+        self._items = items
+        self._in_step = in_step
+        self._prepare = prepare
+        self._complete = complete
+        self._ahead = ahead
+        self._behind = behind
+        self._patience = None if in_step else patience
+        self._update_after = self._patience if in_step or update_after is None else update_after
+        self._idle = idle
+        self._changed = threading.Condition()  # guards all below
+        self._todo: deque[Work | None] = deque()  # None: a lookup
+        self._ready: deque[_Entry[Item, Rows]] = deque()
+        self._phase = "idle"
+        self._paused = False
+        self._silent = False
+        self._ended = False
+        self._interrupted = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._update_failed = False
+        self._begun = False
+        self._asked = False
+        threaded = threaded or ahead > 0
+        self._thread = threading.Thread(target=self._run, name="lane", daemon=True) if threaded else None
+
+    def next(self) -> tuple[Item, Rows] | None:
+        """Return the next item and its rows; None at the end, where it would wait after an `interrupt`, and
+        where `idle` has something else to do.
+
+        Raises:
+            Exception: What reading, looking up or updating raised, once.
+        """
+        if self._thread is None:
+            item = self._next_item()
+            return None if item is None else (item, self._completed(item, self._prepare(item)))
+        with self._changed:
+            self._look_up_again()
+            if not self._asked:  # otherwise what was asked for before is still on its way
+                self._todo.extend([None] * (1 if self._begun else 1 + self._ahead))
+            self._asked = True
+            if not self._begun:
+                self._begun = True
+                self._thread.start()
+            self._changed.notify_all()
+            if self._update_after != self._patience and not self._changed.wait_for(
+                self._has_news, self._update_after
+            ):
+                self._overtake()
+            while not self._changed.wait_for(self._has_news, self._patience) or self._is_only_silent():
+                if not self._in_step:
+                    self._overtake()
+                if self._idle is not None and self._idle():
+                    return None
+                self._silent = self._silent and self._interrupted  # then nothing more is read
+                self._changed.notify_all()
+            self._asked = False
+            self._raise()
+            if not self._ready:
+                return None
+            entry = self._ready.popleft()
+        return entry.item, self._completed(entry.item, entry.rows)
+
+    def _completed(self, item: Item, rows: Rows) -> Rows:
+        return rows if self._complete is None else self._complete(item, rows)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the items have ended and all of them were handed out: then `next` was not interrupted."""
+        with self._changed:
+            return self._ended and not self._ready
+
+    def interrupt(self) -> None:
+        """Let `next` wait no more; from any thread. Where nothing is read ahead, it waits all the same."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
+
+    def push(self, work: Work) -> None:
+        """Do some work after the lookups that were asked for so far, before those that will be."""
+        if self._thread is None or not self._begun or self._complete is not None:
+            work()
+            return
+        with self._changed:
+            self._raise()
+            self._todo.append(work)
+            self._changed.notify_all()
+            if not self._behind:
+                while not self._changed.wait_for(
+                    lambda: self._error is not None or self._is_done(work), self._update_after
+                ):
+                    self._overtake()  # the lane waits for its source
+                self._raise()
+
+    def drain(self) -> None:
+        """Return when all work that was pushed is done. What was looked up ahead is looked up anew.
+
+        In step, lookups that were asked for are done first, and those ahead are made anew by `next`.
+        """
+        with self._changed:
+            if self._in_step:
+                self._changed.wait_for(lambda: self._error is not None or self._rests())
+            else:
+                self._overtake()
+            for entry in self._ready:
+                entry.stale = self._complete is None
+            if not self._in_step:
+                self._look_up_again()
+            self._raise()
+
+    def close(self) -> bool:
+        """End the thread. Work that was pushed and not done is reported: `drain` comes before a clean end.
+
+        Returns:
+            Whether nobody reads the items any more.
+        """
+        with self._changed:
+            self._closed = True
+            lost = sum(work is not None for work in self._todo)
+            self._todo.clear()
+            self._changed.notify_all()
+        if lost:
+            _log.warning("%d row updates were dropped, because the run failed", lost)
+        if self._thread is not None and self._begun:
+            self._thread.join(30)
+            if self._thread.is_alive():
+                _log.warning("the source is still being read after 30 s; its thread ends when that returns")
+                return False
+        close = getattr(self._items, "close", None)
+        if close is not None:
+            close()
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # All below is called with the lock held, except `_run`.
+
+    def _has_news(self) -> bool:
+        if self._error is not None or self._ready or self._ended or self._interrupted:
+            return True
+        return self._silent and self._rests()
+
+    def _is_only_silent(self) -> bool:
+        return self._silent and not (self._error or self._ready or self._ended or self._interrupted)
+
+    def _rests(self) -> bool:
+        """Whether the thread has nothing to do before somebody asks for more, or ends a silence."""
+        waits = self._silent or not self._todo
+        return self._phase == "idle" and waits and all(work is None for work in self._todo)
+
+    def _look_up_again(self) -> None:
+        """Look up anew what was looked up before the last updates; the thread rests."""
+        for entry in self._ready:
+            if entry.stale:
+                entry.rows, entry.stale = self._prepare(entry.item), False
+
+    def _is_done(self, work: Work) -> bool:
+        return self._phase != "updating" and all(other is not work for other in self._todo)
+
+    def _raise(self) -> None:
+        """Raise what went wrong in the lane; what could be looked up before is delivered first."""
+        if self._error is not None and (not self._ready or self._update_failed):
+            error, self._error = self._error, None
+            self._ended = True
+            raise error
+
+    def _overtake(self) -> None:
+        """Do the work that waits, in this thread, while the lane's own does nothing but read."""
+        self._paused = True
+        try:
+            self._changed.wait_for(lambda: self._phase in ("idle", "reading"))
+            waiting = [work for work in self._todo if work is not None]
+            self._todo = deque(work for work in self._todo if work is None)
+            for work in waiting:
+                work()
+        finally:
+            self._paused = False
+            self._changed.notify_all()
+
+    def _enter(self, phase: str) -> bool:
+        """Wait until the lane may go on; False when it is closed."""
+        self._changed.wait_for(lambda: not self._paused or self._closed)
+        self._phase = "idle" if self._closed else phase
+        self._changed.notify_all()
+        return not self._closed
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._phase = "idle"
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or (self._has_work() and not self._paused))
+                if self._closed:
+                    return
+                work = self._take_work()
+                self._phase = "reading" if work is None else "updating"
+            try:
+                if work is not None:
+                    work()
+                elif not self._ended:
+                    self._look_up()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._update_failed = work is not None
+                    self._phase = "idle"
+                    self._changed.notify_all()
+                return
+
+    def _has_work(self) -> bool:
+        """Whether there is something to do: in a silence, only updates."""
+        return any(work is not None for work in self._todo) if self._silent else bool(self._todo)
+
+    def _take_work(self) -> Work | None:
+        if not self._silent:
+            return self._todo.popleft()
+        work = next(work for work in self._todo if work is not None)
+        self._todo.remove(work)
+        return work
+
+    def _next_item(self) -> Item | None:
+        """Return the next item, in a lane without a thread; None at the end, or where it is interrupted."""
+        while True:
+            item = next(self._items, None)
+            if item is not SILENT:
+                self._ended = item is None
+                return item
+            if self._idle is not None:
+                self._idle()
+            if self._interrupted:
+                return None
+
+    def _look_up(self) -> None:
+        item = next(self._items, None)
+        with self._changed:
+            if item is SILENT:
+                self._todo.appendleft(None)  # it is still to come
+                self._silent = True
+                return
+            if item is None:
+                self._ended = True
+                return
+            if not self._enter("preparing"):
+                return
+        rows = self._prepare(item)
+        with self._changed:
+            self._ready.append(_Entry(item, rows))

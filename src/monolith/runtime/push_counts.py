@@ -1,0 +1,124 @@
+"""How much a process has taught each server, and would be lost with it.
+
+Every push to a place has a number. A checkpoint has what was acknowledged up to its halt; the copy of a
+standby says which numbers are in it. What was acknowledged and is in neither is lost with a server. A push
+that nobody acknowledged is not: it goes to whoever serves the place next.
+
+A worker that leaves tells all of this, so that it can be counted without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from monolith.runtime.messages import CopiedPushes, PlacePushes, PushesTold, Served
+from monolith.store import ServerGroup
+from monolith.store.server_group import PushProgress
+
+
+@dataclass(slots=True)
+class _PlaceCounts:
+    """What is known of the pushes to one place."""
+
+    marks: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """Halt -> what had been acknowledged then, and was lost since; 0 for the beginning."""
+    since: int = 0
+    """The number of the last push when the place was replaced last: those up to it are accounted for."""
+    carried: frozenset[int] = frozenset()
+    """Except these, which nobody had acknowledged by then."""
+
+    def take_lost(self, sender: str, served: Served, standing: PushProgress) -> int:
+        """Return the pushes that were lost when somebody else came to serve the place, and count anew."""
+        if served.copied is None:
+            lost = standing.acknowledged - self._at(served.halt)
+            self.marks = dict.fromkeys(self.marks, standing.acknowledged)
+        else:
+            lost = self._missed_by(served.copied.get(sender), standing)
+            # What is lost with the standby, later, is none of these.
+            self.marks = {halt: count + lost for halt, count in self.marks.items()}
+        self.since, self.carried = standing.last, standing.unanswered
+        return lost
+
+    def _at(self, halt: int) -> int:
+        before = max((at for at in self.marks if at <= halt), default=min(self.marks))
+        return self.marks[before]
+
+    def _missed_by(self, copied: CopiedPushes | None, standing: PushProgress) -> int:
+        """Return how many pushes that were acknowledged a copy has not."""
+        highest = self.since if copied is None else copied.highest
+        missing = frozenset() if copied is None else frozenset(copied.missing)
+        above = max(highest, self.since)
+        lost = max(0, standing.last - above) - sum(number > above for number in standing.unanswered)
+        between = {number for number in missing if self.since < number <= highest}
+        carried = {
+            number for number in self.carried if copied is None or number > highest or number in missing
+        }
+        return lost + len((between | carried) - standing.unanswered)
+
+
+class PushCounts:
+    """Pushes that each place has acknowledged to this process. Thread-safe."""
+
+    def __init__(self, group: ServerGroup) -> None:
+        self._group = group
+        self._lock = threading.Lock()  # guards what follows
+        self._places = [_PlaceCounts() for _ in range(len(group))]
+
+    def mark(self, halt: int) -> None:
+        """Note a halt, when every push is acknowledged."""
+        with self._lock:
+            for place, standing in zip(self._places, self._group.pushes, strict=True):
+                place.marks[halt] = standing.acknowledged
+
+    def forget_before(self, halt: int) -> None:
+        """Nobody goes back further than this halt, which was saved."""
+        with self._lock:
+            for place in self._places:
+                if halt in place.marks:
+                    place.marks = {at: count for at, count in place.marks.items() if at >= halt}
+
+    def replace(self, server: int, served: Served) -> int:
+        """Use who serves a place from now on; return the pushes that were lost with who did before."""
+        with self._lock:
+            standing = self._group.replace(server, served.address, served.incarnation)
+            return self._places[server].take_lost(self._group.sender, served, standing)
+
+    def told(self) -> PushesTold:
+        """Return all of it, for whoever counts when this process is gone: every push is acknowledged."""
+        with self._lock:
+            known = zip(self._places, self._group.pushes, self._group.incarnations, strict=True)
+            places = tuple(_told(place, standing.last, incarnation) for place, standing, incarnation in known)
+            return PushesTold(self._group.sender, places)
+
+
+def marked(told: PushesTold, halt: int) -> PushesTold:
+    """Return what a worker has told, with a halt whose cut has all of it."""
+    places = (replace(one, marks={**one.marks, str(halt): one.last}) for one in told.places)
+    return PushesTold(told.sender, tuple(places))
+
+
+def take_lost_of(told: PushesTold, servers: Mapping[int, Served]) -> tuple[PushesTold, dict[str, int]]:
+    """Count what a worker that left has lost with servers that were replaced since.
+
+    Args:
+        servers: By place, who serves it since it was replaced last.
+
+    Returns:
+        What it has told, counted anew; and the lost pushes, by the incarnation of who serves instead.
+    """
+    places, lost = list(told.places), dict[str, int]()
+    for number, served in servers.items():
+        if number < len(places) and places[number].incarnation != served.incarnation:
+            said = places[number]
+            marks = {int(halt): count for halt, count in said.marks.items() if halt.isdecimal()}
+            place = _PlaceCounts(marks or {0: 0}, said.since, frozenset(said.carried))
+            lost[served.incarnation] = max(0, place.take_lost(told.sender, served, PushProgress(said.last)))
+            places[number] = _told(place, said.last, served.incarnation)
+    return PushesTold(told.sender, tuple(places)), lost
+
+
+def _told(place: _PlaceCounts, last: int, incarnation: str | None) -> PlacePushes:
+    marks = {str(halt): count for halt, count in place.marks.items()}
+    return PlacePushes(incarnation, last, place.since, tuple(sorted(place.carried)), marks)

@@ -1,0 +1,268 @@
+"""What a run reports: its result, its losses, and the manifest in its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monolith import __version__, filesystem
+from monolith.config import masked, masked_words, to_dict
+from monolith.errors import CorruptFileError
+from monolith.train.config import TrainConfig
+from monolith.train.evaluation_log import Evaluation
+from monolith.train.hook import Hook, StepResult, TrainingRun
+from monolith.train.metrics.metric_set import WindowRow
+from monolith.train.task import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostServer:
+    """A parameter server was lost, and its share restored in another process."""
+
+    server: int
+    rows: int | None
+    """Rows that it had and the restored share has not, at least: its last known number of rows, at most a
+    second old, less those restored. None where the chief restarted meanwhile and never knew."""
+    updates: int
+    """Pushes of rows or weights that it had acknowledged and that are not in the checkpoint which its share
+    was restored from, or in the copy of its standby: what they taught it is gone. Of all workers, those who
+    left included, but for `uncounted`."""
+    seconds: float
+    """From the moment the chief missed it until everybody could go on."""
+    restored_from: str | None
+    """The checkpoint; None where there was none, so that the share starts as at the first start, and where a
+    standby took over."""
+    standby: str | None = None
+    """Where the standby is that took over, with its copy of the share; None where there was none."""
+    behind: float = 0.0
+    """Seconds from the newest change that the standby has until the chief missed the server."""
+    uncounted: tuple[int, ...] | None = ()
+    """Workers whose updates are not among those counted, because they were lost as well or did not answer;
+    None where it is not known of any but the chief."""
+    uncounted_why: str = ""
+    """Which workers are not counted and why, in words; empty if all are."""
+
+    def describe(self) -> str:
+        rows = "an unknown number of" if self.rows is None else f"{self.rows:,}"
+        source = (
+            f"restored from {self.restored_from}" if self.restored_from else "started anew: nothing was saved"
+        )
+        if self.standby is not None:
+            source = f"taken over by its standby at {self.standby}, {self.behind:.2f} s behind"
+        return (
+            f"parameter server {self.server} is back after {self.seconds:.1f} s, its share {source}. Lost: "
+            f"{rows} rows, {self.updates:,} updates{self._besides()}"
+        )
+
+    def _besides(self) -> str:
+        return describe_uncounted(self.uncounted, self.uncounted_why)
+
+
+def describe_uncounted(workers: Sequence[int] | None, why: str) -> str:
+    """Return whose lost updates are not among those counted, and why; empty if all are."""
+    if workers is None:
+        return f", and those of all workers but the chief, which could not be counted: {why or 'not known'}"
+    if workers:
+        who = ", ".join(map(str, workers))
+        return f", and those of workers {who}, which could not be counted: {why or 'not known'}"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostWorker:
+    """A worker was lost, and another process took its place; or the others have its work."""
+
+    worker: int
+    records: int
+    """Records that it had trained since its last saved position, as far as it had said, which it does every
+    second: they are trained again."""
+    seconds: float
+    """From the moment it was missed until it joined again, or others could have its work; 0 where it was back
+    before."""
+    by_others: bool = False
+    """Whether others train them, since the data hands out work."""
+
+    def describe(self) -> str:
+        if self.by_others:
+            return (
+                f"worker {self.worker} was lost, and its work given back after {self.seconds:.1f} s. The "
+                f"others train the records since its last saved position again: {self.records:,} as far as "
+                "it had said"
+            )
+        return (
+            f"worker {self.worker} is back after {self.seconds:.1f} s. It trains the records since its last "
+            f"saved position again: {self.records:,} as far as it had said"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """All of it, of one run."""
+
+    servers: tuple[LostServer, ...] = ()
+    workers: tuple[LostWorker, ...] = ()
+
+
+LOSS_STEPS = 100
+"""Over so many of the last steps a report has the mean loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BestEvaluation:
+    """Which step did best when it was evaluated, and how well."""
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainReport:
+    """What a run did."""
+
+    step: int
+    """The global step at its end."""
+    steps: int
+    """Steps taken in this run, by everybody."""
+    examples: int
+    """Examples trained on in this run, by everybody."""
+    skipped: int = 0
+    """Batches of this run that were skipped, because their loss or a gradient is NaN or infinite."""
+    bad_records: Mapping[str, int] = field(default_factory=dict)
+    """Why records of this process were left out, with the place of the first where it is known, and how many
+    for each reason."""
+    dense_staleness: int | None = None
+    """The most steps, of all workers, that the dense weights of a gradient lacked when it was applied, of the
+    gradients of this process; None where nobody else has weights."""
+    seconds: float
+    """From when the run was asked for to its end."""
+    start_seconds: float = 0.0
+    """Of these, those before the first step: the model, the tables and the restore. All, without a step."""
+    save_seconds: float = 0.0
+    """Those in which training waited for checkpoints; what was written beside it is not counted."""
+    evaluate_seconds: float = 0.0
+    """Those in which it was evaluated."""
+    loss: float = math.nan
+    """The mean loss of the last `LOSS_STEPS` steps of this process; NaN without any."""
+    stop_reason: str
+    finished: bool
+    """Whether the run completed; False if it was stopped with more to do, here or in another process."""
+    restored_from: str | None
+    windows: Mapping[str, Sequence[WindowRow]]
+    """By "head/metric": the rows of the windows that ended in this run."""
+    checkpoint: str | None
+    """The last checkpoint that was saved."""
+    save_trouble: str = ""
+    """What could not be saved or exported by its end, and why; empty if nothing."""
+    evaluation: Evaluation | None = None
+    """The last evaluation of this run, where `evaluate` of its config asks for some."""
+    evaluations: int = 0
+    """How many evaluations there were in this run."""
+    best: BestEvaluation | None = None
+    """The best evaluation, of all runs."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """By table: ids refused because the table is full, in this process; a server logs its own."""
+    overdue: Mapping[str, int] = field(default_factory=dict)
+    """By table: expired rows that were kept, because too many expired at once."""
+    departed: bool = False
+    """Whether this worker was told to stop and has left the rest of its work to the others, who go on."""
+    lost: Lost = field(default_factory=Lost)
+    """What was lost with other processes while the run kept going."""
+
+
+class FirstAndLastSteps(Hook):
+    """When the first step began, and what the last ones lost. Reads no loss before it is asked: that would
+    make the CPU wait for the device."""
+
+    def __init__(self) -> None:
+        self.first_at: float | None = None
+        """By `time.monotonic`; None before there was one."""
+        self._losses: deque[Tensor] = deque(maxlen=LOSS_STEPS)
+
+    def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
+        if self.first_at is None:
+            self.first_at = time.monotonic()
+
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
+        self._losses.append(result.loss.detach())
+
+    def loss(self) -> float:
+        """Return the mean of the last steps that were trained on; NaN without any."""
+        return float(torch.stack([*self._losses]).double().nanmean()) if self._losses else math.nan
+
+
+RUN_MANIFEST = "run.json"
+"""In the model's folder; each start adds to it."""
+
+
+def write_run_manifest(model_dir: str, task: Task, config: TrainConfig, step: int, now: float) -> None:
+    """Add this start to the manifest: the newest first. Secrets are masked; only its owner reads it."""
+    starts = read_run_manifest(model_dir)
+    starts.insert(
+        0,
+        {
+            "task": task.name,
+            "class": f"{type(task).__module__}.{type(task).__qualname__}",
+            "about": masked(dict(task.describe())),
+            "config": to_dict(config),
+            "started_at": now,
+            "from_step": step,
+            "versions": {
+                "monolith": __version__,
+                "python": platform.python_version(),
+                **{name: found for name in ("torch", "numpy") if (found := _version(name))},
+            },
+            "machine": {"system": platform.platform(), "processor": platform.machine()},
+            "command": sys.argv,
+        },
+    )
+    for start in starts:  # those of older versions, too
+        start["command"] = masked_words(start.get("command", []))
+    _write(model_dir, starts)
+
+
+def write_run_end(model_dir: str, *, step: int, reason: str, finished: bool, now: float) -> None:
+    """Note in the manifest how the newest start has ended, for whoever follows the run."""
+    starts = read_run_manifest(model_dir)
+    if starts:
+        starts[0]["ended"] = {"step": step, "reason": reason, "finished": finished, "at": now}
+        _write(model_dir, starts)
+
+
+def read_run_manifest(model_dir: str) -> list[dict[str, Any]]:
+    """Return the starts of a run, newest first; none where there is no manifest.
+
+    Raises:
+        CorruptFileError: The manifest does not parse.
+    """
+    path = filesystem.join(model_dir, RUN_MANIFEST)
+    if not filesystem.exists(path):
+        return []
+    try:
+        starts: list[dict[str, Any]] = json.loads(filesystem.read_bytes(path))["starts"]
+        return list(starts)
+    except (ValueError, KeyError, TypeError) as cause:
+        raise CorruptFileError(path, 0, f"the run's manifest makes no sense: {cause}") from cause
+
+
+def _write(model_dir: str, starts: list[dict[str, Any]]) -> None:
+    with filesystem.atomic_write(filesystem.join(model_dir, RUN_MANIFEST), private=True) as file:
+        file.write(json.dumps({"starts": starts[:100]}, indent=2, default=str).encode())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,767 @@
+"""Trainer: runs a task from data to checkpoint and back, in one process or together with its peers.
+
+    trainer = Trainer(Clicks(), TrainConfig(model_dir="runs/1", max_steps=10_000))
+    trainer.train()
+    trainer.evaluate()["click/auc"]
+    for batch, predictions in trainer.predict(): ...
+
+A run that was cut short, by whatever, goes on where its last checkpoint stands: with the very
+record it had not trained on. Evaluating and predicting read checkpoints and write nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from monolith import filesystem
+from monolith.checkpoint import (
+    Checkpointer,
+    CustomRestore,
+    ModelDirLock,
+    Restored,
+    RestoreOptions,
+    Saver,
+    StatePart,
+    go_back,
+    read_manifest,
+    start_from,
+)
+from monolith.data import Epochs, as_stream
+from monolith.errors import ConfigError, DivergedError, RestoreError, TransientFilesystemError
+from monolith.feature import Batch
+from monolith.model.ready import WatchedModel
+from monolith.observe import Metrics
+from monolith.runtime.checkpoints import RunCheckpoints, newest_checkpoint
+from monolith.runtime.coordinator import Coordinator
+from monolith.runtime.local import LocalCoordinator, holding, store_maker
+from monolith.runtime.progress import check_not_all_skipped
+from monolith.runtime.report import (
+    BestEvaluation,
+    FirstAndLastSteps,
+    TrainReport,
+    write_run_end,
+    write_run_manifest,
+)
+from monolith.runtime.session import Session, open_data
+from monolith.store import AllToAllStore, LocalStore
+from monolith.train.accelerator import Accelerator, AcceleratorHook, accelerator_of
+from monolith.train.candidates import Candidates, towers_of
+from monolith.train.config import TrainConfig
+from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
+from monolith.train.evaluation_log import EvaluationLog
+from monolith.train.hook import Hook, StepResult, TrainingRun, drive
+from monolith.train.hooks import (
+    FeatureDump,
+    FeatureInsightHook,
+    ModelInsightHook,
+    SaveHook,
+    StopOutsideHoursHook,
+    SummaryHook,
+    TableInfoHook,
+)
+from monolith.train.hooks.barrier import Barrier
+from monolith.train.hooks.installed import installed_hooks
+from monolith.train.hooks.save_timing import SaveListener
+from monolith.train.hooks.summaries import sink_openers
+from monolith.train.importance import Importances, permutation_importance
+from monolith.train.metrics.metric_set import WindowRow
+from monolith.train.model import Model, OwnRandom
+from monolith.train.publishing.hook import PublishHook
+from monolith.train.publishing.metric_guard import MetricGuard
+from monolith.train.publishing.share import PublishPlan
+from monolith.train.retrieval import RetrievalTask
+from monolith.train.task import Mode, Outputs, Task
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[str, WindowRow], None]
+
+
+class LocalRun:
+    """What hooks see of a run in this process."""
+
+    def __init__(self, session: Session, model_dir: str, barrier: Barrier) -> None:
+        self.session = session
+        self.barrier = barrier
+        """Holds everybody who trains this model between their steps."""
+        self.save: SaveHook | None = None
+        """Saves on demand; None where nothing is kept."""
+        self.publish: PublishHook | None = None
+        """Publishes what is learned; None where nothing is published, or this process has no part in it."""
+        self.evaluate: EvaluateHook | None = None
+        """Evaluates while the run trains; None where that is not asked for, or another process does."""
+        self._model_dir = model_dir
+        self._lock = threading.Lock()  # guards the reason
+        self._stop_reason: str | None = None
+        self._interrupted = False
+
+    @property
+    def step(self) -> int:
+        return self.session.step
+
+    @property
+    def model_dir(self) -> str:
+        return self._model_dir
+
+    @property
+    def model(self) -> nn.Module:
+        return self.session.model.module
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._stop_reason
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted
+
+    def request_stop(self, reason: str) -> None:
+        self._stop(reason, interrupted=False)
+
+    def interrupt(self, reason: str) -> None:
+        """End the run after the current step, although there is more to do. From any thread."""
+        self._stop(reason, interrupted=True)
+        self.session.interrupt()
+
+    def _stop(self, reason: str, *, interrupted: bool) -> None:
+        with self._lock:
+            if self._stop_reason is None:
+                self._stop_reason, self._interrupted = reason, interrupted
+                _log.info("stopping: %s", reason)
+
+
+class Trainer:
+    """Runs one task. Not thread-safe, but for `stop`. Refuses an accelerator that this machine lacks.
+
+    Args:
+        hooks: Run after the trainer's own and before the task's; or a function that makes them of the run,
+            for those that look at its session or ask it to save.
+        metrics: Where counters of the run go.
+        peers: Whom to train with; None trains in this process alone. They serve one run.
+        listeners: Told of each checkpoint that this process saves.
+        publish: How what is learned is published for servers that follow; None publishes nothing.
+        clock: Unix seconds, for stamps: it may be set, ahead or back.
+        timer: Seconds that only grow, for intervals.
+        accelerator: Stands for the one of the config.
+
+    Raises:
+        ConfigError: This machine lacks the accelerator; or rows are to be on it, and it cannot hold them, or
+            they live with `peers`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig | None = None,
+        *,
+        hooks: Sequence[Hook] | Callable[[LocalRun], Sequence[Hook]] = (),
+        metrics: Metrics | None = None,
+        peers: Coordinator | None = None,
+        listeners: Sequence[SaveListener] = (),
+        publish: PublishPlan | None = None,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.task = task
+        self._publish = publish
+        self._listeners = tuple(listeners)
+        self._peers: Coordinator = LocalCoordinator() if peers is None else peers
+        self.config = TrainConfig() if config is None else config
+        self._accelerator = accelerator_of(self.config.accelerator) if accelerator is None else accelerator
+        if self.config.embedding_device == "device":
+            holding(self._peers, LocalStore.from_configs)
+        self._hooks = hooks
+        self._metrics = Metrics() if metrics is None else metrics
+        self._clock, self._timer = clock, timer
+        self._run: LocalRun | None = None
+        self._stop_asked: str | None = None
+
+    def stop(self, reason: str) -> None:
+        """End the run after its current step, or its wait for data, saved. From any thread.
+
+        A signal handler should leave it to one: it runs in the middle of whatever the main thread holds.
+        """
+        self._stop_asked = reason
+        run = self._run
+        if run is not None:
+            run.interrupt(reason)
+
+    def train(self, *, report: Report | None = None) -> TrainReport:
+        """Train until a limit, the end of the data, or a request to stop.
+
+        Args:
+            report: Given "head/metric" and the row of each window of a metric as it ends.
+
+        Raises:
+            ModelDirLockedError: Another process trains in this model_dir.
+            RestoreError: The checkpoint does not fit the task.
+            CorruptFileError: The checkpoint is damaged.
+        """
+        config = self.config
+        began = time.monotonic()
+        windows: dict[str, list[WindowRow]] = {}
+
+        def tell(name: str, row: WindowRow) -> None:
+            windows.setdefault(name, []).append(row)
+            if report is not None:
+                report(name, row)
+
+        peers = self._peers
+        model_dir = config.model_dir if peers.leads else ""  # who leads keeps it
+        with contextlib.ExitStack() as open_things:
+            if model_dir:
+                filesystem.make_dirs(config.model_dir)
+                open_things.enter_context(ModelDirLock(config.model_dir))
+                restore = config.restore
+                if restore.dir:
+                    start_from(restore.dir, model_dir, restore.checkpoint, required=restore.required)
+                if restore.checkpoint and restore.required and not restore.fit:
+                    go_back(model_dir, restore.checkpoint)
+            random.seed(config.seed)
+            np.random.seed(config.seed % (1 << 32))
+            session = self._open_session(tell)
+            open_things.callback(session.close)
+            self._run = run = LocalRun(session, model_dir, peers.barrier)
+            open_things.callback(self._forget_run)
+            publishing = self._publishing(run)
+            best = BestSoFar(config.evaluate)
+            more = [StatePart("evaluation", best.state, best.restore)] if config.evaluate.enabled else []
+            keeper = (
+                RunCheckpoints(session, config, self._clock, more, timer=self._timer) if model_dir else None
+            )
+            if config.evaluate.enabled and peers.leads:
+                run.evaluate = self._evaluate_hook(run, best, keeper)
+            own = self._own_hooks(run, keeper, began)
+            given = self._hooks(run) if callable(self._hooks) else self._hooks
+            first, first_step, first_skipped = session.examples, session.step, session.skipped
+            if self._stop_asked is not None:
+                run.interrupt(self._stop_asked)
+            restored: list[Restored] = []
+            ends = FirstAndLastSteps()
+
+            def create() -> None:
+                nonlocal first, first_step, first_skipped
+                session.begin()
+                if keeper is not None and (found := keeper.restore()) is not None:
+                    restored.append(found)
+                if (reason := session.ready()) is not None:
+                    run.request_stop(reason)
+                first, first_step, first_skipped = session.total_examples, session.step, session.total_skipped
+                if model_dir:
+                    write_run_manifest(model_dir, self.task, config, run.step, self._clock())
+                self._check_limits(run)
+
+            def look() -> None:
+                if keeper is not None:
+                    keeper.look(run)
+
+            def step() -> StepResult | None:
+                # Ranks take this step or leave it by what all of them heard at the meeting. A stop that was
+                # asked for here after this rank had said its word is not known to the others, which go on
+                # into the step and wait for this rank in it; it is said after the step, by `gather`.
+                if peers.in_step and session.meet(run):
+                    return None
+                while (result := try_step()) is None and session.wait_for_more(run, look):
+                    pass
+                if result is None and run.stop_reason is None and isinstance(peers, LocalCoordinator):
+                    check_any()  # before anything is saved
+                return result
+
+            def check_any() -> None:
+                if session.step == first_step:
+                    check_not_all_skipped(session.total_skipped - first_skipped, session.data.bad_records())
+
+            def try_step() -> StepResult | None:
+                try:
+                    return session.take_step()
+                except DivergedError as error:
+                    if keeper is not None and keeper.alert is not None:
+                        keeper.alert.go_on_after(error, run)
+                    elif not self._goes_back_with_others:
+                        raise
+                    stops = session.meet(run) if peers.in_step else run.stop_reason is not None
+                    return None if stops else session.take_step()
+
+            leave = _LeaveHook(session, peers)
+            drive(
+                run,
+                [ends, *own, *given, *self.task.hooks(Mode.TRAIN), *publishing, leave],
+                step=step,
+                create=create,
+                chief_hooks=self.task.chief_hooks(Mode.TRAIN) if peers.leads else (),
+            )
+            finished = not run.interrupted and peers.finished
+            if finished and peers.leads:
+                check_any()
+            if model_dir:
+                reason = run.stop_reason or ""
+                now = self._clock()
+                try:
+                    write_run_end(model_dir, step=session.step, reason=reason, finished=finished, now=now)
+                except TransientFilesystemError as error:  # the model is saved; this is for those who look on
+                    _log.error("how the run ended is not noted: %s", error)
+            return TrainReport(
+                step=session.step,
+                steps=session.step - first_step,
+                examples=session.total_examples - first,
+                skipped=session.total_skipped - first_skipped,
+                bad_records=session.data.bad_records(),
+                dense_staleness=None if (stale := session.staleness) is None else stale.most,
+                seconds=(ended := time.monotonic()) - began,
+                start_seconds=(ends.first_at or ended) - began,
+                save_seconds=0.0 if keeper is None else keeper.waited_seconds,
+                evaluate_seconds=0.0 if run.evaluate is None else run.evaluate.seconds,
+                loss=ends.loss(),
+                stop_reason=run.stop_reason or "",
+                finished=finished,
+                restored_from=restored[0].prefix if restored else None,
+                windows=windows,
+                checkpoint=None if keeper is None else keeper.newest,
+                save_trouble="" if keeper is None or keeper.save is None else keeper.save.trouble,
+                evaluation=None if run.evaluate is None else run.evaluate.latest,
+                evaluations=0 if run.evaluate is None else run.evaluate.evaluations,
+                best=_best(best),
+                refused=_refused(session),
+                overdue={name: rows for name, rows in session.expiry.overdue.items() if rows},
+                departed=peers.departed,
+                lost=peers.lost,
+            )
+
+    def evaluate(
+        self,
+        *,
+        steps: int | None = None,
+        checkpoint: str | None = None,
+        data: Mode = Mode.EVALUATE,
+        advance: Callable[[int], object] | None = None,
+        on_open: OnOpen | None = None,
+    ) -> dict[str, float]:
+        """Return the task's metrics on its evaluation data, as "head/metric", and "examples" and "loss".
+
+        Batches with a prediction that is NaN or infinite are not in the metrics; where there were some,
+        "left_out" says how many. Torch's random numbers are the caller's again afterwards.
+
+        Args:
+            steps: Batches to look at; by default all there are.
+            checkpoint: The prefix of its files; by default the newest, or the one of `config.restore`.
+            data: Whose data to measure on: that of Mode.PREDICT is often a test, and needs labels for it.
+            advance: Told the examples of each batch that is done.
+            on_open: Given the data before it is read.
+
+        Raises:
+            RestoreError: There is no checkpoint to evaluate.
+        """
+        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint, on_open, data), advance)
+
+    def importance(
+        self,
+        *,
+        examples: int = 20_000,
+        repeats: int = 5,
+        checkpoint: str | None = None,
+        advance: Callable[[int], object] | None = None,
+        on_open: OnOpen | None = None,
+    ) -> Importances:
+        """Return how much worse the model is on evaluation data without each feature; see `evaluate`.
+
+        Args:
+            examples: How many to read, at least one batch; they are kept in memory.
+            repeats: How often each feature is shuffled; more make smaller errors.
+        """
+        with self._restored(Mode.EVALUATE, checkpoint) as (model, own, _):
+            batches: list[Batch] = []
+            with own.drawn():
+                stream = as_stream(self.task.dataset(Mode.EVALUATE))
+            with contextlib.closing(stream):
+                if on_open is not None:
+                    on_open(stream)
+                for batch in stream:
+                    batches.append(batch)
+                    if sum(map(len, batches)) >= examples:
+                        break
+            if not batches:
+                raise ConfigError(f"task {self.task.name!r}: dataset(Mode.EVALUATE) has no examples")
+            return permutation_importance(
+                model,
+                batches,
+                self.config.evaluate,
+                repeats=repeats,
+                seed=self.config.seed,
+                advance=advance,
+            )
+
+    def predict(
+        self,
+        *,
+        steps: int | None = None,
+        checkpoint: str | None = None,
+        on_open: OnOpen | None = None,
+    ) -> Iterator[tuple[Batch, Mapping[str, Tensor]]]:
+        """Yield the batches to predict, and what the model says of each; see `evaluate`.
+
+        Data without labels is predicted under the names of those that the model was trained on; its batches
+        then have them as NaN.
+        """
+        for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint, on_open):
+            yield batch, outputs.predictions
+
+    @contextlib.contextmanager
+    def without_rows(self) -> Iterator[tuple[nn.Module, Callable[[str], None]]]:
+        """Have the model in eval mode on the CPU, with no rows, and what loads weights into it.
+
+        That is called with the prefix of a checkpoint, as often as one likes, from any thread. Torch's random
+        numbers are the caller's again afterwards.
+        """
+        config = self.config
+        with OwnRandom(config.seed).drawn():
+            model = Model(
+                self.task,
+                Mode.PREDICT,
+                seed=config.seed,
+                accelerator=accelerator_of("cpu"),
+                tables=config.tables,
+            )
+
+        def restore(prefix: str) -> None:
+            parts = [*model.features_parts(), model.dense_part()]
+            Checkpointer(Saver(config.model_dir), parts).restore(prefix, self._reading_options())
+
+        with contextlib.closing(model):
+            yield model.module, restore
+
+    def embed(
+        self,
+        *,
+        queries: int = 0,
+        checkpoint: str | None = None,
+        on_open: OnOpen | None = None,
+        advance: Callable[[int], object] | None = None,
+    ) -> tuple[Candidates, Tensor]:
+        """Return the vectors of all candidates of a retrieval task, and those of some users.
+
+        Args:
+            queries: How many users of the evaluation data, at most.
+            checkpoint, on_open, advance: As in `evaluate`, of the candidates.
+
+        Raises:
+            ConfigError: The task is no `RetrievalTask`.
+        """
+        task = self.task
+        if not isinstance(task, RetrievalTask):
+            raise ConfigError(
+                f"task {task.name!r} has no candidates: embeddings are of a RetrievalTask, whose "
+                "candidates() says which items there are"
+            )
+        with self._restored(Mode.EVALUATE, checkpoint) as (model, own, _), own.drawn(), torch.no_grad():
+            with contextlib.closing(as_stream(task.candidates())) as items:
+                if on_open is not None:
+                    on_open(items)
+                found = Candidates.of(model.module, items, advance)
+            users: list[Tensor] = [torch.empty(0, found.vectors.shape[1])]
+            if queries:
+                with contextlib.closing(task.dataset(Mode.EVALUATE)) as data:
+                    for batch in data:
+                        users.append(towers_of(model.module).users(batch).float().cpu())
+                        if sum(map(len, users)) >= queries:
+                            break
+            return found, torch.cat(users)[:queries]
+
+    def dump_features(self, *, steps: int | None = None, batches_per_file: int = 100) -> int:
+        """Write the training data as the model would read it, instead of training; return the batches.
+
+        Args:
+            steps: Batches to write; by default all there are.
+        """
+        if not self.config.model_dir:
+            raise ConfigError("cannot write features: needs model_dir, the folder to write them to")
+        dump = FeatureDump(self.config.model_dir, cap=batches_per_file, skip_first=False)
+        written = 0
+        with contextlib.closing(self.task.dataset(Mode.TRAIN)) as data:
+            for batch in data:
+                if steps is not None and written >= steps:
+                    break
+                dump(batch)
+                written += 1
+        dump.flush()
+        return written
+
+    # Inside
+
+    def _open_session(self, report: Report) -> Session:
+        config, peers = self.config, self._peers
+        peers.check(config)
+        with contextlib.ExitStack() as made:
+            model = Model(
+                self.task,
+                Mode.TRAIN,
+                seed=config.seed,
+                make_store=store_maker(config, self._accelerator, peers),
+                accelerator=self._accelerator,
+                rates=config.schedule,
+                tables=config.tables,
+            )
+            made.callback(model.close)
+            data = open_data(self.task, peers.share, self._epochs())
+            made.callback(data.close)
+            self._metrics.gauge(
+                "data_trouble", "1 while a source cannot note what was read, as on a full disk; else 0"
+            ).read_from(lambda: float(bool(data.trouble)))
+            session = Session(
+                model, data, peers, config, report=report, clock=self._clock, metrics=self._metrics
+            )
+            made.pop_all()
+            return session
+
+    def _publishing(self, run: LocalRun) -> list[Hook]:
+        """Return what publishes, of this process; before anything is restored or saved."""
+        plan, session = self._publish, run.session
+        if plan is None:
+            return []
+        guard = MetricGuard(plan.config.guard)
+        holders = self._peers.holders(session.model, plan, guard)
+        if holders is None:
+            return []
+        leads = self._peers.leads
+        run.publish = hook = PublishHook(
+            holders,
+            session.model,
+            plan.config,
+            guard,
+            leads=leads,
+            hold_file=plan.hold_file,
+            refresh=self._peers.refresh,
+        )
+        session.learned = holders.note
+        session.idle = lambda: hook.idle(run)
+        if leads:
+            session.log_places = hook.places
+        return [hook]
+
+    def _epochs(self) -> Epochs | None:
+        config = self.config
+        if config.epochs is None:
+            return None
+        return Epochs(count=config.epochs, seed=config.seed % (1 << 64), buffer=config.shuffle_buffer)
+
+    def _outputs(
+        self,
+        mode: Mode,
+        steps: int | None,
+        checkpoint: str | None,
+        on_open: OnOpen | None = None,
+        data: Mode | None = None,
+    ) -> Iterator[tuple[Batch, Outputs]]:
+        with self._restored(mode, checkpoint) as (model, own, prefix):
+            heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
+            yield from outputs_of(model, mode, own, steps, data=data, on_open=on_open, heads=heads)
+
+    @contextlib.contextmanager
+    def _restored(self, mode: Mode, checkpoint: str | None) -> Iterator[tuple[Model, OwnRandom, str]]:
+        """Have the model of a checkpoint, which prefix that is, and where it draws random numbers from."""
+        config = self.config
+        if not config.model_dir:
+            raise ConfigError("cannot read a model: needs model_dir, the folder with its checkpoints")
+        prefix = checkpoint or newest_checkpoint(config, "eval" if mode is Mode.EVALUATE else "predict")
+        if prefix is None:
+            raise RestoreError(
+                f"there is no checkpoint in {config.model_dir}; train first, or check the path"
+            )
+        own = OwnRandom(config.seed)
+        with own.drawn():
+            make_store = store_maker(config, self._accelerator, LocalCoordinator())
+            model = Model(
+                self.task,
+                mode,
+                seed=config.seed,
+                make_store=make_store,
+                accelerator=self._accelerator,
+                tables=config.tables,
+            )
+        with contextlib.closing(model):
+            parts = [*model.features_parts(), *model.parts()]
+            restored = Checkpointer(Saver(config.model_dir), parts).restore(prefix, self._reading_options())
+            _log.info("reading %s: step %d", prefix, restored.step)
+            yield model, own, prefix
+
+    def _reading_options(self) -> RestoreOptions:
+        """Return how a checkpoint is restored by who only reads it."""
+        restore = self.config.restore
+        custom = CustomRestore(alias_map=restore.alias_map, auto_alias=restore.auto_alias)
+        return replace(restore.options(self.config.model_dir), optimizer_state="reset", custom=custom)
+
+    def _own_hooks(self, run: LocalRun, keeper: RunCheckpoints | None, began: float) -> list[Hook]:
+        config = self.config
+        hooks: list[Hook] = [_SessionHook(run.session, config, began)]
+        if self._accelerator is not None:
+            hooks.append(AcceleratorHook(self._accelerator))
+        if config.hours is not None:
+            hooks.append(StopOutsideHoursHook(config.hours, clock=self._clock))
+        kept: list[Hook] = []
+        if keeper is not None:
+            kept = keeper.hooks(self._metrics, self._listeners)
+            run.save = keeper.save
+        hooks.append(_PeersHook(run.session, keeper))
+        hooks = [*self._asked_hooks(run, hooks), *hooks]
+        if keeper is not None:
+            hooks += self._summary_hooks(run)
+            hooks += self._insight_hooks(run)
+            hooks.append(TableInfoHook(run.session.model.stats))
+        if run.evaluate is not None:
+            hooks.append(run.evaluate)
+        hooks += kept
+        return hooks
+
+    def _evaluate_hook(self, run: LocalRun, best: BestSoFar, keeper: RunCheckpoints | None) -> EvaluateHook:
+        config = self.config
+        log = None if keeper is None else EvaluationLog(config.model_dir, clock=self._clock)
+        return EvaluateHook(
+            run.session,
+            config.evaluate,
+            best,
+            seed=config.seed,
+            keeper=keeper,
+            log=log,
+            epochs=config.epochs,
+        )
+
+    def _asked_hooks(self, run: LocalRun, rest: Sequence[Hook]) -> list[Hook]:
+        return installed_hooks(
+            self.config,
+            run,
+            run.session.model.module,
+            self.task.name,
+            metrics=self._metrics,
+            others=self._peers.others,
+            rest=rest,
+            clock=self._clock,
+            timer=self._timer,
+        )
+
+    def _summary_hooks(self, run: LocalRun) -> list[Hook]:
+        every = self.config.summary_every_steps
+        if every is None:
+            return []
+        session, sinks = run.session, sink_openers(self.config.tracking, self.task.name)
+        return [SummaryHook(every, metrics=session.metrics, stats=session.model.stats, sinks=sinks)]
+
+    def _insight_hooks(self, run: LocalRun) -> list[Hook]:
+        every, module = self.config.insight_every_steps, run.session.model.module
+        label = self.config.insight_label
+        if every is None:
+            return []
+        if not isinstance(module, WatchedModel):
+            return [ModelInsightHook(every_steps=every, label=label)]
+        return [FeatureInsightHook(module.first, module.segments, every_steps=every, label=label)]
+
+    def _check_limits(self, run: LocalRun) -> None:
+        limit = self.config.max_steps
+        if limit is not None and run.step >= limit:
+            run.request_stop(f"max_steps is {limit}, and the model has already taken {run.step} steps")
+        if self.config.steps == 0:
+            run.request_stop("steps is 0, so there is nothing to do")
+
+    @property
+    def _goes_back_with_others(self) -> bool:
+        """Whether another process, which leads, says what becomes of steps that no rank can take."""
+        alert = self.config.alert
+        follows = self._peers.in_step and not self._peers.leads
+        return follows and alert is not None and alert.action == "rollback"
+
+    def _forget_run(self) -> None:
+        self._run = None
+
+
+def _refused(session: Session) -> dict[str, int]:
+    """By table of this process; a server logs its own, and may be gone."""
+    stores = [one.inner if isinstance(one, AllToAllStore) else one for one in session.model.stores]
+    here = [store for store in stores if isinstance(store, LocalStore)]
+    return {name: stats.refused for one in here for name, stats in one.stats().items() if stats.refused}
+
+
+def _trained_heads(prefix: str) -> Sequence[str]:
+    """Return the labels that a checkpoint was trained on; none where an older one does not say."""
+    progress = read_manifest(prefix).manifest.parts.get("progress", {})
+    return [str(head) for head in progress.get("value", {}).get("heads", ())]
+
+
+def _best(best: BestSoFar) -> BestEvaluation | None:
+    if best.step is None or best.metric is None:
+        return None
+    return BestEvaluation(step=best.step, metric=best.metric, value=best.value)
+
+
+class _SessionHook(Hook):
+    """Measures what was predicted, keeps to the limits of the run, and sees its last updates done."""
+
+    def __init__(self, session: Session, config: TrainConfig, began: float) -> None:
+        self._session = session
+        self._config = config
+        self._began = began
+        self._first_step = 0
+
+    def after_create(self, run: TrainingRun) -> None:
+        self._first_step = run.step
+
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
+        self._session.metrics.update(result.predictions, result.batch)
+        config = self._config
+        if config.steps is not None and run.step - self._first_step >= config.steps:
+            run.request_stop(f"{config.steps} steps were taken")
+        if config.max_steps is not None and run.step >= config.max_steps:
+            run.request_stop(f"max_steps of {config.max_steps} was reached")
+        if config.max_time is not None and time.monotonic() - self._began >= config.max_time.total_seconds():
+            run.request_stop(f"max_time of {config.max_time} was reached")
+
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
+        self._session.drain()
+        self._session.metrics.end()
+
+
+class _PeersHook(Hook):
+    """Keeps this process together with the others that train the model; before the hook that saves."""
+
+    def __init__(self, session: Session, keeper: RunCheckpoints | None) -> None:
+        self._session = session
+        self._keeper = keeper
+
+    def before_step(self, run: TrainingRun) -> None:
+        if not self._session.in_step:
+            self._session.meet(run)
+        if self._session.save_wanted:
+            self._look(run)
+
+    def end(self, run: TrainingRun) -> None:
+        self._session.gather(run, lambda: self._look(run))
+
+    def _look(self, run: TrainingRun) -> None:
+        if self._keeper is not None:
+            self._keeper.look(run)
+
+
+class _LeaveHook(Hook):
+    """Ends this process's part; the very last hook, since the rows may be gone when it is done."""
+
+    def __init__(self, session: Session, peers: Coordinator) -> None:
+        self._session = session
+        self._peers = peers
+        self._left = False
+
+    def end(self, run: TrainingRun) -> None:
+        self._session.leave(run)
+        self._left = True
+
+    def close(self) -> None:
+        if not self._left:
+            self._peers.fail(sys.exc_info()[1])

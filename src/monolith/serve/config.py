@@ -1,0 +1,302 @@
+"""The settings of serving: the server and its limits, batching, routes, following, and sharded rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+from monolith.config import Checked, Problem
+from monolith.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeFollowConfig(Checked):
+    """Which trainer a served model follows."""
+
+    url: str = ""
+    """Where the trainer publishes its rows: grpc://host:port of each publisher, separated by commas;
+    kafka://broker/topic; or a folder. Empty serves models as exported."""
+    stale_after: timedelta = timedelta(seconds=10)
+    """Warn when the served rows are older than this."""
+    any_run: bool = False
+    """Follow a publisher of another run than the export's; by default it is refused."""
+    compact_after: timedelta = timedelta(seconds=30)
+    """Time after loading a newer export until overlay rows that it already contains are dropped."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.stale_after <= timedelta(0):
+            yield Problem(("stale_after",), "must be more than 0")
+        if self.compact_after < timedelta(0):
+            yield Problem(("compact_after",), "must be at least 0")
+
+
+_NO_TIME = timedelta()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardsConfig(Checked):
+    """How an entry finds serving servers, and how long it waits for them."""
+
+    discovery: str = ""
+    """The registry in which serving servers are found, such as files:///shared/job or zookeeper://host:2181/job."""
+    shards: int = 0
+    """Number of shards of the rows; 0 takes the number of the export."""
+    deadline: timedelta = timedelta(milliseconds=500)
+    """Longest wait for rows, unless the deadline of the request is earlier."""
+    hedge: bool = True
+    """Whether a second replica is asked if one is slower than 95 % of recent answers."""
+    hedge_least: timedelta = timedelta(milliseconds=2)
+    """Shortest wait before a second replica is asked."""
+    hedge_most: timedelta = timedelta(milliseconds=100)
+    """Longest wait before a second replica is asked; also the wait until there are enough recent answers."""
+    missing: Literal["refuse", "default"] | None = None
+    """What happens to a request if a shard does not answer: "refuse" returns an error, "default" reads its
+    rows as zeros and names the shard in the answer. None takes the setting of the export, which must allow
+    "default"."""
+    refresh: timedelta = timedelta(seconds=1)
+    """Interval at which the registry is queried."""
+    retry: timedelta = timedelta(milliseconds=250)
+    """Interval at which a slow or lost server is probed."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.shards < 0:
+            yield Problem(("shards",), f"must be 0 or more, got {self.shards}")
+        for name in ("deadline", "hedge_least", "refresh", "retry"):
+            if getattr(self, name) <= _NO_TIME:
+                yield Problem((name,), f"must be more than 0, got {getattr(self, name)}")
+        if self.hedge_most < self.hedge_least:
+            yield Problem(
+                ("hedge_most", "hedge_least"), f"{self.hedge_most} must not be less than {self.hedge_least}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeLimits(Checked):
+    """Limits of one request, of one client, and of all requests together."""
+
+    request_bytes: int = 64 << 20
+    """Largest request with binary tensors, after decompression."""
+    json_bytes: int = 8 << 20
+    """Largest JSON of a request, after decompression, and largest gRPC message without raw contents: both
+    take many times their size in memory."""
+    in_flight_bytes: int = 1 << 30
+    """Memory that all requests in flight may use; JSON counts 16 times its size."""
+    rows: int = 65_536
+    """Largest number of rows of one request."""
+    concurrency: int = 1024
+    """Largest number of requests that are read, queued or answered at a time."""
+    queue: int = 512
+    """Largest number of requests that wait for one version of a model."""
+    timeout: timedelta = timedelta(seconds=10)
+    """Longest time for a request, whatever deadline its client sets."""
+    read_timeout: timedelta = timedelta(seconds=10)
+    """Longest time for the headers of an HTTP request, for its body before `body_rate` applies, and for the
+    message of a gRPC call to arrive."""
+    body_rate: int = 16 << 10
+    """Lowest speed, in bytes per second, at which the body of an HTTP request may arrive."""
+    connections: int = 4096
+    """Largest number of HTTP connections, including gRPC connections over a shared port."""
+    peer_connections: int = 1024
+    """Largest number of such connections from one client address."""
+    peer_requests: int = 512
+    """Largest number of requests in flight from one client address."""
+
+    def problems(self) -> Iterator[Problem]:
+        for name in (
+            "request_bytes",
+            "json_bytes",
+            "in_flight_bytes",
+            "rows",
+            "concurrency",
+            "queue",
+            "body_rate",
+            "connections",
+            "peer_connections",
+            "peer_requests",
+        ):
+            if getattr(self, name) < 1:
+                yield Problem((name,), "must be at least 1")
+        for name in ("timeout", "read_timeout"):
+            if getattr(self, name) <= timedelta(0):
+                yield Problem((name,), "must be more than 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchingConfig(Checked):
+    """How requests are batched."""
+
+    max_rows: int = 1024
+    """Largest number of rows in a batch; a larger request runs alone."""
+    max_delay: timedelta = timedelta(0)
+    """How long a request may wait for others while the model is idle. 0 batches only the requests that arrive
+    while the model is busy."""
+    runners: int = 1
+    """Number of batches of one version that run at a time."""
+
+    def problems(self) -> Iterator[Problem]:
+        for name in ("max_rows", "runners"):
+            if getattr(self, name) < 1:
+                yield Problem((name,), "must be at least 1")
+        if self.max_delay < timedelta(0):
+            yield Problem(("max_delay",), "must be at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPolicy:
+    """Which of the versions in a folder are served.
+
+    Example: VersionPolicy.parse("latest:2").wanted(["100", "120", "140"]) returns ["120", "140"].
+    """
+
+    newest: int | None = 1
+    """Serve so many of the newest versions; None serves all."""
+    named: tuple[str, ...] = ()
+    """Serve only these versions."""
+    preferred: Callable[[Sequence[str]], str | None] | None = None
+    """Chooses the version to serve; the newest is served if it is None or returns None."""
+
+    @classmethod
+    def parse(cls, text: str) -> VersionPolicy:
+        """Read "latest", "latest:2", "all" or "specific:120,140"."""
+        kind, _, rest = text.partition(":")
+        if kind == "latest" and (not rest or (rest.isascii() and rest.isdecimal() and int(rest) > 0)):
+            return cls(int(rest or 1))
+        if text == "all":
+            return cls(None)
+        if kind == "specific" and (named := tuple(filter(None, map(str.strip, rest.split(","))))):
+            return cls(None, named)
+        raise ConfigError(
+            f"cannot read the version policy {text!r}: write latest, latest:2, all, or specific:120,140"
+        )
+
+    def wanted(self, versions: list[str]) -> list[str]:
+        """Return the versions to serve, of versions in order of age, oldest first."""
+        if self.named:
+            return [version for version in versions if version in self.named]
+        if self.preferred is not None and (chosen := self.preferred(versions)) is not None:
+            return [chosen]
+        return versions if self.newest is None else versions[-self.newest :]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTarget:
+    """A model, or one version of it, and its weight in a route."""
+
+    model: str
+    version: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A name that clients request, and the targets that its requests go to."""
+
+    name: str
+    targets: tuple[RouteTarget, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Route:
+        """Read "NAME=MODEL[/VERSION][:WEIGHT],...", as in "ads=ads/120:90,ads/140:10"."""
+        name, equals, rest = text.partition("=")
+        parts = [
+            re.fullmatch(r"([^/:,\s]+)(?:/([^/:,\s]+))?(?::([0-9.]+))?", part) for part in rest.split(",")
+        ]
+        if not name or not equals or not all(parts):
+            raise ConfigError(
+                f"cannot read the route {text!r}: write NAME=MODEL[/VERSION][:WEIGHT],..., "
+                "as in ads=ads/120:90,ads/140:10"
+            )
+        try:
+            targets = tuple(
+                RouteTarget(part[1], part[2] or "", float(1 if part[3] is None else part[3]))
+                for part in parts
+                if part
+            )
+        except ValueError as cause:
+            raise ConfigError(f"cannot read the route {text!r}: a weight is not a number") from cause
+        if not sum(target.weight for target in targets):
+            raise ConfigError(f"cannot use the route {text!r}: at least one weight must be more than 0")
+        return cls(name, targets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedFolder:
+    """A folder with versions of a model."""
+
+    folder: str
+    name: str
+    policy: VersionPolicy = field(default_factory=VersionPolicy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig(Checked):
+    """The settings of one inference server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; by default only this machine can reach it."""
+    port: int | None = None
+    """One port for both HTTP and gRPC; 0 for any free one."""
+    http_port: int | None = 8000
+    """The port for HTTP; 0 for any free one, None for no HTTP."""
+    grpc_port: int | None = 8001
+    """The port for gRPC; 0 for any free one, None for no gRPC."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Other names by which clients reach the server over HTTP."""
+    allow_control: bool = False
+    """Whether clients with the control token may load and unload models."""
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    splits: tuple[str, ...] = ()
+    """Routes that divide the requests for a name: NAME=MODEL[/VERSION][:WEIGHT],... as in
+    ads=ads/120:90,ads/140:10."""
+    shadows: tuple[str, ...] = ()
+    """Shadow traffic, as NAME=MODEL[/VERSION][:FRACTION]: mirror a fraction of the requests for a name to a
+    model and compare; clients never see the answers."""
+    follow: ServeFollowConfig = field(default_factory=ServeFollowConfig)
+    shards: ShardsConfig = field(default_factory=ShardsConfig)
+    poll: timedelta = timedelta(seconds=1)
+    """Interval at which folders are polled for new versions."""
+    drain: timedelta = timedelta(seconds=30)
+    """Time for requests in flight to finish after the server was told to stop."""
+    threads: int = 64
+    """Number of requests of one transport that are handled at a time."""
+    predict_threads: int | None = None
+    """Threads that compute one batch; None uses as many as torch does."""
+    access_log: float = 0.0
+    """Fraction of answered requests that are logged, 0 to 1; of refused requests, ten per second are."""
+
+    @property
+    def split_routes(self) -> list[Route]:
+        return [Route.parse(text) for text in self.splits]
+
+    @property
+    def shadow_routes(self) -> list[Route]:
+        return [Route.parse(text) for text in self.shadows]
+
+    def problems(self) -> Iterator[Problem]:
+        if self.port is None and self.http_port is None and self.grpc_port is None:
+            yield Problem(("port", "http_port", "grpc_port"), "need at least one port to listen on")
+        for name in ("port", "http_port", "grpc_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 65535:
+                yield Problem((name,), "must be from 0 to 65535")
+        if self.threads < 1:
+            yield Problem(("threads",), "must be at least 1")
+        if not 0 <= self.access_log <= 1:
+            yield Problem(("access_log",), "must be from 0 to 1")
+        if self.poll <= timedelta(0):
+            yield Problem(("poll",), "must be more than 0")
+        if self.predict_threads is not None and self.predict_threads < 1:
+            yield Problem(("predict_threads",), "must be at least 1")
+        for name in ("splits", "shadows"):
+            for text in getattr(self, name):
+                try:
+                    route = Route.parse(text)
+                except ConfigError as error:
+                    yield Problem((name,), str(error))
+                    continue
+                if name == "shadows" and any(target.weight > 1 for target in route.targets):
+                    yield Problem((name,), f"of {route.name!r}: a fraction must be at most 1")

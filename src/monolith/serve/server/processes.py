@@ -1,0 +1,132 @@
+"""Several processes that serve the same models on the same port.
+
+The operating system gives each connection to one of them. The process that receives a command for all, such
+as loading a model, passes it on to the others; the process that is asked for metrics collects those of all.
+For that each process listens on a unix socket in a folder that only its user can read.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from monolith.cluster.security import HEADER, Guard
+
+_log = logging.getLogger(__name__)
+
+PEER_HEADER = "x-monolith-peer"
+"""Says that a request comes from a peer, so that it is not passed on again."""
+_TIMEOUT = 60.0
+_METRICS_TIMEOUT = 2.0
+
+
+class ServerProcesses:
+    """The other processes, if any.
+
+    Args:
+        folder: For the sockets; None where there is one process.
+        index: Of this process among `count`.
+        guard: What they demand.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, index: int = 0, count: int = 1, guard: Guard | None = None
+    ) -> None:
+        self._folder = folder
+        self._guard = guard or Guard()
+        self.index = index
+        self.count = count
+
+    @property
+    def share_port(self) -> bool:
+        return self._folder is not None
+
+    @property
+    def socket(self) -> Path | None:
+        """Where this process listens for the others."""
+        return None if self._folder is None else self._path(self.index)
+
+    def tell(self, verb: str, model: str) -> None:
+        """Have the others load or unload a model, too."""
+        for index, path in self._others():
+            try:
+                status, body = self._call(
+                    path, "POST", f"/v2/repository/models/{quote(model, safe='')}/{verb}", _TIMEOUT
+                )
+            except OSError as error:
+                _log.warning("process %d was not told to %s model %r: %s", index, verb, model, error)
+                continue
+            if status != 200:
+                _log.warning("process %d could not %s model %r: %s", index, verb, model, body[:500].decode())
+
+    def metrics(self, own: bytes) -> bytes:
+        """Return the metrics of all processes, each series with the process it is of."""
+        if self._folder is None:
+            return own
+        from prometheus_client.parser import text_string_to_metric_families
+
+        texts = {self.index: own}
+        for index, path in self._others():
+            try:
+                status, body = self._call(path, "GET", "/metrics", _METRICS_TIMEOUT)
+            except OSError as error:
+                _log.debug("process %d does not answer: %s", index, error)
+                continue
+            if status == 200:
+                texts[index] = body
+        families: dict[str, list[str]] = {}
+        for index, text in sorted(texts.items()):
+            for family in text_string_to_metric_families(text.decode()):
+                lines = families.setdefault(
+                    family.name,
+                    [f"# HELP {family.name} {family.documentation}", f"# TYPE {family.name} {family.type}"],
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, "process": str(index)}
+                    shown = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
+                    lines.append(f"{sample.name}{{{shown}}} {sample.value}")
+        return "\n".join(line for lines in families.values() for line in [*lines, ""]).encode()
+
+    def _others(self) -> Iterator[tuple[int, Path]]:
+        for index in range(self.count):
+            if index != self.index:
+                yield index, self._path(index)
+
+    def _path(self, index: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"process_{index}.sock"
+
+    def _call(self, path: Path, method: str, target: str, timeout: float) -> tuple[int, bytes]:
+        connection = _UnixConnection(path, timeout)
+        try:
+            headers = {PEER_HEADER: str(self.index)}
+            if self._guard.header is not None:
+                headers[HEADER] = self._guard.header
+            connection.request(method, target, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except http.client.HTTPException as cause:
+            raise ConnectionError(str(cause)) from cause
+        finally:
+            connection.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -1,1 +1,0 @@
-"""A fleet: workers and parameter servers that train one model together."""

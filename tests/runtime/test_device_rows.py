@@ -1,0 +1,199 @@
+"""Runs whose rows are on a device: trained, saved, restored, evaluated as with rows in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from services.emulated_cuda import device_named, device_names
+from torch.testing import assert_close
+from train.published import Following
+from train.tasks import Clicks, rows_of
+
+from monolith.cuda import Device
+from monolith.errors import ConfigError
+from monolith.runtime import Trainer
+from monolith.runtime.fleet_placement import FleetCoordinator
+from monolith.runtime.local import LocalCoordinator, store_maker
+from monolith.store import LocalStore
+from monolith.table import CudaTable, Segment, SpillingTable, TableConfig
+from monolith.train import TrainConfig
+from monolith.train.accelerator import Cpu
+from monolith.train.hook import Hook, TrainingRun
+from monolith.train.hooks import SaveConfig
+
+TASK = Clicks(batches=6, batch_size=16)
+
+
+class OnDevice(Cpu):
+    """Stands for a GPU, with memory for rows that is this device's."""
+
+    name = "cuda"
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def device(self) -> torch.device:
+        return self._device.torch_device
+
+    def rows_device(self) -> Device:
+        return self._device
+
+
+@pytest.fixture(params=device_names())
+def device(request: pytest.FixtureRequest) -> Device:
+    return device_named(request.param)
+
+
+class Rows(Hook):
+    """Takes down the rows at the end, and where they were."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self.kinds: set[type] = set()
+        self.far = 0
+        """Rows of tables on a device that are in host memory."""
+
+    def end(self, run: TrainingRun) -> None:
+        module: Any = run.model
+        store = module.embeddings.store
+        self.found = rows_of(module)
+        tables = [store.table(name) for name in store.tables]
+        self.kinds = {type(table) for table in tables}
+        self.far = sum(len(table.far) for table in tables if isinstance(table, SpillingTable))
+
+
+def trainer(device: Device | None, *hooks: Hook, task: Any = TASK, **config: Any) -> Trainer:
+    if device is None:
+        return Trainer(task, TrainConfig(**config), hooks=hooks)
+    config |= {"accelerator": "cuda", "embedding_device": "device"}
+    return Trainer(task, TrainConfig(**config), hooks=hooks, accelerator=OnDevice(device))
+
+
+def assert_same_rows(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert any(expected.values())
+    for name, rows in expected.items():
+        assert found[name].keys() == rows.keys()
+        for key, (time, values, state) in rows.items():
+            assert found[name][key][0] == time
+            assert_close(torch.tensor(found[name][key][1]), torch.tensor(values), rtol=1e-4, atol=1e-5)
+            assert_close(torch.tensor(found[name][key][2]), torch.tensor(state), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_trains_as_with_rows_in_host_memory(device: Device) -> None:
+    host, there = Rows(), Rows()
+    for where, rows in ((None, host), (device, there)):
+        report = trainer(where, rows, deterministic=True).train()
+        assert report.step == 6
+    assert there.kinds == {CudaTable}
+    assert_same_rows(there.found, host.found)
+
+
+def test_a_run_trains_evaluates_and_predicts_as_with_rows_in_host_memory(
+    device: Device, tmp_path: Path
+) -> None:
+    seen = []
+    for where in (None, device):
+        rows, folder = Rows(), str(tmp_path / ("host" if where is None else "device"))
+        run = trainer(where, rows, model_dir=folder, deterministic=True, save=SaveConfig(steps=3))
+        report = run.train()
+        predicted = torch.cat([p["click"].cpu() for _, p in run.predict(steps=2)])
+        seen.append((rows, report, run.evaluate(steps=3), predicted))
+    (host, told, measured, said), (there, *also) = seen
+    assert there.kinds == {CudaTable}
+    assert also[0].step == told.step == 6
+    assert_same_rows(there.found, host.found)
+    assert also[1] == pytest.approx(measured, rel=1e-4)
+    assert_close(also[2], said, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_moves_between_host_memory_and_a_device(device: Device, tmp_path: Path) -> None:
+    """A run that goes to the device and back in the middle ends like one that does not."""
+    alone, last = Rows(), Rows()
+    how = {"deterministic": True, "save": SaveConfig(steps=2)}
+    trainer(None, alone, model_dir=str(tmp_path / "alone"), **how).train()
+    stretches: list[tuple[Device | None, int | None]] = [(None, 2), (device, 2), (None, None)]
+    for where, steps in stretches:
+        trainer(where, last, model_dir=str(tmp_path / "moved"), steps=steps, **how).train()
+    assert_same_rows(last.found, alone.found)
+
+
+def test_rows_wait_for_admission_as_in_host_memory(device: Device) -> None:
+    host, there = Rows(), Rows()
+    for where, rows in ((None, host), (device, there)):
+        trainer(where, rows, task=Clicks(batches=6, batch_size=16, threshold=3), deterministic=True).train()
+    assert_same_rows(there.found, host.found)
+
+
+def test_a_subscriber_ends_equal_to_a_trainer_whose_rows_are_on_a_device(device: Device) -> None:
+    following, rows = Following(TASK), Rows()
+    config = TrainConfig(accelerator="cuda", embedding_device="device", summary_every_steps=None)
+    made = Trainer(TASK, config, hooks=[rows], publish=following.plan, accelerator=OnDevice(device))
+    made.train()
+    trained = {name: {key: tuple(row[1]) for key, row in of.items()} for name, of in rows.found.items()}
+    assert following.values == trained
+    assert any(trained.values())
+
+
+def test_rows_that_a_device_has_no_room_for_are_trained_all_the_same(device: Device) -> None:
+    host, there = Rows(), Rows()
+    for where, rows, more in ((None, host, {}), (device, there, {"device_memory_bytes": 3100})):
+        trainer(where, rows, deterministic=True, **more).train()
+    assert there.kinds == {SpillingTable}
+    assert there.far > 10
+    assert_same_rows(there.found, host.found)
+
+
+@pytest.mark.parametrize("first, then", [({}, None), ({"device_memory_bytes": 3100}, None), (None, {})])
+def test_a_run_goes_on_from_its_checkpoint_wherever_rows_were(
+    device: Device, tmp_path: Path, first: dict[str, Any] | None, then: dict[str, Any] | None
+) -> None:
+    """Half of the steps with rows on the device and half with rows in host memory, or the other way round."""
+    moved, stayed = Rows(), Rows()
+    for folder, rows, halves in (("moved", moved, (first, then)), ("stayed", stayed, (None, None))):
+        for steps, more in zip((3, 6), halves, strict=True):
+            config: Any = {"max_steps": steps, "model_dir": str(tmp_path / folder), **(more or {})}
+            report = trainer(None if more is None else device, rows, deterministic=True, **config).train()
+            assert report.step == steps
+    assert_same_rows(moved.found, stayed.found)
+
+
+def test_memory_for_rows_on_a_device_is_for_such_rows() -> None:
+    for wrong in ({"embedding_device": "host"}, {"device_memory_bytes": 0}):
+        config: Any = {
+            "accelerator": "cuda",
+            "embedding_device": "device",
+            "device_memory_bytes": 1000,
+        } | wrong
+        with pytest.raises(ConfigError, match="device_memory_bytes"):
+            TrainConfig(**config)
+
+
+def test_memory_of_a_device_is_shared_out_among_the_tables_of_one_collection(device: Device) -> None:
+    config = TrainConfig(embedding_device="device", accelerator="cuda", device_memory_bytes=1 << 20)
+    make = store_maker(config, OnDevice(device), LocalCoordinator())
+    tables = {"item": TableConfig(name="item", segments=(Segment(dim=4),))}
+    make(tables, thresholds=None, threads=1).close()
+    with pytest.raises(ConfigError, match="several embedding collections"):
+        make(tables, thresholds=None, threads=1)
+
+
+def test_rows_on_a_device_need_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="accelerator is None; set accelerator to cuda, or embedding"):
+        TrainConfig(embedding_device="device")
+    with pytest.raises(ConfigError, match="accelerator is 'xla'"):
+        TrainConfig(embedding_device="device", accelerator="xla")
+    config = TrainConfig(embedding_device="device", accelerator="cuda")
+    with pytest.raises(ConfigError, match=r"set train.accelerator to cuda, or train.embedding"):
+        store_maker(config, Cpu(), LocalCoordinator())
+    assert store_maker(TrainConfig(), Cpu(), LocalCoordinator()) == LocalStore.from_configs
+
+
+def test_rows_on_a_device_are_for_who_holds_them() -> None:
+    peers = FleetCoordinator(cast(Any, None))
+    config = TrainConfig(embedding_device="device", accelerator="cuda")
+    with pytest.raises(ConfigError, match="rows are on parameter servers in this run"):
+        Trainer(TASK, config, peers=peers, accelerator=Cpu())
