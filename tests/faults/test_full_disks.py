@@ -36,7 +36,7 @@ from monolith.data.files.work_queue import SharedFileQueue
 from monolith.errors import DataError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.observe import Metrics
-from monolith.run.export_config import ExportConfig
+from monolith.run.config import ExportConfig
 from monolith.run.servables import exports_when_saving
 from monolith.serve.servable.versions import list_versions
 from monolith.sync import Publisher, Subscriber, TableTarget

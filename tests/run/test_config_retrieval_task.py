@@ -18,7 +18,7 @@ from monolith.feature import FeatureSpec, IdFeature, SequenceFeature
 from monolith.model import TwoTower
 from monolith.model.by_name import ModelConfig
 from monolith.run.config_task import ConfigRetrievalTask
-from monolith.run.reading import read_run
+from monolith.run.loading import read_run
 from monolith.run.settling import RETRIEVAL_TASK
 from monolith.table import Adagrad
 from monolith.train import CandidatesConfig, Mode, RetrievalTask, TrainConfig, Trainer, load_task

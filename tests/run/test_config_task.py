@@ -21,7 +21,7 @@ from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, Sequen
 from monolith.model import DeepFM
 from monolith.model.by_name import ModelConfig
 from monolith.run.config_task import ConfigTask
-from monolith.run.reading import read_run
+from monolith.run.loading import read_run
 from monolith.run.settling import CONFIG_TASK
 from monolith.run.task_data import data_of
 from monolith.train import Mode, TrainConfig, Trainer, load_task

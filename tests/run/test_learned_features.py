@@ -14,7 +14,7 @@ from monolith.feature import BucketFeature, FeatureSpec, FloatFeature, Label
 from monolith.run.config import RunConfig
 from monolith.run.config_task import ConfigTask
 from monolith.run.learned_features import SPEC_FILE, take_learned, with_learned_features
-from monolith.run.reading import read_run
+from monolith.run.loading import read_run
 from monolith.train import Trainer, load_task
 
 

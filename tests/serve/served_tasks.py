@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from monolith.data import MemorySource, Pipeline, Stream
 from monolith.feature import Batch, FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
 from monolith.model import DeepInterest
-from monolith.run.export_config import ExportConfig
+from monolith.run.config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
 from monolith.serve.exporting import ExportedServable, Exporter, ExportHow
 from monolith.train import Mode, SaveConfig, Task, TrainConfig, Trainer

@@ -20,7 +20,7 @@ from monolith.errors import ConfigError
 from monolith.observe import Progress, progress
 from monolith.observe.progress import describe_bytes
 from monolith.run import RunConfig
-from monolith.run.export_config import ExportConfig, RowCoding
+from monolith.run.config import ExportConfig, RowCoding
 from monolith.run.servables import export_folder, how_to_export, task_exporter
 from monolith.serve.exporting import ExportedServable
 from monolith.serve.own_module import OwnModule

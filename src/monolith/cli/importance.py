@@ -32,8 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import DataError
-from monolith.observe.summaries import INSIGHT_LEAF, NAS_LEAF, SummaryType
-from monolith.observe.summary_files import StoredSummary
+from monolith.observe.summaries import INSIGHT_LEAF, NAS_LEAF, StoredSummary, SummaryType
 
 _RIDGE = 1e-3
 """Of the mean variance of the layer's outputs: enough that outputs which move together do no harm."""

@@ -29,8 +29,7 @@ from monolith.cli.options.insight import InsightOptions
 from monolith.cli.task_config import load_reading_run
 from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
 from monolith.observe import Progress, progress
-from monolith.observe.summaries import PLUGIN_NAME, SummaryType
-from monolith.observe.summary_files import EVENT_FILE_MARK, read_summaries
+from monolith.observe.summaries import EVENT_FILE_MARK, PLUGIN_NAME, SummaryType, read_summaries
 from monolith.train import Trainer
 from monolith.train.importance import FeatureImportance
 

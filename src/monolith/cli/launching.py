@@ -25,8 +25,7 @@ from monolith.cluster.launch import Member, job_members, launch_on_ray, processe
 from monolith.cluster.run_token import RUN_TOKEN
 from monolith.errors import ConfigError
 from monolith.run import RunConfig, refused
-from monolith.run.loading import FOREIGN_VARIABLES, NOT_CONFIG
-from monolith.run.reading import listed_problems
+from monolith.run.loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems
 
 GRACE = timedelta(minutes=5)
 """From asking a process to stop to making it: long enough for the last checkpoint. A second signal does not

@@ -25,7 +25,7 @@ from monolith.cli.commands import ADDED_BY, COMMANDS, Command, all_commands
 from monolith.cli.options.flag_values import check_flags
 from monolith.cli.options.run_flags import split_run_flags
 from monolith.errors import ConfigError, MonolithError, RetryableError
-from monolith.observe.own_code import describe_own_error
+from monolith.observe.stacks import describe_own_error
 
 TRACEBACK = "--traceback"
 LOG_LEVELS = ("debug", "info", "warning", "error")

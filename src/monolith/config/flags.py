@@ -15,21 +15,24 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Annotated, Any, get_args
 
-from monolith.config.aliases import Moved, former_path
-from monolith.config.fields import default_of, default_text, field_docs, leaf_paths, nested_class
-from monolith.config.hints import (
+from monolith.config.fields import (
     dataclass_members,
+    default_of,
+    default_text,
     describe,
+    field_docs,
     field_hints,
     is_collection,
     is_mapping,
+    leaf_paths,
     mapping_member,
     mapping_types,
     members,
+    nested_class,
 )
 from monolith.config.reading import TAG, nearest
 from monolith.config.secret import looks_secret
-from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
+from monolith.config.tree import Branch, Leaf, Moved, Node, former_path, grow, overlay, plant
 
 _NOT_GIVEN = ("\0",)  # no shell can pass it
 _Shadow = Any  # a dataclass made on the fly

@@ -13,12 +13,12 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin
 
-from monolith.config.fields import default_of
-from monolith.config.hints import (
+from monolith.config.fields import (
     NONE_TYPE,
     allows_none,
     bare,
     dataclass_members,
+    default_of,
     describe,
     field_hints,
     is_collection,
@@ -30,9 +30,8 @@ from monolith.config.hints import (
 )
 from monolith.config.problems import ConfigProblemsError, Problem
 from monolith.config.secret import MASK, Secret, is_secret_name, looks_secret
-from monolith.config.toml import NONE
+from monolith.config.text import NONE, parse_bytes, parse_duration
 from monolith.config.tree import Branch, Leaf, Node, find, grow
-from monolith.config.units import parse_bytes, parse_duration
 from monolith.errors import ConfigError
 
 TAG = "type"

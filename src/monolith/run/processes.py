@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Literal
 
 from monolith.config import Checked, Problem, Secret
-from monolith.run.checks import at_least, not_negative
+from monolith.config.problems import at_least, not_negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

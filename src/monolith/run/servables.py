@@ -23,7 +23,7 @@ from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
-from monolith.run.export_config import EXPORTED, ExportConfig
+from monolith.run.config import EXPORTED, ExportConfig
 from monolith.serve.exporting import ExportedServable, Exporter, ExportHow, ExportModel, TableCodings
 from monolith.serve.raw import Kind, RequestReader, kinds_of
 from monolith.serve.servable.manifest import read_servable

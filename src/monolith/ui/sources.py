@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from monolith.cluster.security import SecurityConfig
 from monolith.cluster.status import FAILED, STATUS_PATH, JobStatus, ProcessStatus, Rates
 from monolith.errors import ConfigError, RequestError, UnavailableError
+from monolith.observe.metrics import Scraped
 from monolith.observe.progress import describe_seconds
-from monolith.observe.scraped import Scraped
 from monolith.ui.curves import LatelyCounted
 from monolith.ui.figures import (
     STAGE_HISTOGRAMS,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from monolith import filesystem
 from monolith.errors import ConfigError, MissingExtraError
-from monolith.observe.summary_files import SummaryWriter
+from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from monolith.checkpoint import read_checkpoint_state
 from monolith.errors import ConfigError, MissingExtraError, MonolithError, TrainingError
-from monolith.run.export_config import ExportConfig
+from monolith.run.config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
 from monolith.serve.asking import open_asker
 from monolith.ui import Feed, Page
