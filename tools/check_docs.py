@@ -171,7 +171,7 @@ def spread(command: str) -> list[str]:
 def problems_of(command: str) -> Iterator[str]:
     """Yield what is wrong with a command line: its name, or a flag that it does not take."""
     from monolith.cli.main import commands_under, find_command, shared_parser, split_command
-    from monolith.cli.options.run_flags import split_run_flags
+    from monolith.cli.options.flags import split_run_flags
     from monolith.errors import ConfigError
 
     words = shlex.split(command, comments=True)[1:]

@@ -46,12 +46,12 @@ BENCH = {
 EXPERIMENT = {
     "experiment collisions": Command(ExperimentCollisionsOptions, "monolith_bench.collisions"),
     "experiment defaults": Command(ExperimentDefaultsOptions, "monolith_bench.defaults"),
-    "experiment freshness": Command(ExperimentFreshnessOptions, "monolith_bench.sync_intervals"),
+    "experiment intervals": Command(ExperimentFreshnessOptions, "monolith_bench.sync_intervals"),
     "experiment movielens": Command(ExperimentMovielensOptions, "monolith_bench.quality"),
     "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith_bench.retrieval"),
 }
 
 EXAMPLES = {
     "demo": Command(DemoOptions, "monolith_bench.examples.demo.command"),
-    "tour": Command(TourOptions, "monolith_bench.examples.tour"),
+    "demo tour": Command(TourOptions, "monolith_bench.examples.tour"),
 }

@@ -28,14 +28,14 @@ from monolith.data import Stream
 from monolith.feature import Batch, FeatureIds
 from monolith.model import DeepFM, apply_gradients
 from monolith.store import (
-    DenseShare,
+    DenseShard,
     LocalStore,
     ParameterServer,
     ParameterServerStore,
     ServerGroup,
     Store,
 )
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.table import Adagrad, SlotThresholds, TableConfig
 from monolith.train import Mode, Task
 from monolith.train.fleet.peers import ServedOptimizer
@@ -240,7 +240,7 @@ def serve(pipe: Connection, task: FleetTask, share: tuple[int, int]) -> None:
     torch.set_num_threads(1)
     model = Model(task, Mode.TRAIN, seed=0)
     stores = [store for store in model.stores if isinstance(store, LocalStore)]
-    with ParameterServer(stores, DenseShare(model.weights(), model.dense, share), share=share) as server:
+    with ParameterServer(stores, DenseShard(model.weights(), model.dense, share), shard=share) as server:
         pipe.send(server.address)
         for _ in asked_of(pipe):
             pipe.send(time.process_time())

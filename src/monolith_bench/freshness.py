@@ -25,7 +25,7 @@ from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.run.config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
-from monolith.serve.asking import Answered, HttpWire
+from monolith.serve.client import Answered, HttpWire
 from monolith.serve.freshness_probe import quantile
 from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch

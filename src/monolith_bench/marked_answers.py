@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monolith.serve.asking import Answered, HttpWire
-from monolith.serve.following.freshness import STAGES
+from monolith.serve.client import Answered, HttpWire
 from monolith.serve.freshness_probe import up_to_of
+from monolith.serve.rows import STAGES
 from monolith_bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob
 
 STAGES_OF_MARKS = (*STAGES, "ask")

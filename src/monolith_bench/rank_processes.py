@@ -102,7 +102,7 @@ def be_rank(pipe: Connection, task: FleetTask, place: tuple[int, int], examples:
     groups = RankGroups(keys, rank, size, port=RankPort(host=HOST, guard=Guard(token=token)))
     worker = RankWorker(task, groups, examples)
     answer_steps(pipe, worker.take_step)
-    groups.part()
+    groups.expect_end()
     groups.close()
 
 

@@ -168,7 +168,7 @@ def host(words: str, dim: int) -> None:
             for word in group.split():
                 number, _, count = word.partition("/")
                 store = LocalStore.from_configs(table_configs(dim), threads=1)
-                server = ParameterServer([store], share=(int(number), int(count)))
+                server = ParameterServer([store], shard=(int(number), int(count)))
                 addresses.append(stack.enter_context(server).address)
             lines.append(" ".join(addresses))
         sys.stdout.write(";".join(lines) + "\n")

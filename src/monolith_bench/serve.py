@@ -29,11 +29,10 @@ from monolith.errors import ConfigError, UnavailableError
 from monolith.model.deepfm import DeepFMDense
 from monolith.observe.metrics import Metrics
 from monolith.serve import Predictor
+from monolith.serve.config import ServeConfig, ServedFolder
+from monolith.serve.metrics import ServeMetrics
 from monolith.serve.server.catalog import ServableCatalog
-from monolith.serve.server.config import ServeConfig, ServedFolder
-from monolith.serve.server.inference import Inference
-from monolith.serve.server.observing import ServeMetrics
-from monolith.serve.server.requests import InferRequest
+from monolith.serve.server.inference import Inference, InferRequest
 from monolith.serve.server.tensors import WireTensor
 from monolith.wire.open_inference import message_types
 from monolith_bench.options import BenchServeOptions

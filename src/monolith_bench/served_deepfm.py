@@ -15,19 +15,20 @@ from torch import Tensor, nn
 from monolith import filesystem, native
 from monolith.feature import Batch, FeatureSpec, IdFeature
 from monolith.model import DeepFM
-from monolith.serve.exporting import trace_dense
-from monolith.serve.predictor import GRAPH, WEIGHTS
-from monolith.serve.raw import RequestReader
-from monolith.serve.servable.manifest import (
+from monolith.serve.manifest import (
     Servable,
     ServableCollection,
     ServableDense,
     ServableFile,
     ServableTable,
+    Signature,
+    TensorSpec,
     write_servable,
 )
-from monolith.serve.servable.versions import NewVersion
-from monolith.serve.signature import Signature, TensorSpec
+from monolith.serve.predictor import GRAPH, WEIGHTS
+from monolith.serve.request_reader import RequestReader
+from monolith.serve.tracing import trace_dense
+from monolith.serve.versions import NewVersion
 from monolith.sync.messages import LogPlace
 from monolith.table import FrozenSegment, write_frozen_table
 from monolith.tensors.files import write_tensors

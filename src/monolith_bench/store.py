@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from monolith.errors import ConfigError
 from monolith.store import (
-    DenseShare,
+    DenseShard,
     LocalStore,
     ParameterServer,
     ParameterServerStore,
@@ -255,8 +255,8 @@ def address_of(process: subprocess.Popen[str]) -> str:
 def serve(number: int, count: int, dim: int, dense_bytes: int) -> None:
     """Be one of several servers until standard input ends."""
     store = LocalStore.from_configs(table_configs(dim), threads=1)
-    share = DenseShare(*make_dense(dense_bytes), (number, count))
-    with ParameterServer([store], share, share=(number, count)) as server:
+    share = DenseShard(*make_dense(dense_bytes), (number, count))
+    with ParameterServer([store], share, shard=(number, count)) as server:
         announce(server.address)
 
 

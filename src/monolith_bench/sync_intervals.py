@@ -1,4 +1,4 @@
-"""`monolith experiment freshness`: the second experiment of the paper, on data that is at hand.
+"""`monolith experiment intervals`: the second experiment of the paper, on data that is at hand.
 
 A model learns the past at rest, and then goes on learning as events happen. What is served is a copy of it,
 synced every second, minute, half an hour or five hours of event time, or never again after the past: batch

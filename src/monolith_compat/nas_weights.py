@@ -1,6 +1,6 @@
 """Weights of an architecture search, read from a checkpoint.
 
-Here the widths that a search prefers are shown by `monolith insight`, from the summaries that a run with
+`monolith evaluate insight` shows the widths that a search prefers, from the summaries that a run with
 `hooks.nas_every_steps` writes. This reads any dense variable, as the original's tools expect it.
 """
 

@@ -10,7 +10,7 @@ import torch
 from services import warm
 
 from monolith.cli.main import main
-from monolith.store import DenseShare, LocalStore, ParameterServer
+from monolith.store import DenseShard, LocalStore, ParameterServer
 from monolith.train import Mode
 from monolith.train.model import Model
 from monolith_bench.fleet_processes import BATCHES, FleetTask, FleetWorker, dense_config
@@ -64,8 +64,8 @@ def test_servers_and_workers_stand_beside_one_process(report: dict[str, Any], sa
 def test_computing_alone_sends_nothing_and_the_wire_alone_what_a_step_sends() -> None:
     model = Model(SMALL, Mode.TRAIN, seed=0)
     stores = [store for store in model.stores if isinstance(store, LocalStore)]
-    share = DenseShare(model.weights(), model.dense, (0, 1))
-    with ParameterServer(stores, share, share=(0, 1)) as server:
+    share = DenseShard(model.weights(), model.dense, (0, 1))
+    with ParameterServer(stores, share, shard=(0, 1)) as server:
         worker = FleetWorker(SMALL, [server.address], 8, 0, dense_config("default"))
         worker.warm_up()
         before = server.traffic

@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn")
 
 from monolith.cli.main import main
 from monolith.data.records import LABEL
-from monolith.serve.asking import Answered
+from monolith.serve.client import Answered
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.messages import Delta, PublishState
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch

@@ -1,4 +1,4 @@
-"""`monolith experiment freshness`: what is printed and drawn, and what must be so."""
+"""`monolith experiment intervals`: what is printed and drawn, and what must be so."""
 
 from __future__ import annotations
 

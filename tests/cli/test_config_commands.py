@@ -5,7 +5,7 @@ from run.config_files import write_project
 
 from monolith.cli import commands, main
 from monolith.cli.commands import Command
-from monolith.cli.options.config import (
+from monolith.cli.options.jobs import (
     ConfigCheckOptions,
     ConfigExplainOptions,
     ConfigInitOptions,

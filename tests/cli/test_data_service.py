@@ -24,8 +24,8 @@ from monolith.cli.data_service import (
     told_to_stop,
     worker,
 )
-from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
-from monolith.cli.options.security import SecurityOptions, guard_of
+from monolith.cli.options.data import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.options.flags import SecurityOptions, guard_of
 from monolith.cluster import DATA_DISPATCHER, MemoryDiscovery, locator, open_discovery_url
 from monolith.cluster.run_token import RUN_TOKEN, user_security
 from monolith.cluster.security import Guard, SecurityConfig, guard_caller

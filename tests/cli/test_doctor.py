@@ -15,7 +15,7 @@ from rich.console import Console
 
 from monolith.cli import doctor
 from monolith.cli.doctor import Check, Status
-from monolith.cli.options.doctor import DoctorOptions
+from monolith.cli.options.jobs import DoctorOptions
 from monolith.errors import ConfigError
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

@@ -18,7 +18,7 @@ from services.servers import free_port
 
 from monolith.cli import doctor, doctor_cluster, main
 from monolith.cli.doctor_cluster import Registered, examine, render
-from monolith.cli.options.doctor import DoctorOptions
+from monolith.cli.options.jobs import DoctorOptions
 from monolith.cluster import (
     Discovery,
     FilesConfig,

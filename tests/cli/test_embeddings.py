@@ -1,4 +1,4 @@
-"""`monolith embeddings`: all candidates, to a file and to an index."""
+"""`monolith export embeddings`: all candidates, to a file and to an index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from monolith.cli import embeddings
-from monolith.cli.ann_index import FaissIndex, HnswlibIndex, chosen_library, index_recall
+from monolith.cli.embeddings import FaissIndex, HnswlibIndex, chosen_library, index_recall
 from monolith.cli.main import main
 
 TASK = """
@@ -49,7 +49,7 @@ def test_a_file_has_id_embedding_and_step_of_each(
 ) -> None:
     task, model_dir = trained
     to = tmp_path / "items.parquet"
-    assert main(["embeddings", task, "--model-dir", model_dir, "--to", str(to), "--json"]) == 0
+    assert main(["export", "embeddings", task, "--model-dir", model_dir, "--to", str(to), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     table = pq.read_table(to)
     assert (said["items"], said["step"], table.num_rows) == (50, 10, 50)
@@ -70,7 +70,7 @@ def test_whole_numbers_stay_what_they_are_in_the_data(
     flags = [f"{tmp_path / 'likes.py'}:Likes", "--model-dir", str(tmp_path / "model"), "--quiet"]
     assert main(["train", *flags, "--steps", "1", "--no-summaries"]) == 0
     for to in ("items.parquet", "items.jsonl"):
-        assert main(["embeddings", *flags, "--to", str(tmp_path / to)]) == 0
+        assert main(["export", "embeddings", *flags, "--to", str(tmp_path / to)]) == 0
     capsys.readouterr()
     table = pq.read_table(tmp_path / "items.parquet")
     assert sorted(table["id"].to_pylist()) == list(range(50))
@@ -80,7 +80,7 @@ def test_whole_numbers_stay_what_they_are_in_the_data(
 
 
 def test_without_a_file_or_an_index_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["embeddings", "x:Y", "--model-dir", "nowhere"]) == 2
+    assert main(["export", "embeddings", "x:Y", "--model-dir", "nowhere"]) == 2
     assert "needs --to" in capsys.readouterr().err
 
 
@@ -137,7 +137,16 @@ def test_an_index_is_written_with_its_recall_or_not_at_all(
 ) -> None:
     pytest.importorskip("faiss")
     task, model_dir = trained
-    common = ["embeddings", task, "--model-dir", model_dir, "--index", str(tmp_path / "i"), "--json"]
+    common = [
+        "export",
+        "embeddings",
+        task,
+        "--model-dir",
+        model_dir,
+        "--index",
+        str(tmp_path / "i"),
+        "--json",
+    ]
     assert main(common) == 0
     said = json.loads(capsys.readouterr().out)
     assert 0.5 < said["index_recall@10"] <= 1

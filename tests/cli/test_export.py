@@ -26,7 +26,7 @@ from monolith.observe import Metrics
 from monolith.run.config import ExportConfig
 from monolith.run.servables import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
-from monolith.serve.servable.versions import HeldVersion, list_versions, withheld_versions
+from monolith.serve.versions import HeldVersion, list_versions, withheld_versions
 from monolith.sync.run_identity import run_identity
 from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig, Trainer
 from monolith.train.publishing.hold_file import NAME, KeptHold

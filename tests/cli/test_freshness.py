@@ -1,4 +1,4 @@
-"""`monolith freshness`: a real server, and a model that learns of an event when its file is there."""
+"""`monolith query freshness`: a real server, and a model that learns of an event when its file is there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 def test_events_are_written_and_waited_for(url: str, tmp_path: Path, capsys: Any) -> None:
     words = ["--id", "user", "--event-time", "time", "--source", str(tmp_path), "--every", "0"]
-    assert main(["freshness", url, "--row", ROW, *words, "--count", "3", "--json"]) == 0
+    assert main(["query", "freshness", url, "--row", ROW, *words, "--count", "3", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["events"], len(said["all"])) == (3, 3)
     assert 0 < said["seconds"]["p50"] <= said["seconds"]["p99"]
@@ -53,16 +53,16 @@ def test_events_are_written_and_waited_for(url: str, tmp_path: Path, capsys: Any
     events = [json.loads(path.read_text()) for path in tmp_path.glob("*.jsonl")]
     assert len({event["user"] for event in events}) == 3
     assert all(event["time"] > 0 for event in events)
-    assert main(["freshness", url, "--row", ROW, *words, "--count", "1"]) == 0
+    assert main(["query", "freshness", url, "--row", ROW, *words, "--count", "1"]) == 0
     assert "250 ms" in capsys.readouterr().out
 
 
 def test_without_a_source_it_shows_what_answers_say_of_themselves(url: str, capsys: Any) -> None:
     words = ["--count", "2", "--every", "0"]
-    assert main(["freshness", url, "--row", ROW, *words, "--json"]) == 0
+    assert main(["query", "freshness", url, "--row", ROW, *words, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["version"], said["step"], said["staleness"]) == ("1", 100, {"p50": 0.5, "p99": 0.5})
-    assert main(["freshness", url, "--row", ROW, *words]) == 0
+    assert main(["query", "freshness", url, "--row", ROW, *words]) == 0
     assert "staleness of 2 answers: p50 500 ms" in capsys.readouterr().out
 
 
@@ -77,5 +77,5 @@ def test_without_a_source_it_shows_what_answers_say_of_themselves(url: str, caps
     ],
 )
 def test_what_is_missing_is_named(url: str, words: list[str], said: str, capsys: Any) -> None:
-    assert main(["freshness", url, *words]) != 0
+    assert main(["query", "freshness", url, *words]) != 0
     assert said in capsys.readouterr().err

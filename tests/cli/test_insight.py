@@ -1,4 +1,4 @@
-"""`monolith insight`: from event files to a table, a JSON object and a picture."""
+"""`monolith evaluate insight`: from event files to a table, a JSON object and a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from monolith.cli.insight import run
-from monolith.cli.options.insight import InsightOptions
+from monolith.cli.options.jobs import InsightOptions
 from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
 from monolith.observe.summaries import SummaryWriter, insight_data, nas_data
 

@@ -55,7 +55,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_without_a_command_it_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed and command.summary in printed for name, command in COMMANDS.items())
+    listed = {line.split()[0] for line in printed.partition("commands:")[2].splitlines() if line.strip()}
+    assert {name.split()[0] for name in COMMANDS} <= listed
+    for name, command in COMMANDS.items():
+        assert name.split()[-1] in printed
+        assert " " in name or command.summary in printed
 
 
 def test_it_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +165,25 @@ def test_help_on_a_group_lists_its_commands(
     assert printed.err == ""
     for name, command in COMMANDS.items():
         assert (command.summary in printed.out) == name.startswith(f"{group} ")
+
+
+@pytest.mark.parametrize("old, new", commands.RENAMED.items())
+def test_an_old_name_still_works_and_prints_the_new_one(
+    old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new in COMMANDS
+    assert old not in COMMANDS
+    assert cli.main([*old.split(), "--help"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == f"monolith: `monolith {old}` is now `monolith {new}`\n"
+    assert f"monolith {new}" in printed.out
+
+
+def test_there_are_about_sixteen_commands_and_two_that_measure() -> None:
+    assert " ".join(dict.fromkeys(name.split()[0] for name in COMMANDS)) == (
+        "new train evaluate predict export serve query publish status ui data checkpoint config doctor "
+        "bench demo experiment"
+    )
 
 
 @pytest.mark.parametrize("word", ["bench", "demo", "experiment", "tour"])

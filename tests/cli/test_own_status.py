@@ -201,7 +201,7 @@ def test_a_server_says_how_many_bytes_come_and_go() -> None:
     status = own(clock, **FLEET, **{"cluster.role": "ps"})
     tables = {"item": TableConfig(name="item", segments=(Segment(dim=4),))}
     store = LocalStore.from_configs(tables, threads=1)
-    with ParameterServer([store], share=(0, 1)) as server:
+    with ParameterServer([store], shard=(0, 1)) as server:
         share = SimpleNamespace(
             figures=lambda: ShareFigures("serving", step=0, rows=0, bytes=0, traffic=server.traffic)
         )

@@ -1,4 +1,4 @@
-"""`monolith profile`: where the time of a job goes, asked of real jobs, and of control servers elsewhere."""
+"""`monolith status profile`: where the time of a job goes, asked of real jobs and of control servers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def job(tmp_path: Path) -> Iterator[Path]:
 
 
 def profiled(job: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
-    status = main(["profile", str(job), "--json", *flags])
+    status = main(["status", "profile", str(job), "--json", *flags])
     return status, {one["process"]: one for one in json.loads(capsys.readouterr().out)["profiles"]}
 
 
@@ -84,11 +84,11 @@ def test_a_process_that_cannot_do_it_says_why_and_the_others_go_on(job: Path, ca
     assert status == 1
     assert "path" in found["worker-0"]
     assert "takes no steps" in found["ps-0"]["error"]
-    assert "without a control server; run `monolith profile` there" in found["ps-1"]["error"]
+    assert "without a control server; run `monolith status profile` there" in found["ps-1"]["error"]
 
 
 def test_a_process_that_is_not_there_is_named_with_those_that_are(job: Path, capsys: Any) -> None:
-    assert main(["profile", str(job), "--process", "ps-7"]) == 2
+    assert main(["status", "profile", str(job), "--process", "ps-7"]) == 2
     assert "has no process ps-7; those that run are: worker-0, ps-0, ps-1" in capsys.readouterr().err
 
 
@@ -133,7 +133,7 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str, processes: int = 1) -
     """Profile as soon as so many processes of the job can be asked."""
     end = time.monotonic() + SECONDS
     while True:
-        status = main(["profile", *words, "--seconds", "0.3", "--json"])
+        status = main(["status", "profile", *words, "--seconds", "0.3", "--json"])
         out, err = capsys.readouterr()
         if status == 0 and len(found := json.loads(out)["profiles"]) == processes:
             return found
@@ -157,11 +157,11 @@ def test_a_training_is_profiled_by_its_model_dir_its_name_and_its_pid(
         pid = str(training.process.pid)
         (again,) = asked(capsys, pid, "--to", str(tmp_path / "mine"))
         assert Path(again["path"]).parent == tmp_path / "mine"
-        assert main(["profile", "deepfm", "--seconds", "0.3"]) == 0
+        assert main(["status", "profile", "deepfm", "--seconds", "0.3"]) == 0
         told = capsys.readouterr().out
         assert "MainThread: " in told
         assert "own  total  function" in told
-        assert main(["profile", "nonsense"]) == 2
+        assert main(["status", "profile", "nonsense"]) == 2
         assert f"Running now:\n  pid {pid}  worker-0  deepfm {tmp_path / 'run'}" in capsys.readouterr().err
 
 
@@ -197,11 +197,11 @@ def test_a_server_is_profiled_by_the_folder_that_it_serves(
 def test_a_job_that_does_not_run_and_a_process_that_is_none_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["profile", "999999999"]) == 2
+    assert main(["status", "profile", "999999999"]) == 2
     assert "there is no process 999999999." in capsys.readouterr().err
-    assert main(["profile", "1"]) == 2
+    assert main(["status", "profile", "1"]) == 2
     assert "process 1 " in capsys.readouterr().err
-    assert main(["profile", "/no/such/folder"]) == 2
+    assert main(["status", "profile", "/no/such/folder"]) == 2
     assert "no job of this user here is called '/no/such/folder'" in capsys.readouterr().err
 
 

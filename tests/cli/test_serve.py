@@ -30,9 +30,9 @@ from monolith.cluster import open_discovery_url
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, UnavailableError
 from monolith.serve import Predictor
-from monolith.serve.asking import open_asker
-from monolith.serve.exporting import ExportHow
-from monolith.serve.servable import list_versions
+from monolith.serve.client import open_asker
+from monolith.serve.exporter import ExportHow
+from monolith.serve.versions import list_versions
 from monolith.sync.channels import open_writer
 
 pytest.importorskip("grpc")
@@ -177,11 +177,11 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         assert told == shapes
         row = json.loads(words[words.index("--row") + 1])
         for wrong, says in (({"item": [1, 2]}, "reads one value"), ({}, None)):
-            status = main(["ask", server.url, "--row", json.dumps(row | wrong), "--json"])
+            status = main(["query", server.url, "--row", json.dumps(row | wrong), "--json"])
             found = capsys.readouterr()
             assert (status == 0) == (says is None)
             assert says is None or says in found.err
-        assert main(["ask", server.said("grpc"), *words[3:], "--json"]) == 0
+        assert main(["query", server.said("grpc"), *words[3:], "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["outputs"] == first["outputs"]
         (servables / "later" / "6").rename(root / "6")
         until(lambda: b'"6"' in server.get(f"/v2/models/{first['model']}")[1])
@@ -216,7 +216,7 @@ def test_certificates_and_a_token_are_asked_for_over_every_port(servables, certi
         assert words[2].startswith("https://127.0.0.1:")
         assert words[3:5] == ours[-2:]
         for url in (words[2], server.said("grpc")):
-            ask = ["ask", url, *words[5:]]
+            ask = ["query", url, *words[5:]]
             assert main([*ask, *ours]) == 0
             assert main([*ask, *ours, "--tls-server-name", "localhost"]) == 0
             assert main([*ask, *ours, "--tls-server-name", "somebody"]) != 0

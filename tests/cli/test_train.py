@@ -40,7 +40,7 @@ from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
 from monolith.train.hooks import ControlClient, LiveLineHook
 from monolith.train.lost import LostServer
 from monolith.train.publishing.hold_file import HoldFile, when_utc
-from monolith.ui.run_publishing import RunPublishing, orders_of
+from monolith.ui.publishing import RunPublishing, orders_of
 
 TASK = "train.tasks:Clicks"
 TESTS = Path(__file__).parents[1]

@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_warned_about_and_harms_nothing(
         for _ in range(10):
             writing.write()
     assert 0 < len(caplog.records) < 8
-    assert "`monolith top` cannot see this process" in caplog.text
+    assert "`monolith status watch` cannot see this process" in caplog.text
 
 
 def test_a_look_that_fails_harms_nothing(board: StatusBoard, caplog: pytest.LogCaptureFixture) -> None:

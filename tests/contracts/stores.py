@@ -17,7 +17,7 @@ from torch import nn
 from monolith.errors import MonolithError
 from monolith.store import (
     AllToAllStore,
-    DenseShare,
+    DenseShard,
     LocalStore,
     ParameterServer,
     ParameterServerStore,
@@ -27,7 +27,7 @@ from monolith.store import (
     Store,
     TableIds,
 )
-from monolith.store.rank_exchange import RankStore
+from monolith.store.all_to_all import RankStore
 from monolith.table import DictTable, NativeTable, TableConfig
 
 FEW = 4096
@@ -66,8 +66,8 @@ def serve(
     for number in range(count):
         store = LocalStore.from_configs(configs, threads=1, **more)
         stack.callback(store.close)
-        share = None if dense is None else DenseShare(*dense(), (number, count))
-        servers.append(ParameterServer([store], share, share=(number, count), **(server or {})))
+        share = None if dense is None else DenseShard(*dense(), (number, count))
+        servers.append(ParameterServer([store], share, shard=(number, count), **(server or {})))
         stack.callback(servers[-1].close)
     return servers
 
@@ -93,7 +93,7 @@ class _Restarting:
             LocalStore.from_configs(configs, threads=1, **_without_dense(more)) for _ in range(count)
         ]
         dense = more.get("dense")
-        self._dense = [None if dense is None else DenseShare(*dense(), (k, count)) for k in range(count)]
+        self._dense = [None if dense is None else DenseShard(*dense(), (k, count)) for k in range(count)]
         self._servers = [self._serve(number) for number in range(count)]
         stack.callback(self._close)
         self._group = ServerGroup([server.address for server in self._servers])
@@ -115,7 +115,7 @@ class _Restarting:
 
     def _serve(self, number: int) -> ParameterServer:
         share = (number, len(self._held))
-        return ParameterServer([self._held[number]], self._dense[number], share=share)
+        return ParameterServer([self._held[number]], self._dense[number], shard=share)
 
     def _close(self) -> None:
         for server in self._servers:
@@ -201,7 +201,7 @@ def _outcome(call: Callable[[], Any]) -> tuple[Exception | None, Any]:
 @cache
 def _kept(size: int) -> Sequence[RankGroups]:
     """Ranks that stay connected from test to test, since each test has stores of its own."""
-    return connect(size, pulse_every=timedelta(seconds=1))
+    return connect(size, heartbeat_every=timedelta(seconds=1))
 
 
 def _ranks(size: int, **options: Any) -> MakeStores:

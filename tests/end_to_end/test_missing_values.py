@@ -31,8 +31,8 @@ from monolith.feature import (
 )
 from monolith.model import DeepInterest
 from monolith.serve import Predictor
-from monolith.serve.asking import open_asker
-from monolith.serve.raw import RequestReader
+from monolith.serve.client import open_asker
+from monolith.serve.request_reader import RequestReader
 from monolith.serve.server import InferenceServer, ServeConfig, VersionPolicy
 from monolith.serve.server.catalog import ServableCatalog, served_folder
 from monolith.train import Mode, Task

@@ -22,7 +22,8 @@ import torch
 from sync.shares import make_table
 
 from monolith.observe.metrics import Metrics
-from monolith.serve.following import FollowedTables, FollowMetrics, ServedTarget
+from monolith.serve.metrics import FollowMetrics
+from monolith.serve.overlay import FollowedTables, ServedTarget
 from monolith.sync import LogPlace, Publisher, Subscriber
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader

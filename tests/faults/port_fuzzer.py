@@ -31,7 +31,7 @@ from faults.port_servers import TOKEN
 from pyarrow import flight
 from services import warm
 
-from monolith.store.rows import RowCall, RowHeader, incarnation_bytes
+from monolith.store.row_requests import RowCall, RowHeader, incarnation_bytes
 
 ROUND = 100
 """Messages between two looks at the servers."""
@@ -164,8 +164,8 @@ EXCHANGES: dict[str, tuple[dict[str, Any], int]] = {
     "pull_dense": ({}, 0),
     "dump_dense": ({}, 0),
     "load_dense": ({}, 64),
-    "lay_buffers": ({"worker": 1, "examples": 8}, 8),
-    "take_buffers": ({"worker": None}, 0),
+    "put_buffers": ({"worker": 1, "examples": 8}, 8),
+    "get_buffers": ({"worker": None}, 0),
     "publish.weights": ({"run": "r", "weights": 4}, 64),
 }
 CONTROL = (

@@ -56,7 +56,7 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     stack.callback(share.close_publishing)
     parameters = stack.enter_context(share.serve("127.0.0.1", 0, None, LIMITS))
     guarded = stack.enter_context(
-        ParameterServer([], share=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
+        ParameterServer([], shard=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
     )
     write_shards(Path(folder, "export"), shards=1)
     serving = stack.enter_context(ServingServer(f"{folder}/export", 0, limits=LIMITS))

@@ -22,7 +22,7 @@ from serve.server.serving import ask_http
 from services import warm
 
 from monolith.errors import MonolithError
-from monolith.serve.servable.versions import list_versions, withheld_versions
+from monolith.serve.versions import list_versions, withheld_versions
 from monolith.train.hooks import ControlClient
 
 TESTS = Path(__file__).parents[1]

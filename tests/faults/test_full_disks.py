@@ -29,7 +29,7 @@ from services import warm
 from sync.shares import held, make_table, write
 
 from monolith.cli.main import main
-from monolith.cli.top_frame import is_well, totals
+from monolith.cli.status import is_well, totals
 from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
 from monolith.data import FileSource, Pipeline, Stream, format_of
 from monolith.data.files.work_queue import SharedFileQueue
@@ -38,7 +38,7 @@ from monolith.feature import Batch
 from monolith.observe import Metrics
 from monolith.run.config import ExportConfig
 from monolith.run.servables import exports_when_saving
-from monolith.serve.servable.versions import list_versions
+from monolith.serve.versions import list_versions
 from monolith.sync import Publisher, Subscriber, TableTarget
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
 from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer

@@ -21,7 +21,7 @@ from monolith.config import Secret
 from monolith.data.files import FileSource
 from monolith.data.formats import format_of
 from monolith.errors import RequestError
-from monolith.store.servers import SERVICE
+from monolith.store.server import SERVICE
 from monolith.train.hooks import ControlClient
 from monolith.wire.flight import Caller
 

@@ -16,7 +16,7 @@ from services import warm
 
 from monolith.errors import MonolithError
 from monolith.serve import Predictor
-from monolith.serve.servable.versions import list_versions, withheld_versions
+from monolith.serve.versions import list_versions, withheld_versions
 from monolith.train.hooks import ControlClient
 from monolith.train.publishing.hold_file import HoldFile
 

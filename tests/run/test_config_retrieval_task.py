@@ -122,7 +122,7 @@ def test_a_file_trains_evaluates_and_embeds_without_python(
     assert set(found) == {"recall@5", "ndcg@5", "hit_rate@5", "mrr", "loss"}
     assert found["recall@5"] > 0.7  # by chance 0.1
     to = tmp_path / "items.parquet"
-    assert main(["embeddings", "--config", config, "--to", str(to), "--quiet"]) == 0
+    assert main(["export", "embeddings", "--config", config, "--to", str(to), "--quiet"]) == 0
     assert {one.as_py() for one in pq.read_table(to)["id"]} == {f"item {n}" for n in range(50)}
     to = tmp_path / "scores.csv"
     assert main(["predict", "--config", config, "--columns", "user,item", "--to", str(to), "--quiet"]) == 0

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from monolith.cli.main import main
+from monolith.serve.manifest import read_servable
 from monolith.serve.predictor import Predictor
-from monolith.serve.servable.manifest import read_servable
 
 TRAIN = '[features.user]\nkind = "string"\n[task]\nbatch_size = 100\ndense_rate = 0.02\n'
 DEEPFM = '[model]\ntype = "deepfm"\ndim = 4\nhidden = [16]\n'

@@ -81,7 +81,7 @@ def test_quiet_commands_print_their_result_and_nothing_else(
         (["evaluate", "--config", config], "deepfm: "),
         (["predict", "--config", config, *to], ""),
         (["export", str(tmp_path / "run"), "--config", config], ""),
-        (["insight", str(tmp_path / "run"), "--config", config], None),
+        (["evaluate", "insight", str(tmp_path / "run"), "--config", config], None),
     ):
         assert main([*words, "--quiet"]) == 0
         out, err = capsys.readouterr()

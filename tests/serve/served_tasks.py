@@ -16,7 +16,7 @@ from monolith.feature import Batch, FeatureSpec, FloatFeature, IdFeature, Label,
 from monolith.model import DeepInterest
 from monolith.run.config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
-from monolith.serve.exporting import ExportedServable, Exporter, ExportHow
+from monolith.serve.exporter import ExportedServable, Exporter, ExportHow
 from monolith.train import Mode, SaveConfig, Task, TrainConfig, Trainer
 
 SPEC = FeatureSpec(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from monolith.errors import ConfigError, DeadlineExceededError
-from monolith.serve.asking import Answered
+from monolith.serve.client import Answered
 from monolith.serve.freshness_probe import FolderEvents, FreshnessProbe, open_events, quantile, stages_of
 
 ROW = {"user": "ann", "tags": ["a"], "item": 7, "click": 1.0, "time": 0}

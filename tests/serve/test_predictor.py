@@ -20,8 +20,8 @@ from monolith.errors import ConfigError, CorruptFileError, FileMissingError, Req
 from monolith.run.config import ExportConfig
 from monolith.run.servables import how_to_export
 from monolith.serve import FoundRows, Predictor
-from monolith.serve.servable.versions import remove_versions
 from monolith.serve.server.tensors import columns_of, listed_tensor
+from monolith.serve.versions import remove_versions
 from monolith.store import TableIds
 from monolith.tensors import RaggedTensor
 from monolith.train import TrainConfig

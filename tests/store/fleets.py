@@ -21,7 +21,7 @@ from contracts.stores import serve
 from services import warm
 from torch import nn
 
-from monolith.store import DenseShare, LocalStore, ParameterServer, TableIds
+from monolith.store import DenseShard, LocalStore, ParameterServer, TableIds
 from monolith.table import Segment, TableConfig
 
 TESTS = Path(__file__).parents[1]
@@ -144,8 +144,8 @@ class Wire:
 
 def main(port: int, number: int, count: int) -> None:
     store = LocalStore.from_configs(CONFIGS, threads=1)
-    share = DenseShare(*dense(), (number, count))
-    with ParameterServer([store], share, share=(number, count), port=port) as server:
+    share = DenseShard(*dense(), (number, count))
+    with ParameterServer([store], share, shard=(number, count), port=port) as server:
         sys.stdout.write(server.address + "\n")
         sys.stdout.flush()
         threading.Event().wait()

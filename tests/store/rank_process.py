@@ -19,6 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from monolith.store import AllToAllStore, LocalStore, RankGroups, TableIds
+from monolith.store.rank_groups import RankOptions
 from monolith.store.rank_keys import begin_attempt, join_attempt
 from monolith.table import Adagrad, Adam, RandomUniform, Segment, TableConfig, dump
 
@@ -63,14 +64,20 @@ def main(place: tuple[int, int], port: int, folder: Path, *, where: str, backend
     inner = make_keys("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     keys = begin_attempt(inner, TOKEN) if rank == 0 else join_attempt(inner, TOKEN)
     patient = timedelta(seconds=120)
-    groups = RankGroups(keys, rank, size, port=PORT, timeout=patient, backend=backend, rows_backend=backend)
+    groups = RankGroups(
+        keys,
+        rank,
+        size,
+        port=PORT,
+        options=RankOptions(timeout=patient, backend=backend, rows_backend=backend),
+    )
     rows = local_store(where)
     store = AllToAllStore(rows, CONFIGS, groups)
     torch.save(train(store, rank), folder / f"seen-{rank}.pt")
     for name in CONFIGS:
         table: Any = rows.table(name)
         dump(table, str(folder / f"{name}-{rank}"))
-    groups.part()
+    groups.expect_end()
     groups.close()
 
 

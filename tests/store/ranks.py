@@ -15,6 +15,7 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.store import RankGroups
 from monolith.store.rank_calls import RankPort
+from monolith.store.rank_groups import RankOptions
 from monolith.store.rank_keys import begin_attempt
 
 T = TypeVar("T")
@@ -40,8 +41,11 @@ def all_at_once(*calls: Callable[[], T]) -> list[T]:
 def connect(size: int, **options: Any) -> Sequence[RankGroups]:
     """Return the groups of each rank."""
     keys = begin_attempt(dist.HashStore(), TOKEN)
-    options = {"port": PORT, "timeout": timedelta(seconds=PATIENT), "pulse_every": SOON} | options
-    return all_at_once(*(partial(RankGroups, keys, rank, size, **options) for rank in range(size)))
+    port = options.pop("port", PORT)
+    settings = RankOptions(**{"timeout": timedelta(seconds=PATIENT), "heartbeat_every": SOON} | options)
+    return all_at_once(
+        *(partial(RankGroups, keys, rank, size, port=port, options=settings) for rank in range(size))
+    )
 
 
 @contextmanager

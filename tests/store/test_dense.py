@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from monolith.errors import FeatureError, RestoreError, SaveError
 from monolith.nn import Adamom, RMSprop, Shampoo
-from monolith.store import DenseShare, share_of_weights
-from monolith.store.dense import dump_dense, fill_dense, pack_tensors, read_dense, unpack_tensors
+from monolith.store import DenseShard, partition_weights
+from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, read_dense, unpack_tensors
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -47,19 +47,19 @@ def gradients(parameters: dict[str, nn.Parameter], seed: int) -> dict[str, Tenso
 
 
 def test_the_largest_weight_goes_first_to_the_server_that_has_least() -> None:
-    found = share_of_weights(weights_of(a=1, b=6, c=2, d=3), 2)
+    found = partition_weights(weights_of(a=1, b=6, c=2, d=3), 2)
     assert found == {"a": 1, "b": 0, "c": 1, "d": 1}
 
 
 def test_every_process_shares_alike_whatever_the_order_of_names() -> None:
     names = weights_of(x=4, y=4, z=4)
     again = {name: names[name] for name in ("z", "x", "y")}
-    assert share_of_weights(names, 2) == share_of_weights(again, 2) == {"x": 0, "y": 1, "z": 0}
+    assert partition_weights(names, 2) == partition_weights(again, 2) == {"x": 0, "y": 1, "z": 0}
 
 
 def test_there_must_be_a_server() -> None:
     with pytest.raises(FeatureError, match="among 0 servers"):
-        share_of_weights(weights_of(a=1), 0)
+        partition_weights(weights_of(a=1), 0)
 
 
 # A share
@@ -71,7 +71,7 @@ def test_two_shares_train_as_one_optimizer_does(name: str) -> None:
     optimizer = OPTIMIZERS[name](list(alone.values()))
     modules = [small_module(), small_module()]
     shares = [
-        DenseShare(module, OPTIMIZERS[name](list(module.values())), (number, 2))
+        DenseShard(module, OPTIMIZERS[name](list(module.values())), (number, 2))
         for number, module in enumerate(modules)
     ]
     assert all(share.weights for share in shares)
@@ -88,7 +88,7 @@ def test_two_shares_train_as_one_optimizer_does(name: str) -> None:
 
 def test_a_push_answers_with_all_weights_and_leaves_no_gradient() -> None:
     weights = weights_of(a=1, b=1)
-    share = DenseShare(weights, torch.optim.SGD(weights.values(), lr=1.0), (0, 1))
+    share = DenseShard(weights, torch.optim.SGD(weights.values(), lr=1.0), (0, 1))
     assert share.push({"a": torch.ones(1)}) == {"a": torch.tensor([-1.0]), "b": torch.tensor([0.0])}
     share.push({})
     assert share.pull() == {"a": torch.tensor([-1.0]), "b": torch.tensor([0.0])}
@@ -97,14 +97,14 @@ def test_a_push_answers_with_all_weights_and_leaves_no_gradient() -> None:
 
 def test_what_a_push_answers_does_not_change_later() -> None:
     weights = weights_of(a=1)
-    share = DenseShare(weights, torch.optim.SGD(weights.values(), lr=1.0), (0, 1))
+    share = DenseShard(weights, torch.optim.SGD(weights.values(), lr=1.0), (0, 1))
     first = share.push({"a": torch.ones(1)})
     share.push({"a": torch.ones(1)})
     assert first["a"].tolist() == [-1.0]
 
 
 def test_every_push_counts_one_step() -> None:
-    share = DenseShare({}, None, (0, 1))
+    share = DenseShard({}, None, (0, 1))
     share.step = 7
     share.push({})
     assert share.step == 8
@@ -114,8 +114,8 @@ def test_every_push_counts_one_step() -> None:
 
 def test_gradients_that_do_not_fit_change_nothing() -> None:
     weights = weights_of(a=2, b=1)
-    share = DenseShare(weights, torch.optim.SGD(weights.values(), lr=1.0), (0, 2))
-    with pytest.raises(FeatureError, match="server 0 is not in charge of the weight 'b'"):
+    share = DenseShard(weights, torch.optim.SGD(weights.values(), lr=1.0), (0, 2))
+    with pytest.raises(FeatureError, match="server 0 does not own the weight 'b'"):
         share.push({"a": torch.ones(2), "b": torch.ones(1)})
     with pytest.raises(FeatureError, match=r"the gradient of 'a' has shape \(1,\) and float32"):
         share.push({"a": torch.ones(1)})
@@ -124,10 +124,10 @@ def test_gradients_that_do_not_fit_change_nothing() -> None:
 
 def test_weights_need_an_optimizer_that_holds_them() -> None:
     with pytest.raises(FeatureError, match="need an optimizer"):
-        DenseShare(weights_of(a=1), None, (0, 1))
+        DenseShard(weights_of(a=1), None, (0, 1))
     other = weights_of(b=1)
     with pytest.raises(FeatureError, match="does not hold 'a'"):
-        DenseShare({**weights_of(a=1), **other}, torch.optim.SGD(other.values(), lr=1.0), (0, 1))
+        DenseShard({**weights_of(a=1), **other}, torch.optim.SGD(other.values(), lr=1.0), (0, 1))
 
 
 # As bytes
@@ -136,8 +136,8 @@ def test_weights_need_an_optimizer_that_holds_them() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_share_goes_on_where_its_dump_was_taken(name: str) -> None:
     first, second = small_module(), small_module()
-    old = DenseShare(first, OPTIMIZERS[name](list(first.values())), (0, 1))
-    new = DenseShare(second, OPTIMIZERS[name](list(second.values())), (0, 1))
+    old = DenseShard(first, OPTIMIZERS[name](list(first.values())), (0, 1))
+    new = DenseShard(second, OPTIMIZERS[name](list(second.values())), (0, 1))
     for seed in range(3):
         old.push(gradients(first, seed))
     new.push(gradients(second, 9))  # of which nothing may remain
@@ -149,9 +149,9 @@ def test_a_share_goes_on_where_its_dump_was_taken(name: str) -> None:
 
 def test_a_share_that_has_seen_no_gradient_takes_the_place_of_one_that_has() -> None:
     first, second = small_module(), small_module()
-    old = DenseShare(first, torch.optim.Adam(first.values()), (0, 1))
+    old = DenseShard(first, torch.optim.Adam(first.values()), (0, 1))
     adam = torch.optim.Adam(second.values())
-    new = DenseShare(second, adam, (0, 1))
+    new = DenseShard(second, adam, (0, 1))
     new.push(gradients(second, 0))
     new.load(old.dump())
     assert not adam.state
@@ -160,12 +160,12 @@ def test_a_share_that_has_seen_no_gradient_takes_the_place_of_one_that_has() -> 
 
 def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     weights = small_module()
-    share = DenseShare(weights, torch.optim.SGD(weights.values(), lr=1.0), (0, 1))
+    share = DenseShard(weights, torch.optim.SGD(weights.values(), lr=1.0), (0, 1))
     renamed = {"other": weights["bias"], "kernel": weights["kernel"], "scale": weights["scale"]}
     wider = {**weights, "bias": nn.Parameter(torch.zeros(3))}
-    with pytest.raises(RestoreError, match="of 'bias' none came"):
+    with pytest.raises(RestoreError, match="the saved state has no weight 'bias'"):
         share.load(dump_dense(renamed, torch.optim.SGD(renamed.values(), lr=1.0)))
-    with pytest.raises(RestoreError, match=r"'bias': it came with shape \(3,\) and float32"):
+    with pytest.raises(RestoreError, match=r"'bias': the saved one has shape \(3,\) and float32"):
         share.load(dump_dense(wider, torch.optim.SGD(wider.values(), lr=1.0)))
     with pytest.raises(RestoreError, match="the state of Adam: the optimizer here is SGD"):
         share.load(dump_dense(small_module(), torch.optim.Adam(weights.values())))
@@ -212,7 +212,7 @@ def test_states_of_several_servers_fill_one_module() -> None:
         weight.grad = gradient
     optimizer.step()
     halves = [{"kernel": trained["kernel"]}, {"bias": trained["bias"], "scale": trained["scale"]}]
-    fill_dense(empty, other, [read_dense(dump_dense(half, optimizer)) for half in halves])
+    load_dense_states(empty, other, [read_dense(dump_dense(half, optimizer)) for half in halves])
     assert_close(dict(empty), dict(trained))
     assert other.param_groups[0]["step"] == 1
     assert_close(other.state[empty["bias"]]["m"], optimizer.state[trained["bias"]]["m"])

@@ -13,9 +13,8 @@ from store.fleets import CONFIGS
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError, FeatureError, UnavailableError
-from monolith.store import DenseShare, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
-from monolith.store.dense_cache import DenseCache
-from monolith.store.dense_config import DenseConfig
+from monolith.store import DenseShard, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
+from monolith.store.dense_cache import DenseCache, DenseConfig
 
 SECONDS = 30.0
 BOTH = DenseConfig(prefetch=True, postpush=True)
@@ -30,7 +29,7 @@ def five() -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     return weights, torch.optim.SGD(weights.values(), lr=1.0)
 
 
-class Gated(DenseShare):
+class Gated(DenseShard):
     """Applies gradients when it is let."""
 
     def __init__(self, *args: Any) -> None:
@@ -58,7 +57,7 @@ class Servers:
         for number, share in enumerate(self.shares):
             rows = LocalStore.from_configs(CONFIGS, threads=1)
             stack.callback(rows.close)
-            server = ParameterServer([rows], share, share=(number, 2))
+            server = ParameterServer([rows], share, shard=(number, 2))
             stack.callback(server.close)
             self._addresses.append(server.address)
 
@@ -258,7 +257,7 @@ def test_rates_that_nobody_moves_stay_as_another_worker_made_them(servers: Serve
 
 
 def test_rates_of_groups_that_are_not_there_are_refused() -> None:
-    share = DenseShare(*five(), (0, 1))
+    share = DenseShard(*five(), (0, 1))
     with pytest.raises(FeatureError, match="no group 3"):
         share.push({}, {3: 0.5})
     assert share.step == 0

@@ -69,7 +69,7 @@ def test_a_forged_note_or_failure_counts_as_none_and_is_logged_once(
         assert keys.peek("said/begun") is None
     assert sum(FAILED in line for line in caplog.messages) == 1
     keys.fail(2, "no disk")  # the true one replaces it
-    assert str(keys.failure()) == "rank 2 cannot go on: no disk"
+    assert str(keys.failure()) == "rank 2 cannot continue: no disk"
     keys.fail(0, "a consequence")
     assert "no disk" in str(keys.failure())
 
@@ -83,7 +83,7 @@ def test_the_place_of_a_rank_is_taken_once_and_not_by_a_stranger(keys: RankKeys,
 
 def test_whoever_waits_for_a_key_hears_that_a_rank_has_failed(keys: RankKeys) -> None:
     threading.Timer(0.1, keys.fail, (1, "it was told to stop")).start()
-    with pytest.raises(FailedPeerError, match="rank 1 cannot go on: it was told to stop"):
+    with pytest.raises(FailedPeerError, match="rank 1 cannot continue: it was told to stop"):
         keys.get("process/1")
 
 

@@ -26,7 +26,7 @@ from monolith.errors import (
     UnavailableError,
 )
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, Store, TableIds
-from monolith.store.rows import RowCall, RowHeader, RowRequest
+from monolith.store.row_requests import RowCall, RowHeader, RowRequest
 from monolith.table import Segment, TableConfig
 
 pytest.importorskip("pyarrow")
@@ -72,9 +72,9 @@ class Held:
         self.let_go.clear()
 
 
-def held_server(stack: ExitStack, share: tuple[int, int] = (0, 1)) -> tuple[ParameterServer, Held]:
+def held_server(stack: ExitStack, shard: tuple[int, int] = (0, 1)) -> tuple[ParameterServer, Held]:
     held: Any = Held(LocalStore.from_configs(CONFIGS, threads=1))
-    server = ParameterServer([held], share=share)
+    server = ParameterServer([held], shard=shard)
     stack.callback(server.close)
     stack.callback(held.let_go.set)
     return server, held
@@ -129,7 +129,7 @@ def test_rows_lie_where_checkpoints_look_for_them(stack: ExitStack) -> None:
 def test_a_model_may_have_several_stores(stack: ExitStack) -> None:
     configs = [{name: TableConfig(name=name, segments=(Segment(dim=1, learning_rate=1.0),))} for name in "ab"]
     stores = [LocalStore.from_configs(config, threads=1) for config in configs]
-    server = ParameterServer(stores, share=(0, 1))
+    server = ParameterServer(stores, shard=(0, 1))
     stack.callback(server.close)
     group = group_of(stack, server.address)
     first, second = (ParameterServerStore(group, number, config) for number, config in enumerate(configs))
@@ -276,7 +276,7 @@ def test_a_server_killed_in_the_middle_is_named_and_may_come_back_empty(stack: E
     assert store.lookup(keys(0)).tolist() == [-2, -2], "the other server goes on"
 
     start(stack, int(gone.rpartition(":")[2]), 1, 2)
-    with pytest.raises(UnavailableError, match=r"1 of 2 .* the server restarted or began another run"):
+    with pytest.raises(UnavailableError, match=r"1 of 2 .* the server restarted or serves another run"):
         store.lookup(keys(0, 1))
     again = ParameterServerStore(group, 0, CONFIGS)
     assert again.lookup(keys(0, 1)).tolist() == [-2, -2, 0, 0]
@@ -417,7 +417,7 @@ def test_an_answer_that_is_late_is_asked_for_again(stack: ExitStack) -> None:
 
 def test_only_the_server_that_kept_us_waiting_is_named(stack: ExitStack) -> None:
     (quick,) = serve(stack, CONFIGS, 2)[:1]
-    slow, held = held_server(stack, share=(1, 2))
+    slow, held = held_server(stack, shard=(1, 2))
     store = ParameterServerStore(group_of(stack, quick.address, slow.address, timeout=SHORT), 0, CONFIGS)
     held.hold()
     with pytest.raises(DeadlineExceededError, match=r"server 1 of 2 at .*: no answer in 0.2 s"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monolith.errors import TableArgumentError
-from monolith.store.routes import Routes
+from monolith.store.row_requests import Routes
 from monolith_compat.sharding import shard_of_ids
 
 PIECES = st.lists(

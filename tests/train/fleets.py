@@ -26,7 +26,7 @@ from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
 from monolith.store import ServerGroup
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.table import AdmissionConfig, Sgd, Zeros, iterate
 from monolith.train import (
     Hook,

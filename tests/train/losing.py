@@ -179,7 +179,7 @@ class LosingFleet:
     def take_over(self, place: int) -> str | None:
         """Give a place to a spare, which are the servers that have a number beyond `num_ps`."""
         for index in sorted(self.servers):
-            if index >= self.num_ps and self.servers[index].share is None:
+            if index >= self.num_ps and self.servers[index].shard is None:
                 address = self.address(index)
                 ServerCalls()(address, "server.assign", index=place, num_ps=self.num_ps)
                 return address
@@ -198,7 +198,7 @@ class LosingFleet:
         group = ServerGroup(
             [self.address(place) for place in range(self.num_ps)],
             patience=timedelta(seconds=0.2),
-            hold=timedelta(seconds=PATIENT),
+            replacement_timeout=timedelta(seconds=PATIENT),
         )
         if self.copies is not None and index == 0:
             how["standbys"] = self.standbys = Standbys(

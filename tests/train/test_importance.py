@@ -42,7 +42,7 @@ def of(run: Path) -> list[str]:
 
 
 def insight(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> dict[str, Any]:
-    assert main(["insight", str(run), *of(run), *words, "--quiet", "--json"]) == 0
+    assert main(["evaluate", "insight", str(run), *of(run), *words, "--quiet", "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -63,7 +63,7 @@ def test_a_person_gets_a_table_with_errors_and_a_picture(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--repeats", "2", "--png", str(tmp_path / "bars.png"), "--quiet"]
-    assert main(["insight", str(run), *of(run), *words]) == 0
+    assert main(["evaluate", "insight", str(run), *of(run), *words]) == 0
     said = capsys.readouterr().out
     assert "click/auc lost without it" in said
     assert "standard error" in said
@@ -77,7 +77,7 @@ def test_one_repeat_has_no_error(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_no_repeats_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["insight", str(run), *of(run), "--repeats", "0", "--quiet"]) == 2
+    assert main(["evaluate", "insight", str(run), *of(run), "--repeats", "0", "--quiet"]) == 2
     assert "repeats must be at least 1" in capsys.readouterr().err
 
 
@@ -126,5 +126,5 @@ def test_nothing_to_measure_on_is_an_error(
 ) -> None:
     text = (run.parent / "shop.toml").read_text().replace("evaluate = 0.25", "evaluate = 0.0")
     (tmp_path / "none.toml").write_text(text)
-    assert main(["insight", str(run), "--config", str(tmp_path / "none.toml"), "--quiet"]) == 2
+    assert main(["evaluate", "insight", str(run), "--config", str(tmp_path / "none.toml"), "--quiet"]) == 2
     assert "evaluate" in capsys.readouterr().err

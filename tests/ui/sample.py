@@ -7,11 +7,11 @@ from typing import Any
 
 from monolith.errors import UnavailableError
 from monolith.ui import Feed
-from monolith.ui.curves import Distribution
 from monolith.ui.figures import (
     STAGES,
     CheckpointFigures,
     CurvePoint,
+    Distribution,
     ModelFigures,
     PageReading,
     ProcessFigures,

@@ -16,7 +16,7 @@ from ui.sample import NOW, SampleRun, sample_sources
 
 from monolith.cluster.status import ProcessStatus, StatusBoard
 from monolith.ui import Feed, Page
-from monolith.ui.run_folder import RunSource
+from monolith.ui.run_source import RunSource
 
 PATIENCE_MS = 60_000
 

@@ -13,7 +13,7 @@ from ui.sample import SampleRun, sample_sources
 
 from monolith.errors import ConfigError, ListenError
 from monolith.ui import Page
-from monolith.ui.page_app import FILES, MOST_BODY
+from monolith.ui.page import FILES, MOST_BODY
 
 PATIENCE = 60.0
 

@@ -20,7 +20,7 @@ from monolith.errors import ConfigError, UnavailableError
 from monolith.observe import Metrics
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.ui.figures import CurvePoint, PageReading
-from monolith.ui.run_folder import RunSource
+from monolith.ui.run_source import RunSource
 from monolith.ui.sources import STILL_LOOKS, Feed, ProcessSource, source_of
 
 

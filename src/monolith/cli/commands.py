@@ -1,4 +1,4 @@
-"""The commands as data: for each the options it takes and the module that runs it.
+"""The commands as data: the options that each takes, and the module that runs it.
 
 A command is a frozen dataclass, whose fields are its flags, and a module with
 `run(options) -> int`. The module is named, not imported, so that `--help` and a
@@ -21,54 +21,54 @@ from monolith.cli.options.checkpoint import (
     CheckpointListOptions,
     CheckpointReshardOptions,
 )
-from monolith.cli.options.config import (
+from monolith.cli.options.data import (
+    DataConvertOptions,
+    DataDispatcherOptions,
+    DataHeadOptions,
+    DataStatsOptions,
+    DataValidateOptions,
+    DataWorkerOptions,
+)
+from monolith.cli.options.export import ExportOptions
+from monolith.cli.options.jobs import (
     ConfigCheckOptions,
     ConfigExplainOptions,
     ConfigInitOptions,
     ConfigShowOptions,
     ConfigTokenOptions,
-)
-from monolith.cli.options.data_files import (
-    DataConvertOptions,
-    DataHeadOptions,
-    DataStatsOptions,
-    DataValidateOptions,
-)
-from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
-from monolith.cli.options.doctor import DoctorOptions
-from monolith.cli.options.embeddings import EmbeddingsOptions
-from monolith.cli.options.export import ExportOptions
-from monolith.cli.options.freshness import FreshnessOptions
-from monolith.cli.options.insight import InsightOptions
-from monolith.cli.options.new import NewOptions
-from monolith.cli.options.profile import ProfileOptions
-from monolith.cli.options.publish import (
-    PublishHoldOptions,
+    DoctorOptions,
+    EmbeddingsOptions,
+    FreshnessOptions,
+    InsightOptions,
+    NewOptions,
+    ProfileOptions,
+    PublishPauseOptions,
     PublishResumeOptions,
     PublishRollbackOptions,
     PublishStatusOptions,
+    StatusOptions,
+    TopOptions,
+    UiOptions,
 )
 from monolith.cli.options.serve import AskOptions, ServeOptions
-from monolith.cli.options.top import StatusOptions, TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
-from monolith.cli.options.ui import UiOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What `monolith NAME` reads and where it goes."""
+    """One command: the options it reads, and the function that runs it."""
 
     options: type
     """A frozen dataclass; its docstring is the help text, its fields are the flags."""
     module: str
     """Has `run(options) -> int`, which returns the exit status."""
     function: str = "run"
-    """Another name for that function, where a module has several commands."""
+    """The name of that function, if it is not `run`."""
     positional: bool = False
     """Whether options without a default are given without their flag: `data head FILE`."""
     run_flags: bool = False
     """Whether fields of a run's config are flags of it, too. Its options have `run_flags` and `words`."""
-    let_down_status: int = 2
+    retryable_status: int = 2
     """The exit status after a RetryableError; os.EX_TEMPFAIL asks to be started again."""
 
     @property
@@ -78,22 +78,23 @@ class Command:
 
 COMMANDS = {
     "new": Command(NewOptions, "monolith.cli.new_project", positional=True),
-    "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True, let_down_status=os.EX_TEMPFAIL),
+    "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True, retryable_status=os.EX_TEMPFAIL),
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate", run_flags=True),
+    "evaluate insight": Command(InsightOptions, "monolith.cli.insight", positional=True),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict", run_flags=True),
-    "embeddings": Command(EmbeddingsOptions, "monolith.cli.embeddings"),
-    "serve": Command(ServeOptions, "monolith.cli.serve", positional=True),
-    "ask": Command(AskOptions, "monolith.cli.ask", positional=True),
-    "freshness": Command(FreshnessOptions, "monolith.cli.freshness", positional=True),
     "export": Command(ExportOptions, "monolith.cli.export"),
-    "top": Command(TopOptions, "monolith.cli.top", positional=True),
-    "status": Command(StatusOptions, "monolith.cli.top", "status", positional=True),
-    "ui": Command(UiOptions, "monolith.cli.ui", positional=True),
-    "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
+    "export embeddings": Command(EmbeddingsOptions, "monolith.cli.embeddings"),
+    "serve": Command(ServeOptions, "monolith.cli.serve", positional=True),
+    "query": Command(AskOptions, "monolith.cli.query", positional=True),
+    "query freshness": Command(FreshnessOptions, "monolith.cli.freshness", positional=True),
     "publish status": Command(PublishStatusOptions, "monolith.cli.publish", "status", positional=True),
-    "publish hold": Command(PublishHoldOptions, "monolith.cli.publish", "hold", positional=True),
+    "publish pause": Command(PublishPauseOptions, "monolith.cli.publish", "pause", positional=True),
     "publish resume": Command(PublishResumeOptions, "monolith.cli.publish", "resume", positional=True),
     "publish rollback": Command(PublishRollbackOptions, "monolith.cli.publish", "rollback", positional=True),
+    "status": Command(StatusOptions, "monolith.cli.status", "status", positional=True),
+    "status watch": Command(TopOptions, "monolith.cli.status", positional=True),
+    "status profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
+    "ui": Command(UiOptions, "monolith.cli.ui", positional=True),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),
     "data convert": Command(DataConvertOptions, "monolith.cli.data_files", "convert", positional=True),
@@ -117,7 +118,6 @@ COMMANDS = {
     "checkpoint compact": Command(
         CheckpointCompactOptions, "monolith.cli.checkpoint", "compact_", positional=True
     ),
-    "insight": Command(InsightOptions, "monolith.cli.insight", positional=True),
     "config init": Command(ConfigInitOptions, "monolith.cli.config_commands", "init"),
     "config explain": Command(
         ConfigExplainOptions, "monolith.cli.config_commands", "explain", positional=True
@@ -128,13 +128,25 @@ COMMANDS = {
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }
 
+RENAMED = {
+    "ask": "query",
+    "embeddings": "export embeddings",
+    "experiment freshness": "experiment intervals",
+    "freshness": "query freshness",
+    "insight": "evaluate insight",
+    "profile": "status profile",
+    "publish hold": "publish pause",
+    "top": "status watch",
+    "tour": "demo tour",
+}
+"""Old name of a command -> its new one. Old names still work, and print the new one."""
+
 ENTRY_POINTS = "monolith.commands"
 """The group of entry points by which other packages add commands: a first word -> a table like `COMMANDS`."""
 ADDED_BY = {
     "bench": "monolith_bench",
     "demo": "monolith_bench",
     "experiment": "monolith_bench",
-    "tour": "monolith_bench",
 }
 """First words of commands that another package adds, so that their absence can be explained."""
 

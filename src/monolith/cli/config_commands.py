@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING
 
 from monolith import filesystem
-from monolith.cli.options.config import (
+from monolith.cli.options.jobs import (
     ConfigCheckOptions,
     ConfigExplainOptions,
     ConfigInitOptions,

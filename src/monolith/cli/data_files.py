@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from monolith import filesystem
-from monolith.cli.options.data_files import (
+from monolith.cli.options.data import (
     DataConvertOptions,
     DataHeadOptions,
     DataStatsOptions,

@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
-from monolith.cli.options.security import SecurityOptions, guard_of, limits_of, security_of
+from monolith.cli.options.data import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.options.flags import SecurityOptions, guard_of, limits_of, security_of
 from monolith.cli.profile import profiled_by_user
 from monolith.cli.stop_signals import STOP_SIGNALS
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError

@@ -28,7 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from monolith import __version__
-from monolith.cli.options.doctor import DoctorOptions
+from monolith.cli.options.jobs import DoctorOptions
 from monolith.errors import ConfigError
 from monolith.observe.machine import HUGE_PAGES, cpu_name, huge_pages, read_fields
 

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from monolith import __version__
-from monolith.cli.options.doctor import DoctorOptions
+from monolith.cli.options.jobs import DoctorOptions
 from monolith.cluster import (
     ClusterManagerConfig,
     Discovery,

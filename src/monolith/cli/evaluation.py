@@ -22,7 +22,7 @@ from torch import Tensor
 
 from monolith.checkpoint import checkpoint_exists, named_checkpoint, read_best, read_manifest
 from monolith.cli.following import follow
-from monolith.cli.options.embeddings import EmbeddingsOptions
+from monolith.cli.options.jobs import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
 from monolith.cli.profile import profiled_by_user
 from monolith.cli.task_config import load_reading, say

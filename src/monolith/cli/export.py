@@ -22,8 +22,8 @@ from monolith.observe.progress import describe_bytes
 from monolith.run import RunConfig
 from monolith.run.config import ExportConfig, RowCoding
 from monolith.run.servables import export_folder, how_to_export, task_exporter
-from monolith.serve.exporting import ExportedServable
-from monolith.serve.own_module import OwnModule
+from monolith.serve.exporter import ExportedServable
+from monolith.serve.python_module import OwnModule
 from monolith.train import Task
 from monolith.train.manifest import read_run_manifest
 

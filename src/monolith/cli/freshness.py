@@ -1,4 +1,4 @@
-"""`monolith freshness URL`: how new the answers of a server are, and how long events take to them."""
+"""`monolith query freshness URL`: how new the answers of a server are, and how long events take to them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from monolith.cli.ask import read_row
-from monolith.cli.options.freshness import FreshnessOptions
+from monolith.cli.options.jobs import FreshnessOptions
+from monolith.cli.query import read_row
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import progress
-from monolith.serve.asking import Answered, Asker, open_asker
-from monolith.serve.following.freshness import STAGES
+from monolith.serve.client import Answered, Asker, open_asker
 from monolith.serve.freshness_probe import FreshnessProbe, Probed, open_events, quantile, stages_of
+from monolith.serve.rows import STAGES
 
 
 def run(options: FreshnessOptions) -> int:

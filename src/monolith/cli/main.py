@@ -1,9 +1,9 @@
 """`monolith COMMAND ...`: the one place that reads arguments and sets up the process.
 
 Exit status: 0 done, 1 done and something is wrong, 2 could not be done (one line on standard error
-says why, and --traceback how it came to that), 75 others were lost or stopped: the same command
-started again goes on (EX_TEMPFAIL of sysexits.h), 130 interrupted. A training run that was ended by
-SIGINT or SIGTERM, and has saved, exits with 130 or 143.
+says why, and --traceback shows the traceback), 75 a peer was lost or stopped: the same command, started
+again, resumes (EX_TEMPFAIL of sysexits.h), 130 interrupted. A training run that was ended by SIGINT or
+SIGTERM, and has saved, exits with 130 or 143.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from contextlib import suppress
 from typing import Any
 
 from monolith import __version__
-from monolith.cli.commands import ADDED_BY, COMMANDS, Command, all_commands
-from monolith.cli.options.flag_values import check_flags
-from monolith.cli.options.run_flags import split_run_flags
+from monolith.cli.commands import ADDED_BY, COMMANDS, RENAMED, Command, all_commands
+from monolith.cli.options.flags import check_flags, split_run_flags
 from monolith.errors import ConfigError, MonolithError, RetryableError
 from monolith.observe.stacks import describe_own_error
 
@@ -46,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def is_rank_of_mpi() -> bool:
-    """Whether mpirun started this process; whom it did not need not wait for an import."""
+    """Whether mpirun started this process, told from two variables without importing anything."""
     return bool(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK"))
 
 
 def answer(words: Sequence[str]) -> int:
-    """Run one command, and say in one line what kept it from being done."""
+    """Run one command; print one line if it fails."""
     try:
         status = run(words)
         sys.stdout.flush()
@@ -71,7 +70,7 @@ def answer(words: Sequence[str]) -> int:
         found: Exception = error
     except Exception as error:
         own = describe_own_error(error)
-        if own is None:  # a mistake of ours: whoever mends it needs all there is
+        if own is None:  # a bug of this package: its report needs the whole traceback
             raise
         said = own if TRACEBACK in words else f"{own} ({TRACEBACK} shows the whole traceback)"
         found = error
@@ -79,13 +78,13 @@ def answer(words: Sequence[str]) -> int:
         if TRACEBACK in words:
             traceback.print_exception(found)
         sys.stderr.write(f"monolith: {said}\n")
-    return let_down_status(words) if isinstance(found, RetryableError) else 2
+    return retryable_status(words) if isinstance(found, RetryableError) else 2
 
 
-def let_down_status(words: Sequence[str]) -> int:
-    """Return the exit status of a command line whose process others have let down."""
+def retryable_status(words: Sequence[str]) -> int:
+    """Return the exit status of a command line after a RetryableError (a peer failed)."""
     name, _ = split_command(shared_parser().parse_known_args(words)[1])
-    return find_command(name).let_down_status
+    return find_command(name).retryable_status
 
 
 def run(argv: Sequence[str]) -> int:
@@ -93,13 +92,21 @@ def run(argv: Sequence[str]) -> int:
     shared, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help"):
         parser.epilog = "\n".join(
-            [listed(all_commands()), "", "`monolith COMMAND --help` lists the options of a command."]
+            [grouped(all_commands()), "", "`monolith COMMAND --help` lists the options of a command."]
         )
         parser.print_help()
         return 0
+    if (renamed := new_words(rest)) != rest:
+        count = next(n for n in (2, 1) if " ".join(rest[:n]) in RENAMED)
+        old = " ".join(rest[:count])
+        with suppress(OSError):  # standard error may be a file on a full disk
+            sys.stderr.write(f"monolith: `monolith {old}` is now `monolith {RENAMED[old]}`\n")
+        rest = renamed
     if rest[-1] in ("-h", "--help") and (begun := commands_under(rest[:-1])):
-        sys.stdout.write(f"usage: monolith {' '.join(rest[:-1])} ... [options]\n\n{listed(begun)}\n")
-        return 0
+        if " ".join(rest[:-1]) not in all_commands():
+            sys.stdout.write(f"usage: monolith {' '.join(rest[:-1])} ... [options]\n\n{listed(begun)}\n")
+            return 0
+        sys.stdout.write(f"see also `monolith NAME --help` of its other {listed(begun)}\n\n")
     name, flags = split_command(rest)
     options = parse_options(name, flags, argv)
 
@@ -107,7 +114,8 @@ def run(argv: Sequence[str]) -> int:
 
     quiet = getattr(options, "quiet", False)
     observe.configure_logging(shared.log_level or ("warning" if quiet else "info"), json=shared.json_logs)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells standard error of every start
+    # Otherwise torch's profiler writes a line to standard error at every start.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     observe.install_stack_dump()
     raise_file_limit()
     if is_rank_of_mpi():
@@ -157,6 +165,31 @@ def listed(commands: Iterable[str]) -> str:
     return "\n".join(["commands:", *(f"  {name:<{width}}  {find_command(name).summary}" for name in names)])
 
 
+def grouped(commands: Iterable[str]) -> str:
+    """Return a line for each first word: what the command does, or which commands begin with that word."""
+    under: dict[str, list[str]] = {}
+    for name in commands:
+        word, _, rest = name.partition(" ")
+        under.setdefault(word, []).append(rest)
+    width = max(map(len, under))
+    lines = ["commands:"]
+    for word, names in under.items():
+        more = " | ".join(filter(None, names))
+        text = find_command(word).summary if "" in names else more
+        lines.append(f"  {word:<{width}}  {text}")
+        if "" in names and more:
+            lines.append(f"  {'':<{width}}  also: {word} {more}")
+    return "\n".join(lines)
+
+
+def new_words(arguments: Sequence[str]) -> list[str]:
+    """Return a command line in which the old name of a command is replaced by its new one."""
+    for count in (2, 1):
+        if (new := RENAMED.get(" ".join(arguments[:count]))) is not None:
+            return [*new.split(), *arguments[count:]]
+    return list(arguments)
+
+
 def commands_under(words: Sequence[str]) -> list[str]:
     """Return the commands that begin with these words, and have more: those of `bench`."""
     count = len(words)
@@ -166,10 +199,11 @@ def commands_under(words: Sequence[str]) -> list[str]:
 
 def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Return the command that the first words name, and the arguments after it."""
+    arguments = new_words(arguments)
     # A command of the library is found without reading the entry points.
     own = any(name.split()[0] == arguments[0] for name in COMMANDS)
     known = COMMANDS if own else all_commands()
-    for name in known:
+    for name in sorted(known, key=len, reverse=True):  # `status watch` before `status`
         words = name.split()
         if list(arguments[: len(words)]) == words:
             return name, list(arguments[len(words) :])

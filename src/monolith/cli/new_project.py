@@ -6,7 +6,7 @@ import random
 import re
 import sys
 
-from monolith.cli.options.new import NewOptions
+from monolith.cli.options.jobs import NewOptions
 from monolith.errors import ConfigError
 
 EXAMPLES = 3000

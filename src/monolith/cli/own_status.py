@@ -1,4 +1,4 @@
-"""How this process of a run stands: put together for `monolith top`, from what it does.
+"""How this process of a run stands: put together for `monolith status watch`, from what it does.
 
 starting ──► training ◄──► halted          a worker; `rejoining` after others were lost
 waiting for the chief ──► serving ◄──► saving, restoring          a server

@@ -1,4 +1,4 @@
-"""`monolith profile [JOB]`: where the time of a running job goes, asked of all its processes at once.
+"""`monolith status profile [JOB]`: where the time of a running job goes, asked of all its processes at once.
 
 Jobs of this user on this machine are found by themselves, see `monolith.cluster.local_jobs`. Processes of a
 run on other machines are asked by their control servers, which the status files of the model_dir name.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monolith import filesystem
-from monolith.cli.options.profile import ProfileOptions
+from monolith.cli.options.jobs import ProfileOptions
 from monolith.cluster.local_jobs import GivenUp, LocalProcess, ask_process, listening, local_processes
 from monolith.cluster.security import SecurityConfig
 from monolith.cluster.status import ProcessStatus
@@ -146,7 +146,7 @@ def chosen_processes(options: ProfileOptions, environ: Mapping[str, str]) -> lis
     if not asks.keys() - unreached:
         raise UnavailableError(
             f"profile: no process of {options.run} can be asked: they run on another machine or as another "
-            "user. Run `monolith profile` there, or start the run with --control."
+            "user. Run `monolith status profile` there, or start the run with --control."
         )
     return [
         ask
@@ -211,8 +211,8 @@ def remote_processes(options: ProfileOptions, *, known_here: bool) -> list[Proce
     Args:
         known_here: Whether processes of it were found on this machine, so that it need not say anything.
     """
-    from monolith.cli.options.top import TopOptions
-    from monolith.cli.top import source_of
+    from monolith.cli.options.jobs import TopOptions
+    from monolith.cli.status import source_of
 
     if known_here and "://" not in options.run and not Path(options.run).is_dir():
         return []  # a name
@@ -260,8 +260,8 @@ def ask_control(one: ProcessStatus, options: ProfileOptions) -> dict[str, Any]:
     try:
         if not one.control:
             raise UnavailableError(
-                f"runs on {one.host or 'another machine'} without a control server; run `monolith profile` "
-                "there, or start it with --control"
+                f"runs on {one.host or 'another machine'} without a control server; run "
+                "`monolith status profile` there, or start it with --control"
             )
         from monolith.train.hooks import ControlClient
 

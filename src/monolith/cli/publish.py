@@ -1,4 +1,4 @@
-"""`monolith publish status | hold | resume | rollback`: what a run lets out to the servers that follow it."""
+"""`monolith publish status | pause | resume | rollback`: control the rows that a run publishes to servers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-from monolith.cli.options.publish import (
-    PublishHoldOptions,
+from monolith.cli.options.jobs import (
+    PublishPauseOptions,
     PublishResumeOptions,
     PublishRollbackOptions,
     PublishStatusOptions,
@@ -23,22 +23,22 @@ _ADDRESS = re.compile(r"[^/\\]+:[0-9]{1,5}")
 
 
 def status(options: PublishStatusOptions) -> int:
-    """Say how publishing stands."""
+    """Print the status of publishing."""
     return _order(options, "status")
 
 
-def hold(options: PublishHoldOptions) -> int:
-    """Hold it back."""
+def pause(options: PublishPauseOptions) -> int:
+    """Pause publishing."""
     return _order(options, "hold", reason=options.reason)
 
 
 def resume(options: PublishResumeOptions) -> int:
-    """Let it go on."""
+    """Resume publishing."""
     return _order(options, "resume", *(("release",) if options.include_withheld else ()))
 
 
 def rollback(options: PublishRollbackOptions) -> int:
-    """Take servers back to a version."""
+    """Roll servers back to a version."""
     return _order(options, "rollback", version=options.version)
 
 

@@ -17,6 +17,7 @@ from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_calls import RankPort
+from monolith.store.rank_groups import RankOptions
 from monolith.train import Peers, TrainReport
 from monolith.train.fleet.joining import reach_servers
 from monolith.train.ranks.joining import RankMeeting
@@ -58,12 +59,12 @@ def as_rank(
         environ=environ,
         port=RankPort(host=host, guard=guard_listener(host, security), limits=run.limits),
         start=timeouts.start,
-        options={
-            "timeout": timeouts.exchange,
-            "silence": timeouts.silence,
-            "backend": run.ranks.backend,
-            "rows_backend": run.ranks.backend if run.train.embedding_device == "device" else "gloo",
-        },
+        options=RankOptions(
+            timeout=timeouts.exchange,
+            silence=timeouts.silence,
+            backend=run.ranks.backend,
+            rows_backend=run.ranks.backend if run.train.embedding_device == "device" else "gloo",
+        ),
         on_waiting=on_waiting,
     )
     try:

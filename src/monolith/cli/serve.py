@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from monolith.cli.data_service import reachable_host, say, told_to_stop
-from monolith.cli.options.security import SecurityOptions, guard_of, security_of
+from monolith.cli.options.flags import SecurityOptions, guard_of, security_of
 from monolith.cli.options.serve import ServeOptions
 from monolith.cli.profile import profiled_by_user
 from monolith.cli.serve_shards import follow_config, remote_rows, serve_rows, trainer_of
@@ -29,7 +29,6 @@ from monolith.cluster.launch.processes import Member, launch
 from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import ClockWatch
-from monolith.serve.servable.versions import list_versions
 from monolith.serve.server import (
     BatchingConfig,
     InferenceServer,
@@ -41,6 +40,7 @@ from monolith.serve.server import (
     VersionPolicy,
 )
 from monolith.serve.server.catalog import BestVersion, ServableCatalog, example_row, served_folder
+from monolith.serve.versions import list_versions
 from monolith.wire.ports import bound_socket, join_address
 
 READY = "ready"
@@ -188,7 +188,7 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
         which = f" --model {shlex.quote(first.name)}" if len(folders) > 1 else ""
         token = options.security.token_file
         shown = "" if token is None else f" --token-file {shlex.quote(str(token))}"
-        lines.append(f"ask it   monolith ask {url}{which}{shown} --row {shlex.quote(row)}")
+        lines.append(f"ask it   monolith query {url}{which}{shown} --row {shlex.quote(row)}")
     return lines
 
 

@@ -17,18 +17,18 @@ from pathlib import Path
 
 from monolith import filesystem
 from monolith.cli.data_service import reachable_host, say, told_to_stop
-from monolith.cli.options.security import guard_of, limits_of, security_of
+from monolith.cli.options.flags import guard_of, limits_of, security_of
 from monolith.cli.options.serve import ServeOptions
 from monolith.cluster import Discovery, open_discovery_url
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import Guard, SecurityConfig, derive_token, guard_caller, ssl_context
 from monolith.errors import ConfigError, MonolithError
 from monolith.observe import ClockWatch, Metrics, MetricsServer, progress
-from monolith.serve.following.config import ServeFollowConfig
+from monolith.serve.config import ServeFollowConfig
+from monolith.serve.manifest import read_servable
 from monolith.serve.rows import RowSource
-from monolith.serve.servable.manifest import read_servable
-from monolith.serve.servable.versions import list_versions
 from monolith.serve.shards import ServingServer, ShardsConfig, open_remote_rows
+from monolith.serve.versions import list_versions
 from monolith.sync.channel import OpenReader
 from monolith.sync.channels import open_reader, parse_channel_url
 from monolith.sync.run_identity import split_identity

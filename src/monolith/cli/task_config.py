@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from monolith import filesystem
-from monolith.cli.options.embeddings import EmbeddingsOptions
+from monolith.cli.options.jobs import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
 from monolith.cli.reading_flags import check_reading_flags, flags_of_model, with_values
 from monolith.cli.run_settings import run_of

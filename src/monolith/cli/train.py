@@ -439,7 +439,7 @@ def with_failover(
 
 
 def serve_metrics(metrics: Metrics, run: RunConfig, status: OwnStatus | None = None) -> MetricsServer | None:
-    """Let Prometheus ask for metrics, and `monolith top` for the status, where the config says so.
+    """Let Prometheus ask for metrics, and `monolith status watch` for the status, where the config says so.
 
     Raises:
         ConfigError: Others can reach the address, and nothing is demanded of them.

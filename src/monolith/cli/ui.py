@@ -6,8 +6,8 @@ import os
 from dataclasses import replace
 
 from monolith.cli.data_service import reachable_host, say, told_to_stop
-from monolith.cli.options.security import guard_of, security_of
-from monolith.cli.options.ui import UiOptions
+from monolith.cli.options.flags import guard_of, security_of
+from monolith.cli.options.jobs import UiOptions
 from monolith.cluster.security import SecurityConfig, ssl_context
 from monolith.errors import ConfigError
 from monolith.ui import Page

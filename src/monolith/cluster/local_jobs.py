@@ -147,7 +147,7 @@ def _open(environ: Mapping[str, str]) -> socket.socket | None:
         except (OSError, RequestError) as error:
             why = error
         server.close()
-    _log.info("`monolith profile` cannot ask this process: %s", why)
+    _log.info("`monolith status profile` cannot ask this process: %s", why)
     return None
 
 

@@ -190,8 +190,9 @@ class StatusBoard:
                 unfinished.write_bytes(text)
                 unfinished.replace(path)
         except TransientFilesystemError:
-            # On a full disk this is the place where `monolith top` says so. A file of less than a block has
-            # room for as much text again, so the old one is written over; a reader may see a torn one.
+            # `monolith status` must be able to report a full disk. A file of less than a block can be
+            # rewritten in place without new blocks, so the old one is overwritten. A reader may see a
+            # torn one.
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             _write_over(path, text)
@@ -314,7 +315,7 @@ class StatusWriter:
         except Exception as error:  # whatever it is, training goes on
             self._failures += 1
             if self._worth_saying.due(self._failures):
-                _log.warning("`monolith top` cannot see this process: %s", error)
+                _log.warning("`monolith status watch` cannot see this process: %s", error)
 
 
 class StatusPage:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from monolith.data.kafka import KafkaSource
     from monolith.data.pipeline import Pipeline
     from monolith.data.service import DataServiceSource
-    from monolith.data.service.flight import PortGuard
+    from monolith.data.service.messages import PortGuard
 
 FormatName = Literal[
     "tf_example",

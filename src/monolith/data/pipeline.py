@@ -25,21 +25,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
 from torch import Tensor
 
-from monolith.data.bad_values import BadTally, BadValues
+from monolith.data.batches import ColumnBatches, SpecBatches
 from monolith.data.buffering import Rebatched, Shuffled, Taken
-from monolith.data.kept import Kept
-from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
+from monolith.data.records import LINE_ID, BatchSpec, Records
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.source import Position, Stage, Stream, closed_after
-from monolith.data.spec_batches import SpecBatchMaker
 from monolith.data.transforming import SNAPSHOT_EVERY, transformed
 from monolith.data.transforms.transform import Transform
 from monolith.errors import ConfigError, DataError
@@ -133,8 +129,8 @@ class Pipeline(Stage[Records, Records]):
         `BatchSpec.optional`.
         """
         if isinstance(spec, FeatureSpec):
-            return Batches(_SpecBatched(self._source, spec))
-        return Batches(_Batched(self._source, spec))
+            return Batches(SpecBatches(self._source, spec))
+        return Batches(ColumnBatches(self._source, spec))
 
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)
@@ -167,88 +163,6 @@ class _Mapped(Stage[Records, Records]):
                     raise DataError(f"pipeline: map must return Records, got {type(made).__name__}")
                 if len(made):
                     yield made
-
-
-class _Batched(Stage[Batch, Records]):
-    def __init__(self, source: Stream[Records], spec: BatchSpec) -> None:
-        super().__init__(source)
-        self._spec = spec
-        self._make = BatchMaker(spec)
-        self._kept: Kept | None = None
-        self._resumed = False
-        self._dropped = BadTally()  # since the last time reading began
-
-    def allow_missing_labels(self) -> None:
-        super().allow_missing_labels()
-        labels = (column for column, _ in self._spec.labels.values())
-        optional = dict.fromkeys([*self._spec.optional, *labels])
-        self._spec = replace(self._spec, optional=tuple(optional))
-        self._make = BatchMaker(self._spec, resumed=self._resumed)
-
-    def keep_columns(self, names: Sequence[str]) -> bool:
-        self._kept = Kept(names)
-        return True
-
-    def bad_records(self) -> dict[str, int]:
-        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
-
-    def __iter__(self) -> Iterator[Batch]:
-        bad = BadValues(self._spec, self.reject, first_empty=self._source.find_empty_cell)
-        self._dropped = bad.tally
-        with closed_after(self._source) as batches:
-            for records in batches:
-                fine = bad.left_out(records)
-                if len(fine) or not len(records):
-                    batch = self._make(fine)
-                    yield batch if self._kept is None else self._kept.beside(batch, fine)
-        bad.judge(at_end=True)
-        self._make.end()
-
-    def restore(self, position: Position) -> None:
-        super().restore(position)
-        self._resumed = True
-        self._make = BatchMaker(self._spec, resumed=True)
-
-
-class _SpecBatched(Stage[Batch, Records]):
-    def __init__(self, source: Stream[Records], spec: FeatureSpec) -> None:
-        super().__init__(source)
-        self._spec = spec
-        self._resumed = False
-        self._kept: Kept | None = None
-        self._dropped = BadTally()  # since the last time reading began
-
-    def allow_missing_labels(self) -> None:
-        super().allow_missing_labels()
-        optional = dict.fromkeys([*self._spec.optional, *self._spec.targets])
-        self._spec = replace(self._spec, optional=tuple(optional))
-
-    def keep_columns(self, names: Sequence[str]) -> bool:
-        self._kept = Kept(names)
-        return True
-
-    def bad_records(self) -> dict[str, int]:
-        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
-
-    def __iter__(self) -> Iterator[Batch]:
-        make = SpecBatchMaker(
-            self._spec,
-            self.reject,
-            resumed=self._resumed,
-            kept=self._kept,
-            first_empty=self._source.find_empty_cell,
-        )
-        self._dropped = make.tally
-        with closed_after(self._source) as batches:
-            for records in batches:
-                made = make(records)
-                if made is not None:
-                    yield made
-        make.end()
-
-    def restore(self, position: Position) -> None:
-        super().restore(position)
-        self._resumed = True
 
 
 class _Watched(Stage[Records, Records]):

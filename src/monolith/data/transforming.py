@@ -287,7 +287,7 @@ def _check_exact(transform: Transform) -> None:
         raise ConfigError(
             f"pipeline: {name} draws from its {drawn[0]!r}, which would begin again after a restart. Give it "
             "state() and restore(), or draw by the number of a record, as "
-            "monolith.data.transforms.numbering.draw does."
+            "monolith.data.transforms.transform.draw does."
         )
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from monolith.config import config_from_mapping, to_dict
+from monolith.config.fields import argument_docs
 from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec
 from monolith.feature.spec import RowInitializer, RowOptimizer
@@ -30,7 +31,7 @@ from monolith.model.din import DeepInterest
 from monolith.model.dlrm import DLRM
 from monolith.model.ffm import FFM
 from monolith.model.mmoe import MMoE
-from monolith.model.ready import ReadyModel
+from monolith.model.ready import MODEL_DEFAULTS, ModelOptions, PlacementOptions, ReadyModel
 from monolith.model.two_tower import TwoTower
 from monolith.table import Initializer, Optimizer
 
@@ -116,15 +117,29 @@ def model_settings(kind: str) -> Any:
     """
     model = MODELS[kind]
     hints = typing.get_type_hints(model.__init__)
-    fields: list[Any] = []
+    found: dict[str, tuple[Any, Any]] = {}
     for parameter in inspect.signature(model).parameters.values():
-        if parameter.name in OF_THE_RUN:
+        hint = hints[parameter.name]
+        if parameter.kind is parameter.VAR_KEYWORD:  # `Unpack` of a TypedDict: the options of all models
+            (options,) = typing.get_args(hint)
+            types = typing.get_type_hints(options)
+            found |= {name: (types[name], MODEL_DEFAULTS[name]) for name in types}  # type: ignore[literal-required]
+        else:
+            found[parameter.name] = (hint, parameter.default)
+    fields: list[Any] = []
+    for name, (hint, default) in found.items():
+        if name in OF_THE_RUN:
             continue
-        hint = _PLAIN.get(hints[parameter.name], hints[parameter.name])
-        required = parameter.default is parameter.empty
-        default: Any = field() if required else field(default_factory=partial(_same, parameter.default))
-        fields.append((parameter.name, hint, default))
+        required = default is inspect.Parameter.empty
+        given: Any = field() if required else field(default_factory=partial(_same, default))
+        fields.append((name, _PLAIN.get(hint, hint), given))
     return dataclasses.make_dataclass(f"{model.__name__}Settings", fields, frozen=True, kw_only=True)
+
+
+def setting_docs(kind: str) -> dict[str, str]:
+    """Return the documentation of each setting of a ready model, by name."""
+    docs = [argument_docs(source) for source in (PlacementOptions, ModelOptions, MODELS[kind])]
+    return {name: text for found in docs for name, text in found.items()}
 
 
 def _same(value: Any) -> Any:

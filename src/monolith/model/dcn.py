@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
-from monolith.model.collection import EmbeddingCollection
-from monolith.model.features import Feature, FeatureSet
+from monolith.feature import CONCAT, FeatureSpec, Layout
+from monolith.model.features import Feature
 from monolith.model.ready import (
-    FloatFeatures,
     InputAxes,
+    ModelInputs,
+    ModelOptions,
     WatchedDense,
     WatchedModel,
     along,
     beside,
     check_combined,
-    seeded,
     tower,
 )
 from monolith.nn import DCN, Dense
-from monolith.store import Store
-from monolith.table import Initializer, Optimizer
 
 CROSS_AXES: Mapping[str, tuple[str, ...]] = {
     "bias": ("0",),
@@ -79,13 +77,7 @@ class DCNv2(WatchedModel):
         cross_layers: Each multiplies what it is given with the first input once more.
         cross: "matrix" or, cheaper for wide inputs, "mixed"; see `nn.DCN`.
         hidden: Widths of the MLP's hidden layers.
-        floats: Inputs of numbers: name to width. They stand beside the vectors.
-        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
-        initializer: Of vectors; by default even within 0.05 of 0.
-        store, device, threads: See `EmbeddingCollection`.
-        seed: For the first values of rows and weights.
-        dropout: Of the MLP's hidden units in training.
-        kernel_norm: Normalise the kernels of crosses and MLP; see `nn.MLP`.
+        options: See `ModelOptions`.
     """
 
     def __init__(
@@ -96,32 +88,22 @@ class DCNv2(WatchedModel):
         cross_layers: int = 2,
         cross: str = "matrix",
         hidden: Sequence[int] = (128, 64),
-        floats: Mapping[str, int] | None = None,
-        optimizer: Optimizer = ROW_OPTIMIZER,
-        initializer: Initializer | None = None,
-        store: Store | None = None,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        threads: int | None = None,
-        dropout: float = 0.0,
-        kernel_norm: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> None:
-        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
+        inputs = ModelInputs("DCNv2", features, options)
+        chosen, numbers = inputs.features, inputs.floats
         check_combined("DCNv2", chosen)
-        numbers = FloatFeatures(floats, chosen.spec)
-        with seeded(seed):
+        with inputs.seeded():
             dense = DCNv2Dense(
                 sum(chosen.widths(dim).values()) + numbers.width,
                 cross_layers,
                 hidden,
                 cross=cross,
-                dropout=dropout,
-                kernel_norm=kernel_norm,
+                **inputs.tower,
             )
         layout = Layout("vectors", CONCAT, chosen.vectors(dim))
-        embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
         segments = chosen.widths(dim) | numbers.widths
-        super().__init__(embeddings, dense, ("vectors",), numbers, segments=segments, spec=chosen.spec)
+        super().__init__(inputs, [layout], dense, segments=segments)
         self._hidden = hidden[-1]
 
     @property

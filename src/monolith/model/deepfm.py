@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from monolith.feature import ADDN, CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
-from monolith.model.collection import EmbeddingCollection
-from monolith.model.features import Feature, FeatureSet
+from monolith.model.features import Feature
 from monolith.model.ready import (
-    FloatFeatures,
+    ModelInputs,
+    ModelOptions,
     WatchedDense,
     WatchedModel,
     beside,
     check_combined,
     check_one_width,
-    seeded,
     tower,
 )
-from monolith.store import Store
-from monolith.table import Initializer, Optimizer
+from monolith.table import Optimizer
 
 
 def factorization_machine(vectors: Tensor, features: int) -> Tensor:
@@ -78,13 +77,8 @@ class DeepFM(WatchedModel):
             all of them, and the numbers, too.
         dim: Width of each feature's vector, beside its bias.
         hidden: Widths of the MLP's hidden layers.
-        floats: Inputs of numbers: name to width. The MLP reads them, too.
-        optimizer, bias_optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
-        initializer: Of vectors; by default even within 0.05 of 0.
-        store, device, threads: See `EmbeddingCollection`.
-        seed: For the first values of rows and weights.
-        dropout: Of hidden units in training.
-        kernel_norm: Normalise the MLP's kernels; see `nn.MLP`.
+        bias_optimizer: The optimizer of biases; by default that of vectors.
+        options: See `ModelOptions`.
     """
 
     def __init__(
@@ -93,31 +87,24 @@ class DeepFM(WatchedModel):
         *,
         dim: int = 16,
         hidden: Sequence[int] = (128, 64),
-        floats: Mapping[str, int] | None = None,
-        optimizer: Optimizer = ROW_OPTIMIZER,
         bias_optimizer: Optimizer = ROW_OPTIMIZER,
-        initializer: Initializer | None = None,
-        store: Store | None = None,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        threads: int | None = None,
-        dropout: float = 0.0,
-        kernel_norm: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> None:
-        chosen = FeatureSet(
-            features, bias=True, optimizer=optimizer, bias_optimizer=bias_optimizer, initializer=initializer
-        )
+        inputs = ModelInputs("DeepFM", features, options, bias=True, bias_optimizer=bias_optimizer)
+        chosen, numbers = inputs.features, inputs.floats
         check_combined("DeepFM", chosen)
         check_one_width("DeepFM", chosen, dim)
-        numbers = FloatFeatures(floats, chosen.spec)
-        with seeded(seed):
+        with inputs.seeded():
             dense = DeepFMDense(
-                len(chosen), dim, numbers.width, hidden, dropout=dropout, kernel_norm=kernel_norm
+                len(chosen),
+                dim,
+                numbers.width,
+                hidden,
+                **inputs.tower,
             )
         layouts = [
             Layout("bias", ADDN, chosen.bias()),
             Layout("vectors", CONCAT, chosen.vectors(dim)),
         ]
-        embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
         segments = dict.fromkeys(chosen.names, dim) | numbers.widths
-        super().__init__(embeddings, dense, ("bias", "vectors"), numbers, segments=segments, spec=chosen.spec)
+        super().__init__(inputs, layouts, dense, segments=segments)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
+from monolith.feature import CONCAT, FeatureSpec, Layout
 from monolith.feature.spec import GAP
-from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import (
-    FloatFeatures,
     InputAxes,
+    ModelInputs,
+    ModelOptions,
     WatchedDense,
     WatchedModel,
     along,
-    seeded,
     tower,
 )
 from monolith.nn import DIN
-from monolith.store import Store
-from monolith.table import Initializer, Optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +94,7 @@ class DeepInterest(WatchedModel):
         dim: Width of each feature's vector.
         attention: Widths of the hidden layers of each attention.
         hidden: Widths of the MLP's hidden layers.
-        floats: Inputs of numbers: name to width. They stand beside the vectors.
-        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
-        initializer: Of vectors; by default even within 0.05 of 0.
-        store, device, threads: See `EmbeddingCollection`.
-        seed: For the first values of rows and weights.
-        dropout: Of the MLP's hidden units in training.
-        kernel_norm: Normalise the MLP's kernels; see `nn.MLP`.
+        options: See `ModelOptions`.
     """
 
     def __init__(
@@ -113,49 +105,32 @@ class DeepInterest(WatchedModel):
         dim: int = 16,
         attention: Sequence[int] = (32,),
         hidden: Sequence[int] = (128, 64),
-        floats: Mapping[str, int] | None = None,
-        optimizer: Optimizer = ROW_OPTIMIZER,
-        initializer: Initializer | None = None,
-        store: Store | None = None,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        threads: int | None = None,
-        dropout: float = 0.0,
-        kernel_norm: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> None:
         if not hidden:
             raise ConfigError("DeepInterest: hidden must have at least one width")
-        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
-        numbers = FloatFeatures(floats, chosen.spec)
+        inputs = ModelInputs("DeepInterest", features, options)
+        chosen, numbers = inputs.features, inputs.floats
         widths = chosen.widths(dim)
         plain = [name for name in chosen.names if not chosen[name].combiner.length]
         sequences = _attentions(chosen, plain, widths, queries or {})
-        with seeded(seed):
+        with inputs.seeded():
             dense = DeepInterestDense(
                 sum(widths[name] for name in plain),
                 sequences,
                 numbers.width,
                 attention,
                 hidden,
-                dropout=dropout,
-                kernel_norm=kernel_norm,
+                **inputs.tower,
             )
         vectors = dict(zip(chosen.names, chosen.vectors(dim), strict=True))
         layouts = [Layout("vectors", CONCAT, [vectors[name] for name in plain])]
         for one in sequences:
             names = [one.sequence, one.sequence + GAP] if one.has_gaps else [one.sequence]
             layouts += [Layout(f"sequence {name}", CONCAT, [vectors[name]]) for name in names]
-        embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
         segments = {name: widths[name] for name in plain}
         segments |= {one.sequence: one.width for one in sequences} | numbers.widths
-        super().__init__(
-            embeddings,
-            dense,
-            [layout.name for layout in layouts],
-            numbers,
-            segments=segments,
-            spec=chosen.spec,
-        )
+        super().__init__(inputs, layouts, dense, segments=segments)
         self._attended = tuple(one.width for one in sequences)
 
     @property

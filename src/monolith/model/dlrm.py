@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import ROW_OPTIMIZER, STACK, FeatureSpec, Layout
-from monolith.model.collection import EmbeddingCollection
-from monolith.model.features import Feature, FeatureSet
+from monolith.feature import STACK, FeatureSpec, Layout
+from monolith.model.features import Feature
 from monolith.model.ready import (
-    FloatFeatures,
     InputAxes,
     LogitModel,
+    ModelInputs,
+    ModelOptions,
     along,
     check_combined,
     check_one_width,
-    seeded,
     tower,
 )
-from monolith.store import Store
-from monolith.table import Initializer, Optimizer
 
 
 class DLRMDense(nn.Module):
@@ -69,48 +67,38 @@ class DLRM(LogitModel):
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
             all of them, and the numbers, too.
-        floats: Inputs of numbers: name to width. There must be some; `DeepFM` does without.
         dim: Width of each feature's vector, and of what the bottom MLP makes of the numbers.
         bottom: Widths of the bottom MLP's hidden layers, before the last, which has `dim`.
         top: Widths of the top MLP's hidden layers.
-        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
-        initializer: Of vectors; by default even within 0.05 of 0.
-        store, device, threads: See `EmbeddingCollection`.
-        seed: For the first values of rows and weights.
-        dropout: Of the top MLP's hidden units in training.
-        kernel_norm: Normalise the MLPs' kernels; see `nn.MLP`.
+        options: See `ModelOptions`.
     """
 
     def __init__(
         self,
         features: Sequence[Feature | str] | FeatureSpec,
         *,
-        floats: Mapping[str, int] | None = None,
         dim: int = 16,
         bottom: Sequence[int] = (64,),
         top: Sequence[int] = (128, 64),
-        optimizer: Optimizer = ROW_OPTIMIZER,
-        initializer: Initializer | None = None,
-        store: Store | None = None,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        threads: int | None = None,
-        dropout: float = 0.0,
-        kernel_norm: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> None:
-        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
+        inputs = ModelInputs("DLRM", features, options)
+        chosen, numbers = inputs.features, inputs.floats
         check_combined("DLRM", chosen)
         check_one_width("DLRM", chosen, dim)
-        numbers = FloatFeatures(floats, chosen.spec)
         if not numbers.width:
             raise ConfigError("DLRM: needs float features for its bottom MLP; without any, use DeepFM")
-        with seeded(seed):
+        with inputs.seeded():
             dense = DLRMDense(
-                len(chosen), dim, numbers.width, bottom, top, dropout=dropout, kernel_norm=kernel_norm
+                len(chosen),
+                dim,
+                numbers.width,
+                bottom,
+                top,
+                **inputs.tower,
             )
         layout = Layout("vectors", STACK, chosen.vectors(dim))
-        embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
-        super().__init__(embeddings, dense, ("vectors",), numbers, spec=chosen.spec)
+        super().__init__(inputs, [layout], dense)
         self._names, self._dim = tuple(chosen.names), dim
 
     @property

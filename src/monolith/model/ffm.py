@@ -7,6 +7,7 @@ pairs, four biases.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -14,10 +15,8 @@ from torch import Tensor, nn
 
 from monolith.errors import ConfigError
 from monolith.feature import ADDN, BIAS_OPTIMIZER, CONCAT, Batch, FeatureIds, FeatureSpec, Layout
-from monolith.model.collection import EmbeddingCollection
-from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, LogitModel, check_combined
-from monolith.store import Store
+from monolith.model.features import Feature
+from monolith.model.ready import LogitModel, ModelInputs, PlacementOptions, check_combined
 from monolith.table import Ftrl, Initializer, Optimizer, Sgd
 from monolith.tensors import RaggedTensor
 
@@ -66,7 +65,7 @@ class FFM(LogitModel):
         biases: Features whose biases count; all by default.
         optimizer, bias_optimizer: Of rows, where a feature does not say.
         initializer: Of vectors; by default even within 0.05 of 0.
-        store, device, seed, threads: See `EmbeddingCollection`.
+        options: See `PlacementOptions`.
     """
 
     def __init__(
@@ -78,18 +77,17 @@ class FFM(LogitModel):
         optimizer: Optimizer = FFM_OPTIMIZER,
         bias_optimizer: Optimizer = FFM_BIAS_OPTIMIZER,
         initializer: Initializer | None = None,
-        store: Store | None = None,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        threads: int | None = None,
+        **options: Unpack[PlacementOptions],
     ) -> None:
-        chosen = FeatureSet(
+        inputs = ModelInputs(
+            "FFM",
             features,
+            {"optimizer": optimizer, "initializer": initializer, **options},  # type: ignore[typeddict-item]
             bias=True if biases is None else biases,
-            optimizer=optimizer,
             bias_optimizer=bias_optimizer,
-            initializer=initializer,
+            reads_floats=False,
         )
+        chosen = inputs.features
         check_combined("FFM", chosen)
         if not pairs:
             raise ConfigError("FFM: needs at least one pair of features")
@@ -101,29 +99,17 @@ class FFM(LogitModel):
         layouts = [Layout("left", CONCAT, left), Layout("right", CONCAT, right)]
         if biased := chosen.names if biases is None else tuple(biases):
             layouts.append(Layout("bias", ADDN, chosen.bias(biased)))
-        embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
-        super().__init__(
-            embeddings, FFMDense(), [layout.name for layout in layouts], FloatFeatures(None), spec=chosen.spec
-        )
+        super().__init__(inputs, layouts, FFMDense())
 
 
-def ffm_sample(
-    *,
-    store: Store | None = None,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    threads: int | None = None,
-) -> FFM:
+def ffm_sample(**options: Unpack[PlacementOptions]) -> FFM:
     """Return upstream's sample model: slots "0" to "5", read by features `feature_0` to `feature_5`."""
     names = [f"feature_{slot}" for slot in range(NUM_SLOTS)]
     return FFM(
         [Feature(name=name, slot=str(slot)) for slot, name in enumerate(names)],
         [(names[one], names[other], dim) for one, other, dim in FFM_PAIRS],
         biases=[names[slot] for slot in FFM_BIASES],
-        store=store,
-        device=device,
-        seed=seed,
-        threads=threads,
+        **options,
     )
 
 

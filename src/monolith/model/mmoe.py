@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
-from monolith.model.collection import EmbeddingCollection
-from monolith.model.features import Feature, FeatureSet
+from monolith.feature import CONCAT, FeatureSpec, Layout
+from monolith.model.features import Feature
 from monolith.model.ready import (
-    FloatFeatures,
     InputAxes,
     ModelInput,
+    ModelInputs,
+    ModelOptions,
     ReadyModel,
     along,
     beside,
     check_combined,
-    seeded,
     tower,
 )
 from monolith.nn import MMoELayer as MixtureOfExperts
-from monolith.store import Store
-from monolith.table import Initializer, Optimizer
 
 
 class TaskLogits(NamedTuple):
@@ -97,13 +93,7 @@ class MMoE(ReadyModel):
         hidden: Widths of the hidden layers of each task's tower.
         gate_type, top_k: Which experts a task mixes; see `nn.MMoE`. With gates that keep only some, add
             a little of `load_loss` to the loss: see `forward_with_load`.
-        floats: Inputs of numbers: name to width. They stand beside the vectors.
-        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
-        initializer: Of vectors; by default even within 0.05 of 0.
-        store, device, threads: See `EmbeddingCollection`.
-        seed: For the first values of rows and weights.
-        dropout: Of the towers' hidden units in training.
-        kernel_norm: Normalise the kernels of experts and towers; see `nn.MLP`.
+        options: See `ModelOptions`.
     """
 
     def __init__(
@@ -117,24 +107,16 @@ class MMoE(ReadyModel):
         hidden: Sequence[int] = (32,),
         gate_type: str = "softmax",
         top_k: int = 1,
-        floats: Mapping[str, int] | None = None,
-        optimizer: Optimizer = ROW_OPTIMIZER,
-        initializer: Initializer | None = None,
-        store: Store | None = None,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        threads: int | None = None,
-        dropout: float = 0.0,
-        kernel_norm: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> None:
         if tasks is None:
             tasks = list(features.labels) if isinstance(features, FeatureSpec) else ()
         if not tasks or len(set(tasks)) < len(tasks):
             raise ConfigError(f"MMoE: tasks must be one or more different names, got {list(tasks)}")
-        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
+        inputs = ModelInputs("MMoE", features, options)
+        chosen, numbers = inputs.features, inputs.floats
         check_combined("MMoE", chosen)
-        numbers = FloatFeatures(floats, chosen.spec)
-        with seeded(seed):
+        with inputs.seeded():
             dense = MMoEDense(
                 sum(chosen.widths(dim).values()) + numbers.width,
                 tasks,
@@ -143,12 +125,10 @@ class MMoE(ReadyModel):
                 hidden,
                 gate_type=gate_type,
                 top_k=top_k,
-                dropout=dropout,
-                kernel_norm=kernel_norm,
+                **inputs.tower,
             )
         layout = Layout("vectors", CONCAT, chosen.vectors(dim))
-        embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
-        super().__init__(embeddings, dense, ("vectors",), numbers, spec=chosen.spec)
+        super().__init__(inputs, [layout], dense)
         self._segments = chosen.widths(dim) | numbers.widths
         self._num_experts = num_experts
 

@@ -9,8 +9,8 @@ takes `model.parameters()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,128 @@ from torch.utils.hooks import RemovableHandle
 
 from monolith.cuda import ModuleGraph
 from monolith.errors import ConfigError, FeatureError
-from monolith.feature import Batch, FeatureSpec
+from monolith.feature import ROW_OPTIMIZER, Batch, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection, Input, PreparedBatch
-from monolith.model.features import FeatureSet
+from monolith.model.features import Feature, FeatureSet
 from monolith.nn import Dense, watch_segments
+from monolith.store import Store
+from monolith.table import Initializer, Optimizer
 
 ModelInput = Input | PreparedBatch
 """What a model reads: a batch, its ids alone, or rows that were looked up ahead."""
 
 
+class PlacementOptions(TypedDict, total=False):
+    """Where the rows of a ready model live, and from which seed they start.
+
+    Args:
+        store: The store that holds the rows; by default a new one in this process.
+        device: The device of the dense half, "cpu" by default; rows are copied there.
+        seed: The seed of the first values of rows and weights, 0 by default.
+        threads: The threads that look up rows; by default as many as the machine has cores.
+    """
+
+    store: Store | None
+    device: torch.device | str
+    seed: int
+    threads: int | None
+
+
+class ModelOptions(PlacementOptions, total=False):
+    """Arguments that each ready model takes in addition to its own.
+
+    Args:
+        floats: Float features: name to width. The MLP reads them, too. A `FeatureSpec` names them itself.
+        optimizer: The optimizer of rows whose feature names none; see `ROW_OPTIMIZER` for losses.
+        initializer: The initializer of vectors; by default uniform within 0.05 of 0.
+        dropout: The fraction of the MLP's hidden units that is dropped in training, 0 by default.
+        kernel_norm: Whether the kernels of dense layers are normalized; see `nn.MLP`.
+    """
+
+    floats: Mapping[str, int] | None
+    optimizer: Optimizer
+    initializer: Initializer | None
+    dropout: float
+    kernel_norm: bool
+
+
+MODEL_DEFAULTS: ModelOptions = {
+    "store": None,
+    "device": "cpu",
+    "seed": 0,
+    "threads": None,
+    "floats": None,
+    "optimizer": ROW_OPTIMIZER,
+    "initializer": None,
+    "dropout": 0.0,
+    "kernel_norm": False,
+}
+"""The values of options that a caller leaves out."""
+
+
+class TowerOptions(TypedDict):
+    """The options that dense halves pass to each `tower`."""
+
+    dropout: float
+    kernel_norm: bool
+
+
+class ModelInputs:
+    """The inputs of a ready model: its ID features, its float features, and the options for both.
+
+    Args:
+        model: The name of the model's class, for errors.
+        bias: Whether each feature has a bias besides its vector; or the features that have one.
+        bias_optimizer: The optimizer of biases; by default that of vectors.
+        reads_floats: Whether the model reads the float features of its spec.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        features: Sequence[Feature | str] | FeatureSpec,
+        options: ModelOptions,
+        *,
+        bias: bool | Sequence[str] = False,
+        bias_optimizer: Optimizer | None = None,
+        reads_floats: bool = True,
+    ) -> None:
+        if unknown := sorted(options.keys() - MODEL_DEFAULTS.keys()):
+            raise TypeError(f"{model}() got an unexpected keyword argument {unknown[0]!r}")
+        self._options: ModelOptions = {**MODEL_DEFAULTS, **options}
+        self.features = FeatureSet(
+            features,
+            bias=bias,
+            optimizer=self._options["optimizer"],
+            bias_optimizer=bias_optimizer or self._options["optimizer"],
+            initializer=self._options["initializer"],
+        )
+        spec = self.features.spec
+        self.floats = FloatFeatures(self._options["floats"], spec) if reads_floats else FloatFeatures(None)
+
+    @property
+    def tower(self) -> TowerOptions:
+        """The options that dense halves pass to each `tower`."""
+        return {"dropout": self._options["dropout"], "kernel_norm": self._options["kernel_norm"]}
+
+    def seeded(self) -> AbstractContextManager[None]:
+        """Return a context in which dense weights are drawn from the model's seed."""
+        return seeded(self._options["seed"])
+
+    def embeddings(self, layouts: Sequence[Layout]) -> EmbeddingCollection:
+        """Return the embeddings of the model, laid out as its dense half reads them."""
+        options = self._options
+        return EmbeddingCollection(
+            layouts,
+            store=options["store"],
+            device=options["device"],
+            seed=options["seed"],
+            threads=options["threads"],
+        )
+
+
 class FloatFeatures:
-    """The features of a model that are numbers already, side by side.
+    """The float features of a model, concatenated.
 
     Args:
         widths: Feature to how many numbers it has in each example.
@@ -188,27 +299,20 @@ class ReadyModel(nn.Module):
     """Embeddings, and a dense half over them.
 
     Args:
-        inputs: Layouts in the order in which `dense` takes them; the float features come last.
-        spec: What its features were made of.
+        inputs: The features of the model and its options.
+        layouts: The embeddings in the order in which `dense` takes them; the float features come last.
+        dense: The dense half.
     """
 
-    def __init__(
-        self,
-        embeddings: EmbeddingCollection,
-        dense: nn.Module,
-        inputs: Sequence[str],
-        floats: FloatFeatures,
-        *,
-        spec: FeatureSpec | None = None,
-    ) -> None:
+    def __init__(self, inputs: ModelInputs, layouts: Sequence[Layout], dense: nn.Module) -> None:
         super().__init__()
-        self.spec = spec
-        """What turns raw data into what it reads, and what its checkpoints keep; None where it was made of
-        features by hand."""
-        self.embeddings = embeddings
-        self.dense = dense.to(embeddings.device)
-        self.floats = floats
-        self._inputs = tuple(inputs)
+        self.spec = inputs.features.spec
+        """Turns raw data into the model's inputs and is saved with its checkpoints; None if the features were
+        given one by one."""
+        self.embeddings = inputs.embeddings(layouts)
+        self.dense = dense.to(self.embeddings.device)
+        self.floats = inputs.floats
+        self._inputs = tuple(layout.name for layout in layouts)
 
     @property
     def input_axes(self) -> InputAxes:
@@ -262,15 +366,13 @@ class WatchedModel(LogitModel):
 
     def __init__(
         self,
-        embeddings: EmbeddingCollection,
+        inputs: ModelInputs,
+        layouts: Sequence[Layout],
         dense: nn.Module,
-        inputs: Sequence[str],
-        floats: FloatFeatures,
         *,
         segments: Mapping[str, int],
-        spec: FeatureSpec | None = None,
     ) -> None:
-        super().__init__(embeddings, dense, inputs, floats, spec=spec)
+        super().__init__(inputs, layouts, dense)
         self.segments = dict(segments)
         """Feature to its width, in the order in which they lie in the input of the first layer."""
 

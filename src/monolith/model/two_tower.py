@@ -9,28 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, ROW_OPTIMIZER, Batch, FeatureSpec, Layout
-from monolith.model.collection import EmbeddingCollection
+from monolith.feature import CONCAT, Batch, FeatureSpec, Layout
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import (
     FloatFeatures,
     InputAxes,
     ModelInput,
+    ModelInputs,
+    ModelOptions,
     along,
     check_combined,
-    seeded,
     tower,
 )
 from monolith.nn import ItemFrequency, accidental_hits, sampled_softmax_loss
-from monolith.store import Store
-from monolith.table import Initializer, Optimizer
 
 USER, ITEM = "user", "item"
 Similarity = Literal["dot", "cosine"]
@@ -67,13 +65,7 @@ class TwoTower(nn.Module):
             of examples that are not positive, such as `NegativeGeneration` makes, or both.
         correction: Whether scores are corrected by how often each item is in a batch; see `ItemFrequency`.
         frequency_buckets: Of that estimate, a power of two: some per item that is seen often.
-        floats: Inputs of numbers: name to width. They stand beside the vectors of their tower.
-        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
-        initializer: Of vectors; by default even within 0.05 of 0.
-        store, device, threads: See `EmbeddingCollection`.
-        seed: For the first values of rows and weights.
-        dropout: Of the hidden units in training.
-        kernel_norm: Normalise the kernels of the towers; see `nn.MLP`.
+        options: See `ModelOptions`.
     """
 
     def __init__(
@@ -92,15 +84,7 @@ class TwoTower(nn.Module):
         negatives: Negatives = "both",
         correction: bool = True,
         frequency_buckets: int = 1 << 16,
-        floats: Mapping[str, int] | None = None,
-        optimizer: Optimizer = ROW_OPTIMIZER,
-        initializer: Initializer | None = None,
-        store: Store | None = None,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        threads: int | None = None,
-        dropout: float = 0.0,
-        kernel_norm: bool = False,
+        **options: Unpack[ModelOptions],
     ) -> None:
         super().__init__()
         for name, given, known in (
@@ -115,8 +99,8 @@ class TwoTower(nn.Module):
             raise ConfigError(f"TwoTower: temperature must be above 0, got {temperature}")
         if out < 1:
             raise ConfigError(f"TwoTower: out must be at least 1, got {out}")
-        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
-        numbers = FloatFeatures(floats, chosen.spec).widths
+        inputs = ModelInputs("TwoTower", features, options)
+        chosen, numbers = inputs.features, inputs.floats.widths
         sides = _sides(list(chosen.names), list(numbers), user, item)
         self.spec = chosen.spec
         """What turns raw data into what it reads, and what its checkpoints keep; None where it was made of
@@ -136,7 +120,7 @@ class TwoTower(nn.Module):
         layouts, widths = [], chosen.widths(dim)
         towers: dict[str, nn.Module] = {}
         self._numbers: dict[str, FloatFeatures] = {}
-        with seeded(seed):
+        with inputs.seeded():
             for side, names in sides.items():
                 ids = [name for name in names if name in chosen.names]
                 check_combined(f"TwoTower: the {side} tower", chosen, ids)
@@ -145,9 +129,9 @@ class TwoTower(nn.Module):
                 own = FloatFeatures({name: numbers[name] for name in names if name in numbers})
                 self._numbers[side] = own
                 width = sum(widths[name] for name in ids) + own.width
-                towers[side] = tower(width, hidden, out, dropout=dropout, kernel_norm=kernel_norm)
+                towers[side] = tower(width, hidden, out, **inputs.tower)
         self.user_tower, self.item_tower = towers[USER], towers[ITEM]
-        self.embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
+        self.embeddings = inputs.embeddings(layouts)
         self._segments = {
             side: {name: widths[name] for name in names if name in chosen.names} | self._numbers[side].widths
             for side, names in sides.items()

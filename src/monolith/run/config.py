@@ -20,7 +20,7 @@ from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
 from monolith.errors import ConfigError
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.sync.publish_config import PublishConfig
 from monolith.table.config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
@@ -48,7 +48,7 @@ class ThreadsConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsConfig(Checked):
-    """Where Prometheus finds the metrics of this process, and `monolith top` how it stands."""
+    """The metrics of this process for Prometheus, and its status for `monolith status watch`."""
 
     prefix: str | None = None
     """What names of metrics begin with; None means monolith."""
@@ -58,7 +58,7 @@ class MetricsConfig(Checked):
     """The address of the metrics port. One that others can reach needs certificates or a token: see
     security."""
     status_every: timedelta | None = None
-    """How often this process writes how it stands to status/ of the model_dir, for `monolith top`; 0 writes
+    """How often this process writes its status to status/ of the model_dir, for `monolith status`; 0 writes
     nothing, None takes 2 s, and 15 s in a model_dir that is remote."""
 
     def problems(self) -> Iterator[Problem]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from monolith.config import FieldInfo, describe_fields
-from monolith.config.fields import argument_docs
 
 BY_NAME = ("features", "labels")
 """Groups with a table for each name, such as [features.user]."""
@@ -55,10 +54,10 @@ def _of_task(task: str | None) -> Iterator[TypedKey]:
 
 
 def _of_models() -> Iterator[TypedKey]:
-    from monolith.model.by_name import MODELS, model_settings  # which needs torch
+    from monolith.model.by_name import MODELS, model_settings, setting_docs  # which needs torch
 
-    for name, model in MODELS.items():
-        yield from _keys(name, model_settings(name), argument_docs(model))
+    for name in MODELS:
+        yield from _keys(name, model_settings(name), setting_docs(name))
 
 
 def _of_features() -> Iterator[TypedKey]:

@@ -160,7 +160,9 @@ _FOLLOWED = (
     "nothing is sent to servers by name: each reads what the run publishes, by `monolith serve DIR --follow` "
     "with the place that publish.to says"
 )
-_ITEMS = "no run passes over all items after training; `monolith embeddings` does, with candidates.path"
+_ITEMS = (
+    "no run passes over all items after training; `monolith export embeddings` does, with candidates.path"
+)
 _LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
 

@@ -24,10 +24,11 @@ from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
 from monolith.run.config import EXPORTED, ExportConfig
-from monolith.serve.exporting import ExportedServable, Exporter, ExportHow, ExportModel, TableCodings
-from monolith.serve.raw import Kind, RequestReader, kinds_of
-from monolith.serve.servable.manifest import read_servable
-from monolith.serve.servable.versions import (
+from monolith.serve.export_tables import TableCodings
+from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel
+from monolith.serve.manifest import draw_requests, read_servable
+from monolith.serve.request_reader import Kind, RequestReader, kinds_of
+from monolith.serve.versions import (
     ENTRY,
     Withheld,
     keep_newest,
@@ -38,7 +39,6 @@ from monolith.serve.servable.versions import (
     withheld_versions,
     withhold,
 )
-from monolith.serve.warm_up import draw_requests
 from monolith.sync.run_identity import is_same_run, run_identity
 from monolith.train import Mode, Task, TrainConfig, Trainer
 from monolith.train.hooks.save_timing import SaveListener
@@ -238,7 +238,7 @@ def _read_first(task: Task, names: Sequence[str], say: Callable[[str], object]) 
 
 
 def _features_of(module: nn.Module) -> list[str]:
-    from monolith.serve.exporting.tracing import collections_of
+    from monolith.serve.tracing import collections_of
 
     return list(dict.fromkeys(name for one in collections_of(module) for name in one.features))
 

@@ -1,9 +1,9 @@
 """Serving: what a checkpoint becomes to be asked, and what answers."""
 
 from monolith.serve.dense import DenseGraph
+from monolith.serve.manifest import Signature, TensorSpec
 from monolith.serve.predictor import Prediction, Predictor
 from monolith.serve.rows import FoundRows, MappedRows, RowSource
-from monolith.serve.signature import Signature, TensorSpec
 
 __all__ = [
     "DenseGraph",

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 from monolith import filesystem
 from monolith.data import KafkaSink
 from monolith.errors import ConfigError, DeadlineExceededError
-from monolith.serve.asking import Answered
-from monolith.serve.following.freshness import ServedUpTo
+from monolith.serve.client import Answered
+from monolith.serve.rows import ServedUpTo
 from monolith.sync.messages import LearnedUpTo
 
 Row = Mapping[str, Any]

@@ -25,16 +25,12 @@ from monolith import filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.feature import Batch, Gatherer
 from monolith.observe import Progress, progress
-from monolith.serve.claims import RowsClaim, Said, together
-from monolith.serve.compiled import CompiledDense
-from monolith.serve.dense import DenseGraph
-from monolith.serve.own_module import ModuleRunner, make_module
-from monolith.serve.raw import RawTensors, RequestReader
-from monolith.serve.rows import FoundRows, MappedRows, RowSource
-from monolith.serve.servable.manifest import Servable, ServableDense
-from monolith.serve.servable.versions import HeldVersion, hold_version
-from monolith.serve.signature import Signature
-from monolith.serve.warm_up import WARM_UP, read_requests
+from monolith.serve.dense import CompiledDense, DenseGraph
+from monolith.serve.manifest import WARM_UP, Servable, ServableDense, Signature, read_requests
+from monolith.serve.python_module import ModuleRunner, make_module
+from monolith.serve.request_reader import RawTensors, RequestReader
+from monolith.serve.rows import FoundRows, MappedRows, RowsClaim, RowSource, Said, together
+from monolith.serve.versions import HeldVersion, hold_version
 from monolith.store import TableIds
 from monolith.table import FrozenTable
 from monolith.tensors.files import FileRecord, read_tensors
@@ -53,7 +49,7 @@ class Prediction:
     missing: tuple[str, ...] = field(default=())
     """Shards that did not answer, and whose rows were read as zeros."""
     freshness: Said = field(default_factory=dict)
-    """How new the rows are that it was made of; see `monolith.serve.claims`."""
+    """How new the rows are that it was made of; see `monolith.serve.rows`."""
 
 
 class Runner(Protocol):
@@ -160,7 +156,7 @@ class Predictor:
         return self._rows
 
     def freshness(self) -> Said:
-        """Return how new the rows are at this moment; see `monolith.serve.claims`.
+        """Return how new the rows are at this moment; see `monolith.serve.rows`.
 
         Rows may change until they are read: what an answer promises of its own rows is in the answer. Of rows
         on serving servers, which say it with each answer, this is how new the export is.
@@ -218,9 +214,9 @@ class Predictor:
         """Return what the model says of rows.
 
         Args:
-            columns: By name, as `signature` lists them; see `monolith.serve.raw` for their forms. Labels may
-                be among them, and are passed over. Or a DataFrame of pandas or polars, or an Arrow table;
-                columns that the model does not read are passed over.
+            columns: By name, as `signature` lists them; their forms are in `monolith.serve.request_reader`.
+                Or a DataFrame of pandas or polars, or an Arrow table. Labels, and columns of a frame that the
+                model does not read, are ignored.
             deadline: When the answer is of no use any more, by `time.monotonic`.
 
         Raises:
@@ -271,6 +267,10 @@ class Predictor:
             self.predict(columns)
             count += 1
         return count
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have something closed together with this predictor."""
+        self._opened.callback(callback)
 
     def close(self) -> None:
         """Let go of tables and version. Nobody may be asking. Closing again does nothing."""

@@ -3,19 +3,18 @@
 In this process, on parameter servers, or across ranks; pyarrow is imported when a server or a group is made.
 """
 
-from monolith.store.all_to_all import AllToAllStore
-from monolith.store.dense import DenseShare, share_of_weights
-from monolith.store.group import ServerGroup
+from monolith.store.all_to_all import AllToAllStore, ServedRankStore
+from monolith.store.dense import DenseShard, partition_weights
 from monolith.store.local import LocalStore
 from monolith.store.rank_groups import RankGroups
 from monolith.store.remote import ParameterServerStore
-from monolith.store.served_ranks import ServedRankStore
-from monolith.store.servers import ParameterServer
+from monolith.store.server import ParameterServer
+from monolith.store.server_group import ServerGroup
 from monolith.store.store import MakeStore, Store, TableIds
 
 __all__ = [
     "AllToAllStore",
-    "DenseShare",
+    "DenseShard",
     "LocalStore",
     "MakeStore",
     "ParameterServer",
@@ -25,5 +24,5 @@ __all__ = [
     "ServerGroup",
     "Store",
     "TableIds",
-    "share_of_weights",
+    "partition_weights",
 ]

@@ -1,8 +1,23 @@
-"""AllToAllStore: rows spread over the ranks that train together, each of which holds those that hash to it.
+"""AllToAllStore and ServedRankStore: the stores of ranks that take every step together.
 
-All ranks make the same calls in the same order, each with the ids of its own batch. A lookup is two
-exchanges, ids to who holds them and rows back; gradients are one: see `rank_exchange`. While all stand still,
-one of them may look rows up alone: the others then make the same calls with no ids, as often as it asks.
+All ranks make the same calls in the same order, each with the IDs of its own batch. An ID belongs to the rank
+that it hashes to (`Routes`). One step of two ranks, rows held by the ranks:
+
+    lookup   rank 0 has ids 4 7          rank 1 has ids 4 9
+             ── all_to_all of requests ──►  rank 0 is asked for 4 | 4       rank 1 for 7 | 9
+             ◄── all_to_all of rows ──────  each rank gets its rows back in its own order
+    push     ── all_to_all of gradients ─►  rank 0 sums both gradients of 4 in rank order, takes one step
+
+Because the owner sums in rank order, the result does not depend on the speed of any rank. A small header goes
+ahead of each exchange, so that every rank knows how many bytes will follow. A rank whose arguments are
+invalid sends a refusal in place of its header: then all ranks refuse the call, and none hangs.
+
+With `ServedRankStore` the rows are on parameter servers: ranks look rows up there directly, and the owner of
+an ID sends the summed gradient to its server, which sees one push per ID and step. The rows that a lookup
+returns are the same in every run, however fast each rank is:
+
+    lookup    after all ranks have agreed on the batch; each agrees only when its earlier updates are applied
+    update    after all ranks have sent their gradients; each sends only when its earlier lookups are done
 """
 
 from __future__ import annotations
@@ -14,45 +29,414 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from monolith.errors import ClusterError, FeatureError, TableClosedError
+from monolith.store.dense import check_optimizer_covers
 from monolith.store.local import LocalStore
-from monolith.store.rank_exchange import RankLine, RankStore, joined_ids
-from monolith.store.rank_groups import RankGroups
-from monolith.store.rows import RowCall, RowRequest
-from monolith.store.spreading import Spreader
-from monolith.store.store import TableIds, add_stats
+from monolith.store.rank_groups import Collective, RankGroups
+from monolith.store.remote import ParameterServerStore
+from monolith.store.row_requests import (
+    HEADER_BYTES,
+    PartitionedRequest,
+    RequestPartitioner,
+    RowCall,
+    RowFlags,
+    RowHeader,
+    RowRequest,
+)
+from monolith.store.store import Store, TableIds, add_stats
 from monolith.table import TableConfig, TableStats, arguments
+from monolith.wire.bulk import Bytes
 from monolith.wire.messages import Bounds, Count, Name, read_message
+
+_ALIGNMENT = 8
+_REFUSED = bytes(HEADER_BYTES)
+
+
+# One exchange between all ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReceivedRequests:
+    """The requests of all ranks to this one."""
+
+    requests: list[tuple[RowHeader, RowRequest]]
+    """In rank order, in host memory."""
+    data: Bytes
+    """The host memory of these requests."""
+    there: Tensor
+    """The same bytes on the device that received them."""
+
+    def floats(self, some: NDArray[np.float32], device: torch.device) -> Tensor:
+        """Return floats of a request on a device, without a copy if they were received there."""
+        if self.there.device != device:
+            return torch.from_numpy(some)
+        offset = some.ctypes.data - self.data.ctypes.data
+        return self.there[offset : offset + some.nbytes].view(torch.float32)
+
+    def table_ids(self) -> TableIds:
+        """Return the IDs of all ranks as batches of one call, in rank order."""
+        counts = None
+        if any(request.counts is not None for _, request in self.requests):
+            counts = np.concatenate(
+                [np.ones_like(one.ids) if one.counts is None else one.counts for _, one in self.requests]
+            )
+        return TableIds(
+            torch.from_numpy(np.concatenate([request.ids for _, request in self.requests])),
+            torch.from_numpy(np.concatenate([request.sizes for _, request in self.requests])),
+            None if counts is None else torch.from_numpy(counts),
+            batches=sum(header.batches for header, _ in self.requests),
+            distinct=not any(header.flags & RowFlags.REPEATED for header, _ in self.requests),
+        )
+
+    def event_times(self) -> int | Tensor:
+        """Return the event time of all IDs if it is the same, otherwise one per ID."""
+        times = {
+            header.event_time for header, request in self.requests if header.ids and request.times is None
+        }
+        if len(times) <= 1 and all(one.times is None for header, one in self.requests if header.ids):
+            return times.pop() if times else 0
+        per_rank = [
+            np.full(header.ids, header.event_time, np.int64) if one.times is None else one.times
+            for header, one in self.requests
+        ]
+        return torch.from_numpy(np.concatenate(per_rank))
+
+
+class RankExchange:
+    """One kind of call between all ranks, on a group of its own. Used by one thread at a time."""
+
+    def __init__(self, collective: Collective, partitioner: RequestPartitioner, call: RowCall) -> None:
+        self.collective = collective
+        self.partitioner = partitioner
+        partitioner.memory = self._lay_out
+        self._call = call
+        self._outgoing: Bytes = np.empty(0, np.uint8)
+        self._calls = 0
+
+    def exchange(
+        self, partition: Callable[[], PartitionedRequest]
+    ) -> tuple[PartitionedRequest, ReceivedRequests]:
+        """Send every rank its part of a call; return this rank's call and the requests of all ranks to it."""
+        self._calls += 1
+        try:
+            call = partition()
+        except BaseException:
+            # The other ranks wait for a header. Without this refusal they would hang until the timeout.
+            self._send_headers([_REFUSED] * self.collective.size)
+            raise
+        headers = self._send_headers(
+            [header._replace(number=self._calls).packed() for header in call.headers]
+        )
+        received = [self._checked(rank, data) for rank, data in enumerate(headers)]
+        cells = len(self.partitioner.dims)
+        arrays: list[dict[str, Any]] = [
+            {"cells": one.batches * cells, "ids": one.ids, "floats": one.floats, "flags": one.flags}
+            for one in received
+        ]
+        sizes = [RowRequest.size(**one) for one in arrays]
+        padded = [_padded(size) for size in sizes]
+        sent = [_padded(len(request.data)) for request in call.requests]
+        there = self.collective.all_to_all(torch.from_numpy(self._outgoing), sent, padded)
+        data = there.cpu().numpy()
+        requests, offset = [], 0
+        for size, padded_size, one in zip(sizes, padded, arrays, strict=True):
+            requests.append(RowRequest(data[offset : offset + size], **one))
+            offset += padded_size
+        return call, ReceivedRequests(list(zip(received, requests, strict=True)), data, there)
+
+    def _send_headers(self, headers: Sequence[bytes]) -> list[bytes]:
+        data = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
+        lengths = [HEADER_BYTES] * self.collective.size
+        received = self.collective.all_to_all(data, lengths, lengths).cpu().numpy().tobytes()
+        return [received[at : at + HEADER_BYTES] for at in range(0, len(received), HEADER_BYTES)]
+
+    def _checked(self, rank: int, data: bytes) -> RowHeader:
+        if data == _REFUSED:
+            raise ClusterError(f"rank {rank} refused the arguments of this call, so no rank applied it")
+        header, number = RowHeader.read(data), self.partitioner.number
+        if (header.call, header.store, header.number) != (self._call, number, self._calls):
+            raise ClusterError(
+                f"rank {rank} makes another call: {header.call.name} {header.number} of store "
+                f"{header.store}, and this rank makes {self._call.name} {self._calls} of store {number}. All "
+                "ranks must run the same task, with the same settings."
+            )
+        return header
+
+    def _lay_out(self, sizes: Sequence[int]) -> list[Bytes]:
+        """Return the memory of the requests: one after the other, as they are sent."""
+        padded = [_padded(size) for size in sizes]
+        self._outgoing = np.empty(sum(padded), np.uint8)
+        starts = np.cumsum([0, *padded[:-1]])
+        return [self._outgoing[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+# Gradients of all ranks
+
+
+def _at_once() -> None:
+    """Wait for nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankGradients:
+    """The gradients that all ranks have sent for the IDs of this rank in one step; applied once.
+
+    sent = store.send_gradients(ids, gradients, step=7)
+    sent.apply()              # or sent.summed(), to see one gradient per ID before `apply`
+    """
+
+    ids: TableIds
+    """One batch or more of each rank, in rank order."""
+    gradients: Tensor
+    step: int
+    event_time: int | Tensor
+    latest_values: Tensor | None
+    store: Store
+    """Holds the rows."""
+    ready: Callable[[], None] = _at_once
+    """Returns when the gradients may be applied."""
+
+    def summed(self) -> RankGradients:
+        """Return one gradient per ID of each table, the sum in rank order, on the CPU."""
+        dims = list(self.store.tables.values())
+        # A cell is one table of one batch: cell k is table k % len(dims).
+        cells = list(enumerate(torch.split(self.ids.ids, self.ids.sizes.tolist())))
+        floats = [size * dims[cell % len(dims)] for cell, size in enumerate(self.ids.sizes.tolist())]
+        parts = torch.split(self.gradients.cpu(), floats)
+        latest = None if self.latest_values is None else torch.split(self.latest_values.cpu(), floats)
+        table_of_id = torch.tensor([cell % len(dims) for cell, ids in cells for _ in range(len(ids))])
+        found = []
+        for number, dim in enumerate(dims):
+            mine = [cell for cell, _ in cells if cell % len(dims) == number]
+            # keys: (unique,); inverse: (ids of the table,), the index of each ID in keys
+            keys, inverse = torch.unique(torch.cat([cells[cell][1] for cell in mine]), return_inverse=True)
+            first = torch.full((len(keys),), len(inverse)).scatter_reduce_(
+                0, inverse, torch.arange(len(inverse)), "amin"
+            )
+            which = table_of_id == number
+            given = torch.cat([parts[cell] for cell in mine]).view(-1, dim)
+            found.append(
+                (
+                    keys,
+                    torch.zeros(len(keys), dim).index_add_(0, inverse, given).flatten(),
+                    _summed_counts(self.ids.counts, which, keys, inverse),
+                    _latest_times(self.event_time, which, keys, inverse),
+                    None
+                    if latest is None
+                    else torch.cat([latest[c] for c in mine]).view(-1, dim)[first].flatten(),
+                )
+            )
+        keys, gradients, counts, times, values = zip(*found, strict=True)
+        return replace(
+            self,
+            ids=TableIds(
+                torch.cat(keys),
+                torch.tensor([len(one) for one in keys]),
+                None if self.ids.counts is None else torch.cat(counts),
+            ),
+            gradients=torch.cat(gradients),
+            event_time=torch.cat(times) if isinstance(self.event_time, Tensor) else self.event_time,
+            latest_values=None if latest is None else torch.cat(values),
+        )
+
+    def apply(self, gradients: Tensor | None = None) -> None:
+        """Take one step for each distinct ID, with these gradients in place of the received ones if given."""
+        self.ready()
+        self.store.apply_gradients(
+            self.ids,
+            self.gradients if gradients is None else gradients,
+            step=self.step,
+            event_time=self.event_time,
+            latest_values=self.latest_values,
+        )
+
+
+def _summed_counts(counts: Tensor | None, which: Tensor, keys: Tensor, inverse: Tensor) -> Tensor:
+    if counts is None:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.zeros_like(keys).index_add_(0, inverse, counts[which])
+
+
+def _latest_times(times: int | Tensor, which: Tensor, keys: Tensor, inverse: Tensor) -> Tensor:
+    if not isinstance(times, Tensor):
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.zeros_like(keys).scatter_reduce_(0, inverse, times[which], "amax")
+
+
+# The stores
+
+
+class RankStore:
+    """The part that both stores of ranks have in common: summing gradients of rows and of dense weights.
+
+    Every rank holds all dense weights.
+
+    Args:
+        holder: Applies the gradients of this rank's IDs.
+        configs: All tables, the same on every rank.
+        groups: The connections to the other ranks; closed by the caller.
+        number: The index of this store among the model's stores, the same on every rank.
+        counts_sightings: Whether `TableIds.counts` matter to an admission filter of the holder.
+    """
+
+    def __init__(
+        self,
+        holder: Store,
+        configs: Mapping[str, TableConfig],
+        groups: RankGroups,
+        number: int,
+        *,
+        counts_sightings: bool,
+    ) -> None:
+        self._holder = holder
+        self._groups = groups
+        self._number = number
+        self._closed = False
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._weights: list[nn.Parameter] = []
+        partitioner = RequestPartitioner(configs, groups.size, number)
+        partitioner.counts_sightings = counts_sightings
+        self._pushes = RankExchange(groups.pushes, partitioner, RowCall.PUSH)
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        return self._pushes.partitioner.dims
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def delay_compensated(self) -> bool:
+        return self._pushes.partitioner.delay_compensated
+
+    def apply_gradients(
+        self,
+        ids: TableIds,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        latest_values: Tensor | None = None,
+    ) -> None:
+        sent = self.send_gradients(
+            ids, gradients, step=step, event_time=event_time, latest_values=latest_values
+        )
+        # No wait for lookups: a rank that has sent its gradients looks nothing up before this returns.
+        replace(sent, ready=_at_once).apply()
+
+    def send_gradients(
+        self,
+        ids: TableIds,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        latest_values: Tensor | None = None,
+    ) -> RankGradients:
+        """Do the first half of `apply_gradients`: return the gradients of all ranks for this rank's IDs."""
+        self._check_open()
+        pushes = self._pushes
+        _, received = pushes.exchange(
+            lambda: pushes.partitioner.push(
+                ids, gradients, step=step, event_time=event_time, latest_values=latest_values
+            )
+        )
+        requests, device = received.requests, self._holder.device
+        latest = [received.floats(one.latest, device) for _, one in requests if one.latest is not None]
+        return RankGradients(
+            ids=received.table_ids(),
+            gradients=torch.cat([received.floats(one.gradients, device) for _, one in requests]),
+            step=step,
+            event_time=received.event_times(),
+            latest_values=torch.cat(latest) if latest else None,
+            store=self._holder,
+            ready=self._await_lookups,
+        )
+
+    def _await_lookups(self) -> None:
+        """Return when rows may change because all earlier lookups are done."""
+
+    def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """Take charge of the dense variables, which have the same values on every rank; see `Store`."""
+        if self._optimizer is not None:
+            raise FeatureError("this store has dense variables already; one store serves one model")
+        check_optimizer_covers(parameters, optimizer)
+        self._optimizer = optimizer
+        self._weights = list(parameters.values())
+
+    def push_dense(self) -> None:
+        """Apply the sum of all ranks' gradients; a weight without a gradient on any rank does not change.
+
+        Training sums them during backward instead, weighted by examples; see `monolith.train.ranks`.
+        """
+        if self._optimizer is None:
+            return
+        # One all-reduce of [1.0 per weight that has a gradient here | all gradients, flat].
+        there = torch.tensor([float(weight.grad is not None) for weight in self._weights])
+        flat = [
+            (torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten()
+            for weight in self._weights
+        ]
+        summed = self._groups.dense.sum(torch.cat([there, *flat]))
+        have = summed[: len(self._weights)].tolist()
+        parts = torch.split(summed[len(self._weights) :], [weight.numel() for weight in self._weights])
+        for weight, many, part in zip(self._weights, have, parts, strict=True):
+            weight.grad = part.view_as(weight) if many else None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def pull_dense(self) -> None:
+        """Do nothing: every rank takes the same steps from the same weights."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TableClosedError("this store of ranks was closed")
+
 
 _Store = Annotated[int, Bounds(0, 1 << 16)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfRankStore:
-    """Asks about one of the model's stores."""
+class RankStoreCall:
+    """A call about one of the model's stores."""
 
     store: _Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountRankRows(OfRankStore):
+class CountRankRows(RankStoreCall):
     now: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvictRankRows(OfRankStore):
+class EvictRankRows(RankStoreCall):
     now: dict[Name, Count]
 
 
 class AllToAllStore(RankStore):
-    """A `Store` over the ranks of a run. Lookups are made by one thread at a time, and so are pushes.
+    """A `Store` whose rows are held by the ranks. Lookups are made by one thread at a time, and so are
+    pushes.
+
+        store = AllToAllStore(LocalStore.from_configs(configs), configs, groups)    # on every rank
+        rows = store.lookup(TableIds(ids, sizes))                                   # every rank, its own IDs
+        store.apply_gradients(TableIds(ids, sizes), gradients, step=1)              # every rank again
+
+    While training is quiesced, one rank may look rows up alone (`solo_lookups`): the other ranks then take
+    part with no IDs, as often as it asks.
 
     Args:
         inner: The rows of this rank; closed with the store.
-        configs: Of all tables, the same on every rank.
-        groups: What connects the ranks; closed by whoever made it.
-        number: Which of the model's stores this is, in an order that all ranks share.
+        configs: All tables, the same on every rank.
+        groups: The connections to the other ranks; closed by the caller.
+        number: The index of this store among the model's stores, the same on every rank.
     """
 
     def __init__(
@@ -60,30 +444,33 @@ class AllToAllStore(RankStore):
     ) -> None:
         super().__init__(inner, configs, groups, number, counts_sightings=inner.counts_sightings)
         self.inner = inner
-        self._lookups = RankLine(groups.lookups, Spreader(configs, groups.size, number), RowCall.LOOKUP)
-        self._looks = RankLine(groups.control, Spreader(configs, groups.size, number), RowCall.LOOKUP)
+        self._lookups, self._solo = (
+            RankExchange(group, RequestPartitioner(configs, groups.size, number), RowCall.LOOKUP)
+            for group in (groups.lookups, groups.control)
+        )
         self._call_in: Callable[[int], None] | None = None
         groups.calls.offer(
             {
-                f"stats/{number}": lambda body: self._own_stats(read_message(OfRankStore, body)),
+                f"stats/{number}": lambda body: self._own_stats(read_message(RankStoreCall, body)),
                 f"count_expired/{number}": lambda body: self._count(read_message(CountRankRows, body)),
                 f"evict/{number}": lambda body: self._drop(read_message(EvictRankRows, body)),
             }
         )
 
     def lookup(self, ids: TableIds) -> Tensor:
-        self._check_open()  # before anybody is called
+        self._check_open()  # before other ranks are called
         if self._call_in is None:
             return self._exchange(self._lookups, ids)
         self._call_in(self._number)
-        return self._exchange(self._looks, ids)
+        return self._exchange(self._solo, ids)
 
     @contextmanager
-    def looking_alone(self, call_in: Callable[[int], None]) -> Iterator[None]:
-        """Have lookups of this rank go to ranks that stand still, for the length of a block.
+    def solo_lookups(self, call_in: Callable[[int], None]) -> Iterator[None]:
+        """Let this rank look rows up alone while the other ranks are quiesced, for the length of a block.
 
         Args:
-            call_in: Told the number of this store, before each: has the others call `answer_look`.
+            call_in: Called with the number of this store before each lookup: makes the other ranks call
+                `answer_solo_lookup`.
         """
         self._call_in = call_in
         try:
@@ -91,31 +478,35 @@ class AllToAllStore(RankStore):
         finally:
             self._call_in = None
 
-    def answer_look(self) -> None:
-        """Take part in a lookup of a rank that looks alone, without ids of one's own."""
+    def answer_solo_lookup(self) -> None:
+        """Take part in the solo lookup of another rank, with no IDs of this rank."""
         nothing = torch.empty(0, dtype=torch.int64)
-        self._exchange(self._looks, TableIds(nothing, torch.zeros(len(self.tables), dtype=torch.int64)))
+        self._exchange(self._solo, TableIds(nothing, torch.zeros(len(self.tables), dtype=torch.int64)))
 
-    def _exchange(self, line: RankLine, ids: TableIds) -> Tensor:
-        spread, arrived = line.exchange(lambda: line.spreader.lookup(ids))
-        came = arrived.requests
-        found = self.inner.lookup(_near(joined_ids(came), line.collective.device, self.inner.device))
-        widths = list(self.tables.values())
-        floats = [_floats(request, widths) for _, request in came]
-        wanted = spread.routes.num_floats
-        rows = line.collective.all_to_all(found, floats, wanted).cpu().numpy()
+    def _exchange(self, exchange: RankExchange, ids: TableIds) -> Tensor:
+        call, received = exchange.exchange(lambda: exchange.partitioner.lookup(ids))
+        asked = received.table_ids()
+        if exchange.collective.device == self.inner.device:  # rows are sent from the device they are on
+            asked = replace(asked, ids=asked.ids.to(self.inner.device))
+        found = self.inner.lookup(asked)
+        widths = np.array(list(self.tables.values()), np.int64)
+        floats = [int((one.sizes.reshape(-1, len(widths)) * widths).sum()) for _, one in received.requests]
+        wanted = call.routes.num_floats
+        rows = exchange.collective.all_to_all(found, floats, wanted).cpu().numpy()
         ends = np.cumsum(wanted)
         parts = [rows[end - many : end] for end, many in zip(ends, wanted, strict=True)]
-        return torch.from_numpy(spread.routes.gather_rows(parts))
+        return torch.from_numpy(call.routes.gather_rows(parts))
+
+    # These three are called by one rank, which asks the others by `RankCalls`; no collective is involved.
 
     def count_expired(self, now: int) -> dict[str, int]:
-        """Return how many rows `evict` would drop on all ranks. This, and what follows, one rank asks."""
+        """Return how many rows `evict` would drop on all ranks, by table."""
         now = arguments.event_second(now, "now")
         found = self._ask("count_expired", now=now)
         return {name: sum(one[name] for one in found) for name in self.tables}
 
     def evict(self, now: int | None = None, *, tables: Collection[str] | None = None) -> dict[str, int]:
-        if now is None:  # a table's clock is that of its newest row, on whichever rank it is
+        if now is None:  # a table's clock is the event time of its newest row, on whichever rank it is
             times = {name: stats.max_event_time for name, stats in self.stats().items()}
         else:
             times = dict.fromkeys(self.tables, arguments.event_second(now, "now"))
@@ -124,7 +515,7 @@ class AllToAllStore(RankStore):
         return {name: sum(one.get(name, 0) for one in found) for name in self.tables}
 
     def stats(self) -> dict[str, TableStats]:
-        """Return what each table holds on all ranks together; `load` is their mean."""
+        """Return the statistics of each table over all ranks; `load` is their mean."""
         found = self._ask("stats")
         return {name: add_stats([TableStats(**one[name]) for one in found]) for name in self.tables}
 
@@ -132,13 +523,11 @@ class AllToAllStore(RankStore):
         self._closed = True
         self.inner.close()
 
-    # Calls of other ranks
-
     def _ask(self, name: str, **body: Any) -> list[dict[str, Any]]:
         self._check_open()
         return self._groups.calls.ask_all(f"{name}/{self._number}", {"store": self._number, **body})
 
-    def _own_stats(self, _: OfRankStore) -> dict[str, Any]:
+    def _own_stats(self, _: RankStoreCall) -> dict[str, Any]:
         return {name: asdict(stats) for name, stats in self.inner.stats().items()}
 
     def _count(self, body: CountRankRows) -> dict[str, Any]:
@@ -148,11 +537,45 @@ class AllToAllStore(RankStore):
         return {name: self.inner.table(name).evict(time) for name, time in body.now.items()}
 
 
-def _near(ids: TableIds, sent_from: torch.device, rows_on: torch.device) -> TableIds:
-    """Return ids that lie where rows do, if those are sent from there: they are answered where they lie."""
-    return replace(ids, ids=ids.ids.to(rows_on)) if sent_from == rows_on else ids
+class ServedRankStore(RankStore):
+    """A `Store` of one rank whose rows are on parameter servers. Gradients are pushed by one thread at a
+    time.
 
+    Args:
+        served: The parameter server store of this rank alone; closed with this one.
+        configs: All tables, the same on every rank.
+        groups: The connections to the other ranks; closed by the caller.
+        number: The index of this store among the model's stores, the same on every rank.
+    """
 
-def _floats(request: RowRequest, widths: Sequence[int]) -> int:
-    """Return the floats of the rows that a lookup asks for."""
-    return int((request.sizes.reshape(-1, len(widths)) * np.array(widths, np.int64)).sum())
+    def __init__(
+        self,
+        served: ParameterServerStore,
+        configs: Mapping[str, TableConfig],
+        groups: RankGroups,
+        number: int = 0,
+    ) -> None:
+        super().__init__(served, configs, groups, number, counts_sightings=served.counts_sightings)
+        self._served = served
+
+    def lookup(self, ids: TableIds) -> Tensor:
+        return self._served.lookup(ids)
+
+    def count_expired(self, now: int) -> dict[str, int]:
+        return self._served.count_expired(now)
+
+    def evict(self, now: int | None = None, *, tables: Collection[str] | None = None) -> dict[str, int]:
+        return self._served.evict(now, tables=tables)
+
+    def stats(self) -> dict[str, TableStats]:
+        """Return the statistics of each table over all servers; `load` is their mean."""
+        return self._served.stats()
+
+    def close(self) -> None:
+        """Close this store; servers and connections stay open."""
+        self._closed = True
+        self._served.close()
+
+    def _await_lookups(self) -> None:
+        # A barrier on the thread that looks up: when all ranks are here, none has a lookup under way.
+        self._groups.lookups.all_gather(torch.zeros(1))

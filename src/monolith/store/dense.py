@@ -1,8 +1,12 @@
-"""Dense weights on parameter servers: who has which, one step for a share of them, and all of it as bytes.
+"""Dense weights on parameter servers: which server owns a weight, the optimizer step, and the byte formats.
 
-Every process builds the whole module, because that is what a task describes. Each weight
-has one server that trains it; what the others hold of it is a copy that nobody reads. No
-weight is divided, so an optimizer sees it whole.
+Every process builds the whole module, because that is what a task describes. Each weight has one server that
+trains it; the copies on the other servers are never read. No weight is split, so an optimizer sees it whole.
+
+    partition_weights   weight -> server, the same in every process
+    DenseShard          the weights of one server, their optimizer and the count of steps
+    pack_tensors        every step: the bytes of gradients and weights, one after another
+    dump_dense          around a save: a dense file with weights, optimizer state and schedule
 """
 
 from __future__ import annotations
@@ -30,13 +34,16 @@ _ALIGNMENT = 8
 _WEIGHT, _STATE, _SCHEDULE = "weight/", "state/", "schedule"
 
 
-def share_of_weights(parameters: Mapping[str, Tensor], num_servers: int) -> dict[str, int]:
-    """Return the server of each weight, by name: the largest goes first, to the server that has least.
+def partition_weights(parameters: Mapping[str, Tensor], num_servers: int) -> dict[str, int]:
+    """Return the server of each weight, by name: the largest weight first, to the server with the least
+    bytes.
 
-    The same in every process that builds the same module.
+    The result is the same in every process that builds the same module:
+
+        partition_weights({"a": 8 bytes, "b": 4 bytes, "c": 4 bytes}, 2) == {"a": 0, "b": 1, "c": 1}
     """
     if num_servers < 1:
-        raise FeatureError(f"cannot share weights among {num_servers} servers; there must be at least 1")
+        raise FeatureError(f"cannot partition weights among {num_servers} servers; there must be at least 1")
     loads = [0] * num_servers
     servers: dict[str, int] = {}
     for name in sorted(parameters, key=lambda name: (-_size(parameters[name]), name)):
@@ -45,24 +52,24 @@ def share_of_weights(parameters: Mapping[str, Tensor], num_servers: int) -> dict
     return {name: servers[name] for name in sorted(servers)}
 
 
-def check_held(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse weights that an optimizer would never train."""
+def check_optimizer_covers(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Raise a FeatureError for a weight that the optimizer would never train."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if missing := [name for name, parameter in parameters.items() if id(parameter) not in held]:
         raise FeatureError(f"the optimizer does not hold {missing[0]!r}: it would never be trained")
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
-    """Return the learning rate of each group of weights, by number, where it is a number."""
+    """Return the learning rate of each parameter group whose rate is a number, by index."""
     rates = enumerate(group.get("lr") for group in optimizer.param_groups)
     return {number: float(rate) for number, rate in rates if isinstance(rate, (int, float, Tensor))}
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:
-    """Make the learning rates of groups of weights what `rates_of` said elsewhere.
+    """Set the learning rates of parameter groups to those that `rates_of` returned in another process.
 
     Raises:
-        FeatureError: A group is not there, or its rate is no number. Nothing has changed.
+        FeatureError: A group is missing, or its rate is not a number. Nothing has changed.
     """
     known = rates_of(optimizer)
     if odd := sorted(rates.keys() - known.keys()):
@@ -75,45 +82,51 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> N
             group["lr"] = rate
 
 
-class DenseShare:
-    """The weights that one server is in charge of, and the count of steps. Thread-safe.
+class DenseShard:
+    """The weights that one server owns, and the count of steps. Thread-safe.
+
+        shard = DenseShard(dict(model.named_parameters()), optimizer, shard=(0, 2))
+        weights = shard.push({"bias": gradient})     # one optimizer step; the weights after it, as copies
+        shard.step == 1
 
     Args:
-        parameters: All weights of the module, by name. Nobody else may change them.
-        optimizer: Holds all of them; the others never have a gradient here. None where there are none.
-        share: Which of how many servers this is, (k, n). Number 0 counts the steps.
-        schedule: Moves the optimizer's rates after each step. All servers with weights hear of every step,
-            so it stands alike on each.
+        parameters: All weights of the module, by name. Only this shard may change the ones it owns.
+        optimizer: Holds all of them; weights of other servers never have a gradient here. None if there are
+            no weights.
+        shard: (k, n) for server k of n. Server 0 counts the steps.
+        schedule: Changes the optimizer's rates after each step. Every server with weights gets every push, so
+            all schedules advance together.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
-        share: tuple[int, int],
+        shard: tuple[int, int],
         schedule: LRScheduler | None = None,
     ) -> None:
-        number, count = share
+        number, count = shard
         if optimizer is None and parameters:
             raise FeatureError("dense weights need an optimizer; give the one the task makes")
         if optimizer is not None:
-            check_held(parameters, optimizer)
-        servers = share_of_weights(parameters, count)
+            check_optimizer_covers(parameters, optimizer)
+        servers = partition_weights(parameters, count)
         self._mine = {name: parameters[name] for name, server in servers.items() if server == number}
         self._optimizer = optimizer
         self._schedule = schedule
-        self._share = share
-        self._lock = threading.Lock()  # guards weights, optimizer, schedule and _step
+        self._shard = shard
+        # Guards the weights, optimizer, schedule and _step: a push changes all of them as one.
+        self._lock = threading.Lock()
         self._step = 0
 
     @property
     def weights(self) -> Mapping[str, nn.Parameter]:
-        """What this server is in charge of, sorted by name."""
+        """The weights that this server owns, sorted by name."""
         return self._mine
 
     @property
     def step(self) -> int:
-        """Pushes so far, of all workers; only server 0 hears of all."""
+        """Pushes of all workers so far; only server 0 gets all of them."""
         with self._lock:
             return self._step
 
@@ -129,19 +142,19 @@ class DenseShare:
     ) -> dict[str, Tensor]:
         """Take one optimizer step with these gradients, by name; return copies of all weights after it.
 
-        Weights without a gradient stay as they are.
+        Weights without a gradient do not change.
 
         Args:
-            rates: Learning rates that hold from now on, by group of the optimizer; others stay.
+            rates: New learning rates, by parameter group; the other groups keep theirs.
 
         Raises:
-            FeatureError: A gradient is of no weight of this share, or of another shape; or there is no such
-                group. Nothing has changed.
+            FeatureError: A gradient belongs to no weight of this shard, or has another shape; or there is no
+                such group. Nothing has changed.
         """
         for name, gradient in gradients.items():
             weight = self._mine.get(name)
             if weight is None:
-                raise FeatureError(f"server {self._share[0]} is not in charge of the weight {name!r}")
+                raise FeatureError(f"server {self._shard[0]} does not own the weight {name!r}")
             if gradient.shape != weight.shape or gradient.dtype != weight.dtype:
                 raise FeatureError(
                     f"the gradient of {name!r} has {_kind(gradient)}, and the weight {_kind(weight)}"
@@ -163,7 +176,7 @@ class DenseShare:
             return self._copies()
 
     def pull(self) -> dict[str, Tensor]:
-        """Return copies of all weights of this share."""
+        """Return copies of all weights of this shard."""
         with self._lock:
             return self._copies()
 
@@ -171,20 +184,20 @@ class DenseShare:
         """Return weights, their optimizer state and the step as a dense file with JSON in its metadata.
 
         Raises:
-            SaveError: The optimizer keeps something that is neither number, text nor tensor.
+            SaveError: The optimizer's state has a value that is neither number, text nor tensor.
         """
         with self._lock:
             return dump_dense(self._mine, self._optimizer, self._step, self._schedule)
 
     def load(self, data: bytes) -> None:
-        """Take over what `dump` returned, of a share of the same weights.
+        """Load the result of `dump`, from a shard of the same weights.
 
         Raises:
-            RestoreError: It is of other weights. Nothing has changed.
+            RestoreError: It contains other weights. Nothing has changed.
         """
         state = read_dense(data)
         with self._lock:
-            fill_dense(self._mine, self._optimizer, [state], self._schedule)
+            load_dense_states(self._mine, self._optimizer, [state], self._schedule)
             self._step = state.step
 
     def _copies(self) -> dict[str, Tensor]:
@@ -206,14 +219,14 @@ def pack_tensors(tensors: Sequence[Tensor]) -> NDArray[np.uint8]:
 
 
 def unpack_tensors(data: NDArray[np.uint8], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return what was packed, of the shapes and types of `like`, sharing the memory of `data`.
+    """Return packed tensors with the shapes and types of `like`, as views of `data`.
 
     Raises:
-        FeatureError: There are more bytes, or fewer.
+        FeatureError: `data` has another size.
     """
     expected = sum(_padded(_size(tensor)) for tensor in like)
     if len(data) != expected:
-        raise FeatureError(f"{len(like)} dense tensors take {expected} bytes, and {len(data)} came")
+        raise FeatureError(f"{len(like)} dense tensors take {expected} bytes, got {len(data)}")
     found, at = [], 0
     for tensor in like:
         size = _size(tensor)
@@ -228,29 +241,29 @@ def unpack_tensors(data: NDArray[np.uint8], like: Sequence[Tensor]) -> list[Tens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseState:
-    """What `dump_dense` wrote."""
+    """The content of a dense file, as `read_dense` returns it."""
 
     step: int
     optimizer: str | None
-    """The name of its class; None where there are no weights."""
+    """The name of its class; None if there are no weights."""
     weights: Mapping[str, Tensor]
     state: Mapping[str, Mapping[str, Any]]
-    """Weight to what its optimizer keeps of it."""
+    """The optimizer state of each weight."""
     group_steps: Sequence[int | None]
-    """Steps that each group of the optimizer has counted, where it counts."""
+    """The step count of each parameter group, if it has one."""
     schedule: ScheduleState | None = None
-    """Where the schedule of the rates stands; None where there is none."""
+    """The state of the learning rate schedule, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduleState:
-    """Where a schedule of learning rates stands."""
+    """The state of a learning rate schedule."""
 
     kind: str
     """The name of its class."""
     state: Mapping[str, Any]
     rates: Mapping[int, float]
-    """What it has made of the rate of each group."""
+    """The current rate of each parameter group."""
 
 
 def dump_dense(
@@ -262,7 +275,7 @@ def dump_dense(
     """Return weights, their optimizer state and schedule as a dense file, with JSON in its metadata.
 
     Raises:
-        SaveError: The optimizer or schedule keeps something that is neither number, text nor tensor.
+        SaveError: The state of the optimizer or schedule has a value that is neither number, text nor tensor.
     """
     tensors = {_WEIGHT + name: weight.detach() for name, weight in parameters.items()}
     about = {
@@ -286,10 +299,10 @@ def dump_dense(
 
 
 def read_dense(data: bytes) -> DenseState:
-    """Return what `dump_dense` wrote.
+    """Return the content of a dense file that `dump_dense` wrote.
 
     Raises:
-        RestoreError: These bytes are something else.
+        RestoreError: These bytes are no such file.
     """
     try:
         tensors, metadata = load_tensors(data, "dense weights")
@@ -319,49 +332,49 @@ def _read_schedule(about: Any, tensors: Mapping[str, Tensor]) -> ScheduleState |
     return ScheduleState(about["kind"], decode(about["state"], tensors), rates)
 
 
-def fill_dense(
+def load_dense_states(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
     states: Collection[DenseState],
     schedule: LRScheduler | None = None,
 ) -> None:
-    """Make weights, their optimizer and schedule what the states say, which together have each weight.
+    """Load states, which together have each weight once, into weights, optimizer and schedule.
 
-    The schedule is that of the first state: server 0 hears of every step, one without weights of none.
+    The schedule of the first state counts: server 0 gets every push, a server without weights gets none.
 
     Raises:
         RestoreError: A weight is missing, unknown or of another shape. Nothing has changed.
     """
     weights = {name: weight for state in states for name, weight in state.weights.items()}
     if odd := sorted(weights.keys() ^ parameters.keys()):
-        side = "there is none here" if odd[0] in weights else "none came"
+        side = "this model" if odd[0] in weights else "the saved state"
         raise RestoreError(
-            f"cannot take over {len(weights)} dense weights: of {odd[0]!r} {side}. Both sides must run the "
-            "same task, on the same number of servers."
+            f"cannot load {len(weights)} dense weights: {side} has no weight {odd[0]!r}. Both sides must run "
+            "the same task, on the same number of servers."
         )
     for name, weight in parameters.items():
         if weights[name].shape != weight.shape or weights[name].dtype != weight.dtype:
             raise RestoreError(
-                f"cannot take over the dense weight {name!r}: it came with {_kind(weights[name])}, and has "
-                f"{_kind(weight)} here"
+                f"cannot load the dense weight {name!r}: the saved one has {_kind(weights[name])}, this one "
+                f"has {_kind(weight)}"
             )
     groups = [] if optimizer is None else optimizer.param_groups
     for state in states:
         if state.weights and state.optimizer != _name(optimizer):
             raise RestoreError(
-                f"cannot take over the state of {state.optimizer}: the optimizer here is {_name(optimizer)}"
+                f"cannot load the state of {state.optimizer}: the optimizer here is {_name(optimizer)}"
             )
         if state.weights and len(state.group_steps) != len(groups):
             raise RestoreError(
-                f"cannot take over an optimizer of {len(state.group_steps)} groups of weights: there are "
+                f"cannot load an optimizer of {len(state.group_steps)} parameter groups: there are "
                 f"{len(groups)} here"
             )
     moved = next((state.schedule for state in states), None)
     there, here = None if moved is None else moved.kind, None if schedule is None else type(schedule).__name__
     if there != here:
         raise RestoreError(
-            f"cannot take over a schedule of learning rates: it is {there} there, and {here} here. Both "
-            "sides must run the same task."
+            f"cannot load a learning rate schedule: the saved one is {there}, this one {here}. Both sides "
+            "must run the same task."
         )
     with torch.no_grad():
         for name, weight in parameters.items():

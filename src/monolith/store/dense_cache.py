@@ -1,23 +1,27 @@
 """DenseCache: a worker's copy of the dense weights that parameter servers train.
 
-There are two copies of each weight here. *Fetched* is what servers said last. The caller's own
-variables are what a step reads, and change only in `assign`, between two steps. Gradients go to the
-servers. What is fetched and pushed while steps are computed, `DenseConfig` says:
+There are two copies of each weight here. *Fetched* weights are the servers' last answer. The caller's own
+variables are read by a step and change only in `assign`, between two steps. Gradients go to the servers.
+`DenseConfig` says what is fetched and pushed while steps are computed:
 
-    neither     push, wait ─► assign ─► step                        weights lack nothing of one's own
-    prefetch    push, wait ─► assign what a fetch brought that began after the push before ─► step
+    neither     push, wait ─► assign ─► step                        weights lack none of the worker's own
+    pushes
+    prefetch    push, wait ─► assign the result of a fetch that began after the previous push ─► step
     postpush    give the push to the thread ─► fetch, wait ─► assign ─► step
-    both        assign what the answer to an earlier push brought; give the push to the thread ─► step
+    both        assign the answer to an earlier push; give the push to the thread ─► step
 
-In the last three a step waits first until no more than max_staleness - 1 pieces of work are on their
-way, so its weights lack max_staleness pushes of its own at most. Waiting comes before anything new is
-sent: with a bound of 1 they lack exactly one, whoever was faster.
+In the last three a step first waits until at most max_staleness - 1 pieces of work are queued, so its weights
+lack at most max_staleness of the worker's own pushes. It waits before it sends anything new: with a bound of
+1 the weights lack exactly one push, however fast the servers are.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,25 +29,152 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from monolith.errors import FeatureError
-from monolith.store.behind import Behind
-from monolith.store.dense import pack_tensors, rates_of, share_of_weights, unpack_tensors
-from monolith.store.dense_config import DenseConfig
-from monolith.store.group import Request, ServerGroup
+from monolith.errors import ConfigError, FeatureError
+from monolith.store.dense import pack_tensors, partition_weights, rates_of, unpack_tensors
+from monolith.store.server_group import Request, ServerGroup
 from monolith.wire.flight import Answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseConfig:
+    """When a worker fetches dense weights from parameter servers, and when it pushes their gradients.
+
+    With neither setting a step waits for the answer to its push, which contains the new weights.
+    """
+
+    prefetch: bool = False
+    """Whether dense weights are fetched while a step is computed, so that a step uses the weights of the
+    previous step. With postpush they are in the answers to earlier pushes."""
+    postpush: bool = False
+    """Whether dense gradients are pushed while the next step is computed. Saves wait for all pushes, so
+    nothing is lost."""
+    max_staleness: int = 1
+    """How many of its own steps a worker's dense weights may lack at most; a step that would lack more waits.
+    Above 1, the result of a run depends on timing."""
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 1:
+            raise ConfigError(f"dense: max_staleness must be at least 1, got {self.max_staleness}")
+
+    @property
+    def in_background(self) -> bool:
+        """Whether anything is fetched or pushed while steps are computed."""
+        return self.prefetch or self.postpush
+
+    @property
+    def depends_on_time(self) -> bool:
+        """Whether a worker's weights depend on how fast a server answers, even if it is the only worker."""
+        return self.in_background and (self.max_staleness > 1 or not self.prefetch)
+
+
+_log = logging.getLogger(__name__)
+
+_END_WITHIN = 5.0
+"""Seconds that `BackgroundQueue.close` waits for the work under way."""
+
+Work = Callable[[], None]
+
+
+class BackgroundQueue:
+    """A thread that does the work it is given, in order. Used by one other thread.
+
+        given ──► waiting ──► under way ──► done
+                                 └──error──► all later calls raise it, and no more work is done
+
+    Args:
+        what: Names the work in the log.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._changed = threading.Condition()  # guards all below
+        self._waiting: deque[Work] = deque()
+        self._under_way = False
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def give(self, work: Work) -> None:
+        """Queue some work.
+
+        Raises:
+            Exception: Earlier work raised this.
+        """
+        with self._changed:
+            self._raise()
+            self._waiting.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._what, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self, at_most: int = 0) -> None:
+        """Return when at most so many pieces of work are unfinished.
+
+        Raises:
+            Exception: One of them raised this.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._left() <= at_most)
+            self._raise()
+
+    def close(self) -> None:
+        """End the thread. Work that has not begun is dropped and logged: call `wait` before a clean end."""
+        with self._changed:
+            self._closed = True
+            lost, thread = len(self._waiting), self._thread
+            self._waiting.clear()
+            self._changed.notify_all()
+        if lost:
+            _log.warning("%s: dropped %d, because the run failed", self._what, lost)
+        if thread is not None:
+            thread.join(_END_WITHIN)
+
+    # The lock is held, except in `_run`.
+
+    def _left(self) -> int:
+        return len(self._waiting) + self._under_way
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._under_way = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or bool(self._waiting))
+                if self._closed:
+                    return
+                work = self._waiting.popleft()
+                self._under_way = True
+            try:
+                work()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._under_way = False
+                    self._changed.notify_all()
+                return
+
 
 _Weights = dict[int, NDArray[np.uint8]]
 
 
 class DenseCache:
-    """The caller's weights, whose they are on the servers, and what came back last. Used by one thread.
+    """The caller's weights, the server that owns each, and the servers' last answer. Used by one thread.
+
+        loss.backward(); cache.push()    # gradients to their servers, then cleared
+        cache.assign()                   # the newest fetched weights into the module
 
     Args:
-        group: The servers; `push` sends them requests that are applied once.
+        group: The servers.
+        push: Sends them requests that are applied once.
         parameters: The weights, by name. Only `assign` changes them.
-        optimizer: Of which a task may move the rates: servers are told with the next push.
-        moved_there: Whether servers move the rates themselves, by a schedule of the task.
-        descriptions: What each server says of itself.
+        optimizer: If a task changes its learning rates, servers are told with the next push.
+        descriptions: The answers of the servers to `describe`.
+        scheduled: Whether servers change the rates themselves, by a schedule of the task.
 
     Raises:
         FeatureError: The servers have other weights.
@@ -58,23 +189,24 @@ class DenseCache:
         descriptions: list[dict[str, Any]],
         *,
         config: DenseConfig | None = None,
-        moved_there: bool = False,
+        scheduled: bool = False,
     ) -> None:
         self._group = group
         self._push = push
         self._config = config or DenseConfig()
         self._optimizer = optimizer
-        self._moved_there = moved_there
+        self._scheduled = scheduled
         self._first_rates = rates_of(optimizer)
-        self._shares = _shares(parameters, descriptions)
-        self._behind = Behind("dense gradients behind a step")
+        self._shards = _shards(parameters, descriptions)
+        self._background = BackgroundQueue("dense gradients in the background")
         self._pushed = 0
         self._covers = 0
-        """Own pushes that are in the weights which the caller has."""
+        """How many of this worker's pushes the caller's weights contain."""
         self._as_of = 0
-        """The global step that those are of."""
+        """The global step of the caller's weights."""
         self._ready: _Fetched | None = None
-        self._lock = threading.Lock()  # guards what follows
+        # Guards the fields below, which the background thread writes. The fields above belong to the caller.
+        self._lock = threading.Lock()
         self._fetched: _Fetched | None = None
         self._answered = 0
         self._known_step = 0
@@ -82,83 +214,82 @@ class DenseCache:
 
     @property
     def servers(self) -> list[int]:
-        """Who is in charge of a weight."""
-        return [server for server, share in enumerate(self._shares) if share]
+        """The servers that own a weight."""
+        return [server for server, shard in enumerate(self._shards) if shard]
 
     @property
     def staleness(self) -> int:
-        """Own steps that the caller's weights lack now."""
+        """How many of this worker's pushes the caller's weights lack now."""
         return self._pushed - self._covers
 
     @property
     def step(self) -> int:
-        """Which step of the model the last push was: as the servers said; while pushes are on their way, as
-        many more as there are."""
+        """The global step of the last push: the servers' count, plus the pushes that are still queued."""
         with self._lock:
             pending = self._pushed - self._answered
             return self._known_step + pending if pending else self._group.step
 
     @property
     def behind(self) -> tuple[int, int]:
-        """By how many steps, of all workers, the weights of a gradient were behind when it was applied: the
-        last one's, and the most."""
+        """By how many steps of all workers a gradient's weights were behind when it was applied: for the last
+        gradient, and the maximum."""
         with self._lock:
             return self._behind_last, self._behind_most
 
     def push(self) -> None:
-        """Send the gradients that the weights hold, and clear them.
+        """Send the gradients of the weights, and clear them.
 
         Raises:
-            MonolithError: What a push or fetch raised, perhaps an earlier one. Some servers may have applied
-                their part.
+            MonolithError: This push or fetch failed, or an earlier one. Some servers may have applied their
+                part.
         """
         config = self._config
-        self._behind.wait(config.max_staleness - 1)
+        self._background.wait(config.max_staleness - 1)
         with self._lock:
             if self._pushed == self._answered:
                 self._known_step = self._group.step
             self._ready = self._fetched
             self._pushed += 1
-        brings = config.prefetch == config.postpush
-        requests, number, as_of = self._gradients(brings), self._pushed, self._as_of
+        wants_weights = config.prefetch == config.postpush
+        requests, number, as_of = self._gradients(wants_weights), self._pushed, self._as_of
         if config.postpush:
-            self._behind.give(lambda: self._send(requests, number, as_of, brings))
+            self._background.give(lambda: self._send(requests, number, as_of, wants_weights))
             return
-        self._send(requests, number, as_of, brings)
+        self._send(requests, number, as_of, wants_weights)
         if config.prefetch:
-            self._behind.give(self.fetch)
+            self._background.give(self.fetch)
         else:
             self._ready = self._fetched
 
     def assign(self) -> None:
-        """Make the caller's weights what was fetched; before anything was, fetch."""
+        """Copy the fetched weights to the caller's; before the first fetch, fetch them."""
         if self._ready is None or (self._config.postpush and not self._config.prefetch):
             self.fetch()
             self._ready = self._fetched
         self._copy()
 
     def fetch(self) -> None:
-        """Ask the servers for their weights, for the next `assign`."""
+        """Fetch the servers' weights, for the next `assign`."""
         with self._lock:
             covers = self._answered
         requests: dict[int, Request] = {server: ({}, b"") for server in sorted({0, *self.servers})}
         self._keep(self._group.exchange("pull_dense", requests), covers)
 
     def refresh(self) -> None:
-        """Return when everything pushed was applied, with the newest weights assigned."""
-        self._behind.wait()
+        """Wait until all pushes are applied, then fetch and assign the newest weights."""
+        self._background.wait()
         self.fetch()
         self._ready = self._fetched
         self._copy()
 
     def settle(self) -> None:
-        """The same, where something is done in the background; else nothing is on its way."""
+        """Do `refresh` if something is done in the background; otherwise nothing is queued."""
         if self._config.in_background:
             self.refresh()
 
     def close(self) -> None:
-        """Let go of what is on its way."""
-        self._behind.close()
+        """Drop queued work and end the background thread."""
+        self._background.close()
 
     # Inside
 
@@ -167,33 +298,33 @@ class DenseCache:
         assert ready is not None
         with torch.no_grad():
             for server in self.servers:
-                weights = list(self._shares[server].values())
+                weights = list(self._shards[server].values())
                 for weight, value in zip(weights, unpack_tensors(ready.data[server], weights), strict=True):
                     weight.copy_(value)
         self._covers, self._as_of = ready.covers, ready.step
 
-    def _gradients(self, brings: bool) -> dict[int, Request]:
-        """Take the gradients that the weights hold, for each server; server 0 is always there."""
+    def _gradients(self, wants_weights: bool) -> dict[int, Request]:
+        """Return the gradients for each server. Server 0 always gets a push, because it counts the steps."""
         rates = rates_of(self._optimizer)
-        told = [] if self._moved_there or rates == self._first_rates else list(rates.items())
+        told = [] if self._scheduled or rates == self._first_rates else list(rates.items())
         requests: dict[int, Request] = {}
         for server in sorted({0, *self.servers}):
-            held = {name: w.grad for name, w in self._shares[server].items() if w.grad is not None}
-            body = {"names": list(held), "brings": brings, "rates": told}
+            held = {name: w.grad for name, w in self._shards[server].items() if w.grad is not None}
+            body = {"names": list(held), "wants_weights": wants_weights, "rates": told}
             requests[server] = body, pack_tensors(list(held.values()))
-        for share in self._shares:
-            for weight in share.values():
+        for shard in self._shards:
+            for weight in shard.values():
                 weight.grad = None
         return requests
 
-    def _send(self, requests: Mapping[int, Request], number: int, as_of: int, brings: bool) -> None:
+    def _send(self, requests: Mapping[int, Request], number: int, as_of: int, wants_weights: bool) -> None:
         answers = self._push(requests)
         step = int(answers[0].body["step"])
         with self._lock:
             self._answered, self._known_step = number, step
             self._behind_last = step - 1 - as_of
             self._behind_most = max(self._behind_most, self._behind_last)
-        if brings:
+        if wants_weights:
             self._keep(answers, number)
 
     def _keep(self, answers: Mapping[int, Answer], covers: int) -> None:
@@ -204,25 +335,25 @@ class DenseCache:
 
 
 class _Fetched:
-    """What servers said of their weights."""
+    """One answer of all servers with their weights."""
 
     def __init__(self, data: _Weights, covers: int, step: int) -> None:
         self.data = data
         self.covers = covers
-        """Own pushes that are in it."""
+        """How many of this worker's pushes the weights contain."""
         self.step = step
-        """The global step it is of."""
+        """The global step of the weights."""
 
 
-def _shares(
+def _shards(
     parameters: Mapping[str, nn.Parameter], descriptions: list[dict[str, Any]]
 ) -> list[dict[str, nn.Parameter]]:
-    """Return the weights of each server."""
-    shares: list[dict[str, nn.Parameter]] = [{} for _ in descriptions]
-    for name, server in share_of_weights(parameters, len(descriptions)).items():
-        shares[server][name] = parameters[name]
+    """Return the weights that each server owns, checked against the servers' own lists."""
+    shards: list[dict[str, nn.Parameter]] = [{} for _ in descriptions]
+    for name, server in partition_weights(parameters, len(descriptions)).items():
+        shards[server][name] = parameters[name]
     for server, about in enumerate(descriptions):
-        here = {name: _kind(weight) for name, weight in shares[server].items()}
+        here = {name: _kind(weight) for name, weight in shards[server].items()}
         there = {name: (tuple(shape), dtype) for name, (shape, dtype) in about["weights"].items()}
         for name in sorted(here.keys() | there.keys()):
             if here.get(name) != there.get(name):
@@ -231,7 +362,7 @@ def _shares(
                     f"{_said(there.get(name))} there, and {_said(here.get(name))} here. Do all processes "
                     "run the same task?"
                 )
-    return shares
+    return shards
 
 
 def _kind(weight: Tensor) -> tuple[tuple[int, ...], str]:

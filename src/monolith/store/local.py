@@ -12,7 +12,7 @@ from monolith.cuda import Device
 from monolith.errors import FeatureError
 from monolith.observe import MemoryWatch
 from monolith.observe.progress import describe_bytes
-from monolith.store.dense import check_held
+from monolith.store.dense import check_optimizer_covers
 from monolith.store.store import TableIds
 from monolith.table import (
     AdmissionFilter,
@@ -30,14 +30,18 @@ from monolith.table import (
 
 
 class LocalStore:
-    """A `Store` over tables in this process' memory, or in that of its GPU.
+    """A `Store` over tables in host memory of this process, or in the memory of its GPU.
+
+        store = LocalStore.from_configs({"item": TableConfig(name="item", dim=4)})
+        store.apply_gradients(TableIds(ids, sizes), gradients, step=1)    # creates rows for new IDs
+        store.lookup(TableIds(ids, sizes))                                # (4 * number of ids,)
 
     Args:
-        tables: Table to itself. The store closes them; nobody else may.
-        filters: Table to the filter it asks, for checkpoints to keep.
-        workers: Threads that share a batch; None works on the calling thread alone.
-        counts_sightings: Whether a table has a filter that wants to know how often ids were seen.
-        memory: Looks, as rows are trained, whether memory runs short.
+        tables: The tables by name. Only the store may close them.
+        filters: The admission filter of each table, for checkpoints.
+        workers: Threads that divide a batch among them; None uses the calling thread alone.
+        counts_sightings: Whether a table has a filter that counts how often IDs were seen.
+        memory: Checks, as rows are trained, whether host memory runs short.
     """
 
     def __init__(
@@ -70,13 +74,13 @@ class LocalStore:
         """Make the tables of a model.
 
         Args:
-            thresholds: By table: how often an id must have been seen before it has a row, and how
+            thresholds: By table: how often an ID must have been seen before it gets a row, and how
                 that is counted.
-            threads: That share a batch, the caller counted; by default as many as torch uses.
-            device: A GPU that holds the rows: tables are made there, whatever `make_table` is. None holds
-                them in host memory.
-            device_bytes: Of that GPU's memory, for all tables, as `device_budgets` says; what does not fit is
-                in host memory, see `SpillingTable`. None takes as much as rows need.
+            threads: Threads that work on a batch, including the caller; by default as many as torch uses.
+            device: A GPU for the rows: tables are made there, whatever `make_table` is. None means host
+                memory.
+            device_bytes: Bytes of that GPU's memory for all tables, divided by `device_budgets`; rows that do
+                not fit are in host memory, see `SpillingTable`. None takes as much as rows need.
 
         Raises:
             AcceleratorError: There is no such device.
@@ -115,7 +119,7 @@ class LocalStore:
 
     @property
     def cuda(self) -> Device | None:
-        """The CUDA device that has all of its rows; None where they are in host memory."""
+        """The CUDA device that has all of its rows; None if they are in host memory."""
         return self._multi.cuda
 
     @property
@@ -124,18 +128,18 @@ class LocalStore:
 
     @property
     def counts_sightings(self) -> bool:
-        """Whether `TableIds.counts` make a difference."""
+        """Whether `TableIds.counts` matter to an admission filter."""
         return self._counts_sightings
 
     def table(self, name: str) -> Table:
-        """Return one table, to look into or to dump."""
+        """Return one table, to inspect or dump it."""
         return self._multi[name]
 
     def lookup(self, ids: TableIds) -> Tensor:
         return self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches).embeddings
 
     def lookup_into(self, ids: TableIds, out: Tensor) -> None:
-        """Put what `lookup` returns into memory of the caller, float32 on the CPU: pinned memory, say."""
+        """Write the result of `lookup` into memory of the caller: float32 on the CPU, pinned for example."""
         self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches, out=out)
 
     def apply_gradients(
@@ -163,7 +167,7 @@ class LocalStore:
     def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is not None:
             raise FeatureError("this store has dense variables already; one store serves one model")
-        check_held(parameters, optimizer)
+        check_optimizer_covers(parameters, optimizer)
         self._optimizer = optimizer
 
     def push_dense(self) -> None:
@@ -187,7 +191,7 @@ class LocalStore:
         self._multi.close()
 
     def _describe(self) -> str:
-        """Say how much of host memory is tables'."""
+        """Describe how much host memory the tables use."""
         stats = {name: _in_host_memory(table) for name, table in self._multi.tables.items()}
         total = sum(one.bytes_total for one in stats.values() if one is not None)
         largest = max(stats, key=lambda name: 0 if (one := stats[name]) is None else one.bytes_total)

@@ -1,15 +1,15 @@
 """Pushes: each is applied once, however often it comes.
 
 A worker whose connection broke cannot know whether its gradients were applied, so it sends them again. Every
-push carries who sent it and a number, which counts up; a server remembers, of each sender, which numbers it
-has applied. Numbers may come out of order, because threads of a worker push at once, and some never come:
+push carries its sender and a number that counts up; a server remembers which numbers of each sender it has
+applied. Numbers may arrive out of order, because threads of a worker push at once, and some never arrive:
 
     floor          highest
-      |  1 1 1 0 1 1 1 0 1 |         1: applied, 0: `missing`, may still come
+      |  1 1 1 0 1 1 1 0 1 |         1: applied, 0: `missing`, may still arrive
     refused: too old to remember     above: never seen
 
-So little is remembered that a thousand workers take less than a megabyte, as long as numbers are not far
-apart; `REMEMBERED` and the number of senders bound it in any case.
+A window of `REMEMBERED` numbers per sender and a limit on senders bound the memory: a thousand workers take
+less than a megabyte, because in practice only a few numbers are missing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from monolith.errors import ClusterError, MonolithError, RequestError
 REMEMBERED = 4096
 """How far back, from its highest number, a sender's pushes are known."""
 _AT_FIRST = 64
-"""How many numbers below the first that is seen may be on their way: a server that took over hears a sender
-from the middle."""
+"""How many numbers below a sender's first may still arrive: a server that took over for another sees a sender
+from the middle of its numbers."""
 
 T = TypeVar("T")
 
 
 class KnownPushes(NamedTuple):
-    """Which pushes of one sender were applied, for a server that goes on with what they made."""
+    """Which pushes of one sender were applied: copied to a server that takes over their result."""
 
     highest: int
-    """The highest number that came."""
+    """The highest number that arrived."""
     missing: tuple[int, ...] = ()
-    """Numbers shortly below the highest that were not applied, and may still come."""
+    """Numbers shortly below the highest that were not applied, and may still arrive."""
 
 
 @dataclass(slots=True)
@@ -47,59 +47,65 @@ class _Sender:
     missing: set[int]
     under_way: set[int] = field(default_factory=set)
     failed: OrderedDict[int, str] = field(default_factory=OrderedDict)
-    """Number -> what went wrong; nobody knows how much of these was applied."""
+    """Number -> error; it is unknown how much of these pushes was applied."""
 
 
 class AppliedPushes:
-    """What a server has applied for one run. Thread-safe.
+    """The numbers of the pushes that a server has applied for one run. Thread-safe.
+
+        applied = AppliedPushes()
+        applied.once("worker-a", 1, apply=step, again=weights)   # calls step()
+        applied.once("worker-a", 1, apply=step, again=weights)   # a retry: calls weights() only
 
     Args:
-        senders: How many are known; the one that was silent longest is forgotten first.
+        senders: How many senders are remembered; the one that was silent longest is forgotten first.
     """
 
     def __init__(self, senders: int = 4096) -> None:
         self._most = senders
-        self._changed = threading.Condition()  # guards everything here
+        # Guards all senders. Released while a push is applied: `under_way` makes a retry of the same push
+        # wait for the first one, while pushes of other numbers run at the same time.
+        self._changed = threading.Condition()
         self._senders: OrderedDict[str, _Sender] = OrderedDict()
 
     def once(self, sender: str, number: int, apply: Callable[[], T], again: Callable[[], T]) -> T:
-        """Return what `apply` returns if this push has not come before, or else what `again` does.
+        """Return the result of `apply` if this push was not applied before, else that of `again`.
 
-        Waits for a push that came before and is being applied. One that was refused, by a MonolithError, has
-        changed nothing, and may come again.
+        Waits while the same push is being applied by another thread. A push that was refused by a
+        MonolithError has changed nothing, and may be sent again.
 
         Raises:
             RequestError: The number is too old to know whether it was applied.
-            ClusterError: It failed in the middle when it came before.
+            ClusterError: The push failed halfway when it first arrived.
         """
         with self._changed:
-            held = self._of(sender, number)
-            self._changed.wait_for(lambda: number not in held.under_way)
-            if number in held.failed:
-                raise ClusterError(f"push {number} failed when it came first: {held.failed[number]}")
-            is_new = self._is_new(held, number)
+            pushes = self._of(sender, number)
+            self._changed.wait_for(lambda: number not in pushes.under_way)
+            if number in pushes.failed:
+                raise ClusterError(f"push {number} failed when it first arrived: {pushes.failed[number]}")
+            is_new = self._is_new(pushes, number)
             if is_new:
-                self._begin(held, number)
+                self._begin(pushes, number)
         if not is_new:
             return again()
         try:
             answer = apply()
         except MonolithError:
-            self._end(held, number, came=False)
+            self._end(pushes, number, applied=False)
             raise
         except BaseException as error:
-            self._end(held, number, failure=repr(error))
+            self._end(pushes, number, failure=repr(error))
             raise
-        self._end(held, number)
+        self._end(pushes, number)
         return answer
 
     def known(self) -> dict[str, KnownPushes]:
-        """Return what was applied, by sender."""
+        """Return the applied pushes of each sender."""
         with self._changed:
-            return {sender: _known(held) for sender, held in self._senders.items()}
+            return {sender: _known(pushes) for sender, pushes in self._senders.items()}
 
     def adopt(self, known: Mapping[str, KnownPushes]) -> None:
-        """Take pushes for applied: what is held from now on has them in it."""
+        """Count pushes as applied: the state that the server holds from now on contains them."""
         with self._changed:
             for sender, (highest, missing) in known.items():
                 floor = max(0, highest - _AT_FIRST)
@@ -116,36 +122,36 @@ class AppliedPushes:
         self._senders.move_to_end(sender)
         return self._senders[sender]
 
-    def _is_new(self, held: _Sender, number: int) -> bool:
-        if number <= held.floor:
+    def _is_new(self, pushes: _Sender, number: int) -> bool:
+        if number <= pushes.floor:
             raise RequestError(
-                f"push {number} is too old to know whether it was applied: its sender is at {held.highest}, "
-                f"and what came after {held.floor} is remembered. It is not applied"
+                f"push {number} is too old to know whether it was applied: its sender is at {pushes.highest} "
+                f"and only numbers above {pushes.floor} are remembered. It is not applied"
             )
-        return number > held.highest or number in held.missing
+        return number > pushes.highest or number in pushes.missing
 
-    def _begin(self, held: _Sender, number: int) -> None:
-        held.under_way.add(number)
-        held.missing.discard(number)
-        if number > held.highest:
-            held.floor = max(held.floor, number - REMEMBERED)
-            held.missing.update(range(max(held.highest, held.floor) + 1, number))
-            held.missing = {one for one in held.missing if one > held.floor}
-            held.highest = number
+    def _begin(self, pushes: _Sender, number: int) -> None:
+        pushes.under_way.add(number)
+        pushes.missing.discard(number)
+        if number > pushes.highest:
+            pushes.floor = max(pushes.floor, number - REMEMBERED)
+            pushes.missing.update(range(max(pushes.highest, pushes.floor) + 1, number))
+            pushes.missing = {one for one in pushes.missing if one > pushes.floor}
+            pushes.highest = number
 
-    def _end(self, held: _Sender, number: int, *, came: bool = True, failure: str | None = None) -> None:
+    def _end(self, pushes: _Sender, number: int, *, applied: bool = True, failure: str | None = None) -> None:
         with self._changed:
-            held.under_way.discard(number)
-            if not came and number > held.floor:
-                held.missing.add(number)
+            pushes.under_way.discard(number)
+            if not applied and number > pushes.floor:
+                pushes.missing.add(number)
             if failure is not None:
-                held.failed[number] = failure
-                if len(held.failed) > _AT_FIRST:
-                    held.failed.popitem(last=False)
+                pushes.failed[number] = failure
+                if len(pushes.failed) > _AT_FIRST:
+                    pushes.failed.popitem(last=False)
             self._changed.notify_all()
 
 
-def _known(held: _Sender) -> KnownPushes:
-    missing = sorted(held.missing | held.under_way)
-    recent = tuple(number for number in missing if number > held.highest - _AT_FIRST)
-    return KnownPushes(held.highest, recent)
+def _known(pushes: _Sender) -> KnownPushes:
+    missing = sorted(pushes.missing | pushes.under_way)
+    recent = tuple(number for number in missing if number > pushes.highest - _AT_FIRST)
+    return KnownPushes(pushes.highest, recent)

@@ -1,10 +1,10 @@
-"""Rank calls: a rank asks all others at any time, and they answer while they train.
+"""Rank calls: a rank calls all other ranks at any time, and they answer while they train.
 
-How many rows there are, and "write your part of this checkpoint", cannot wait until all ranks come to a
-collective. So every rank has a Flight server, which demands what the security settings of the run say: the
-token, and certificates if there are some. Its address is a signed key; see `RankKeys`.
+Requests such as "how many rows do you have" and "write your part of this checkpoint" cannot wait for the next
+collective. So every rank has a Flight server, which demands the credentials of the run's security settings:
+the token, and certificates if there are some. Its address is a signed key; see `RankKeys`.
 
-    rank 0: ask_all("tables.cut", ...) ──► ask {call, body} ──► rank 1, rank 2: the function that was offered
+    rank 0: ask_all("stats/0", ...) ──► ask {call, body} ──► rank 1, rank 2: the function that was offered
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from monolith.errors import (
     RetryableError,
     UnavailableError,
 )
-from monolith.store import servers
+from monolith.store import server
 from monolith.store.rank_keys import RankKeys
 from monolith.wire.flight import Caller, Service
 from monolith.wire.flight_server import Handlers, Server
@@ -36,19 +36,20 @@ SERVICE = Service(
     name="rank",
     peers="all ranks",
     failure=ClusterError,
-    told=servers.SERVICE.told,
+    told=server.SERVICE.told,
     unreachable=UnavailableError,
     late=DeadlineExceededError,
 )
-LOOK_EVERY = 0.1
-"""Seconds between two looks whether it still makes sense to wait."""
+CHECK_EVERY = 0.1
+"""Seconds between two checks whether a rank was lost in the meantime."""
 CLOSE_WITHIN = 5.0
 """Seconds that closing waits for answers in progress. A call that takes longer ends with its process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPort:
-    """Where a rank listens, for calls and for the data of gloo, and what it demands of callers."""
+    """Where a rank listens, for calls and for the data of gloo, and the credentials that callers must
+    present."""
 
     host: str = "127.0.0.1"
     """The one address of this machine on which it listens, and by which the other ranks reach it."""
@@ -66,7 +67,11 @@ class RankCall:
 
 
 class RankCalls:
-    """Asks other ranks, and answers them, until it is closed. Thread-safe.
+    """Calls other ranks, and answers their calls, until it is closed. Thread-safe.
+
+        groups.calls.offer({"rows": lambda body: {"rows": len(table)}})      # on every rank
+        groups.calls.ask_all("rows", {})                                     # rank 0: [{"rows": 7}, {"rows":
+        5}]
 
     Args:
         keys: Shared by all ranks.
@@ -80,12 +85,12 @@ class RankCalls:
         self._guard = port.guard
         self._timeout = timeout
         self._calls: dict[str, Call] = {}
-        self._trouble: RetryableError | None = None
+        self._lost: RetryableError | None = None
         self._over = threading.Event()
         self._addresses: dict[int, str] = {}
         self._lock = threading.Lock()  # guards the one below
         self._free: dict[int, list[Caller]] = defaultdict(list)
-        """Rank -> connections that no thread uses now. A stats call does not wait for a long write."""
+        """Rank -> idle connections. Several per rank, so that a stats call does not wait for a long write."""
         self._server: Server | None = None
         if size > 1:
             polls = {"ask": lambda body, gone: self._answer(read_message(RankCall, body), gone)}
@@ -94,17 +99,17 @@ class RankCalls:
             )
             keys.set(f"calls/{rank}", self._server.address)
 
-    def find_others(self) -> None:
-        """Read where the others answer; once all are connected, so that nothing written later counts."""
+    def find_addresses(self) -> None:
+        """Read the addresses of the other ranks. Called once all are connected: later writes do not count."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._addresses = {rank: self._keys.get(f"calls/{rank}").decode() for rank in others}
 
     def offer(self, calls: Mapping[str, Call]) -> None:
-        """Answer these calls from now on. A call that comes earlier waits."""
+        """Answer these calls from now on. A call that arrives earlier waits."""
         self._calls |= calls
 
     def ask_all(self, name: str, body: Mapping[str, Json]) -> list[dict[str, Json]]:
-        """Return the answers of all ranks in their order, including this one's.
+        """Return the answers of all ranks in rank order, including this one's.
 
         Raises:
             MonolithError: The error of the first rank that raised one.
@@ -112,7 +117,7 @@ class RankCalls:
         """
         answers: queue.SimpleQueue[tuple[int, dict[str, Json] | MonolithError]] = queue.SimpleQueue()
         for rank in self._addresses:
-            # Not of a pool, which would be waited for at exit: a rank that hangs answers nothing.
+            # Not from a pool, which the interpreter joins at exit: a rank that hangs never answers.
             threading.Thread(
                 target=lambda rank=rank: answers.put((rank, self._ask(rank, name, body))),
                 name="rank-ask",
@@ -121,21 +126,21 @@ class RankCalls:
         found: dict[int, dict[str, Json] | MonolithError] = {}
         try:
             found[self.rank] = self._calls[name](dict(body))
-        finally:  # the others work on it in any case, and must be done before the caller does anything else
+        finally:  # the other ranks work on it in any case, and must finish before the caller continues
             while len(found.keys() - {self.rank}) < len(self._addresses):
                 try:
-                    rank, answer = answers.get(timeout=LOOK_EVERY)
+                    rank, answer = answers.get(timeout=CHECK_EVERY)
                     found[rank] = answer
                 except queue.Empty:
-                    if self._trouble is not None:
-                        raise self._trouble from None
+                    if self._lost is not None:
+                        raise self._lost from None
                     if self._over.is_set():
                         raise UnavailableError(f"{name}: this rank has ended") from None
         return [_opened(rank, answer) for rank, answer in sorted(found.items())]
 
     def fail(self, error: RetryableError) -> None:
-        """Have every `ask_all` that waits raise this. From any thread."""
-        self._trouble = self._trouble or error
+        """Make every `ask_all` that waits raise this. From any thread."""
+        self._lost = self._lost or error
 
     def close(self) -> None:
         """End. Closing again does nothing."""
@@ -164,7 +169,7 @@ class RankCalls:
             return ClusterError(f"{name:.60} failed: {type(error).__name__}: {error}")
         finally:
             with self._lock:
-                self._free[rank].append(caller)  # it connects again if it has to
+                self._free[rank].append(caller)  # it reconnects if it has to
             if self._over.is_set():
                 self._close_free()
 
@@ -176,8 +181,8 @@ class RankCalls:
             caller.close()
 
     def _answer(self, asked: RankCall, gone: Gone) -> dict[str, Json]:
-        while asked.call not in self._calls:  # the model of this rank is not made yet
-            if gone() or self._over.wait(LOOK_EVERY):
+        while asked.call not in self._calls:  # this rank has not built its model yet
+            if gone() or self._over.wait(CHECK_EVERY):
                 raise UnavailableError(f"{asked.call:.60}: this rank has ended")
         return self._calls[asked.call](asked.body)
 

@@ -1,61 +1,347 @@
-"""The groups of a run: what connects its ranks, for each thread that talks to the others one.
+"""RankGroups: the process groups that connect the ranks of a run.
 
-    lookups    ids out and rows back, ahead of a step
-    pushes     gradients of rows, behind it
-    dense      gradients of the weights, while backward goes on
-    control    between two steps: stop, halt, save. It waits for as long as it takes.
-    pulse      says that everybody is alive; see `Pulse`
+A process group carries one call at a time, in the same order on every rank. So each thread that makes calls
+has a group of its own: rows are looked up ahead of a step and their gradients sent after it, and neither may
+get between the calls of the other. Groups are passed as arguments; nothing here uses torch's default group.
+
+    lookups    IDs out and rows back, ahead of a step
+    pushes     gradients of rows, after it
+    dense      gradients of the weights, during backward
+    control    between two steps: stop, quiesce, save. It waits for as long as it takes.
+    pulse      a heartbeat; see `Heartbeat`
     calls      questions at any time; see `RankCalls`
 
-When a rank is lost, everything is broken off, on every rank: a run of ranks goes on with all or not at all.
+A rank that is gone breaks its connections, and the ranks that wait for it fail at once. A rank that hangs is
+noticed when its call times out. When one is lost, every group is aborted on every rank: a run of ranks
+continues with all ranks or not at all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
+from torch import Tensor
+from torch import distributed as dist
 
 from monolith.cuda import CudaDevice
-from monolith.errors import ClusterError, RetryableError
-from monolith.store.collective import Collective, Pulse, make_group
+from monolith.errors import (
+    ClusterError,
+    ConfigError,
+    DeadlineExceededError,
+    FailedPeerError,
+    RetryableError,
+    UnavailableError,
+)
 from monolith.store.rank_calls import RankCalls, RankPort
-from monolith.store.rank_keys import RankKeys, prefixed
+from monolith.store.rank_keys import Keys, RankKeys, prefixed
 from monolith.wire.bulk import Traffic, TrafficMeter
+
+
+class Collective:
+    """The collective calls of one process group. Used by one thread at a time, except `abort`.
+
+        sums = Collective(group, "dense").sum(gradient)               # on all ranks, the same bits
+        rows = Collective(group, "lookups").all_to_all(ids, [2, 1], [2, 3])
+
+    Args:
+        group: A backend of torch.distributed, such as a ProcessGroupGloo.
+        name: Names the group in messages.
+        device: The device of the tensors of a call: NCCL wants them on a GPU.
+        traffic: Counts the bytes sent to other ranks and received from them.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        name: str,
+        *,
+        device: torch.device | str = "cpu",
+        traffic: TrafficMeter | None = None,
+    ) -> None:
+        self._group = group
+        self._name = name
+        self._device = torch.device(device)
+        self._traffic = TrafficMeter() if traffic is None else traffic
+        self._reason: Callable[[], RetryableError | None] = lambda: None
+        self._closing_thread: threading.Thread | None = None
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+
+    @property
+    def device(self) -> torch.device:
+        """The device that tensors are sent from and received on."""
+        return self._device
+
+    def explain_failures_with(self, reason: Callable[[], RetryableError | None]) -> None:
+        """Raise the error that `reason` returns when a call fails: it may know more than "connection
+        broke"."""
+        self._reason = reason
+
+    def all_to_all(self, given: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send a slice of `given` to each rank and return the slices that they sent here, in rank order.
+
+            rank 0 of 2: given = [a b | c]     sent = [2, 1]    received = [2, 1]  ──►  [a b | x]
+            rank 1 of 2: given = [x | y z]     sent = [1, 2]    received = [1, 2]  ──►  [c | y z]
+
+        Args:
+            given: One dimension: the slice for rank 0, then for rank 1, and so on. Copied to `device` first,
+                unless it is there.
+            sent: The length of the slice for each rank.
+            received: The length of the slice from each rank.
+
+        Returns:
+            A tensor of `sum(received)` elements on `device`.
+        """
+        given = given.to(self._device)
+        found = torch.empty(sum(received), dtype=given.dtype, device=self._device)
+        if self.size == 1:
+            return found.copy_(given)
+        itemsize = given.itemsize
+        self._traffic.count(
+            sent=(sum(sent) - sent[self.rank]) * itemsize,
+            received=(sum(received) - received[self.rank]) * itemsize,
+        )
+        self._finish(self._begin("alltoall_base", found, given, list(received), list(sent)))
+        return found
+
+    def all_gather(self, given: Tensor, waiting: Callable[[], None] | None = None) -> Tensor:
+        """Return the tensors of all ranks, stacked: (ranks, *shape). All ranks give the same shape.
+
+        Args:
+            waiting: Called every second until all ranks take part.
+        """
+        given = given.to(self._device)
+        found = [torch.empty_like(given) for _ in range(self.size)]
+        self._finish(self._begin("allgather", [found], [given]), waiting)
+        return torch.stack(found).cpu()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Return the tensor of rank `root`, on every rank."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        sent = tensor.to(self._device, copy=True).contiguous()
+        self._finish(self._begin("broadcast", [sent], options))
+        return sent.to(tensor.device)
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum a tensor over all ranks; the returned function waits for the sum."""
+        summed = tensor.to(self._device)
+        begun = [self._begin("allreduce", [summed])]
+
+        def finish() -> Tensor:
+            # pop: a caller that keeps this function must not keep the connections alive.
+            self._finish(begun.pop())
+            return summed.to(tensor.device)
+
+        return finish
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks, the same bits on each. It may be `tensor` itself."""
+        return self.begin_sum(tensor)()
+
+    def abort(self) -> None:
+        """Abort the call under way, here and on the other ranks. From any thread; again does nothing."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+            # The connections are closed with the last reference. That waits for the call under way, until the
+            # other ranks have closed theirs, too: so a thread drops the reference.
+            last = [group]
+            del group
+            self._closing_thread = threading.Thread(target=last.clear, name="close-group", daemon=True)
+            self._closing_thread.start()
+
+    def close(self, within: float) -> None:
+        """Abort, and wait at most so many seconds until the connections are closed.
+
+        An interpreter that exits while a thread closes them ends with SIGABRT.
+        """
+        self.abort()
+        if self._closing_thread is not None:
+            self._closing_thread.join(within)
+
+    def _begin(self, call: str, *arguments: Any) -> Any:
+        group = self._group
+        if group is None:
+            raise self._judged(RuntimeError("it was aborted here"))
+        try:
+            return getattr(group, call)(*arguments)
+        except RuntimeError as cause:
+            raise self._judged(cause) from cause
+        finally:
+            del group  # the error keeps this frame alive, which must not keep the connections
+
+    def _finish(self, work: Any, waiting: Callable[[], None] | None = None) -> None:
+        try:
+            while waiting is not None and not _done_within(work, WAITING_EVERY):
+                waiting()
+            work.wait()
+        except RuntimeError as cause:
+            raise self._judged(cause) from cause
+        finally:
+            del work  # as above
+
+    def _judged(self, cause: RuntimeError) -> RetryableError:
+        known = self._reason()
+        if known is not None:
+            return known
+        text = str(cause)
+        if "imed out" in text:
+            return DeadlineExceededError(
+                f"{self._name}: another rank did not take part in time. It may hang, or be suspended: {text}"
+            )
+        return UnavailableError(f"{self._name}: another rank is gone, see its log: {text}")
+
+
+WAITING_EVERY = timedelta(seconds=1)
+
+
+def _done_within(work: Any, limit: timedelta) -> bool:
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def make_group(
+    keys: Keys,
+    rank: int,
+    size: int,
+    *,
+    host: str,
+    connect: timedelta,
+    timeout: timedelta,
+    backend: str = "gloo",
+) -> Any:
+    """Connect all ranks by a new process group. Every rank makes its groups in the same order.
+
+    Args:
+        keys: Shared by all ranks, with a prefix that no other group has.
+        host: The address on which gloo listens, by which the other ranks reach this one. NCCL uses
+            NCCL_SOCKET_IFNAME.
+        connect: How long the other ranks may take to connect.
+        timeout: How long one call may take.
+        backend: gloo, or nccl for tensors on GPUs.
+
+    Raises:
+        UnavailableError: Another rank did not connect in time.
+    """
+    if backend == "nccl":
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise ConfigError("ranks: the backend nccl needs GPUs and a torch that was built with it")
+        nccl: Any = dist.ProcessGroupNCCL
+        return nccl(keys, rank, size, timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = connect
+    options._threads = 2
+    options._devices = [gloo.create_device(hostname=host)]
+    try:
+        group = gloo(keys, rank, size, options)
+        group._set_default_timeout(timeout)
+        return group
+    except FailedPeerError:  # its message is more precise than "no connection"
+        raise
+    except (RuntimeError, UnavailableError) as cause:
+        raise UnavailableError(
+            f"rank {rank} of {size} could not connect to all other ranks: {cause}"
+        ) from cause
+
+
+class Heartbeat:
+    """A thread that calls all ranks periodically, to notice one that is gone or hangs between other calls.
+
+    Args:
+        collective: Used by no other thread.
+        lost: Called once, from that thread, with the error.
+        every: The pause between two calls.
+    """
+
+    def __init__(
+        self,
+        collective: Collective,
+        lost: Callable[[RetryableError], None],
+        every: timedelta = timedelta(seconds=1),
+    ) -> None:
+        self._collective = collective
+        self._lost = lost
+        self._every = every.total_seconds()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End. Closing again does nothing."""
+        self._over.set()
+        self._collective.abort()
+        if self._thread is not threading.current_thread():
+            self._thread.join(10)
+
+    def _beat(self) -> None:
+        one = torch.zeros(1, dtype=torch.int64)
+        while not self._over.wait(self._every):
+            try:
+                self._collective.all_gather(one)
+            except RetryableError as error:
+                if not self._over.is_set():
+                    self._lost(error)
+                return
+
 
 _log = logging.getLogger(__name__)
 
 ENDLESS = timedelta(days=30)
-"""How long a rank may wait for the others between steps, as long as their pulse is there."""
-TIMEOUT = timedelta(minutes=30)
-SILENCE = timedelta(seconds=60)
-LET_GO_WITHIN = 10.0
-"""Seconds that closed connections may take: the others close theirs at the same time."""
+"""How long a rank may wait for the other ranks between steps, as long as their heartbeat continues."""
+CLOSE_WITHIN = 10.0
+"""Seconds that closing the connections may take: the other ranks close theirs at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOptions:
+    """The timeouts and backends of `RankGroups`; the same on all ranks."""
+
+    timeout: timedelta = timedelta(minutes=30)
+    """How long one exchange of a step may take."""
+    silence: timedelta = timedelta(seconds=60)
+    """How long a rank may be silent, over working connections, before it counts as lost; and how long the
+    ranks may take to connect once all have registered."""
+    backend: str = "gloo"
+    """gloo or nccl: with nccl the gradients of weights are summed on the GPU."""
+    rows_backend: str = "gloo"
+    """gloo sends rows and their gradients through host memory, wherever tables are. nccl sends them from GPU
+    to GPU, for tables on GPUs; it needs a GPU for each rank."""
+    heartbeat_every: timedelta = timedelta(seconds=1)
 
 
 class RankGroups:
-    """What connects this rank to the others. Made by every rank at the same time; whoever makes it closes it.
+    """The connections of this rank to all others. All ranks make theirs at the same time.
+
+        with RankGroups(keys, rank=0, size=4, port=port) as groups:
+            store = AllToAllStore(local, configs, groups)
+            total = groups.dense.sum(gradient)
 
     Args:
         keys: Shared by all ranks of this attempt.
-        rank: Which one this is.
-        size: How many there are.
-        port: Where this rank listens, and what it demands of callers.
-        timeout: How long one exchange of a step may take.
-        silence: How long a rank may be silent, over connections that are whole, before it counts as lost; and
-            how long the ranks may take to connect, once all are there.
-        backend: gloo, or nccl: then the gradients of weights are summed on the GPU.
-        rows_backend: gloo, which takes rows and their gradients through the memory of the host, wherever
-            tables are, or nccl: from GPU to GPU, for tables that are there. NCCL wants a GPU for each rank.
+        rank: The number of this rank.
+        size: The number of ranks.
+        port: Where this rank listens, and the credentials that callers must present.
 
     Raises:
-        UnavailableError: Not all ranks were there in time.
+        UnavailableError: A rank did not connect in time.
     """
 
     def __init__(
@@ -65,19 +351,15 @@ class RankGroups:
         size: int,
         *,
         port: RankPort,
-        timeout: timedelta = TIMEOUT,
-        silence: timedelta = SILENCE,
-        backend: str = "gloo",
-        rows_backend: str = "gloo",
-        pulse_every: timedelta = timedelta(seconds=1),
+        options: RankOptions = RankOptions(),  # noqa: B008 - immutable
     ) -> None:
         self.rank = rank
         self.size = size
         self._keys = keys
         self._traffic = TrafficMeter()
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the three fields below; any thread may notice a lost rank
         self._lost: RetryableError | None = None
-        self._closed = self._parting = False
+        self._closed = self._finishing = False
         self._collectives: list[Collective] = []
 
         def collective(name: str, limit: timedelta, kind: str = "gloo") -> Collective:
@@ -86,24 +368,27 @@ class RankGroups:
                 rank,
                 size,
                 host=port.host,
-                connect=silence,
+                connect=options.silence,
                 timeout=limit,
                 backend=kind,
             )
             device = CudaDevice.of().torch_device if kind == "nccl" else torch.device("cpu")
             found = Collective(group, name, device=device, traffic=self._traffic)
-            found.ask_why(self._why)
+            found.explain_failures_with(self._why)
             self._collectives.append(found)
             return found
 
-        self.calls = RankCalls(keys, rank, size, port, timeout=timeout)
+        self.calls = RankCalls(keys, rank, size, port, timeout=options.timeout)
         try:
-            self.lookups = collective("lookups", timeout, rows_backend)
-            self.pushes = collective("pushes", timeout, rows_backend)
-            self.dense = collective("dense", timeout, backend)
+            # All ranks make the groups in this order: making one is a collective call itself.
+            self.lookups = collective("lookups", options.timeout, options.rows_backend)
+            self.pushes = collective("pushes", options.timeout, options.rows_backend)
+            self.dense = collective("dense", options.timeout, options.backend)
             self.control = collective("control", ENDLESS)
-            self.calls.find_others()
-            self._pulse = Pulse(collective("pulse", silence), self._lose, pulse_every)
+            self.calls.find_addresses()
+            self._heartbeat = Heartbeat(
+                collective("pulse", options.silence), self._lose, options.heartbeat_every
+            )
         except BaseException:
             self.calls.close()
             for made in self._collectives:
@@ -112,58 +397,58 @@ class RankGroups:
 
     @property
     def traffic(self) -> Traffic:
-        """What came from other ranks, and went to them."""
+        """Bytes received from other ranks and sent to them."""
         return self._traffic.total()
 
     def check(self) -> None:
         """Raise if a rank was lost.
 
         Raises:
-            RetryableError: One was.
+            RetryableError: A rank was lost.
         """
         with self._lock:
             if self._lost is not None:
                 raise self._lost
 
-    def say(self, key: str, value: str) -> None:
-        """Leave a word for the others; what was there before is replaced."""
+    def put_note(self, key: str, value: str) -> None:
+        """Leave a note for the other ranks, in place of an earlier one. It never raises."""
         with suppress(ClusterError):
             self._keys.set(f"said/{key}", value)
 
-    def said(self, key: str) -> str:
+    def get_note(self, key: str) -> str:
         """Return the note that a rank left under a key; "" for none.
 
         Raises:
-            UnavailableError: The process that keeps the keys is gone.
+            UnavailableError: The process that serves the keys is gone.
         """
         return (self._keys.peek(f"said/{key}") or b"").decode()
 
-    def part(self) -> None:
-        """Hear that the run is over: from now on it is no loss if others are gone."""
-        self._parting = True
+    def expect_end(self) -> None:
+        """Mark the run as finished: from now on a rank that is gone does not count as lost."""
+        self._finishing = True
 
     def fail(self, text: str) -> None:
-        """Say why this rank cannot go on, and break everything off, for all. It never raises."""
+        """Tell all ranks why this one cannot continue, and abort everything. It never raises."""
         self._keys.fail(self.rank, text)
         self.close()
 
-    def break_off(self, error: RetryableError) -> None:
-        """End the attempt for all, because of what all need and no rank is. From any thread."""
+    def abort(self, error: RetryableError) -> None:
+        """End the attempt for all ranks, because something all of them need is lost. From any thread."""
         self._keys.fail(self.rank, str(error))
         self._lose(error)
 
     def close(self) -> None:
-        """Let go of the others. Closing again does nothing."""
+        """Close all connections. Closing again does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._abort()
-        self._pulse.close()
+        self._heartbeat.close()
         self.calls.close()
-        deadline = time.monotonic() + LET_GO_WITHIN
+        deadline = time.monotonic() + CLOSE_WITHIN
         for collective in self._collectives:
-            collective.let_go(max(0.0, deadline - time.monotonic()))
+            collective.close(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self
@@ -178,16 +463,16 @@ class RankGroups:
             collective.abort()
 
     def _lose(self, error: RetryableError) -> None:
-        if self._parting:
+        if self._finishing:
             return
-        _log.warning("rank %d lost others: %s", self.rank, error)
+        _log.warning("rank %d lost its connection to other ranks: %s", self.rank, error)
         with self._lock:
             self._lost = self._lost or error
         self.calls.fail(error)
         self._abort()
 
     def _why(self) -> RetryableError | None:
-        """Return why a call failed, if a rank has said so."""
+        """Return why a call failed, if a rank has reported it."""
         with suppress(ClusterError):
             if (failure := self._keys.failure()) is not None:
                 return failure

@@ -1,13 +1,13 @@
-"""Rank keys: what the ranks of a run share to find each other, signed with the token of the run.
+"""Rank keys: the key-value store by which the ranks of a run find each other, signed with the run's token.
 
-Ranks meet at a `torch.distributed.TCPStore`, which rank 0 or torchrun keeps. It knows neither token nor TLS:
+Ranks use a `torch.distributed.TCPStore`, which rank 0 or torchrun serves. It has neither tokens nor TLS:
 every program that reaches its port may read, write and delete keys. So ranks sign each value:
 
     stored under a key = HMAC-SHA256(token; attempt, key, value) + value
 
 A value without the right signature is never parsed. gloo and NCCL find their own connections by these keys,
-so their addresses are signed, too. A program that reaches the port can still delete keys, and so keep ranks
-from starting, or write again what a rank wrote under the same key in the same attempt: nothing new.
+so their addresses are signed, too. A program that reaches the port can still delete keys, and so prevent
+ranks from starting, or replay a value of the same key and attempt, which changes nothing.
 
 Every attempt to train has keys of its own, with a random name that is part of each signature:
 
@@ -15,7 +15,7 @@ Every attempt to train has keys of its own, with a random name that is part of e
     process/2    the process that is rank 2
     calls/2      where rank 2 answers calls; see `RankCalls`
     failed       why the first rank that failed did
-    said/KEY     a note that a rank left for the others
+    said/KEY     a note of one rank for the others
     lookups/...  of a group, by gloo or NCCL
 """
 
@@ -45,9 +45,9 @@ Keys = Any
 ATTEMPT = "attempt"
 FAILED = "failed"
 REACH_WITHIN = timedelta(seconds=10)
-"""How long the process that keeps the keys may take to answer, and a rank to write a key."""
-LOOK_EVERY = 0.02
-"""Seconds between two looks for a key."""
+"""How long the process that serves the keys may take to answer, and a rank to write a key."""
+POLL_EVERY = 0.02
+"""Seconds between two polls for a key."""
 _DOMAIN = b"monolith rank keys 1"
 _SIGNATURE_BYTES = 32
 
@@ -55,8 +55,8 @@ _SIGNATURE_BYTES = 32
 class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
     """Signed keys of one attempt: a `torch.distributed.Store`, also for gloo and NCCL. Thread-safe.
 
-    torch calls it through C++ and holds no reference to the Python object, so whoever makes a group with it
-    keeps it for as long as the group.
+    torch calls it through C++ and has no reference to the Python object, so the code that makes a group with
+    it must keep a reference for as long as the group.
 
         keys = keep_keys("127.0.0.1", token)                        # rank 0
         keys = join_attempt(reach_keys("127.0.0.1", port), token)   # the others
@@ -77,7 +77,7 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
 
     @property
     def port(self) -> int:
-        """The port of the process that keeps the keys."""
+        """The port of the process that serves the keys."""
         return int(self._inner.port)
 
     # What torch calls; names and arguments are those of its Store.
@@ -104,8 +104,8 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
             return bool(self._inner.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta = REACH_WITHIN) -> None:
-        # Not the wait of the store itself, which hears of no failure: a rank that leaves before all are
-        # connected would keep the others for as long as `timeouts.silence`.
+        # Not the wait of the store itself, which ignores reported failures: a rank that leaves before all are
+        # connected would block the others for as long as `timeouts.silence`.
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if (failure := self.failure()) is not None:
@@ -115,7 +115,7 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
                 raise UnavailableError(
                     f"no rank has written the key {', '.join(missing)!r} within {timeout.total_seconds():g} s"
                 )
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_EVERY)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value if the key has the expected one, or "" for none; return the value it then has.
@@ -154,7 +154,7 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
         return found
 
     def fail(self, rank: int, text: str) -> None:
-        """Tell all ranks why this one cannot continue. Only the first to do so is heard. It never raises."""
+        """Tell all ranks why this one cannot continue. Only the first report counts. It never raises."""
         with contextlib.suppress(UnavailableError):
             self.compare_set(FAILED, "", json.dumps([rank, text]))
 
@@ -164,7 +164,7 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
         if said is None:
             return None
         rank, text = json.loads(said)
-        return FailedPeerError(f"rank {rank} cannot go on: {text}")
+        return FailedPeerError(f"rank {rank} cannot continue: {text}")
 
     # Signatures
 
@@ -185,7 +185,7 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
         return (
             f"refused the key {key!r} that ranks share: its value was not signed with the token of this run. "
             "Another program wrote it, or the rank that wrote it has another token: give all ranks the same "
-            "security.token_file, and see who else can reach the address of rank 0"
+            "security.token_file, and check which other programs can reach the address of rank 0"
         )
 
     def _report(self, key: str) -> None:
@@ -195,7 +195,7 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
 
 
 def keep_keys(host: str, token: Secret, port: int = 0) -> RankKeys:
-    """Return the keys of a new attempt, kept by this process and reached at `host` alone.
+    """Return the keys of a new attempt, served by this process at `host` alone.
 
     Args:
         port: 0 lets the system choose.
@@ -207,17 +207,17 @@ def keep_keys(host: str, token: Secret, port: int = 0) -> RankKeys:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as cause:
-        raise ListenError(f"cannot keep the keys of ranks at {host}:{port}: {cause}") from cause
+        raise ListenError(f"cannot serve the keys of ranks at {host}:{port}: {cause}") from cause
     port = listener.getsockname()[1]
     # A TCPStore that binds its own socket listens on all interfaces, whatever its host. It owns this one now.
     return begin_attempt(_tcp_store(host, port, is_master=True, master_listen_fd=listener.detach()), token)
 
 
 def reach_keys(host: str, port: int) -> Keys:
-    """Return the keys, without signatures, that another process keeps.
+    """Return the keys, without signatures, that another process serves.
 
     Raises:
-        UnavailableError: No process does.
+        UnavailableError: No process serves them at this address.
     """
     try:  # torch would retry, and log every time
         socket.create_connection((host, port), REACH_WITHIN.total_seconds()).close()
@@ -243,7 +243,7 @@ def join_attempt(inner: Keys, token: Secret) -> RankKeys:
 
 
 def prefixed(keys: Keys, prefix: str) -> Keys:
-    """Return the same keys, each with something before it."""
+    """Return a view of the keys in which each has a prefix."""
     return getattr(dist, "PrefixStore")(prefix, keys)  # noqa: B009 - torch's stubs do not have it
 
 
@@ -259,8 +259,8 @@ def _bytes(value: str | bytes) -> bytes:
 
 @contextlib.contextmanager
 def _reached() -> Iterator[None]:
-    """Make an error of ours of what goes wrong on the way to the keys."""
+    """Translate errors of the connection to the keys."""
     try:
         yield
     except RuntimeError as cause:
-        raise UnavailableError(f"the process that keeps the keys of all ranks is gone: {cause}") from cause
+        raise UnavailableError(f"the process that serves the keys of all ranks is gone: {cause}") from cause

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError, FeatureError, RetryableError, TableArgumentError, TableClosedError
-from monolith.store.dense import check_held
-from monolith.store.dense_cache import DenseCache
-from monolith.store.dense_config import DenseConfig
-from monolith.store.group import Request, ServerGroup
-from monolith.store.routes import Floats
-from monolith.store.rows import RowFlags, read_answer
-from monolith.store.spreading import Spread, Spreader
+from monolith.store.dense import check_optimizer_covers
+from monolith.store.dense_cache import DenseCache, DenseConfig
+from monolith.store.row_requests import Floats, PartitionedRequest, RequestPartitioner, RowFlags, read_answer
+from monolith.store.server_group import Request, ServerGroup
 from monolith.store.store import TableIds, add_stats
 from monolith.table import TableConfig, TableStats, arguments
 from monolith.wire.flight import Answer
 
 
 class ParameterServerStore:
-    """A `Store` over servers. Thread-safe. A call makes one request to each server, all at once.
+    """A `Store` over parameter servers. Thread-safe. A call makes one request to each server, all at once.
 
-    A connection that breaks and an answer that is late cost time and nothing else: what was asked is asked
-    again for as long as the group waits (`patience`, `hold`), and what was pushed is applied once. Only
-    after that do `apply_gradients` and `push_dense` raise an error that is retryable, and some servers may
-    have applied their part.
+        group = ServerGroup(addresses)
+        store = ParameterServerStore(group, 0, configs)
+        rows = store.lookup(TableIds(ids, sizes))      # gathered from all servers, in the order of ids
+
+    A broken connection or a late answer only costs time: requests are retried for as long as the group waits
+    (`patience`, `replacement_timeout`), and a push is applied once. Only after that do `apply_gradients` and
+    `push_dense` raise a RetryableError, and some servers may have applied their part.
 
     Args:
-        group: The servers; shared with other stores of the model, and closed by whoever made it.
-        number: Which of the model's stores this is, on the servers.
+        group: The servers; shared with other stores of the model, and closed by the caller.
+        number: The index of this store among the model's stores.
         configs: The tables that the model needs.
 
     Raises:
@@ -43,12 +43,12 @@ class ParameterServerStore:
     def __init__(self, group: ServerGroup, number: int, configs: Mapping[str, TableConfig]) -> None:
         self.group = group
         self._number = number
-        self._spreader = Spreader(configs, len(group), number)
-        self._dims = self._spreader.dims
+        self._partitioner = RequestPartitioner(configs, len(group), number)
+        self._dims = self._partitioner.dims
         self._closed = False
         self._descriptions = group.describe()
         found = [self._checked(server, about) for server, about in enumerate(self._descriptions)]
-        self._spreader.counts_sightings = any(one["counts_sightings"] for one in found)
+        self._partitioner.counts_sightings = any(one["counts_sightings"] for one in found)
         self._dense: DenseCache | None = None
 
     @property
@@ -61,18 +61,18 @@ class ParameterServerStore:
 
     @property
     def delay_compensated(self) -> bool:
-        return self._spreader.delay_compensated
+        return self._partitioner.delay_compensated
 
     @property
     def counts_sightings(self) -> bool:
-        """Whether `TableIds.counts` make a difference on some server."""
-        return self._spreader.counts_sightings
+        """Whether `TableIds.counts` matter to an admission filter of some server."""
+        return self._partitioner.counts_sightings
 
     def lookup(self, ids: TableIds) -> Tensor:
         self._check_open()
         flags = RowFlags.HALF if self.group.half else RowFlags.NONE
-        spread = self._spreader.lookup(ids, flags)
-        requests, routes = _asked(spread), spread.routes
+        call = self._partitioner.lookup(ids, flags)
+        requests, routes = _asked(call), call.routes
         answers = self.group.exchange("lookup", requests)
         rows = [
             self._rows_of(server, answers[server], floats) if server in answers else np.empty(0, np.float32)
@@ -90,10 +90,10 @@ class ParameterServerStore:
         latest_values: Tensor | None = None,
     ) -> None:
         self._check_open()
-        spread = self._spreader.push(
+        call = self._partitioner.push(
             ids, gradients, step=step, event_time=event_time, latest_values=latest_values
         )
-        self._push("apply_gradients", _asked(spread))
+        self._push("apply_gradients", _asked(call))
 
     def attach_dense(
         self,
@@ -107,12 +107,12 @@ class ParameterServerStore:
 
         Args:
             config: What is fetched and pushed while steps are computed.
-            scheduled: Whether the servers have a schedule for the rates of the optimizer. Otherwise they are
-                told when somebody moves those of `optimizer`.
+            scheduled: Whether the servers have a schedule for the optimizer's learning rates. Otherwise they
+                are told when a rate of `optimizer` changes.
         """
         if self._dense is not None:
             raise FeatureError("this store has dense variables already; one store serves one model")
-        check_held(parameters, optimizer)
+        check_optimizer_covers(parameters, optimizer)
         self._dense = DenseCache(
             self.group,
             lambda requests: self._push("push_dense", requests),
@@ -120,18 +120,18 @@ class ParameterServerStore:
             optimizer,
             self._descriptions,
             config=config,
-            moved_there=scheduled,
+            scheduled=scheduled,
         )
 
     @property
     def dense(self) -> DenseCache | None:
-        """The dense variables, where some were attached."""
+        """The dense variables, if some were attached."""
         return self._dense
 
     def push_dense(self) -> None:
         """Send each server the gradients of its weights.
 
-        Server 0 hears of it in any case, because it counts the steps.
+        Server 0 gets a push in any case, because it counts the steps.
         """
         self._check_open()
         if self._dense is None:
@@ -140,7 +140,8 @@ class ParameterServerStore:
             self._dense.push()
 
     def pull_dense(self) -> None:
-        """Make the variables what was fetched; before anything was, ask for it. See `DenseCache`."""
+        """Copy the fetched weights into the variables; before the first fetch, fetch them. See
+        `DenseCache`."""
         self._check_open()
         if self._dense is not None:
             self._dense.assign()
@@ -148,27 +149,27 @@ class ParameterServerStore:
     def count_expired(self, now: int) -> dict[str, int]:
         self._check_open()
         now = arguments.event_second(now, "now")
-        found = self.group.call_all("count_expired", held=True, store=self._number, now=now)
+        found = self.group.call_all("count_expired", stateful=True, store=self._number, now=now)
         return {name: sum(one[name] for one in found) for name in self._dims}
 
     def evict(self, now: int | None = None, *, tables: Collection[str] | None = None) -> dict[str, int]:
         self._check_open()
-        if now is None:  # a table's clock is that of its newest row, on whichever server it is
+        if now is None:  # a table's clock is the event time of its newest row, on whichever server it is
             times = {name: stats.max_event_time for name, stats in self.stats().items()}
         else:
             times = dict.fromkeys(self._dims, arguments.event_second(now, "now"))
         times = {name: time for name, time in times.items() if tables is None or name in tables}
-        gone = self.group.call_all("evict", held=True, store=self._number, now=times)
+        gone = self.group.call_all("evict", stateful=True, store=self._number, now=times)
         return {name: sum(one.get(name, 0) for one in gone) for name in self._dims}
 
     def stats(self) -> dict[str, TableStats]:
-        """Return what each table holds on all servers together; `load` is their mean."""
+        """Return the statistics of each table over all servers; `load` is their mean."""
         self._check_open()
-        found = self.group.call_all("stats", held=True, store=self._number)
+        found = self.group.call_all("stats", stateful=True, store=self._number)
         return {name: add_stats([TableStats(**one[name]) for one in found]) for name in self._dims}
 
     def close(self) -> None:
-        """Let go of this store; servers and connections go on."""
+        """Close this store; servers and connections stay open."""
         self._closed = True
         if self._dense is not None:
             self._dense.close()
@@ -179,7 +180,7 @@ class ParameterServerStore:
         where = f"parameter server {server} at {self.group.addresses[server]}"
         if not 0 <= self._number < len(about["stores"]):
             raise ConfigError(
-                f"{where} has {len(about['stores'])} stores, and this model asks for number {self._number}. "
+                f"{where} has {len(about['stores'])} stores, and this model needs number {self._number}. "
                 "Do all processes run the same task?"
             )
         found: dict[str, Any] = about["stores"][self._number]
@@ -215,9 +216,9 @@ class ParameterServerStore:
             raise type(cause)(f"{cause}. Whether it has applied the gradients is not known.") from cause
 
 
-def _asked(spread: Spread) -> dict[int, Request]:
-    """Return the requests to those servers that are asked for rows."""
-    found = zip(spread.headers, spread.requests, strict=True)
+def _asked(call: PartitionedRequest) -> dict[int, Request]:
+    """Return the requests that have IDs, by server."""
+    found = zip(call.headers, call.requests, strict=True)
     return {server: (header, one.data) for server, (header, one) in enumerate(found) if header.ids}
 
 

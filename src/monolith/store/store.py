@@ -1,8 +1,8 @@
 """The store seam: where the parameters of one model live.
 
 A model's rows and dense weights may be in this process, on parameter servers, or
-spread over the ranks that train together. A model never knows which: it looks up all
-features of a batch by one call and hands back all gradients by another. Every
+sharded over the ranks that train together. A model never knows which: it looks up all
+features of a batch by one call and applies all gradients by another. Every
 implementation passes `tests/contracts/test_store.py`.
 """
 
@@ -20,23 +20,27 @@ from monolith.table import SlotThresholds, TableConfig, TableStats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableIds:
-    """Ids of all tables of a store, in one tensor."""
+    """The IDs of all tables of a store for one call, in one tensor.
+
+    # two tables, "item" and "user"; items 7 4, users 5
+    TableIds(ids=torch.tensor([7, 4, 5]), sizes=torch.tensor([2, 1]))
+    """
 
     ids: Tensor
-    """int64: batch after batch and, within a batch, table after table in the order of `Store.tables`.
-    Where the store is on a device they may lie there."""
+    """int64 of shape (n,): batch after batch and, within a batch, table after table in the order of
+    `Store.tables`. On the CPU, or on the store's device."""
     sizes: Tensor
-    """int64 of shape (batches * tables,), on the CPU: how many ids each table has in each batch."""
+    """int64 of shape (batches * tables,), on the CPU: how many IDs each table has in each batch."""
     counts: Tensor | None = None
-    """int64, one per id: how many sightings it stands for; None for one each."""
+    """int64 of shape (n,): how many sightings each ID stands for; None for one each."""
     batches: int = 1
-    """Batches laid end to end: more than one where gradients were accumulated."""
+    """How many batches follow each other: more than one if gradients were accumulated."""
     distinct: bool = True
-    """Whether ids of one table in one batch differ. Where they may not, they stand as they occur."""
+    """Whether the IDs of one table in one batch are distinct."""
 
 
 def add_stats(found: Sequence[TableStats]) -> TableStats:
-    """Return what the shares of one table hold together; `load` is their mean."""
+    """Return the statistics of a table from those of its shards; `load` is their mean."""
     return TableStats(
         rows=sum(one.rows for one in found),
         bytes_total=sum(one.bytes_total for one in found),
@@ -54,24 +58,29 @@ def add_stats(found: Sequence[TableStats]) -> TableStats:
 
 
 class Store(Protocol):
-    """The tables and the dense variables of one model. Thread-safe where its tables are."""
+    """The tables and the dense variables of one model. Thread-safe if its tables are.
+
+    rows = store.lookup(ids)                         # (sum over ids of the table's width,)
+    store.apply_gradients(ids, gradients, step=7)    # gradients in the layout of `rows`
+    store.push_dense()                               # one step of the dense optimizer
+    """
 
     @property
     def tables(self) -> Mapping[str, int]:
-        """Table to the width of its rows, sorted by name."""
+        """The width of each table's rows, sorted by name."""
 
     @property
     def device(self) -> torch.device:
-        """Where rows lie: gradients are taken from there, and ids that lie there are answered there."""
+        """The device of the rows: gradients are read there, and IDs on it are answered on it."""
 
     @property
     def delay_compensated(self) -> bool:
         """Whether gradients must come with the rows they were computed on."""
 
     def lookup(self, ids: TableIds) -> Tensor:
-        """Return float32 of one dimension: a row for each id in order, zeros where there is none.
+        """Return float32 of one dimension: the row of each ID in order, zeros for an ID without a row.
 
-        Creates no rows. What is returned belongs to the caller.
+        Creates no rows. The result belongs to the caller.
         """
 
     def apply_gradients(
@@ -83,29 +92,29 @@ class Store(Protocol):
         event_time: int | Tensor = 0,
         latest_values: Tensor | None = None,
     ) -> None:
-        """Take one optimizer step for every distinct id, with the sum of its gradients over the batches.
+        """Take one optimizer step for every distinct ID, with the sum of its gradients over the batches.
 
-        Where ids are not `distinct` that is the sum over all places at which an id stands.
+        If IDs are not `distinct`, that is the sum over all occurrences of an ID.
 
         Args:
-            gradients: float32, laid out as the rows of `lookup`.
+            gradients: float32, in the layout of `lookup`'s result.
             step: The global step, for learning rates.
-            event_time: Unix seconds: one for all, or int64 with one per id.
-            latest_values: The rows that `lookup` gave, where `delay_compensated`.
+            event_time: Unix seconds: one for all, or int64 with one per ID.
+            latest_values: The rows that `lookup` returned, if `delay_compensated`.
         """
 
     def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Take charge of the dense variables; from now on this store decides where they are updated.
+        """Take charge of the dense variables: from now on `push_dense` updates them.
 
         Raises:
             FeatureError: Variables were attached before.
         """
 
     def push_dense(self) -> None:
-        """Apply the gradients the dense variables hold now, by their optimizer, and clear them."""
+        """Apply the current gradients of the dense variables by their optimizer, and clear them."""
 
     def pull_dense(self) -> None:
-        """Make the variables attached here hold the newest values this store promises."""
+        """Copy the newest values that this store guarantees into the attached variables."""
 
     def count_expired(self, now: int) -> dict[str, int]:
         """Return how many rows `evict` would drop, by table."""
@@ -116,18 +125,18 @@ class Store(Protocol):
         Args:
             now: Unix seconds; by default each table's newest event time, which a single event from the
                 future sets: see `Table.evict`.
-            tables: From which to drop; by default all.
+            tables: The tables to evict from; by default all.
         """
 
     def stats(self) -> dict[str, TableStats]:
-        """Return what each table holds."""
+        """Return the statistics of each table."""
 
     def close(self) -> None:
-        """Let go of everything. Closing again does nothing."""
+        """Close the store. Closing again does nothing."""
 
 
 class MakeStore(Protocol):
-    """Makes the store of one collection of features, wherever whoever runs the model wants its rows."""
+    """Makes the store of one collection of features: local, on parameter servers, or across ranks."""
 
     def __call__(
         self,

@@ -17,8 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from monolith.data.kafka.client_log import ClientLog
-from monolith.data.kafka.config import check_settings, import_kafka
+from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError, UnavailableError
 from monolith.sync.channel import ShareLog, TakeSnapshot
 from monolith.sync.delta_log import LOG_BYTES

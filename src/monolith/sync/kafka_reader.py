@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from monolith.data.kafka.client_log import ClientLog
-from monolith.data.kafka.config import OURS, check_settings, import_kafka
+from monolith.data.kafka.config import OURS, ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError, CorruptMessageError, UnavailableError
 from monolith.sync.channel import ShareLog
 from monolith.sync.kafka_channel import Settings

@@ -209,7 +209,7 @@ class TrainConfig:
     """The daily hours, UTC, in which a run with operator_files saves by itself; outside of them only where a
     file asks for it. None saves at any hour."""
     insight_every_steps: int | None = None
-    """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
+    """Report the contribution of each feature every so many steps, for `monolith evaluate insight`; None
     writes none. Any model has them; see `ModelInsightHook`."""
     insight_label: str | None = None
     """The label that is written next to the contributions of features (`fi_train`), so that `monolith

@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from monolith.errors import ConfigError, MonolithError
-from monolith.ui.curves import ThinnedCurve
-from monolith.ui.figures import CurvePoint, PageReading, plain
-from monolith.ui.sources import PageSource, PublishControl, named_once
+from monolith.ui.figures import CurvePoint, PageReading, ThinnedCurve, plain
+from monolith.ui.publishing import RunPublishing
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +25,28 @@ SILENT_SECONDS = 20.0
 """A source whose last look has not ended for so long is down."""
 MOST_CURVES = 200
 """Of all sources together."""
+
+
+class PageSource(Protocol):
+    """Says how something stands. Asked by one thread; `close` by another."""
+
+    @property
+    def name(self) -> str:
+        """What the page calls it."""
+
+    def read(self) -> PageReading:
+        """Look now.
+
+        Raises:
+            MonolithError: Nobody can tell; says why. It is asked again.
+        """
+
+    @property
+    def publishing(self) -> RunPublishing | None:
+        """The publishing that the page's buttons control; None if there is none to control."""
+
+    def close(self) -> None: ...
+
 
 _Key = tuple[str, str, str]
 """Chart, source, label."""
@@ -150,7 +171,7 @@ class Board:
                 "curves": [one for one in curves if one is not None],
             }
 
-    def control(self, name: str) -> PublishControl:
+    def control(self, name: str) -> RunPublishing:
         """Return what holds the publishing of a source back.
 
         Raises:
@@ -158,10 +179,9 @@ class Board:
         """
         for source in self._sources:
             if source.name == name:
-                control: PublishControl | None = getattr(source, "publishing", None)
-                if control is None:
+                if source.publishing is None:
                     raise ConfigError(f"{name} has no publishing that this page can control")
-                return control
+                return source.publishing
         raise ConfigError(f"there is no source {name[:100]!r}")
 
     def _curve(self, key: _Key, curve: ThinnedCurve, seen: Seen) -> Mapping[str, Any] | None:
@@ -195,3 +215,17 @@ class Board:
         while not self._stop.is_set():
             self.look(source)
             self._stop.wait(self._every)
+
+
+def named_once(sources: Iterable[PageSource]) -> Sequence[PageSource]:
+    """Return sources as they are.
+
+    Raises:
+        ConfigError: Two of them have one name, by which the page would not tell them apart.
+    """
+    found = list(sources)
+    names: list[Any] = [one.name for one in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"ui: two sources are called {twice[0]!r}; write NAME=PLACE to choose their names")
+    return found

@@ -1,13 +1,159 @@
-"""What a source says of itself at one moment, as the page draws it. All of it can be sent as JSON."""
+"""What the page remembers: curves and counts of late, in bounded memory however long it is left open.
+
+What a source says of itself at one moment, as the page draws it. All of it can be sent as JSON.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from monolith.ui.curves import Distribution
+MOST_POINTS = 480
+"""Of a curve: about as many as a screen has room for."""
+SPAN_SECONDS = 60.0
+"""A histogram is of the last so many seconds."""
+
+
+class ThinnedCurve:
+    """Points in the order of their x, of which there are never more than some.
+
+    When it is full, neighbours are averaged, and from then on so many points make one: the whole history
+    stays, ever coarser. A point that lies before the last begins the history again from there, as a run
+    does that goes back. For one thread.
+
+    Attributes:
+        generation: Grows when points change that were there before; else points are only added.
+    """
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._most = most
+        self._points: list[tuple[float, float]] = []
+        self._each = 1
+        self._waiting: list[float] = []
+        self._newest: tuple[float, float] | None = None
+        self.generation = 0
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    @property
+    def newest(self) -> tuple[float, float] | None:
+        """The last point that was added, whether it is part of the curve yet or not."""
+        return self._newest
+
+    def since(self, count: int) -> list[tuple[float, float]]:
+        """Return the points after the first `count`."""
+        return self._points[count:]
+
+    def add(self, x: float, y: float) -> None:
+        """Add a point; one without a finite place is left out. One at the place of the last is the newest,
+        and no part of the curve."""
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return
+        if self._newest is not None and x == self._newest[0]:
+            self._newest = (x, y)
+            return
+        if self._newest is not None and x < self._newest[0]:
+            self._points = [point for point in self._points if point[0] < x]
+            self._waiting = []
+            self.generation += 1
+        self._newest = (x, y)
+        self._waiting.append(y)
+        if len(self._waiting) < self._each:
+            return
+        self._points.append((x, sum(self._waiting) / len(self._waiting)))
+        self._waiting = []
+        if len(self._points) >= self._most:
+            self._halve()
+
+    def _halve(self) -> None:
+        first, second = self._points[::2], self._points[1::2]
+        self._points = [(b[0], (a[1] + b[1]) / 2) for a, b in zip(first, second, strict=False)]
+        self._each *= 2
+        self.generation += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How often something fell into each of a few buckets."""
+
+    bounds: Sequence[float | None]
+    """Upper bounds, rising; the last is None, for all that is more."""
+    counts: Sequence[float]
+    p50: float | None
+    """None without any; at most the largest bound."""
+    p99: float | None
+
+    @property
+    def total(self) -> float:
+        return sum(self.counts)
+
+
+class LatelyCounted:
+    """Histograms that only grow, of the last seconds. For one thread.
+
+    Args:
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, span: float = SPAN_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._span = span
+        self._clock = clock
+        self._seen: dict[str, deque[tuple[float, Mapping[float, float]]]] = {}
+
+    def of(self, name: str, buckets: Mapping[float, float]) -> Distribution:
+        """Note how a histogram stands, upper bound to how many are up to it; return what came of late.
+
+        At first that is all there is, and so it is where it began again.
+        """
+        now = self._clock()
+        seen = self._seen.setdefault(name, deque())
+        if seen and (seen[-1][1].keys() != buckets.keys() or _fell(seen[-1][1], buckets)):
+            seen.clear()
+        while len(seen) > 1 and now - seen[1][0] >= self._span:
+            seen.popleft()
+        seen.append((now, dict(buckets)))
+        then = seen[0][1] if now - seen[0][0] >= self._span else {}
+        return _distribution({bound: count - then.get(bound, 0.0) for bound, count in buckets.items()})
+
+
+def _fell(before: Mapping[float, float], now: Mapping[float, float]) -> bool:
+    return any(now[bound] < count for bound, count in before.items())
+
+
+def _distribution(upto: Mapping[float, float]) -> Distribution:
+    bounds = sorted(upto)
+    rising = [upto[bound] for bound in bounds]
+    counts = [max(b - a, 0.0) for a, b in zip([0.0, *rising], rising, strict=False)]
+    return Distribution(
+        bounds=[bound if math.isfinite(bound) else None for bound in bounds],
+        counts=counts,
+        p50=quantile(bounds, counts, 0.5),
+        p99=quantile(bounds, counts, 0.99),
+    )
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
+    """Return what a share of all is not above, as if it were spread evenly in its bucket.
+
+    None where there is nothing. What lies above the largest finite bound counts as that bound.
+    """
+    rest, below = share * sum(counts), 0.0
+    if not rest > 0:
+        return None
+    for bound, count in zip(bounds, counts, strict=True):
+        if not math.isfinite(bound):
+            break
+        if count and rest <= count:
+            return below + (bound - below) * rest / count
+        rest -= count
+        below = bound
+    return below
+
 
 Chart = str
 """auc, auc_by_step, evaluation, examples, requests, latency; or `evaluation:AXIS` and `online:AXIS` for

@@ -1,21 +1,291 @@
-"""The page as a whole: from its sources to an address for a browser."""
+"""What a browser is answered: the page, what is new, and its buttons.
+
+    GET  /                          the page; its files hold nothing that is secret, and are open to all
+    GET  /events                    server-sent events: all there is, then what changes
+    GET  /state                     all there is, once
+    POST /publish/hold|resume|rollback
+
+A page on this machine can be called by every site that its user visits, so nobody is believed by where the
+call comes from. `Host` must name this machine, or a name of the attacker's could be made to mean it. What
+acts needs a header that no other site can send without being asked first, which is refused; and where the
+browser says who sent it, that must be the page itself. Nothing is known by a cookie: beyond this machine a
+token is sent with each call.
+
+The page as a whole: from its sources to an address for a browser.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib import resources
 from types import TracebackType
-from typing import Self
+from typing import Annotated, Any, Self
 
-from monolith.cluster.security import Guard, SecurityConfig, guard_listener
+from monolith.cluster.security import REFUSAL, Guard, SecurityConfig, guard_listener, is_loopback
 from monolith.config import Secret
-from monolith.serve.server.config import ServeLimits
-from monolith.serve.server.http_loop import HttpLoop
-from monolith.ui.board import EVERY, Board
-from monolith.ui.page_app import PageApp
-from monolith.ui.sources import PageSource, source_of
+from monolith.errors import ConfigError, MonolithError, RequestError, UnavailableError
+from monolith.serve.config import ServeLimits
+from monolith.serve.server.http_loop import HttpLoop, KnownHosts, Message, Receive, Send, is_cross_site
+from monolith.ui.board import EVERY, Board, PageSource, Seen
+from monolith.ui.sources import source_of
+from monolith.wire.messages import Bounds, Name, read_message
 from monolith.wire.ports import bound_socket, join_address
+
+_log = logging.getLogger(__name__)
+
+PAGE_HEADER = "x-monolith-page"
+"""Sent by the page with whatever acts. Another site cannot, unless a question to us is answered with yes."""
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+"""With every answer: nothing is fetched from elsewhere, framed, or kept."""
+MOST_BODY = 16 << 10
+MOST_STREAMS = 64
+"""Onlookers at a time."""
+BODY_SECONDS = 10.0
+WRITE_SECONDS = 30.0
+"""An onlooker who takes nothing for so long is hung up on."""
+QUIET_SECONDS = 15.0
+"""After so long without news a line is sent all the same, so that one who is gone is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRequest:
+    """Hold publishing back."""
+
+    source: Name
+    reason: Annotated[str, Bounds(0, 500)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """Let publishing go on."""
+
+    source: Name
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackRequest:
+    """Take servers back to an exported version."""
+
+    source: Name
+    version: Annotated[str, Bounds(1, 200)]
+
+
+class _AnsweredError(Exception):
+    """A request that ends here; never leaves this module."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class PageApp:
+    """Answers browsers, as an ASGI application.
+
+    Args:
+        board: What there is to see.
+        guard: What callers must show.
+        host: The address listened on; one of this machine alone takes only names of this machine.
+        every: Seconds between two looks for news.
+    """
+
+    def __init__(self, board: Board, guard: Guard, host: str, *, every: float = 1.0) -> None:
+        self._board = board
+        self._guard = guard
+        self._hosts = KnownHosts(host, any_name=not is_loopback(host))
+        self._every = every
+        self._streams = 0
+        self._closing = False
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="page")
+        static = resources.files("monolith.ui").joinpath("static")
+        self._files = {
+            path: (static.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()
+        }
+
+    def close(self) -> None:
+        """End the streams."""
+        self._closing = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = _headers(scope["headers"])
+        path, method = scope["path"], scope["method"]
+        try:
+            if headers is None or not self._hosts.knows(headers.get("host", "")):
+                raise _AnsweredError(
+                    403,
+                    "the Host header does not name this machine; use the address that monolith ui printed",
+                )
+            if path in self._files:
+                _allow(method, "GET", "HEAD")
+                body, kind = self._files[path]
+                await _write(send, 200, body, kind)  # of a HEAD, uvicorn leaves the body out
+                return
+            if path not in ("/events", "/state") and not path.startswith("/publish/"):
+                raise _AnsweredError(404, "there is nothing here")
+            if not self._guard.admits(headers.get("authorization", "").encode("latin-1")):
+                raise _AnsweredError(401, REFUSAL)
+            if is_cross_site(headers):
+                raise _AnsweredError(403, "another site has sent this")
+            if path.startswith("/publish/"):
+                _allow(method, "POST")
+                await self._act(path.removeprefix("/publish/"), headers, receive, send)
+                return
+            _allow(method, "GET")
+            if path == "/state":
+                await _write(send, 200, _json(self._board.news(Seen())))
+                return
+            await self._stream(receive, send)
+        except _AnsweredError as error:
+            more = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+            await _write(
+                send, error.status, _json({"error": str(error)}), headers={**more, "connection": "close"}
+            )
+
+    async def _stream(self, receive: Receive, send: Send) -> None:
+        if self._streams >= MOST_STREAMS:
+            raise _AnsweredError(503, f"{MOST_STREAMS} onlookers are the most")
+        self._streams += 1
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await _begin(send, 200, "text/event-stream; charset=utf-8", {"x-accel-buffering": "no"})
+            seen, quiet = Seen(), 0.0
+            while not gone.done() and not self._closing:
+                news = self._board.news(seen)
+                quiet = 0.0 if news is not None else quiet + self._every
+                if news is not None or quiet >= QUIET_SECONDS:
+                    quiet = 0.0
+                    text = b": nothing new\n\n" if news is None else b"data: " + _json(news) + b"\n\n"
+                    async with asyncio.timeout(WRITE_SECONDS):
+                        await send({"type": "http.response.body", "body": text, "more_body": True})
+                await asyncio.wait([gone], timeout=self._every)
+            await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            return  # uvicorn closes a connection whose answer has not ended
+        finally:
+            self._streams -= 1
+            gone.cancel()
+            with suppress(asyncio.CancelledError):
+                await gone
+
+    async def _act(self, verb: str, headers: Mapping[str, str], receive: Receive, send: Send) -> None:
+        if verb not in ("hold", "resume", "rollback"):
+            raise _AnsweredError(404, "there is nothing here")
+        if PAGE_HEADER not in headers:
+            raise _AnsweredError(403, f"only the page may do that: the header {PAGE_HEADER} is missing")
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise _AnsweredError(415, "the body must be application/json")
+        body = await _body(headers, receive)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._threads, self._do, verb, body)
+        except (RequestError, ConfigError) as error:
+            raise _AnsweredError(400, str(error)) from error
+        except UnavailableError as error:
+            raise _AnsweredError(502, str(error)) from error
+        except MonolithError as error:
+            raise _AnsweredError(409, str(error)) from error
+        await _write(send, 200, _json({"done": verb}))
+
+    def _do(self, verb: str, body: bytes) -> None:
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError) as cause:
+            raise RequestError("the body is not JSON") from cause
+        if verb == "hold":
+            hold = read_message(HoldRequest, found)
+            self._board.control(hold.source).hold(hold.reason or "held by hand, on the page")
+        elif verb == "resume":
+            self._board.control(read_message(ResumeRequest, found).source).resume()
+        else:
+            back = read_message(RollbackRequest, found)
+            self._board.control(back.source).rollback(back.version)
+        _log.info("the page was told to %s publishing", verb)
+
+
+def _headers(sent: list[tuple[bytes, bytes]]) -> dict[str, str] | None:
+    """Return headers by name; None where one that counts is there twice."""
+    found: dict[str, str] = {}
+    for name, value in sent:
+        key = name.decode("latin-1").lower()
+        if key in found and key in ("host", "origin", "authorization", "content-length", "sec-fetch-site"):
+            return None
+        found[key] = value.decode("latin-1")
+    return found
+
+
+def _allow(method: str, *allowed: str) -> None:
+    if method not in allowed:
+        raise _AnsweredError(405, f"takes {' and '.join(allowed)}")
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(headers: Mapping[str, str], receive: Receive) -> bytes:
+    said = headers.get("content-length", "0")
+    if len(said) > 9 or int(said) > MOST_BODY:
+        raise _AnsweredError(413, f"the body has more than {MOST_BODY} bytes")
+    parts = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _AnsweredError(400, "the caller is gone")
+                parts += message["body"]
+                if len(parts) > MOST_BODY:
+                    raise _AnsweredError(413, f"the body has more than {MOST_BODY} bytes")
+                if not message.get("more_body"):
+                    return bytes(parts)
+    except TimeoutError as cause:
+        raise _AnsweredError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from cause
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+async def _begin(send: Send, status: int, kind: str, headers: Mapping[str, str]) -> None:
+    both = {"content-type": kind, **HEADERS, **headers}
+    sent = [(name.encode(), value.encode()) for name, value in both.items()]
+    await send({"type": "http.response.start", "status": status, "headers": sent})
+
+
+async def _write(
+    send: Send,
+    status: int,
+    body: bytes,
+    kind: str = "application/json",
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    await _begin(send, status, kind, {"content-length": str(len(body)), **(headers or {})})
+    await send({"type": "http.response.body", "body": body})
+
 
 MOST_CONNECTIONS = 256
 GRACE_SECONDS = 1.0

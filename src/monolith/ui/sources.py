@@ -1,4 +1,6 @@
-"""Where the page looks: the folder of a run, a process that trains or serves, or this process itself.
+"""Asks a process of ours over HTTP: no proxy, no redirect, a bound on the answer.
+
+Where the page looks: the folder of a run, a process that trains or serves, or this process itself.
 
 A source is asked every second or so, on a thread of its own, and says how it stands. It keeps what it needs
 to turn counts into rates; what it said before is the board's to remember.
@@ -6,24 +8,27 @@ to turn counts into rates; what it said before is the board's to remember.
 
 from __future__ import annotations
 
+import http.client
 import json
+import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from urllib.parse import urlsplit
 
-from monolith.cluster.security import SecurityConfig
+from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.cluster.status import FAILED, STATUS_PATH, JobStatus, ProcessStatus, Rates
 from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.observe.metrics import Scraped
 from monolith.observe.progress import describe_seconds
-from monolith.ui.curves import LatelyCounted
+from monolith.ui.board import PageSource
 from monolith.ui.figures import (
     STAGE_HISTOGRAMS,
     STAGES,
     Chart,
     CurvePoint,
+    LatelyCounted,
     ModelFigures,
     PageReading,
     ProcessFigures,
@@ -32,7 +37,68 @@ from monolith.ui.figures import (
     TableFigures,
     axis_of,
 )
-from monolith.ui.process_caller import ProcessCaller
+
+ANSWER_SECONDS = 5.0
+LARGEST_ANSWER = 16 << 20
+
+
+class ProcessCaller:
+    """Asks one process, on one thread.
+
+    Args:
+        url: http(s)://host:port; what follows is left out.
+        security: What to show: a token, a certificate.
+
+    Raises:
+        ConfigError: It is no such URL, or a file of the security cannot be read.
+    """
+
+    def __init__(self, url: str, security: SecurityConfig) -> None:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as cause:
+            raise ConfigError(f"ui: {url!r} is no URL of a process: {cause}") from cause
+        if parts.scheme not in ("http", "https") or not host or parts.username is not None:
+            raise ConfigError(f"ui: {url!r} is no URL of a process; give http://host:port")
+        self._host = host
+        self._port = port or (443 if parts.scheme == "https" else 80)
+        self.name = f"{parts.scheme}://{parts.netloc}"
+        self._context: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._context = ssl_context(security, server=False) or ssl.create_default_context()
+        header = guard_caller(security).header
+        self._headers = {} if header is None else {"Authorization": header}
+
+    def ask(self, method: str, path: str) -> tuple[int, bytes]:
+        """Return the status and the body of an answer.
+
+        Raises:
+            UnavailableError: There is none; or the process wants a token and was shown none, or another.
+        """
+        connection = self._connection()
+        try:
+            connection.request(method, path, headers={**self._headers, "Accept": "*/*"})
+            answer = connection.getresponse()
+            body = answer.read(LARGEST_ANSWER + 1)
+        except (OSError, http.client.HTTPException) as cause:
+            why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+            raise UnavailableError(f"{self.name} cannot be reached: {why}") from cause
+        finally:
+            connection.close()
+        if answer.status == 401:
+            raise UnavailableError(f"{self.name} wants a token; start the page with --source-token-file")
+        if len(body) > LARGEST_ANSWER:
+            raise UnavailableError(f"{self.name}{path} answers with more than {LARGEST_ANSWER >> 20} MB")
+        return answer.status, body
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._context is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
+        return http.client.HTTPSConnection(
+            self._host, self._port, timeout=ANSWER_SECONDS, context=self._context
+        )
+
 
 KNOWN = ("run_info", "train_step", "serve_in_flight")
 """One of these has every process that we know how to show."""
@@ -46,34 +112,6 @@ MOST_METRICS = 24
 """Of one source, whichever charts they are on."""
 MOST_FED = 10_000
 """Points that a feed holds until somebody looks."""
-
-
-class PageSource(Protocol):
-    """Says how something stands. Asked by one thread; `close` by another."""
-
-    @property
-    def name(self) -> str:
-        """What the page calls it."""
-
-    def read(self) -> PageReading:
-        """Look now.
-
-        Raises:
-            MonolithError: Nobody can tell; says why. It is asked again.
-        """
-
-    def close(self) -> None: ...
-
-
-class PublishControl(Protocol):
-    """Holds publishing back, and lets it go on. Thread-safe."""
-
-    def hold(self, reason: str) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def rollback(self, version: str) -> None:
-        """Have servers go back to an exported version, and hold publishing."""
 
 
 # This process
@@ -111,6 +149,9 @@ class Feed:
             points = tuple(self._points)
             self._points.clear()
             return PageReading(kind="this process", note=self._note, points=points)
+
+    publishing = None
+    """It publishes nothing that the page can control."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -162,6 +203,9 @@ class ProcessSource:
         if "serve_in_flight" in scraped:
             return self._server(scraped)
         return self._trainer(scraped)
+
+    publishing = None
+    """It publishes nothing that the page can control."""
 
     def close(self) -> None:
         """Nothing is held between two looks."""
@@ -366,7 +410,7 @@ def source_of(text: str, security: SecurityConfig | None = None) -> PageSource:
     Raises:
         ConfigError: It is neither a folder nor a URL of HTTP.
     """
-    from monolith.ui.run_folder import RunSource
+    from monolith.ui.run_source import RunSource
 
     name, separator, place = text.partition("=")
     if not separator or "/" in name or not name:
@@ -378,17 +422,3 @@ def source_of(text: str, security: SecurityConfig | None = None) -> PageSource:
     if "://" in place and place.startswith(("grpc", "kafka")):
         raise ConfigError(f"ui: {place!r} is not a place the page can look at; give the http:// address")
     return RunSource(name or place.rstrip("/").rpartition("/")[2] or place, place, security)
-
-
-def named_once(sources: Iterable[PageSource]) -> Sequence[PageSource]:
-    """Return sources as they are.
-
-    Raises:
-        ConfigError: Two of them have one name, by which the page would not tell them apart.
-    """
-    found = list(sources)
-    names: list[Any] = [one.name for one in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"ui: two sources are called {twice[0]!r}; write NAME=PLACE to choose their names")
-    return found

@@ -1,1 +1,1 @@
-"""The examples that `monolith demo` and `monolith tour` run. They use the library as any program would."""
+"""The examples that `monolith demo` and `demo tour` run. They use the library as any program would."""

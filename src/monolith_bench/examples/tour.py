@@ -1,4 +1,4 @@
-"""`monolith tour`: a short tour of the table, with sizes and speeds of this machine.
+"""`monolith demo tour`: a short tour of the table, with sizes and speeds of this machine.
 
 Every stop does for real what it tells of, and checks it: a tour that ends well
 has shown that rows come back from disk bit by bit.

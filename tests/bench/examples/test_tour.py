@@ -1,4 +1,4 @@
-"""`monolith tour`: it ends well, tells what it did, and leaves nothing behind."""
+"""`monolith demo tour`: it ends well, tells what it did, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_tour_makes_all_its_stops_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tour", "--rows", "2000", "--dim", "4"]) == 0
+    assert main(["demo", "tour", "--rows", "2000", "--dim", "4"]) == 0
     printed = capsys.readouterr().out
     places = [printed.index(f"─ {stop} ─") for stop in STOPS]
     assert places == sorted(places)
@@ -36,12 +36,12 @@ def test_the_tour_makes_all_its_stops_in_order(folder: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_handful_of_rows_will_do(rows: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
-    assert main(["tour", "--rows", str(rows), "--dim", "1"]) == 0
+    assert main(["demo", "tour", "--rows", str(rows), "--dim", "1"]) == 0
     assert "All as expected" in capsys.readouterr().out
 
 
 def test_no_rows_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tour", "--rows", "0"]) == 2
+    assert main(["demo", "tour", "--rows", "0"]) == 2
     assert "--rows and --dim must be at least 1" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from monolith.cli.main import main, parse_options
-from monolith.cli.options.run_flags import split_run_flags
+from monolith.cli.options.flags import split_run_flags
 from monolith.errors import ConfigError
 from monolith.run import load_run_config
 

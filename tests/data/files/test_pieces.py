@@ -21,11 +21,10 @@ from monolith.data.files.bad_policy import BadRecordPolicy
 from monolith.data.files.pieces import FEW_OPEN, MOST_OPEN
 from monolith.data.files.source import FileSource
 from monolith.data.formats.csv import CsvFormat
-from monolith.data.formats.framed import FramedFormat
 from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.memory import to_records
 from monolith.data.formats.parquet import ParquetFormat
-from monolith.data.formats.tfrecord import TfRecordFormat
+from monolith.data.formats.tfrecord import FramedFormat, TfRecordFormat
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import ConfigError, DataError, RestoreError
 

@@ -164,5 +164,5 @@ def test_a_run_may_say_how_often_a_table_is_read_and_each_time_it_is_in_another_
     first, second = (records["user"].flat_values.tolist() for records in source)
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
-    with pytest.raises(ConfigError, match="too late to say how often"):
+    with pytest.raises(ConfigError, match="too late to set its number of epochs"):
         source.read_epochs(Epochs(count=3))

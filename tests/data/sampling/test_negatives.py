@@ -14,7 +14,7 @@ from monolith.data import Records
 from monolith.data.formats.memory import to_records
 from monolith.data.sampling import ItemPoolConfig, NegativeGeneration, NegativeGenerationConfig
 from monolith.data.transforms import INVALID_LABEL, Compose, NegativeDownsample, Stateful
-from monolith.data.transforms.numbering import draw
+from monolith.data.transforms.transform import draw
 from monolith.errors import ConfigError, DataError, RestoreError
 
 ITEM, CHANNEL, ACTIONS, BEFORE = "line_id.item_id", "line_id.chnid", "line_id.actions", "line_id.pre_actions"

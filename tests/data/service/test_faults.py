@@ -14,7 +14,7 @@ from data.service.processes import ALL, CONFIG, open_split
 
 from monolith.cluster import DATA_DISPATCHER, MemoryDiscovery, locator
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
-from monolith.data.service.flight import DataCaller
+from monolith.data.service.messages import DataCaller
 from monolith.errors import DataError, DiscoveryError
 
 pytest.importorskip("pyarrow")

@@ -18,7 +18,7 @@ from monolith.cluster.security import Guard, SecurityConfig, guard_caller
 from monolith.config import Secret
 from monolith.data import Epochs, Shard
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
-from monolith.data.service.flight import DataCaller
+from monolith.data.service.messages import DataCaller
 from monolith.errors import ConfigError, DataError, ListenError, NotRepeatableError, RestoreError
 from monolith.wire.ports import Limits
 

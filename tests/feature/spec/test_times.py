@@ -20,10 +20,10 @@ from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSour
 from monolith.errors import ConfigError, DataError, RequestError
 from monolith.feature import FeatureSpec, IdFeature, SequenceFeature
 from monolith.feature.spec.times import read_times
-from monolith.serve.asking import AskedTensor, tensors_of
-from monolith.serve.raw import RequestReader
+from monolith.serve.client import AskedTensor, tensors_of
+from monolith.serve.manifest import Signature
+from monolith.serve.request_reader import RequestReader
 from monolith.serve.server.tensors import columns_of, listed_tensor
-from monolith.serve.signature import Signature
 
 AT = 1_714_557_600  # 2024-05-01 10:00 UTC
 ISO = "2024-05-01T10:00:00"

@@ -8,8 +8,8 @@ import pytest
 from serve.server.linear import LinearAnswer, LinearModel, LinearSignature
 
 from monolith.errors import DeadlineExceededError, OverloadedError, RequestError, UnavailableError
+from monolith.serve.config import BatchingConfig
 from monolith.serve.server.batching import RequestBatcher
-from monolith.serve.server.config import BatchingConfig
 from monolith.serve.server.tensors import columns_of, listed_tensor
 
 PATIENCE = 60

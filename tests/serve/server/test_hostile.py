@@ -15,7 +15,7 @@ from serve.server.serving import PATIENCE, GrpcClient, ask_http, rows_json, rows
 
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import UnavailableError
-from monolith.serve.asking import open_asker
+from monolith.serve.client import open_asker
 from monolith.serve.server import ServeLimits
 
 INFER = b"POST /v2/models/f/infer HTTP/1.1\r\nhost: localhost\r\n"

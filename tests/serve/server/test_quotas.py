@@ -26,7 +26,7 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.errors import ConfigError, OverloadedError, UnavailableError
 from monolith.serve.server import ServeLimits
-from monolith.serve.server.quotas import Quotas
+from monolith.serve.server.batching import Quotas
 from monolith.wire.open_inference import SERVICE, message_types
 
 INFER = "/v2/models/f/infer"

@@ -6,8 +6,8 @@ import pytest
 from serve.server.linear import LinearCatalog, LinearModel
 
 from monolith.errors import CorruptFileError, UnavailableError, UnknownModelError
+from monolith.serve.config import BatchingConfig, ServedFolder, VersionPolicy
 from monolith.serve.server.batching import RequestBatcher
-from monolith.serve.server.config import BatchingConfig, ServedFolder, VersionPolicy
 from monolith.serve.server.repository import RETRY_AFTER, Repository
 
 

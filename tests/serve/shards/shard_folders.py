@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from monolith.serve.servable.manifest import Servable, ServableTable, write_servable
-from monolith.serve.servable.versions import NewVersion
+from monolith.serve.manifest import Servable, ServableTable, write_servable
 from monolith.serve.shards import shard_part
+from monolith.serve.versions import NewVersion
 from monolith.store import TableIds
 from monolith.table import FrozenSegment, write_frozen_table
 

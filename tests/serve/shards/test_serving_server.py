@@ -25,10 +25,10 @@ from monolith.errors import (
     RequestError,
     TableArgumentError,
 )
-from monolith.serve.servable.versions import remove_versions
 from monolith.serve.shards import ServingServer, shard_role
-from monolith.serve.shards.service import SERVICE, ShardAbout, ShardStatus
-from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes
+from monolith.serve.shards.protocol import SERVICE, ShardAbout, ShardStatus
+from monolith.serve.versions import remove_versions
+from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes
 from monolith.wire.flight import Caller
 from monolith.wire.messages import read_message
 from monolith.wire.ports import Limits

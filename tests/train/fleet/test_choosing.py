@@ -80,7 +80,7 @@ class Pool:
         return ServerChoice(self.manager, CALLS, num_ps=self.num_ps, **how)
 
     def shares_of(self, addresses: list[str]) -> list[Any]:
-        return [CALLS(address, "describe")["share"] for address in addresses]
+        return [CALLS(address, "describe")["shard"] for address in addresses]
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 def test_a_spare_says_that_it_has_no_share_and_refuses_requests_for_rows(pool: Pool) -> None:
     spare = pool.servers[2].address
-    assert CALLS(spare, "hello")["share"] is None
-    assert CALLS(spare, "describe")["share"] is None
+    assert CALLS(spare, "hello")["shard"] is None
+    assert CALLS(spare, "describe")["shard"] is None
     with contextlib.closing(ServerGroup([spare], patience=timedelta())) as group:
-        with pytest.raises(UnavailableError, match="has no share of the model yet"):
+        with pytest.raises(UnavailableError, match="has no shard of the model yet"):
             group.describe()
         with pytest.raises(UnavailableError, match="it is a spare"):
             group.read_step()
@@ -112,7 +112,7 @@ def test_a_spare_that_is_assigned_a_share_serves_it(pool: Pool) -> None:
     CALLS.assign(addresses[1], 1, 2)
     CALLS.assign(addresses[1], 1, 2)
     with contextlib.closing(ServerGroup(addresses)) as group:
-        assert [about["share"] for about in group.describe()] == [[0, 2], [1, 2]]
+        assert [about["shard"] for about in group.describe()] == [[0, 2], [1, 2]]
         group.call_all("server.begin", run="one")
         assert group.describe()[1]["incarnation"] == "one"
 

@@ -20,7 +20,7 @@ from monolith.checkpoint import Checkpointer, Saver
 from monolith.errors import ConfigError
 from monolith.nn import Adamom, RateSchedule
 from monolith.nn.optimizers import EagerAdam
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseConfig
 from monolith.table import PolynomialDecay
 from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer
 from monolith.train.keeping import newest_checkpoint

@@ -11,7 +11,7 @@ import pytest
 
 from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.store import ParameterServer
-from monolith.store.servers import SERVICE
+from monolith.store.server import SERVICE
 from monolith.train.fleet.ps_benchmark import (
     Measure,
     MeasuredServer,
@@ -109,7 +109,7 @@ def test_too_few_that_can_be_measured_are_waited_for() -> None:
 @pytest.fixture
 def servers() -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
-        spares = [stack.enter_context(ParameterServer([], share=None)) for _ in range(2)]
+        spares = [stack.enter_context(ParameterServer([], shard=None)) for _ in range(2)]
         yield [server.address for server in spares]
 
 

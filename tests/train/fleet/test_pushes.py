@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.store.group import PushStanding
+from monolith.store.server_group import PushProgress
 from monolith.train.fleet.bodies import Served
 from monolith.train.fleet.push_bodies import CopiedPushes
 from monolith.train.fleet.pushes import PushCounts, marked, take_lost_of
@@ -30,10 +30,10 @@ class Group:
         return 1
 
     @property
-    def pushes(self) -> tuple[PushStanding, ...]:
-        return (PushStanding(self.last, frozenset(self.unanswered)),)
+    def pushes(self) -> tuple[PushProgress, ...]:
+        return (PushProgress(self.last, frozenset(self.unanswered)),)
 
-    def replace(self, server: int, address: str, incarnation: str) -> PushStanding:
+    def replace(self, server: int, address: str, incarnation: str) -> PushProgress:
         assert (server, address) == (0, "h:1")
         self.incarnations = (incarnation,)
         return self.pushes[0]

@@ -188,7 +188,7 @@ def test_before_the_grace_is_over_no_spare_is_asked(tmp_path: Path) -> None:
             spare=fleet.take_over,
             spare_after=timedelta(seconds=PATIENT),
         ).report()
-        assert fleet.servers[2].share is None
+        assert fleet.servers[2].shard is None
     assert len(report.lost.servers) == 1
 
 

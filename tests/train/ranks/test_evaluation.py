@@ -103,6 +103,6 @@ def test_when_a_rank_fails_while_another_evaluates_all_hear_why(
     def fail(self: AllToAllStore) -> None:  # noqa: ARG001
         raise MonolithError("no memory")
 
-    monkeypatch.setattr(AllToAllStore, "answer_look", fail)
-    with pytest.raises(MonolithError, match=r"rank [12] cannot go on: MonolithError: no memory"):
+    monkeypatch.setattr(AllToAllStore, "answer_solo_lookup", fail)
+    with pytest.raises(MonolithError, match=r"rank [12] cannot continue: MonolithError: no memory"):
         train_ranks([Steady()] * 3, replace(EVALUATED, model_dir=str(tmp_path)))

@@ -22,6 +22,7 @@ from monolith.errors import ConfigError, DeadlineExceededError, FailedPeerError,
 from monolith.run import read_run
 from monolith.store import RankGroups
 from monolith.store.rank_calls import RankPort
+from monolith.store.rank_groups import RankOptions
 from monolith.store.rank_keys import join_attempt, keep_keys, reach_keys
 from monolith.train.ranks.joining import ROLE, RankMeeting
 
@@ -42,7 +43,11 @@ def discovery(stack: ExitStack) -> Discovery:
 def meeting(
     rank: int, discovery: Discovery | None, environ: Mapping[str, str] | None = None, **more: Any
 ) -> RankMeeting:
-    options = {"port": PORT, "start": timedelta(seconds=60), "options": {"pulse_every": SOON}} | more
+    options = {
+        "port": PORT,
+        "start": timedelta(seconds=60),
+        "options": RankOptions(heartbeat_every=SOON),
+    } | more
     return RankMeeting(rank, 2, discovery=discovery, environ=environ or {}, **options)
 
 
@@ -121,8 +126,8 @@ def test_when_a_rank_leaves_before_all_are_connected_the_others_hear_why(discove
         keys.fail(1, "it was told to stop")
 
     def stays() -> None:
-        with pytest.raises(FailedPeerError, match="rank 1 cannot go on: it was told to stop"):
-            meeting(0, discovery, options={"silence": timedelta(days=1)}).join()
+        with pytest.raises(FailedPeerError, match="rank 1 cannot continue: it was told to stop"):
+            meeting(0, discovery, options=RankOptions(silence=timedelta(days=1))).join()
 
     all_at_once(stays, leaves)
 

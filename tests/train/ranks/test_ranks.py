@@ -507,7 +507,7 @@ def test_when_a_rank_fails_the_others_hear_why(tmp_path: Path) -> None:
                 raise MonolithError("no disk")
 
     task, config = tallied(tmp_path)
-    with pytest.raises(MonolithError, match="rank 1 cannot go on: MonolithError: no disk"):
+    with pytest.raises(MonolithError, match="rank 1 cannot continue: MonolithError: no disk"):
         train_ranks([task] * 3, config, hooks=lambda rank, _: [Breaks()] if rank == 1 else [])
 
 

@@ -186,7 +186,7 @@ def test_rank_0_notices_a_server_that_is_lost_while_nobody_asks_it(tmp_path: Pat
                 return True
 
             assert wait_until(heard)
-            with pytest.raises(UnavailableError, match="rank 0 cannot go on: parameter server 0 is lost"):
+            with pytest.raises(UnavailableError, match="rank 0 cannot continue: parameter server 0 is lost"):
                 groups[1].control.all_gather(torch.zeros(1))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from monolith.cli.options.security import SecurityOptions
+from monolith.cli.options.flags import SecurityOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

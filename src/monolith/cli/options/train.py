@@ -119,7 +119,7 @@ class TrainOptions:
     """Record a few steps with torch's profiler, for chrome://tracing, into profile/ of the model_dir."""
     control: bool = False
     """Let the run be controlled: halt, resume, save and stop it by the controller or the file monolith_action
-    in the model_dir, and profile any of its processes with `monolith profile`."""
+    in the model_dir, and profile any of its processes with `monolith status profile`."""
     metrics_port: int | None = None
     """Serve Prometheus metrics on this port; 0 chooses a free one. Sets metrics.port."""
     metrics_host: str | None = None

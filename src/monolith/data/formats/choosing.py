@@ -11,10 +11,9 @@ import torch
 from monolith.data.format import Format
 from monolith.data.formats.compressed import COMPRESSED_SUFFIXES
 from monolith.data.formats.csv import CsvFormat
-from monolith.data.formats.framed import FramedFormat
 from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.parquet import ParquetFormat
-from monolith.data.formats.tfrecord import TfRecordFormat
+from monolith.data.formats.tfrecord import FramedFormat, TfRecordFormat
 from monolith.errors import ConfigError
 
 _DELIMITERS = {"csv": ",", "tsv": "\t"}

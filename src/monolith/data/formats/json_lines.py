@@ -22,7 +22,7 @@ import torch
 
 from monolith.data.format import BadRecord, Chunk
 from monolith.data.formats.compressed import OpenText, compression_of, write_text
-from monolith.data.formats.objects import (
+from monolith.data.formats.memory import (
     Cell,
     cells_of,
     json_object,

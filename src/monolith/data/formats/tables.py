@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from monolith.data.formats.arrow_columns import arrow_records, columns_of, declared_by, import_arrow
-from monolith.data.formats.objects import (
+from monolith.data.formats.memory import (
     Cell,
     ColumnType,
     cells_of,
@@ -29,6 +28,7 @@ from monolith.data.formats.objects import (
     values_of,
     wider,
 )
+from monolith.data.formats.parquet import arrow_records, columns_of, declared_by, import_arrow
 from monolith.data.records import Records
 from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.shuffling import (

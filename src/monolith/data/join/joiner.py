@@ -38,8 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from monolith import filesystem
-from monolith.data.join.record_bytes import Arrays, pack, unpack
-from monolith.data.join.store import BLOCK_RECORDS, JoinStore, StoredBlock
+from monolith.data.join.store import BLOCK_RECORDS, Arrays, JoinStore, StoredBlock, pack, unpack
 from monolith.data.records import LABEL, LINE_ID, Records, concat, timely
 from monolith.errors import ConfigError, CorruptFileError, DataError, FileMissingError, RestoreError
 from monolith.observe import Doublings, Metrics

@@ -16,11 +16,10 @@ that changes hands goes on where its last owner stopped yielding.
 """
 
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, TopicsConfig, read_settings
-from monolith.data.kafka.messages import CsvMessages, JsonMessages
+from monolith.data.kafka.messages import KEY, VALUE, CsvMessages, JsonMessages, plain_strings, string_column
 from monolith.data.kafka.positions import merge_positions
 from monolith.data.kafka.sink import KafkaSink
 from monolith.data.kafka.source import KafkaSource, create_plain_kafka_dataset
-from monolith.data.kafka.strings import KEY, VALUE, plain_strings, string_column
 
 __all__ = [
     "KEY",

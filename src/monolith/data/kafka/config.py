@@ -1,8 +1,11 @@
-"""How to reach Kafka, and which messages are whose."""
+"""Kafka settings: how to reach the brokers, which worker reads which partitions, and the client's log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import ModuleType
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
     from monolith.data.format import BadRecord
     from monolith.data.records import Records
+
 
 STARTS = ("earliest", "latest")
 OURS = ("enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset", "enable.partition.eof")
@@ -150,7 +154,7 @@ class TopicsConfig(KafkaConfig):
 
     def decoder(self, types: Mapping[str, torch.dtype]) -> Decode:
         """Return what makes records of messages, with columns of these types."""
-        from monolith.data.formats.examples import PayloadParser
+        from monolith.data.formats.payloads import PayloadParser
         from monolith.data.kafka.messages import CsvMessages, JsonMessages
 
         if self.format == "json":
@@ -189,3 +193,46 @@ def import_kafka() -> ModuleType:
     except ImportError as cause:
         raise MissingExtraError("confluent-kafka", "kafka", "reading and writing Kafka topics") from cause
     return confluent_kafka
+
+
+QUIET_S = 60.0
+"""Seconds in which nothing more of the same kind is shown."""
+
+_CONNECTION = ("FAIL", "ERROR")
+"""Kinds that say the same in other words: a broker cannot be reached, and all of them cannot."""
+
+
+class ClientLog:
+    """Takes the place of a logger for the client: one line of each kind a minute, the others for debugging.
+
+    Thread-safe: the client calls from threads of its own.
+
+    Args:
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._lock = threading.Lock()  # guards the moments
+        self._shown_at: dict[str, float] = {}
+
+    def log(self, level: int, message: str, *args: str) -> None:
+        """Hear a line: its kind, the client's name and a text are the arguments."""
+        if level < logging.WARNING:
+            self._logger.log(level, message, *args)
+            return
+        kind = "connection" if args and args[0] in _CONNECTION else str(args[:1])
+        with self._lock:
+            now = self._clock()
+            again = now - self._shown_at.get(kind, -QUIET_S) < QUIET_S
+            if not again:
+                self._shown_at[kind] = now
+        if again:
+            self._logger.debug(message, *args)
+        else:
+            self._logger.warning(
+                f"kafka: the client tries on; it says: {message} (more of this is not shown for %.0f s)",
+                *args,
+                QUIET_S,
+            )

@@ -1,14 +1,17 @@
-"""Messages that people write: JSON objects, and lines of CSV."""
+"""Decoders of messages: JSON objects, lines of CSV, and plain strings."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
 
 from monolith.data.format import BadRecord
 from monolith.data.formats.csv import csv_parser, csv_records
-from monolith.data.formats.objects import (
+from monolith.data.formats.memory import (
     Cell,
     ColumnType,
     cells_of,
@@ -19,6 +22,10 @@ from monolith.data.formats.objects import (
 from monolith.data.records import Records
 from monolith.errors import ConfigError
 from monolith.feature.spec.reading import BadReason
+from monolith.tensors import RaggedTensor
+
+if TYPE_CHECKING:
+    pass
 
 
 class JsonMessages:
@@ -99,3 +106,23 @@ class CsvMessages:
             bad.append(BadRecord(place, BadReason("not CSV as declared: …", where + reason), payloads[place]))
         bad.sort(key=lambda one: one.place)
         return csv_records(parsed, self._names), bad
+
+
+VALUE = "value"
+"""The column of strings that `plain_strings` fills and `KafkaSink.write` sends."""
+KEY = "key"
+"""The column of strings by which `KafkaSink.write` chooses the partition, where a record has one."""
+
+
+def plain_strings(payloads: list[bytes]) -> tuple[Records, Sequence[BadRecord]]:
+    """Decode nothing: one record per message, its bytes in the column `value`."""
+    return Records(len(payloads), {VALUE: string_column(payloads)}), ()
+
+
+def string_column(strings: Sequence[bytes]) -> RaggedTensor:
+    """Return a column with one string per record."""
+    joined = bytearray().join(strings)
+    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    lengths = torch.tensor([len(string) for string in strings], dtype=torch.int64)
+    inner = RaggedTensor.from_row_lengths(values, lengths, validate=False)
+    return RaggedTensor(inner, torch.arange(len(strings) + 1), validate=False)

@@ -8,9 +8,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from monolith.data.kafka.client_log import ClientLog
-from monolith.data.kafka.config import check_settings, import_kafka
-from monolith.data.kafka.strings import KEY, VALUE
+from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
+from monolith.data.kafka.messages import KEY, VALUE
 from monolith.data.records import Records
 from monolith.errors import ConfigError, DataError
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from monolith.data.bad_values import BadTally
 from monolith.data.format import BadRecord
-from monolith.data.kafka.client_log import ClientLog
-from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, import_kafka
+from monolith.data.kafka.config import ByWorker, ClientLog, Decode, KafkaConfig, import_kafka
+from monolith.data.kafka.messages import plain_strings
 from monolith.data.kafka.positions import (
     Offsets,
     Partition,
@@ -32,7 +32,6 @@ from monolith.data.kafka.positions import (
     share_positions,
     waits_for_partitions,
 )
-from monolith.data.kafka.strings import plain_strings
 from monolith.data.records import Records
 from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.source import Position, Source, WorkQueueSource

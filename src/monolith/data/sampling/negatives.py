@@ -28,8 +28,7 @@ from monolith.data.records import (
     empty_rows,
     take_rows,
 )
-from monolith.data.sampling.item_pool import Drawn, ItemPool, ItemPoolConfig
-from monolith.data.sampling.pool_files import encode_channel, restore_channels
+from monolith.data.sampling.item_pool import Drawn, ItemPool, ItemPoolConfig, encode_channel, restore_channels
 from monolith.data.transforms.columns import (
     ACTIONS,
     CHANNEL,
@@ -41,7 +40,7 @@ from monolith.data.transforms.columns import (
     set_rows,
 )
 from monolith.data.transforms.labels import INVALID_LABEL, is_valid
-from monolith.data.transforms.numbering import check_seed, draw, one_each, renumbered
+from monolith.data.transforms.transform import check_seed, draw, one_each, renumbered
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.tensors import RaggedTensor
 

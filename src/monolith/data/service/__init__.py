@@ -45,11 +45,10 @@ free. If reading a split fails too often, all trainers hear of it as an error.
     for records in DataServiceSource("host:5050", trainer="worker-0"): ...                # any number
 """
 
-from monolith.data.service.addresses import dispatcher_from_environment
 from monolith.data.service.client import DataServiceSource
-from monolith.data.service.dispatcher import Dispatcher
-from monolith.data.service.flight import PortGuard
+from monolith.data.service.dispatcher import Dispatcher, dispatcher_from_environment
 from monolith.data.service.job import DataJobConfig
+from monolith.data.service.messages import PortGuard
 from monolith.data.service.worker import DataWorker, OpenSplit
 
 __all__ = [

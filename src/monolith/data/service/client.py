@@ -12,8 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from monolith.data.records import Records
-from monolith.data.service.codec import from_batch
-from monolith.data.service.flight import (
+from monolith.data.service.messages import (
     POLL,
     Address,
     Clock,
@@ -21,6 +20,7 @@ from monolith.data.service.flight import (
     PortGuard,
     StoppedError,
     UnreachableError,
+    from_batch,
 )
 from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.shuffling import Epochs

@@ -1,33 +1,37 @@
-"""The dispatcher: the one process that knows the job, and tells the others what to do.
+"""The dispatcher: the one process that knows the job, and assigns splits and chunks.
 
-It moves no records. Its calls are those of `Job`, as JSON; those that wait for something
-to happen are answered when it does, or after a moment with nothing.
-"""
+It moves no records. Its calls are those of `Job`, as JSON; a call that waits for an event is answered when
+the event happens, or after a moment with nothing. Other processes find it by an address, by a function that
+returns one (`monolith.cluster.locator` makes one of a discovery), or by the variables of their scheduler."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from monolith.data.service.bodies import (
+from monolith.data.service.job import DataJobConfig, Job
+from monolith.data.service.messages import (
     AcknowledgeBody,
     AnnounceBody,
     AttachBody,
+    Call,
     ChunkBody,
+    Clock,
+    DataServer,
     FailBody,
     LeaseBody,
     OfLease,
     OfWorker,
+    PortGuard,
     ReleaseBody,
     RenewBody,
     TurnsBody,
 )
-from monolith.data.service.flight import Call, Clock, DataServer, PortGuard
-from monolith.data.service.job import DataJobConfig, Job
+from monolith.errors import ConfigError
 from monolith.wire.messages import Nothing, typed
 from monolith.wire.ports import Limits
 
@@ -180,3 +184,30 @@ class Dispatcher:
     def _attached(self, body: AttachBody) -> dict[str, Any]:
         session = self._job.attach(body.trainer, body.job, body.turn)
         return {"job": self._job.id, "session": session}
+
+
+DEFAULT_PORT = 2222
+"""What MLP means where it names none."""
+
+
+def dispatcher_from_environment(environment: Mapping[str, str], role: str = "dispatcher") -> str:
+    """Return "host:port" of the dispatcher that MLP's variables name.
+
+    Raises:
+        ConfigError: They name none, or a port that is no number.
+    """
+    prefix = f"MLP_{role.upper()}_0"
+    names = (f"{prefix}_PRIMARY_HOST", f"{prefix}_HOST")
+    host = next((text for name in names if (text := _unquoted(environment.get(name, "")))), None)
+    if host is None:
+        raise ConfigError(
+            f"data service: the environment has neither {names[0]} nor {names[1]}; name the dispatcher"
+        )
+    port = _unquoted(environment.get(f"{prefix}_PORT", "")) or str(DEFAULT_PORT)
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"data service: {prefix}_PORT must be a port, got {port!r}")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _unquoted(text: str) -> str:
+    return text.strip().strip("\"'")

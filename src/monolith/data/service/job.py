@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from monolith import filesystem
-from monolith.data.service.flight import Clock
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.wire.flight import Clock
 
 _SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT);

@@ -18,19 +18,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from monolith.data.records import Records, concat
-from monolith.data.service.bodies import ChunkBody
-from monolith.data.service.codec import to_batch
-from monolith.data.service.flight import (
+from monolith.data.service.job import Place
+from monolith.data.service.messages import (
     POLL,
     Address,
+    ChunkBody,
     DataCaller,
     DataServer,
     PortGuard,
     StoppedError,
     UnreachableError,
     join_address,
+    to_batch,
 )
-from monolith.data.service.job import Place
 from monolith.data.source import Source
 from monolith.errors import ConfigError, DataError, MonolithError
 from monolith.wire.messages import Nothing, read_message, typed

@@ -31,7 +31,7 @@ from torch import Tensor
 from monolith.data.records import LABEL, LINE_ID, BatchSpec, Records, make_batch
 from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.source import Position, Source
-from monolith.data.synthetic.drawing import Draws, ranks, sigmoid
+from monolith.data.synthetic.click_log import Draws, ranks, sigmoid
 from monolith.errors import ConfigError, FeatureError, RestoreError
 from monolith.feature import Batch
 from monolith.nn import auc

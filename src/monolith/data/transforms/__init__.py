@@ -1,6 +1,5 @@
 """Transforms: records filtered, relabelled, repeated, sampled and routed on their way to training."""
 
-from monolith.data.transforms.actions import AddAction, SpecialStrategy
 from monolith.data.transforms.columns import parse_integer_list
 from monolith.data.transforms.composition import (
     TRANSFORMS,
@@ -10,33 +9,45 @@ from monolith.data.transforms.composition import (
     TransformsConfig,
     read_transforms,
 )
-from monolith.data.transforms.downsampling import LogOddsCorrection, NegativeDownsample, sample_rates
-from monolith.data.transforms.features import FeatureCombine, SlotFilter, SwitchSlot
 from monolith.data.transforms.filters import (
+    FeatureCombine,
     FilterByAction,
     FilterByFid,
     FilterByLabel,
     FilterBySlot,
+    SlotFilter,
+    SwitchSlot,
     instance_filters,
 )
 from monolith.data.transforms.flows import MergeFlow, SplitConfig, SplitFlow, flow_key
 from monolith.data.transforms.labels import (
     INVALID_LABEL,
+    AddAction,
     AddLabel,
     BlankInvalidLabels,
     LabelNormalization,
     LabelUpperBound,
     NormStep,
     ScatterLabel,
+    SpecialStrategy,
     UseFieldAsLabel,
     is_valid,
     label_matrix,
 )
-from monolith.data.transforms.numbering import NUMBER
-from monolith.data.transforms.reweight import InstanceReweight
-from monolith.data.transforms.transform import Compose, Filter, Rewrite, Stateful, Transform
-from monolith.data.transforms.value_codecs import DecodeValues, EncodeValues, decode_values, encode_values
-from monolith.data.transforms.values import FilterByValue
+from monolith.data.transforms.transform import NUMBER, Compose, Filter, Rewrite, Stateful, Transform
+from monolith.data.transforms.values import (
+    DecodeValues,
+    EncodeValues,
+    FilterByValue,
+    decode_values,
+    encode_values,
+)
+from monolith.data.transforms.weighting import (
+    InstanceReweight,
+    LogOddsCorrection,
+    NegativeDownsample,
+    sample_rates,
+)
 
 __all__ = [
     "INVALID_LABEL",

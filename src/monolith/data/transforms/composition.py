@@ -10,22 +10,28 @@ from torch import Tensor
 
 from monolith.config import config_from_mapping
 from monolith.data.records import Records
-from monolith.data.transforms.actions import AddAction, SpecialStrategy
-from monolith.data.transforms.downsampling import LogOddsCorrection, NegativeDownsample
-from monolith.data.transforms.features import FeatureCombine, SlotFilter, SwitchSlot
-from monolith.data.transforms.filters import FilterByAction, FilterByFid, FilterByLabel, FilterBySlot
+from monolith.data.transforms.filters import (
+    FeatureCombine,
+    FilterByAction,
+    FilterByFid,
+    FilterByLabel,
+    FilterBySlot,
+    SlotFilter,
+    SwitchSlot,
+)
 from monolith.data.transforms.labels import (
+    AddAction,
     AddLabel,
     BlankInvalidLabels,
     LabelNormalization,
     LabelUpperBound,
     ScatterLabel,
+    SpecialStrategy,
     UseFieldAsLabel,
 )
-from monolith.data.transforms.reweight import InstanceReweight
 from monolith.data.transforms.transform import Compose, Filter
-from monolith.data.transforms.value_codecs import DecodeValues, EncodeValues
-from monolith.data.transforms.values import FilterByValue
+from monolith.data.transforms.values import DecodeValues, EncodeValues, FilterByValue
+from monolith.data.transforms.weighting import InstanceReweight, LogOddsCorrection, NegativeDownsample
 
 AnyFilter = FilterByAction | FilterByFid | FilterByLabel | FilterBySlot | FilterByValue
 

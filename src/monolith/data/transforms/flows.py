@@ -34,8 +34,7 @@ from monolith.data.transforms.columns import (
     read_column,
     text_column,
 )
-from monolith.data.transforms.numbering import NUMBER, numbered
-from monolith.data.transforms.transform import Stateful, Transform
+from monolith.data.transforms.transform import NUMBER, Stateful, Transform, numbered
 from monolith.errors import ConfigError, DataError, RestoreError
 
 QUEUE_RECORDS = 1024

@@ -1,4 +1,4 @@
-from monolith.serve.server.config import (
+from monolith.serve.config import (
     BatchingConfig,
     Route,
     ServeConfig,
@@ -6,19 +6,16 @@ from monolith.serve.server.config import (
     ServeLimits,
     VersionPolicy,
 )
-from monolith.serve.server.peers import ServePeers
-from monolith.serve.server.served import Catalog, ServedModel
+from monolith.serve.server.processes import ServePeers
 from monolith.serve.server.server import InferenceServer
 
 __all__ = [
     "BatchingConfig",
-    "Catalog",
     "InferenceServer",
     "Route",
     "ServeConfig",
     "ServeLimits",
     "ServePeers",
     "ServedFolder",
-    "ServedModel",
     "VersionPolicy",
 ]

@@ -13,13 +13,11 @@ from monolith.checkpoint.folder.best import BEST, LATEST
 from monolith.checkpoint.folder.state_files import CHECKPOINT_FILE
 from monolith.checkpoint.offline.listing import is_named
 from monolith.errors import ConfigError, FileMissingError, MonolithError
+from monolith.serve.config import ServedFolder, VersionPolicy
+from monolith.serve.manifest import MANIFEST_NAME, WARM_UP, Servable, read_servable
 from monolith.serve.predictor import Predictor
 from monolith.serve.rows import RowSource
-from monolith.serve.servable.manifest import MANIFEST_NAME, Servable, read_servable
-from monolith.serve.servable.versions import ENTRY, describe_withheld, list_versions, withheld_versions
-from monolith.serve.server.config import ServedFolder, VersionPolicy
-from monolith.serve.server.served import ServedModel
-from monolith.serve.warm_up import WARM_UP
+from monolith.serve.versions import ENTRY, describe_withheld, list_versions, withheld_versions
 from monolith.sync.run_identity import is_same_run, split_identity
 
 OpenRows = Callable[[str], RowSource]
@@ -64,28 +62,18 @@ class ServableCatalog:
         found = withheld_versions(folder, versions)
         return {one: mark.describe() for one, mark in found.items() if one not in self._serve_withheld}
 
-    def load(self, folder: str, version: str) -> ServedModel:
+    def load(self, folder: str, version: str) -> Predictor:
         path = filesystem.join(folder, version)
         if self._rows is None:
             return Predictor(path, **self._how)
         rows = self._rows(path)
         try:
-            return EntryPredictor(path, rows, **self._how)
+            predictor = Predictor(path, rows=rows, **self._how)
         except BaseException:
             rows.close()
             raise
-
-
-class EntryPredictor(Predictor):
-    """A predictor that has its rows for itself: they are closed with it."""
-
-    def __init__(self, folder: str, rows: RowSource, **how: Any) -> None:
-        super().__init__(folder, rows=rows, **how)
-        self._own_rows = rows
-
-    def close(self) -> None:
-        super().close()
-        self._own_rows.close()
+        predictor.on_close(rows.close)  # the rows belong to this version alone
+        return predictor
 
 
 EXPORTED = "exported_models"
@@ -228,7 +216,7 @@ def _chosen(root: str, offered: Sequence[str], checkpoint: str | None) -> Versio
     return VersionPolicy(None, (named or checkpoint,))
 
 
-def example_row(folder: str, model: ServedModel) -> dict[str, Any]:
+def example_row(folder: str, model: Predictor) -> dict[str, Any]:
     """Return a row to ask a model with: the first one of its warm-up requests, or one that is made up."""
     try:
         path = filesystem.join(folder, model.version, WARM_UP)

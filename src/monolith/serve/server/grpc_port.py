@@ -23,9 +23,8 @@ from monolith.errors import (
     RequestTooLargeError,
     UnavailableError,
 )
-from monolith.serve.server.inference import Inference, code_of
-from monolith.serve.server.peers import ServePeers
-from monolith.serve.server.protocol import (
+from monolith.serve.server.batching import JSON_COST, Quotas
+from monolith.serve.server.inference import (
     EXTENSIONS,
     GRPC_STATUS,
     INTERNAL,
@@ -34,9 +33,14 @@ from monolith.serve.server.protocol import (
     PLATFORM,
     SERVER_NAME,
     TIMEOUT,
+    Inference,
+    InferReply,
+    InferRequest,
+    PackedInputs,
+    Parameter,
+    code_of,
 )
-from monolith.serve.server.quotas import JSON_COST, Quotas
-from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
+from monolith.serve.server.processes import ServePeers
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 from monolith.wire.open_inference import (
     SERVICE,

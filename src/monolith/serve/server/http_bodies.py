@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from monolith.errors import RequestError, RequestTooLargeError
-from monolith.serve.server.config import ServeLimits
-from monolith.serve.server.protocol import TIMEOUT
-from monolith.serve.server.quotas import JSON_COST, Held
-from monolith.serve.server.requests import InferReply, InferRequest
+from monolith.serve.config import ServeLimits
+from monolith.serve.server.batching import JSON_COST, Held
+from monolith.serve.server.inference import TIMEOUT, InferReply, InferRequest
 from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
 
 JSON_LENGTH = "inference-header-content-length"

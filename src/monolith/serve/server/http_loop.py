@@ -24,7 +24,7 @@ from typing import Any
 
 from monolith.cluster.security import is_loopback
 from monolith.errors import MissingExtraError
-from monolith.serve.server.config import ServeLimits
+from monolith.serve.config import ServeLimits
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,10 @@
-"""Inference: from a decoded request to its answer, whatever it came over.
+"""A request and its answer, however they came over the wire.
+
+What both transports say of the server, and how errors are called over each.
+
+Traffic: who answers a name that callers ask for, and who is asked beside, without being heard.
+
+Inference: from a decoded request to its answer, whatever it came over.
 
 Here the parts meet: limits, the route, the version that is held meanwhile, the batch, the shadow.
 """
@@ -9,12 +15,16 @@ import logging
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
 from monolith.errors import (
+    ConfigError,
     DeadlineExceededError,
     ForbiddenError,
     MonolithError,
@@ -24,14 +34,160 @@ from monolith.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from monolith.serve.config import Route, RouteTarget, ServeConfig, ServedFolder
+from monolith.serve.manifest import Signature
+from monolith.serve.metrics import AccessLog, ServeMetrics
+from monolith.serve.predictor import Predictor
 from monolith.serve.server.batching import FoundOutputs, RequestBatcher
-from monolith.serve.server.config import RouteTarget, ServeConfig, ServedFolder
-from monolith.serve.server.observing import AccessLog, ServeMetrics
+from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
-from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
-from monolith.serve.server.served import Catalog, ServedModel, ServedSignature
-from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, columns_of, output_tensor
-from monolith.serve.server.traffic import TrafficRoutes
+from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, WireTensor, columns_of, output_tensor
+
+Parameter = bool | int | float | str
+
+
+@dataclass(slots=True)
+class PackedInputs:
+    """The inputs of a request, not read yet."""
+
+    key: tuple[bytes, ...]
+    """Their names, types and shapes, as they came."""
+    contents: Sequence[bytes]
+    """Their values, one after another in each."""
+    read: Callable[[], Sequence[WireTensor]]
+    """Reads all of it; raises a RequestError where it makes no sense."""
+
+
+@dataclass(slots=True, kw_only=True)
+class InferRequest:
+    """One request."""
+
+    model: str
+    version: str = ""
+    """Empty for the one that the server chooses."""
+    id: str = ""
+    tensors: Sequence[WireTensor] | PackedInputs
+    outputs: Sequence[str] = ()
+    """Names of those that are wanted; none for all."""
+    timeout: float | None = None
+    """Seconds that the caller waits."""
+    transport: str = "local"
+
+
+@dataclass(slots=True, kw_only=True)
+class InferReply:
+    """The answer to one."""
+
+    model: str
+    version: str
+    id: str
+    outputs: list[WireTensor]
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+
+
+SERVER_NAME = "monolith"
+PLATFORM = "pytorch_monolith"
+EXTENSIONS = ("binary_tensor_data", "model_repository")
+TIMEOUT = "timeout"
+"""A parameter of a request, as Triton has it: microseconds."""
+NO_CONTROL = "this server does not load or unload models on request; start it with --allow-control"
+NO_CONTROL_TOKEN = "to load or unload a model takes the control token, not the one for predictions"
+INTERNAL = "the server failed on this request; its log says why"
+
+GRPC_STATUS: Mapping[str, str] = {
+    "not_found": "NOT_FOUND",
+    "too_large": "RESOURCE_EXHAUSTED",
+    "invalid": "INVALID_ARGUMENT",
+    "overloaded": "RESOURCE_EXHAUSTED",
+    "deadline": "DEADLINE_EXCEEDED",
+    "unavailable": "UNAVAILABLE",
+    "forbidden": "PERMISSION_DENIED",
+    "internal": "INTERNAL",
+}
+HTTP_STATUS: Mapping[str, int] = {
+    "not_found": 404,
+    "too_large": 413,
+    "invalid": 400,
+    "overloaded": 429,
+    "deadline": 504,
+    "unavailable": 503,
+    "forbidden": 403,
+    "internal": 500,
+}
+"""By what `code_of` calls an error."""
+
+
+class TrafficRoutes:
+    """Chooses. Thread-safe.
+
+    Args:
+        splits: Each name is answered by one of its targets, by chance, in proportion to their weights.
+        shadows: Each target is asked, too, for the share of requests that its weight says.
+        models: Names that need no route.
+        generator: Draws.
+    """
+
+    def __init__(
+        self,
+        splits: Sequence[Route],
+        shadows: Sequence[Route],
+        models: Sequence[str],
+        generator: random.Random,
+    ) -> None:
+        self._random = generator
+        self._splits = {one.name: one.targets for one in splits}
+        self._weights = {one.name: list(accumulate(t.weight for t in one.targets)) for one in splits}
+        self._shadows = {one.name: one.targets for one in shadows}
+        if len(self._splits) < len(splits) or len(self._shadows) < len(shadows):
+            raise ConfigError("two routes have one name: list all of its targets in one, with their weights")
+        for route in [*splits, *shadows]:
+            for target in route.targets:
+                if target.model not in models:
+                    raise ConfigError(
+                        f"route {route.name!r}: there is no model {target.model!r}; this server has "
+                        f"{', '.join(models)}"
+                    )
+        for name in self._shadows:
+            if name not in models and name not in self._splits:
+                raise ConfigError(f"shadow of {name!r}: there is neither a model nor a split of that name")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that only a split answers to."""
+        return tuple(self._splits)
+
+    def pinned(self) -> Mapping[str, frozenset[str]]:
+        """Return for each model the versions that routes name."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for targets in [*self._splits.values(), *self._shadows.values()]:
+            for target in targets:
+                if target.version:
+                    found[target.model].add(target.version)
+        return {name: frozenset(versions) for name, versions in found.items()}
+
+    def target(self, name: str, version: str) -> tuple[str, str]:
+        """Return the model and version that answer. A caller who names a version gets that one."""
+        targets = self._splits.get(name)
+        if targets is None or version:
+            return name, version
+        chosen: RouteTarget = self._random.choices(targets, cum_weights=self._weights[name])[0]
+        return chosen.model, chosen.version
+
+    def main(self, name: str) -> tuple[str, str]:
+        """Return the model and version that answer the most, for who asks what a name takes."""
+        targets = self._splits.get(name)
+        if targets is None:
+            return name, ""
+        heaviest = max(targets, key=lambda target: target.weight)
+        return heaviest.model, heaviest.version
+
+    def shadows(self, name: str) -> Sequence[RouteTarget]:
+        """Return who is asked beside, this time."""
+        targets = self._shadows.get(name)
+        if not targets:
+            return ()
+        return [one for one in targets if one.weight >= 1 or self._random.random() < one.weight]
+
 
 _log = logging.getLogger(__name__)
 
@@ -71,9 +227,10 @@ class Inference:
         self,
         config: ServeConfig,
         folders: Sequence[ServedFolder],
-        catalog: Catalog,
+        catalog: ServableCatalog,
         metrics: ServeMetrics,
         *,
+        attach: Callable[[str, Predictor], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         generator: random.Random | None = None,
     ) -> None:
@@ -86,7 +243,7 @@ class Inference:
         self._access = AccessLog(config.access_log, draw, clock)
         self.traffic = TrafficRoutes(config.splits, config.shadows, [one.name for one in folders], draw)
         self.repository = Repository(
-            folders, catalog, self._batcher, pinned=self.traffic.pinned(), clock=clock
+            folders, catalog, self._batcher, attach=attach, pinned=self.traffic.pinned(), clock=clock
         )
         self._lock = threading.Lock()  # guards the three below
         self._idle = threading.Condition(self._lock)
@@ -148,7 +305,7 @@ class Inference:
         if code == "internal":
             _log.error("a request failed by a mistake of the server or its model", exc_info=error)
 
-    def describe(self, name: str, version: str = "") -> tuple[ServedSignature, tuple[str, ...], str]:
+    def describe(self, name: str, version: str = "") -> tuple[Signature, tuple[str, ...], str]:
         """Return what a model takes and gives, its versions, and the name under which it has them."""
         model, chosen = (name, version) if version else self.traffic.main(name)
         with self.repository.held(model, chosen) as held:
@@ -186,7 +343,7 @@ class Inference:
             self._shadow_thread.shutdown(cancel_futures=True)
         self.repository.close()
 
-    def _batcher(self, model: ServedModel) -> RequestBatcher:
+    def _batcher(self, model: Predictor) -> RequestBatcher:
         return RequestBatcher(
             model.predict,
             self.config.batching,

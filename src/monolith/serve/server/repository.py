@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from monolith.errors import MonolithError, UnavailableError, UnknownModelError
+from monolith.serve.config import ServedFolder
+from monolith.serve.predictor import Predictor
 from monolith.serve.server.batching import RequestBatcher
-from monolith.serve.server.config import ServedFolder
-from monolith.serve.server.served import Catalog, ServedModel
+from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.tensors import ColumnsPlan
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ RETRY_AFTER = 30.0
 class LoadedVersion:
     """A version that answers, and those who hold it."""
 
-    def __init__(self, model: ServedModel, batcher: RequestBatcher) -> None:
+    def __init__(self, model: Predictor, batcher: RequestBatcher) -> None:
         self.model = model
         self.batcher = batcher
         self.plans: dict[tuple[bytes, ...], ColumnsPlan] = {}
@@ -107,6 +108,8 @@ class Repository:
         folders: What is served, each under its name.
         catalog: Finds and loads versions.
         batcher: Makes the batcher of a loaded version.
+        attach: Called with the name of the model and each version before it is warmed up, so that it follows
+            a trainer.
         pinned: Model -> versions that are served whatever the policy says.
         clock: Seconds.
     """
@@ -114,9 +117,10 @@ class Repository:
     def __init__(
         self,
         folders: Sequence[ServedFolder],
-        catalog: Catalog,
-        batcher: Callable[[ServedModel], RequestBatcher],
+        catalog: ServableCatalog,
+        batcher: Callable[[Predictor], RequestBatcher],
         *,
+        attach: Callable[[str, Predictor], None] | None = None,
         pinned: Mapping[str, frozenset[str]] | None = None,
         clock: Callable[[], float],
     ) -> None:
@@ -124,6 +128,7 @@ class Repository:
         self._folders = {one.name: _Folder(one, named.get(one.name, frozenset())) for one in folders}
         self._catalog = catalog
         self._batcher = batcher
+        self._attach = attach
         self._clock = clock
         self._changing = threading.RLock()  # one thread loads and unloads at a time
         self._serving: dict[str, dict[str, LoadedVersion]] = {name: {} for name in self._folders}
@@ -350,6 +355,8 @@ class Repository:
         try:
             model = self._catalog.load(folder.config.folder, version)
             try:
+                if self._attach is not None:
+                    self._attach(name, model)
                 model.warm_up()
             except BaseException:
                 model.close()

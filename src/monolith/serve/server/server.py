@@ -26,18 +26,17 @@ from typing import Self
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError
 from monolith.observe.metrics import Metrics
-from monolith.serve.following.catalog import FollowingCatalog, check_policy
-from monolith.serve.following.follower import ModelFollower
-from monolith.serve.server.config import ServeConfig, ServedFolder
+from monolith.serve.config import ServeConfig, ServedFolder, VersionPolicy
+from monolith.serve.follower import ModelFollower
+from monolith.serve.metrics import ServeMetrics
+from monolith.serve.predictor import Predictor
+from monolith.serve.server.batching import Quotas
+from monolith.serve.server.catalog import ServableCatalog
 from monolith.serve.server.grpc_port import GrpcPort
-from monolith.serve.server.http_api import HttpApi
+from monolith.serve.server.http_api import HttpApi, HttpPort
 from monolith.serve.server.http_loop import KnownHosts
-from monolith.serve.server.http_port import HttpPort
 from monolith.serve.server.inference import Inference
-from monolith.serve.server.observing import ServeMetrics
-from monolith.serve.server.peers import ServePeers
-from monolith.serve.server.quotas import Quotas
-from monolith.serve.server.served import Catalog
+from monolith.serve.server.processes import ServePeers
 from monolith.sync.channel import OpenReader
 from monolith.wire.ports import bound_socket, join_address
 
@@ -68,7 +67,7 @@ class InferenceServer:
         self,
         config: ServeConfig,
         folders: Sequence[ServedFolder],
-        catalog: Catalog,
+        catalog: ServableCatalog,
         *,
         guard: Guard | None = None,
         context: ssl.SSLContext | None = None,
@@ -90,17 +89,16 @@ class InferenceServer:
         self._context = context
         self._metrics = metrics or Metrics()
         self._follow = follow
-        self._names = {one.folder: one.name for one in folders}
-        self._following: FollowingCatalog | None = None
+        self._followers: dict[str, ModelFollower] = {}
         if follow is not None:
             for one in folders:
                 check_policy(one.policy, routed=_by_version(config, one.name))
-            catalog = self._following = FollowingCatalog(catalog, self._follower)
         self.inference = Inference(
             config,
             folders,
             catalog,
             ServeMetrics(self._metrics),
+            attach=None if follow is None else self._attach,
             clock=clock,
             generator=generator,
         )
@@ -138,8 +136,8 @@ class InferenceServer:
         self.inference.wait_idle(_left(end))
         if self._poller is not None:
             self._poller.join(_left(end))
-        if self._following is not None:
-            self._following.close()
+        for follower in self._followers.values():
+            follower.close()
         self.inference.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -156,19 +154,21 @@ class InferenceServer:
     @property
     def followers(self) -> Mapping[str, ModelFollower]:
         """Who brings models up to date, by the name of the model."""
-        found = {} if self._following is None else self._following.followers
-        return {self._names[folder]: follower for folder, follower in found.items()}
+        return dict(self._followers)
 
-    def _follower(self, folder: str) -> ModelFollower:
-        assert self._follow is not None
-        name = self._names[folder]
-        return ModelFollower(
-            name,
-            self._follow,
-            self.config.follow,
-            metrics=self._metrics,
-            go_to=lambda version: self.inference.repository.go_back(name, version),
-        )
+    def _attach(self, name: str, predictor: Predictor) -> None:
+        """Let a loaded version follow the trainer. The first version of a model starts its follower."""
+        follower = self._followers.get(name)
+        if follower is None:
+            assert self._follow is not None
+            follower = self._followers[name] = ModelFollower(
+                name,
+                self._follow,
+                self.config.follow,
+                metrics=self._metrics,
+                go_to=lambda version: self.inference.repository.go_back(name, version),
+            )
+        follower.attach(predictor)
 
     def _poll(self) -> None:
         while not self._stop.wait(self.config.poll.total_seconds()):
@@ -229,3 +229,21 @@ def _by_version(config: ServeConfig, model: str) -> bool:
     """Whether a route names a version of a model."""
     routes = (*config.splits, *config.shadows)
     return any(target.model == model and target.version for route in routes for target in route.targets)
+
+
+def check_policy(policy: VersionPolicy, *, routed: bool) -> None:
+    """Refuse to follow with more than one version of a model.
+
+    Raises:
+        ConfigError: The policy, or a route, serves several.
+    """
+    if policy.newest != 1 and len(policy.named) != 1:
+        raise ConfigError(
+            "serve --follow: a model that follows is what the trainer has now, so it has one version: leave "
+            "--version-policy at latest"
+        )
+    if routed:
+        raise ConfigError(
+            "serve --follow: a split or shadow by version would make all of them alike; start another server "
+            "for versions as they were exported"
+        )

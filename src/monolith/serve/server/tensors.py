@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.errors import RequestError, RequestTooLargeError
-from monolith.serve.server.served import ServedSignature, ServedTensor
+from monolith.serve.manifest import SPLITS, Signature, TensorSpec
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
@@ -35,8 +35,6 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 DATATYPES = ("BYTES", *DTYPES)
 TIME = "time"
 """The meaning of an input of times, which may be texts."""
-SPLITS = ".row_splits"
-"""After the name of an input: where each row's items begin among all items, for lists of any length."""
 _LENGTH_BYTES = 4
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 1 << 20
@@ -134,7 +132,7 @@ class RequestColumns:
     """Name and width of each column: requests of one layout can be answered together."""
 
 
-def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> RequestColumns:
+def columns_of(tensors: Sequence[WireTensor], signature: Signature) -> RequestColumns:
     """Return tensors as columns of a model.
 
     Raises:
@@ -321,7 +319,7 @@ def _numbers(
         raise RequestError(f"input {name!r}: a value is too large for {datatype}") from cause
 
 
-def _fixed(tensor: WireTensor, spec: ServedTensor) -> tuple[Any, int, int]:
+def _fixed(tensor: WireTensor, spec: TensorSpec) -> tuple[Any, int, int]:
     """Return a column of rows of one width, how many rows, and the width; 0 for a value alone."""
     shape = tensor.shape
     if len(shape) not in (1, 2):
@@ -341,7 +339,7 @@ def _fixed(tensor: WireTensor, spec: ServedTensor) -> tuple[Any, int, int]:
     return column.reshape(shape), shape[0], width
 
 
-def _typed(tensor: WireTensor, spec: ServedTensor) -> Any:
+def _typed(tensor: WireTensor, spec: TensorSpec) -> Any:
     """Return values as a model takes them: texts, int64 or float32."""
     values = tensor.values
     if isinstance(values, list) and spec.meaning == TIME:
@@ -386,7 +384,7 @@ def _splits(splits: WireTensor, items: WireTensor) -> NDArray[np.int64]:
     return whole
 
 
-def _names(signature: ServedSignature) -> str:
+def _names(signature: Signature) -> str:
     names = [spec.name for spec in signature.inputs]
     return ", ".join(names[:40]) + (", ..." if len(names) > 40 else "")
 

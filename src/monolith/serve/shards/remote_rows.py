@@ -32,17 +32,22 @@ from monolith.errors import (
     MonolithError,
     UnavailableError,
 )
-from monolith.serve.claims import RowsClaim, together
-from monolith.serve.rows import FoundRows
-from monolith.serve.servable import Servable
-from monolith.serve.shards.config import ShardsConfig
-from monolith.serve.shards.latencies import HedgeBudget
-from monolith.serve.shards.legs import NEVER, Floats, Leg, Minder, ShardAnswer
-from monolith.serve.shards.replicas import Replica, ReplicaMap, ShardLine, WantedRows
-from monolith.serve.shards.service import read_claim
+from monolith.serve.config import ShardsConfig
+from monolith.serve.manifest import Servable
+from monolith.serve.rows import FoundRows, RowsClaim, together
+from monolith.serve.shards.hedging import NEVER, Floats, Leg, Minder, ShardAnswer
+from monolith.serve.shards.protocol import read_claim
+from monolith.serve.shards.replicas import HedgeBudget, Replica, ReplicaMap, ShardLine, WantedRows
 from monolith.store import TableIds
-from monolith.store.routes import Routes
-from monolith.store.rows import ANSWER_BYTES, RowCall, RowHeader, RowRequest, incarnation_bytes, read_answer
+from monolith.store.row_requests import (
+    ANSWER_BYTES,
+    Routes,
+    RowCall,
+    RowHeader,
+    RowRequest,
+    incarnation_bytes,
+    read_answer,
+)
 from monolith.table import arguments
 from monolith.wire.flight import Answer, PortGuard
 

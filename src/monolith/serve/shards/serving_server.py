@@ -34,11 +34,11 @@ from monolith.errors import (
 )
 from monolith.observe import Progress
 from monolith.observe.metrics import Metrics
-from monolith.serve.claims import RowsClaim
-from monolith.serve.following.config import ServeFollowConfig
-from monolith.serve.following.follower import ModelFollower
-from monolith.serve.shards.held_versions import HeldVersions, ShardVersion
-from monolith.serve.shards.service import (
+from monolith.serve.config import ServeFollowConfig
+from monolith.serve.follower import ModelFollower
+from monolith.serve.metrics import LookupMetrics
+from monolith.serve.rows import RowsClaim
+from monolith.serve.shards.protocol import (
     SERVICE,
     ShardAbout,
     ShardHello,
@@ -46,8 +46,9 @@ from monolith.serve.shards.service import (
     pack_claim,
     shard_role,
 )
+from monolith.serve.shards.shard_versions import HeldVersions, ShardVersion
 from monolith.store import TableIds
-from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
+from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
 from monolith.sync.channel import OpenReader
 from monolith.wire.bulk import Bytes, Traffic
 from monolith.wire.flight import PortGuard
@@ -123,7 +124,7 @@ class ServingServer:
         )
         self._newest = self._versions.open(self._versions.newest())
         metrics = Metrics() if metrics is None else metrics
-        self._counts = _Counts(metrics, self.role)
+        self._counts = LookupMetrics(metrics, self.role)
         self.follower: ModelFollower | None = None
         """Who brings the rows up to date."""
         if follow is not None:
@@ -350,20 +351,3 @@ class ServingServer:
                 f"its answer would have {4 * floats:,} bytes, and limits.message_bytes allows "
                 f"{self._limits.message_bytes:,}"
             )
-
-
-class _Counts:
-    """What a serving server has answered, for its metrics."""
-
-    def __init__(self, metrics: Metrics, role: str) -> None:
-        self._lookups = metrics.counter("serve_lookups", "Lookups of rows that were answered", ("shard",))
-        self._ids = metrics.counter("serve_lookup_ids", "Ids that lookups asked for", ("shard",))
-        self._seconds = metrics.histogram(
-            "serve_lookup_seconds", "How long a lookup took, but for the wire", ("shard",)
-        )
-        self._role = role
-
-    def answered(self, ids: int, seconds: float) -> None:
-        self._lookups.inc(shard=self._role)
-        self._ids.inc(ids, shard=self._role)
-        self._seconds.observe(seconds, shard=self._role)

@@ -79,12 +79,12 @@ class FleetBuffers:
 
     def _give(self, examples: int) -> None:
         body = {"worker": self._worker, "examples": examples}
-        self._group.exchange("lay_buffers", {0: (body, pack_tensors(self._mine))})
+        self._group.exchange("put_buffers", {0: (body, pack_tensors(self._mine))})
 
     def _take(self, worker: int | None) -> list[tuple[int, list[Tensor]]]:
         """Return what others laid down, and how many examples it weighs; of all of them but the chief, or of
         one."""
-        answer = self._group.exchange("take_buffers", {0: ({"worker": worker}, b"")})[0]
+        answer = self._group.exchange("get_buffers", {0: ({"worker": worker}, b"")})[0]
         about: Sequence[tuple[int, int]] = answer.body["workers"]
         size = len(answer.data) // max(len(about), 1)
         return [

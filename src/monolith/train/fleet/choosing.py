@@ -26,7 +26,7 @@ from typing import Any
 from monolith.cluster import ClusterManager, fetch_ps_cluster, save_ps_cluster
 from monolith.cluster.security import Guard
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, UnavailableError
-from monolith.store.servers import SERVICE
+from monolith.store.server import SERVICE
 from monolith.train.fleet.bodies import AssignShare, EndRun
 from monolith.train.fleet.standby_bodies import StandbyStanding
 from monolith.wire.flight import Caller
@@ -152,7 +152,7 @@ class ServerChoice:
         """
         listed = self._manager.listed_ps()
         for share, address in enumerate(listed):
-            found = self._calls(address, "hello")["share"]
+            found = self._calls(address, "hello")["shard"]
             if found != [share, self._num_ps]:
                 raise UnavailableError(
                     f"the parameter server at {address} has not been assigned share {share} of {self._num_ps}"
@@ -221,7 +221,7 @@ class ServerChoice:
         """
         for found in self._manager.registered_at(share):
             with suppress(ClusterError):
-                if found != address and self._calls(found, "hello")["share"] == [share, self._num_ps]:
+                if found != address and self._calls(found, "hello")["shard"] == [share, self._num_ps]:
                     return found
         now = self._clock()
         if now - self._missed_at.setdefault(address, now) < self._spare_after:

@@ -125,7 +125,7 @@ def join_fleet(
             patience=patience,
             timeout=call_timeout,
             lookup_timeout=lookup_timeout,
-            hold=start_timeout if keep_going else timedelta(),
+            replacement_timeout=start_timeout if keep_going else timedelta(),
             half=half_rows,
         )
 

@@ -43,9 +43,9 @@ from monolith.errors import (
     SaveError,
     UnavailableError,
 )
-from monolith.store import DenseShare, LocalStore, ParameterServer
+from monolith.store import DenseShard, LocalStore, ParameterServer
 from monolith.store.dense import unpack_tensors
-from monolith.store.servers import NewestPush
+from monolith.store.server import NewestPush
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.bodies import (
     CALLS,
@@ -86,7 +86,7 @@ from monolith.train.publishing.bodies import HoldersTold, PublishedShares, Publi
 from monolith.train.publishing.share import PublishPlan
 from monolith.train.task import Mode, Task
 from monolith.wire.bulk import Bytes, Traffic
-from monolith.wire.flight_server import typed_exchange
+from monolith.wire.flight_server import Handlers, typed_exchange
 from monolith.wire.messages import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
 from monolith.wire.ports import Limits
 
@@ -215,7 +215,7 @@ class _Held:
 
     model: Model
     stores: list[LocalStore]
-    dense: DenseShare
+    dense: DenseShard
     tables: TablesPart
     cuts: dict[str, PartCut]
     publishing: PublishedShare | None = None
@@ -296,13 +296,16 @@ class ServedShare:
         self._server = ParameterServer(
             [] if held is None else held.stores,
             None if held is None else held.dense,
-            share=self._share,
+            shard=self._share,
             host=host,
             port=port,
             guard=guard,
-            calls=typed_calls(CALLS, calls, longest=longest) | typed_calls(STANDBY_CALLS, self.standby_calls),
-            polls=typed_polls(CALLS, polls, longest=longest),
-            exchanges={"publish.weights": typed_exchange(WeightsTold, self._take_weights)},
+            extra=Handlers(
+                calls=typed_calls(CALLS, calls, longest=longest)
+                | typed_calls(STANDBY_CALLS, self.standby_calls),
+                polls=typed_polls(CALLS, polls, longest=longest),
+                exchanges={"publish.weights": typed_exchange(WeightsTold, self._take_weights)},
+            ),
             limits=limits,
         )
         return self._server
@@ -424,7 +427,7 @@ class ServedShare:
                 )
             assert self._server is not None
             held = self._make(share)
-            self._server.replace(held.stores, held.dense, share=share)
+            self._server.replace(held.stores, held.dense, shard=share)
             _log.info("parameter server %d has share %d of %d from now on", self._index, *share)
             before, self._held, self._share = self._held, held, share
             self._retire(before)
@@ -660,7 +663,7 @@ class ServedShare:
             applied = copy.take(held.dense)
             share = (copy.follows.index, copy.follows.num_ps)
             self._server.replace(
-                held.stores, held.dense, incarnation=body.incarnation, share=share, applied=applied
+                held.stores, held.dense, incarnation=body.incarnation, shard=share, applied=applied
             )
             before, self._held, self._share, self._run = self._held, held, share, body.run
             self._standby = None
@@ -739,9 +742,9 @@ class ServedShare:
         )
         stores = [store for store in model.stores if isinstance(store, LocalStore)]
         if self._holds_weights:
-            dense = DenseShare(model.weights(), model.dense, share, model.schedule)
+            dense = DenseShard(model.weights(), model.dense, share, model.schedule)
         else:
-            dense = DenseShare({}, None, share)
+            dense = DenseShard({}, None, share)
         publishing = None
         if self._publish is not None:
             publishing = PublishedShare(model, share, self._publish, self._newest_push)

@@ -17,8 +17,7 @@ from monolith.data.source import Position
 from monolith.errors import ClusterError, ConfigError, RetryableError
 from monolith.model import WeightOptimizer
 from monolith.store import MakeStore, ParameterServerStore
-from monolith.store.dense_cache import DenseCache
-from monolith.store.dense_config import DenseConfig
+from monolith.store.dense_cache import DenseCache, DenseConfig
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.barrier import FleetBarrier

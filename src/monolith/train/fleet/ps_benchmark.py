@@ -23,8 +23,7 @@ from datetime import timedelta
 
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
-from monolith.store.measuring import sample_gradient
-from monolith.store.servers import SERVICE
+from monolith.store.server import SERVICE, sample_gradient
 from monolith.wire.flight import Caller, CallStream
 
 READY_WITHIN = timedelta(seconds=30)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from monolith.store.servers import NewestPush
+from monolith.store.server import NewestPush
 from monolith.sync.messages import LearnedUpTo
 from monolith.train.model import Model
 from monolith.train.publishing.bodies import HoldersTold, PublishOrder, ShareStanding

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from monolith.store import ServerGroup
-from monolith.store.group import PushStanding
+from monolith.store.server_group import PushProgress
 from monolith.train.fleet.bodies import Served
 from monolith.train.fleet.push_bodies import CopiedPushes, PlacePushes, PushesTold
 
@@ -30,7 +30,7 @@ class _PlaceCounts:
     carried: frozenset[int] = frozenset()
     """Except these, which nobody had acknowledged by then."""
 
-    def take_lost(self, sender: str, served: Served, standing: PushStanding) -> int:
+    def take_lost(self, sender: str, served: Served, standing: PushProgress) -> int:
         """Return the pushes that were lost when somebody else came to serve the place, and count anew."""
         if served.copied is None:
             lost = standing.acknowledged - self._at(served.halt)
@@ -46,7 +46,7 @@ class _PlaceCounts:
         before = max((at for at in self.marks if at <= halt), default=min(self.marks))
         return self.marks[before]
 
-    def _missed_by(self, copied: CopiedPushes | None, standing: PushStanding) -> int:
+    def _missed_by(self, copied: CopiedPushes | None, standing: PushProgress) -> int:
         """Return how many pushes that were acknowledged a copy has not."""
         highest = self.since if copied is None else copied.highest
         missing = frozenset() if copied is None else frozenset(copied.missing)
@@ -115,7 +115,7 @@ def take_lost_of(told: PushesTold, servers: Mapping[int, Served]) -> tuple[Pushe
             said = places[number]
             marks = {int(halt): count for halt, count in said.marks.items() if halt.isdecimal()}
             place = _PlaceCounts(marks or {0: 0}, said.since, frozenset(said.carried))
-            lost[served.incarnation] = max(0, place.take_lost(told.sender, served, PushStanding(said.last)))
+            lost[served.incarnation] = max(0, place.take_lost(told.sender, served, PushProgress(said.last)))
             places[number] = _told(place, said.last, served.incarnation)
     return PushesTold(told.sender, tuple(places)), lost
 

@@ -280,7 +280,7 @@ class ServerRecovery:
     def _standing(self, place: ServerGroup, server: int) -> ServerStanding | None:
         """Return what a server says of itself; None where nobody is there, or it has another share."""
         try:
-            if place.call(0, "describe")["share"] != [server, len(self._group)]:
+            if place.call(0, "describe")["shard"] != [server, len(self._group)]:
                 return None
             return ask(place, 0, "server.standing", Nothing(), ServerStanding)
         except RetryableError:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from monolith.checkpoint.shares import IdShare
 from monolith.errors import RestoreError
-from monolith.store import DenseShare
+from monolith.store import DenseShard
 from monolith.store.pushes import KnownPushes
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
@@ -71,7 +71,7 @@ class CopiedShare:
     def __init__(
         self,
         model: Model,
-        dense: DenseShare,
+        dense: DenseShard,
         share: IdShare,
         *,
         incarnation: str,
@@ -206,7 +206,7 @@ class StandbyCopy(Generic[H]):
         error = self._subscriber.error if followed is None else followed.error
         return StandbyStanding(in_run=False, follows=self.follows, whole=self.whole, error=error[:4096])
 
-    def take(self, dense: DenseShare) -> Mapping[str, KnownPushes]:
+    def take(self, dense: DenseShard) -> Mapping[str, KnownPushes]:
         """Change no more, and put what is not rows in its place; return which pushes the copy has.
 
         Raises:

@@ -25,8 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from monolith.data.kafka.client_log import ClientLog
-from monolith.data.kafka.config import check_settings, import_kafka
+from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.filesystem.paths import is_url

@@ -1,7 +1,7 @@
 """Feature insight: what each feature brings to a layer, written while a model trains.
 
 The layer's product is cut at the borders of the features (`monolith.nn.feature_insight`); its
-pieces and the label go to an event file, from which `monolith insight` tells which features
+pieces and the label go to an event file, from which `monolith evaluate insight` tells which features
 matter. Only steps that are written are watched, so the others cost nothing.
 """
 
@@ -271,7 +271,7 @@ def _by_feature(layout: LayoutSpec, number: int, product: Tensor) -> Iterator[tu
         yield "+".join(dict.fromkeys(names)), product
 
 
-# What layers of selection make of each feature, for `monolith insight` and TensorBoard.
+# What layers of selection make of each feature, for `monolith evaluate insight` and TensorBoard.
 #
 # A search over widths (`IRazor`) has weights of its own, written as `selecting`. A gate (`SeNet`) computes
 # how much each feature counts anew for every example; the mean over the batch of a step is written as

@@ -405,7 +405,7 @@ class Outlook:
         return (1 - part) * (now - then) / (part - first) if part > first else math.inf
 
 
-# Counts of a worker's steps, for whoever looks from another thread: `monolith top`.
+# Counts of a worker's steps, for whoever looks from another thread: `monolith status watch`.
 #
 # Counting costs a few additions a step. Nothing here reads a loss or asks a server.
 

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from monolith.store.collective import Collective
+from monolith.store.rank_groups import Collective
 from monolith.train.lane import SILENT, Silence
 
 Item = TypeVar("Item")

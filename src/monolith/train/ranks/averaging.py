@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from monolith.store.collective import Collective
+from monolith.store.rank_groups import Collective
 from monolith.train.ranks.config import RanksConfig
 
 

@@ -48,4 +48,4 @@ class RankBarrier:
         if self.placement() is None:
             return []
         others = range(1, self.capacity)
-        return [0, *(rank for rank in others if self._groups.said(WAITS.format(rank=rank)))]
+        return [0, *(rank for rank in others if self._groups.get_note(WAITS.format(rank=rank)))]

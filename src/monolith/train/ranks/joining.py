@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import Address
@@ -38,6 +37,7 @@ from monolith.errors import (
 )
 from monolith.store import RankGroups
 from monolith.store.rank_calls import RankPort
+from monolith.store.rank_groups import RankOptions
 from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep_keys, prefixed, reach_keys
 
 ROLE = "rank"
@@ -70,7 +70,7 @@ class RankMeeting:
         environ: Mapping[str, str],
         port: RankPort,
         start: timedelta,
-        options: Mapping[str, Any],
+        options: RankOptions,
         on_waiting: OnWaiting = lambda _: None,
     ) -> None:
         if port.guard.token is None:
@@ -112,7 +112,7 @@ class RankMeeting:
                 continue
             try:
                 self.processes = self._await_all(keys, began)
-                return RankGroups(keys, self._rank, self._size, port=self._port, **self._options)
+                return RankGroups(keys, self._rank, self._size, port=self._port, options=self._options)
             except BaseException as error:
                 # The others may have seen this rank sign in, and wait for its connections.
                 keys.fail(self._rank, f"it left before all were connected: {type(error).__name__}: {error}")

@@ -32,7 +32,7 @@ from monolith.data.source import Position
 from monolith.errors import ConfigError, RetryableError, UnavailableError
 from monolith.model import WeightOptimizer
 from monolith.store import MakeStore, RankGroups, ServerGroup
-from monolith.store.dense import dump_dense, fill_dense, pack_tensors, read_dense, unpack_tensors
+from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, read_dense, unpack_tensors
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.buffers import merge_buffers
@@ -198,8 +198,8 @@ class RankPeers:
         assert self._model is not None, "attach a model first"
         self._me = me
         if self.leads:
-            self._groups.say(BEGUN, self._begun)
-        while not (begun := self._groups.said(BEGUN)):
+            self._groups.put_note(BEGUN, self._begun)
+        while not (begun := self._groups.get_note(BEGUN)):
             if me.interrupted:
                 return None
             self._groups.check()
@@ -226,7 +226,7 @@ class RankPeers:
         kept = [*frozen, *model.buffers().values()]
         rest = hear_from_first(control, pack_tensors(kept).tobytes())
         if not self.leads:
-            fill_dense(weights, model.dense, [read_dense(state)], model.schedule)
+            load_dense_states(weights, model.dense, [read_dense(state)], model.schedule)
             _fill(kept, _unpacked(rest, kept))
         self._first_buffers = [buffer.clone() for buffer in model.buffers().values()]
 
@@ -273,13 +273,13 @@ class RankPeers:
             self._groups.check()
             if not waits:
                 waits = True
-                self._groups.say(key, "yes")
+                self._groups.put_note(key, "yes")
 
         try:
             said = say_to_all(self._groups.control, Word, None if word == NOTHING else word, waiting)
         finally:
             if waits:
-                self._groups.say(key, "")
+                self._groups.put_note(key, "")
         words = [one or NOTHING for one in said]
         if not words[0].halt:
             self._unfinished |= any(one.interrupted for one in words)
@@ -343,7 +343,7 @@ class RankPeers:
     @contextmanager
     def looking(self) -> Iterator[None]:
         assert self._halted is not None, "the others must stand still"
-        with self._rows.looking_alone(self._call_in), self._with_all_buffers(self._merged):
+        with self._rows.solo_lookups(self._call_in), self._with_all_buffers(self._merged):
             yield
 
     def _call_in(self, store: int) -> None:
@@ -441,14 +441,14 @@ class RankPeers:
             return False
         assert self._me is not None
         if self.leads:
-            self._groups.part()
+            self._groups.expect_end()
             self._say(Word(over=True))
             self._rows.end(finished=self.finished and not run.interrupted)
             return False
         while not (word := self._say(NOTHING)).over:
             if word.halt:
                 self._stand_still(self._me)
-        self._groups.part()
+        self._groups.expect_end()
         return True
 
     def fail(self, error: BaseException | None) -> None:

@@ -78,7 +78,7 @@ class RankRows(Protocol):
     def attach(self, model: Model, config: TrainConfig) -> None:
         """Take part in the checkpoints of a model that was bound to these rows."""
 
-    def looking_alone(self, call_in: Callable[[int], None]) -> AbstractContextManager[object]:
+    def solo_lookups(self, call_in: Callable[[int], None]) -> AbstractContextManager[object]:
         """Have this rank look rows up while the others stand still, for the length of a block.
 
         Args:
@@ -158,14 +158,14 @@ class RowsOnRanks:
         return {name: one.rows for store in self._stores for name, one in store.inner.stats().items()}
 
     @contextmanager
-    def looking_alone(self, call_in: Callable[[int], None]) -> Iterator[None]:
+    def solo_lookups(self, call_in: Callable[[int], None]) -> Iterator[None]:
         with ExitStack() as held:
             for store in self._stores:
-                held.enter_context(store.looking_alone(call_in))
+                held.enter_context(store.solo_lookups(call_in))
             yield
 
     def answer(self, store: int) -> None:
-        self._stores[store].answer_look()
+        self._stores[store].answer_solo_lookup()
 
     def tables_part(self) -> Part:
         return RankTables(self._groups.calls)
@@ -253,7 +253,7 @@ class RowsOnServers:
     def attach(self, model: Model, config: TrainConfig) -> None:
         """Do nothing: servers write what they hold."""
 
-    def looking_alone(self, call_in: Callable[[int], None]) -> AbstractContextManager[object]:  # noqa: ARG002
+    def solo_lookups(self, call_in: Callable[[int], None]) -> AbstractContextManager[object]:  # noqa: ARG002
         return nullcontext()  # the servers answer
 
     def answer(self, store: int) -> None:
@@ -292,7 +292,7 @@ class RowsOnServers:
                 ask(self._group, server, "server.attend", asked, Attended)
             except MonolithError as error:
                 if not self._closed.is_set():
-                    self._groups.break_off(UnavailableError(f"parameter server {server} is lost: {error}"))
+                    self._groups.abort(UnavailableError(f"parameter server {server} is lost: {error}"))
                 return
 
     def note_cut(self, step: int) -> None:

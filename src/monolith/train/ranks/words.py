@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 
 import torch
 
-from monolith.store.collective import Collective
+from monolith.store.rank_groups import Collective
 from monolith.wire.messages import Bounds, Count, Json, Name, Text, read_message, write_message
 
 W = TypeVar("W")

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from monolith.errors import MonolithError
-from monolith.serve.asking import Asker
+from monolith.serve.client import Asker
 from monolith_bench.examples.demo.live_stream import NEW_ITEM
 from monolith_bench.examples.demo.story import ProbeAnswer
 

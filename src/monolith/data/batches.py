@@ -1,0 +1,246 @@
+"""Batches: records become what a model reads, and bad ones are dropped.
+
+Two specs describe a batch: a `BatchSpec` names columns of ids and numbers, a `FeatureSpec` reads raw columns.
+Either way a record that cannot be used is dropped, counted and rejected to the source (`bad_values`), and the
+batch may carry raw columns of its records in addition to its tensors (`Batch.raw`).
+
+    records ──maker──► Batch(ids: ragged int64 per feature, labels: float32 (n,) each, raw: columns kept)
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from monolith.data.bad_values import BadRecords, BadTally, BadValues
+from monolith.data.format import BadRecord
+from monolith.data.records import (
+    BatchMaker,
+    BatchSpec,
+    ColumnCheck,
+    Records,
+    empty_rows,
+    known_columns,
+)
+from monolith.data.source import Position, Stage, Stream, closed_after
+from monolith.errors import DataError
+from monolith.feature import Batch, FeatureSpec
+
+
+class BatchStage(Stage[Batch, Records]):
+    """The stage that makes batches of records; one record batch becomes at most one batch."""
+
+    def __init__(self, source: Stream[Records]) -> None:
+        super().__init__(source)
+        self._resumed = False
+        self._raw: PassThroughColumns | None = None
+        self._dropped = BadTally()  # since the last time reading began
+
+    @abstractmethod
+    def _maker(self) -> ColumnBatchMaker | SpecBatchMaker:
+        """Return what makes the batches of one iteration."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        make = self._maker()
+        self._dropped = make.tally
+        with closed_after(self._source) as batches:
+            for records in batches:
+                made = make(records)
+                if made is not None:
+                    yield made
+        make.end()
+
+    def restore(self, position: Position) -> None:
+        super().restore(position)
+        self._resumed = True
+
+    def keep_columns(self, names: Sequence[str]) -> bool:
+        self._raw = PassThroughColumns(names)
+        return True
+
+    def bad_records(self) -> dict[str, int]:
+        return dict(Counter(super().bad_records()) + Counter(self._dropped.described()))
+
+
+class ColumnBatches(BatchStage):
+    """Batches by a `BatchSpec`."""
+
+    def __init__(self, source: Stream[Records], spec: BatchSpec) -> None:
+        super().__init__(source)
+        self._spec = spec
+        self._make = BatchMaker(spec)
+
+    def _maker(self) -> ColumnBatchMaker:
+        bad = BadValues(self._spec, self.reject, first_empty=self._source.find_empty_cell)
+        return ColumnBatchMaker(self._make, bad, self._raw)
+
+    def restore(self, position: Position) -> None:
+        super().restore(position)
+        self._make = BatchMaker(self._spec, resumed=True)
+
+    def allow_missing_labels(self) -> None:
+        super().allow_missing_labels()
+        labels = (column for column, _ in self._spec.labels.values())
+        optional = dict.fromkeys([*self._spec.optional, *labels])
+        self._spec = replace(self._spec, optional=tuple(optional))
+        self._make = BatchMaker(self._spec, resumed=self._resumed)
+
+
+class SpecBatches(BatchStage):
+    """Batches by a `FeatureSpec`."""
+
+    def __init__(self, source: Stream[Records], spec: FeatureSpec) -> None:
+        super().__init__(source)
+        self._spec = spec
+
+    def _maker(self) -> SpecBatchMaker:
+        return SpecBatchMaker(
+            self._spec,
+            self.reject,
+            resumed=self._resumed,
+            raw=self._raw,
+            first_empty=self._source.find_empty_cell,
+        )
+
+    def allow_missing_labels(self) -> None:
+        super().allow_missing_labels()
+        optional = dict.fromkeys([*self._spec.optional, *self._spec.targets])
+        self._spec = replace(self._spec, optional=tuple(optional))
+
+
+class ColumnBatchMaker:
+    """Makes batches by a `BatchSpec`.
+
+    Args:
+        make: Keeps which columns it has seen, from one iteration to the next.
+    """
+
+    def __init__(self, make: BatchMaker, bad: BadValues, raw: PassThroughColumns | None) -> None:
+        self._make, self._bad, self._raw = make, bad, raw
+
+    @property
+    def tally(self) -> BadTally:
+        return self._bad.tally
+
+    def __call__(self, records: Records) -> Batch | None:
+        good = self._bad.left_out(records)
+        if len(records) and not len(good):
+            return None
+        batch = self._make(good)
+        return batch if self._raw is None else self._raw.attach(batch, good)
+
+    def end(self) -> None:
+        self._bad.judge(at_end=True)
+        self._make.end()
+
+
+class PassThroughColumns:
+    """Raw columns that batches carry: what a prediction is about, in the terms of the data."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(dict.fromkeys(names))
+        self._kinds: dict[str, torch.dtype] = {}
+        """The types of the columns seen so far."""
+
+    def attach(self, batch: Batch, records: Records) -> Batch:
+        """Return a batch with the columns of its records; a name that only a feature has is not a column.
+
+        Raises:
+            DataError: There is no such column; names the nearest.
+        """
+        raw = {}
+        for name in self._names:
+            if name in records.columns:
+                raw[name] = records[name]
+                self._kinds[name] = raw[name].dtype
+            elif name in self._kinds and not records.complete:
+                raw[name] = empty_rows(self._kinds[name], len(records))
+            elif name not in batch.ids.names:
+                there = known_columns(name, records.columns, "it has")
+                raise DataError(f"the data has no column {name!r} to pass through; {there}")
+        kinds = {name: kind for name, kind in records.kinds.items() if name in raw}
+        return replace(batch, raw=raw, raw_kinds=kinds)
+
+
+class SpecBatchMaker:
+    """Makes batches of a stream of records; see `ColumnCheck` for columns that the stream does not have.
+
+    A record that cannot be read as the spec says (a word where a number should be, no label, a list of
+    another length than its weights) is dropped and counted; see `FeatureSpec.max_bad`.
+
+    Args:
+        reject: Given bad records, with their values as JSON.
+        resumed: Whether earlier records were read before a restart, so a column may have been in those.
+        raw: Attaches raw columns to each batch.
+        first_empty: See `BadRecords`.
+    """
+
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        reject: Callable[[Sequence[BadRecord]], None],
+        *,
+        resumed: bool = False,
+        raw: PassThroughColumns | None = None,
+        first_empty: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
+        self._spec = spec
+        self._raw = raw
+        self._resumed = resumed
+        self._check = _check_of(spec)
+        self._bad = BadRecords(
+            spec.max_bad,
+            reject,
+            what="cannot be read as the features say",
+            advice="Mend the data, change the features, or allow more with examples.max_bad of the config, "
+            "which is max_bad of a FeatureSpec. Where a task can do without a label, name its column in "
+            "examples.optional.",
+            first_empty=first_empty,
+            told=spec.reader.told,
+        )
+
+    @property
+    def tally(self) -> BadTally:
+        """Why records were dropped."""
+        return self._bad.tally
+
+    def __call__(self, records: Records) -> Batch | None:
+        """Return a batch of the good records; None if all are bad.
+
+        Raises:
+            DataError: A column is missing, or of another type than the spec says.
+            TooManyBadRecordsError: More are bad than are allowed.
+        """
+        if records.complete:
+            _check_of(self._spec).look(records)  # one file of a table may lack what the one before has
+        else:
+            self._check.look(records)
+        self._bad.see(len(records))
+        reading = self._spec.reader.read(records)
+        if reading.bad:
+            records = self._bad.leave_out(records, dict(sorted(reading.bad.items())), reading.no_label)
+            if not len(records):
+                return None
+            reading = self._spec.reader.read(records)
+        batch = self._spec.reader.batch(reading)
+        return batch if self._raw is None else self._raw.attach(batch, records)
+
+    def end(self) -> None:
+        """Check the whole stream, after its last record.
+
+        Raises:
+            DataError: None of the records had a column that is not optional.
+            TooManyBadRecordsError: Too many of all of them were bad.
+        """
+        self._bad.judge(at_end=True)
+        self._spec.reader.empty.tell()
+        if not self._resumed:
+            self._check.end()
+
+
+def _check_of(spec: FeatureSpec) -> ColumnCheck:
+    return ColumnCheck("features", spec.required, "FeatureSpec(optional=[{}])")

@@ -1,0 +1,404 @@
+"""Example messages: payloads to records and back, and files of one payload after another.
+
+Four kinds of messages carry examples:
+
+    tf_example     TensorFlow's Example: one record, features by name
+    example        Monolith's Example: the same, plus labels, weight and LineId
+    instance       Monolith's Instance: ids of version 1 by slot, and features by name
+    example_batch  Monolith's ExampleBatch: many records by column; shared features stay shared
+
+The native core converts them from and to columns; `native/src/example_parser.h` lists every conversion. In
+short: ids of version 1 become version 2, slot n of an Instance becomes the column `fc_slot_<n>`, doubles
+become floats, lists of lists are concatenated, and LineId becomes `line_id.<field>`. A field that a LineId
+does not have is an empty row, also `sample_rate`, which Monolith reads as 1.
+
+TFRecord files and Monolith's framed files differ only in how a payload is wrapped (`tfrecord`). A place in
+such a file is a byte of the stream: of the file itself, or of what it decompresses to. Resuming at a place of
+a compressed file reads the file from its beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from monolith import filesystem, native
+from monolith.data.format import BadRecord, Chunk
+from monolith.data.formats.compressed import (
+    AUTO,
+    Decompressing,
+    StreamCompressor,
+    compression_of,
+    compressor_of,
+)
+from monolith.data.records import Records, concat
+from monolith.errors import ConfigError, CorruptFileError, DataError
+from monolith.tensors import RaggedTensor
+
+KINDS = {
+    "tf_example": native.ExampleKind.TF_EXAMPLE,
+    "example": native.ExampleKind.EXAMPLE,
+    "instance": native.ExampleKind.INSTANCE,
+    "example_batch": native.ExampleKind.EXAMPLE_BATCH,
+}
+
+DATA_SOURCE_KEY = "data_source_key"
+"""The column of the number that says which flow a record came by."""
+
+_IDS = "fc_"
+"""What Monolith begins the names of its columns of ids with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPayloads:
+    """What a run of payloads held."""
+
+    first: int
+    """The position of the first of them."""
+    count: int
+    records: Records
+    bad: Sequence[tuple[int, str]]
+    """(position, reason) of those that could not be read, in order."""
+
+
+class PayloadParser:
+    """Reads payloads of one kind. Safe from any thread. Called with a list of payloads, it decodes for Kafka.
+
+    Args:
+        columns: To read; None for all. The others are passed over without a look inside.
+        workers: Threads to share the work; what comes out is the same without.
+    """
+
+    def __init__(
+        self, kind: str, *, columns: Sequence[str] | None = None, workers: native.Workers | None = None
+    ) -> None:
+        self._kind = example_kind(kind)
+        names = None if columns is None else list(columns)
+        self._parser = native.ExampleParser(self._kind, names, workers)
+
+    def parse(
+        self, buffer: bytes, offsets: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> list[ParsedPayloads]:
+        """Read the payloads at these places of a buffer.
+
+        Returns:
+            One answer for all payloads; where each payload is a batch, one for each, since batches need
+            not have the same shared values, or even the same columns.
+
+        Raises:
+            DataError: Columns times records are more than can be laid out.
+        """
+        if self._kind is native.ExampleKind.EXAMPLE_BATCH:
+            return [
+                ParsedPayloads(first, 1, _records(one), [(first, reason) for _, reason in one.bad])
+                for first, one in enumerate(self._parser.parse_batches(buffer, offsets, lengths))
+            ]
+        try:
+            parsed = self._parser.parse(buffer, offsets, lengths)
+        except ValueError as cause:
+            raise DataError(f"cannot read {len(offsets)} payloads: {cause}") from cause
+        return [ParsedPayloads(0, len(offsets), _records(parsed), parsed.bad)]
+
+    def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
+        """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
+        lengths = np.array([len(payload) for payload in payloads], dtype=np.int64)
+        parts: list[Records] = []
+        bad: list[BadRecord] = []
+        dtypes: dict[str, torch.dtype] = {}
+        for parsed in self.parse(b"".join(payloads), np.cumsum(lengths) - lengths, lengths):
+            bad += [BadRecord(index, reason, payloads[index]) for index, reason in parsed.bad]
+            found = {name: column.dtype for name, column in parsed.records.columns.items()}
+            if wrong := [name for name, dtype in found.items() if dtypes.get(name, dtype) is not dtype]:
+                # Only a batch can be: other kinds were parsed together.
+                reason = f"wrong type: column {wrong[0]!r} is another in the batches before"
+                bad.append(BadRecord(parsed.first, reason, payloads[parsed.first]))
+            else:
+                dtypes |= found
+                parts.append(parsed.records)
+        return concat(parts) if parts else Records(0, {}), bad
+
+
+class PayloadWriter:
+    """Writes records as payloads of one kind: one each, or one batch for all. Safe from any thread.
+
+    A record without values in a column has nothing of it in its payload. Labels, weight, LineId and
+    `data_source_key` go where the message has fields for them, except in a tf_example, which has none.
+    Ids are written as version 2 throughout, an Instance's too.
+
+    Args:
+        ids: The int64 columns that hold ids, for the messages that tell ids from integers; by default
+            those named fc_ and on, as Monolith names them. Reading makes no difference between the two.
+    """
+
+    def __init__(
+        self, kind: str, *, ids: Collection[str] | None = None, workers: native.Workers | None = None
+    ) -> None:
+        self._kind = example_kind(kind)
+        self._ids = None if ids is None else frozenset(ids)
+        self._workers = workers
+
+    def encode(self, records: Records) -> tuple[bytes, NDArray[np.int64]]:
+        """Return payloads end to end, and where each begins, with the end behind the last.
+
+        Raises:
+            DataError: A column is not what the message's field for it can hold.
+        """
+        columns = []
+        for name, column in records.columns.items():
+            inner = column.values
+            strings = inner.row_splits.contiguous().numpy() if isinstance(inner, RaggedTensor) else None
+            ids = name.startswith(_IDS) if self._ids is None else name in self._ids
+            values, splits = (part.contiguous().numpy() for part in (column.flat_values, column.row_splits))
+            columns.append((name, name in records.shared, ids, values, splits, strings))
+        try:
+            return native.encode_examples(self._kind, records.size, columns, self._workers)
+        except ValueError as cause:
+            raise DataError(f"cannot write {len(records)} records: {cause}") from cause
+
+    def __call__(self, records: Records) -> list[bytes]:
+        """Return the payloads."""
+        data, splits = self.encode(records)
+        return [data[begin:end] for begin, end in pairwise(splits.tolist())]
+
+
+def example_kind(kind: str) -> native.ExampleKind:
+    """Return the kind of that name."""
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind of example {kind!r}; there are {', '.join(KINDS)}")
+    return KINDS[kind]
+
+
+def _records(parsed: native.ParsedExamples) -> Records:
+    columns: dict[str, RaggedTensor] = {}
+    shared = set()
+    for name, is_shared, flat, splits, inner in parsed.take_columns():
+        values: torch.Tensor | RaggedTensor = torch.from_numpy(flat)
+        if inner is not None:
+            values = RaggedTensor(values, torch.from_numpy(inner), validate=False)
+        columns[name] = RaggedTensor(values, torch.from_numpy(splits), validate=False)
+        if is_shared:
+            shared.add(name)
+    return Records(parsed.records, columns, frozenset(shared))
+
+
+CHUNK_BYTES = 4 << 20
+RECORD_BYTES = 256 << 20
+"""The most that one record may have, header and all, where nobody says otherwise."""
+_SKIP_BYTES = 1 << 20
+Split = Callable[[bytes], native.SplitStream]
+Amend = Callable[[ParsedPayloads, NDArray[np.int64]], Records]
+"""Gets payloads and the headers of their frames; returns their records."""
+Announced = Callable[[bytes], int]
+"""Gets the beginning of a record; returns how many bytes it says that it has, 0 where it does not say yet."""
+Seal = Callable[[Records, bytes, NDArray[np.int64]], bytes]
+"""Gets records, their payloads end to end, and where each begins; returns a stream."""
+
+
+def check_record_bytes(record_bytes: int) -> int:
+    """Return the most that one record may have, if that makes sense."""
+    if record_bytes < 1:
+        raise ConfigError(f"record_bytes must be at least 1, got {record_bytes}")
+    return record_bytes
+
+
+def read_chunks(
+    path: str,
+    split: Split,
+    parser: PayloadParser,
+    *,
+    start: int,
+    compression: str | None,
+    chunk_bytes: int,
+    record_bytes: int = RECORD_BYTES,
+    announced: Announced = lambda _: 0,
+    amend: Amend | None = None,
+) -> Iterator[Chunk]:
+    """Yield what the payloads of a file hold, from a place on.
+
+    Args:
+        record_bytes: The most that one record may have.
+        announced: Tells a record that is longer before it is read; by default only reading it does.
+
+    Raises:
+        CorruptFileError: The file cannot be read any further. What was good before that was yielded.
+    """
+    found = _buffers(
+        path,
+        split,
+        start=start,
+        compression=compression,
+        chunk_bytes=chunk_bytes,
+        record_bytes=record_bytes,
+        announced=announced,
+    )
+    with contextlib.closing(found) as buffers:
+        for at, buffer, payloads, taken, reached in buffers:
+            for chunk in _chunks(at, buffer, payloads, parser, amend):
+                part = (chunk.next - at) / len(buffer)
+                yield replace(
+                    chunk, reached=taken + round(part * (reached - taken)) if compression else chunk.next
+                )
+
+
+def stream_bounds(
+    path: str,
+    split: Split,
+    *,
+    compression: str | None,
+    chunk_bytes: int,
+    record_bytes: int = RECORD_BYTES,
+    announced: Announced = lambda _: 0,
+) -> list[int] | None:
+    """Return the bytes at which the chunks of a stream begin, without a look at the payloads; see
+    `SplittableFormat`."""
+    if compression is not None:
+        return None
+    bounds = [0]
+    found = _buffers(
+        path,
+        split,
+        start=0,
+        compression=None,
+        chunk_bytes=chunk_bytes,
+        record_bytes=record_bytes,
+        announced=announced,
+    )
+    bounds += [at + payloads.consumed for at, _, payloads, _, _ in found]
+    return bounds if len(bounds) > 1 else []
+
+
+def _buffers(
+    path: str,
+    split: Split,
+    *,
+    start: int,
+    compression: str | None,
+    chunk_bytes: int,
+    record_bytes: int,
+    announced: Announced,
+) -> Generator[tuple[int, bytes, native.SplitStream, int, int], None, None]:
+    """Yield stretches of a stream with the payloads in them: the byte at which a stretch begins, its bytes,
+    its payloads, and how much of the file was read before it and by its end.
+
+    Each has `chunk_bytes`, or one record where that is longer, whatever came before. So those from the end of
+    one on are the same for a reader that begins there.
+    """
+    check_record_bytes(record_bytes)
+    at, rest, wanted = start, b"", chunk_bytes
+    with contextlib.closing(_open(path, start, compression)) as file:
+        while True:
+            taken = file.tell()
+            piece = file.read(wanted - len(rest)) if len(rest) < wanted else b""
+            rest = rest + piece if rest else piece
+            if not rest:
+                return
+            ended = len(rest) < wanted
+            buffer = rest[:wanted]
+            found = split(buffer)
+            if len(found.offsets):
+                yield at, buffer, found, taken, file.tell()
+            if found.failure and (ended or not found.truncated):
+                inside = f" (of what its {compression} holds)" if compression else ""
+                raise CorruptFileError(path, at + found.consumed, found.failure + inside)
+            rest = rest[found.consumed :]
+            at += found.consumed
+            if (size := max(announced(rest), 0 if found.consumed else len(rest))) > record_bytes:
+                raise CorruptFileError(
+                    path,
+                    at,
+                    f"the record that begins here has {size:,} bytes or more, and record_bytes allows "
+                    f"{record_bytes:,}. If it is sound, read it with a higher record_bytes",
+                )
+            # A record longer than what was read: read three times as much, as long as the file has it.
+            wanted = chunk_bytes if found.consumed else min(3 * wanted, record_bytes + 1)
+
+
+def _chunks(
+    at: int, buffer: bytes, found: native.SplitStream, parser: PayloadParser, amend: Amend | None
+) -> Iterator[Chunk]:
+    starts = np.append(found.starts, found.consumed)
+    for parsed in parser.parse(buffer, found.offsets, found.lengths):
+        last = parsed.first + parsed.count
+        bad = []
+        for index, reason in parsed.bad:
+            place, begin = at + int(starts[index]), int(found.offsets[index])
+            payload = buffer[begin : begin + int(found.lengths[index])]
+            bad.append(BadRecord(place, f"record at byte {place}: {reason}", payload))
+        records = parsed.records if amend is None else amend(parsed, found.headers[parsed.first : last])
+        yield Chunk(records, at + int(starts[last]), bad)
+
+
+class StreamWriter:
+    """Writes records to an open file."""
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        compressor: StreamCompressor | None,
+        seal: Seal,
+        writer: PayloadWriter,
+    ) -> None:
+        self._file = file
+        self._compressor = compressor
+        self._seal = seal
+        self._writer = writer
+
+    def write(self, records: Records) -> None:
+        stream = self._seal(records, *self._writer.encode(records))
+        self._file.write(stream if self._compressor is None else self._compressor.compress(stream))
+
+
+@contextlib.contextmanager
+def open_writer(
+    path: str,
+    compression: str | None,
+    seal: Seal,
+    writer: PayloadWriter,
+) -> Iterator[StreamWriter]:
+    """Write a file that appears under its name when the block ends well; `seal` wraps payloads."""
+    compressor = compressor_of(compression_of(path) if compression == AUTO else compression)
+    with filesystem.atomic_write(path) as file:
+        yield StreamWriter(file, compressor, seal, writer)
+        if compressor is not None:
+            file.write(compressor.flush())
+
+
+# Opening
+
+
+class _Reader(Protocol):
+    def read(self, size: int, /) -> bytes:
+        """Return at most `size` bytes; none only at the end."""
+
+    def tell(self) -> int:
+        """Return how many bytes of the file were read, compressed as they are."""
+
+    def close(self) -> None: ...
+
+
+def _open(path: str, start: int, compression: str | None) -> _Reader:
+    """Open a file at a place of its stream."""
+    file = filesystem.open_read(path)
+    with contextlib.ExitStack() as undo:
+        undo.callback(file.close)
+        if compression is None:
+            if start > file.seek(0, 2):
+                raise CorruptFileError(path, start, "the file ends before the place to go on from")
+            file.seek(start)
+            undo.pop_all()
+            return file
+        reader = Decompressing(file, path, compression)
+        left = start
+        while left:
+            if not (skipped := reader.read(min(left, _SKIP_BYTES))):
+                raise CorruptFileError(path, start, "the stream ends before the place to go on from")
+            left -= len(skipped)
+        undo.pop_all()
+        return reader

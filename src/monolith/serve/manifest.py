@@ -1,0 +1,394 @@
+"""The manifest of a servable: `servable.json`, all that there is to know of a model that can be asked.
+
+It is plain JSON, for people and other programs to read, and read strictly here: an unknown key, a version
+from the future or a torn file is an error that says so. A checksum over all the rest is in it, and the size
+and checksum of every other file beside it.
+
+What a servable is asked with, and what it answers: names, types and shapes, as the Open Inference Protocol
+has them.
+
+Warm-up requests: a few of real data, in the JSON of the Open Inference Protocol, beside the model.
+
+The first requests of a process pay for what the later ones find ready: pages, caches, threads. A server asks
+itself these before anybody else does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from monolith import filesystem, native
+from monolith.config import config_from_mapping, to_dict
+from monolith.errors import ConfigError, CorruptFileError
+from monolith.feature import (
+    Batch,
+    FeatureSpec,
+    InputSpec,
+    LayoutKind,
+    LayoutPlan,
+    LayoutSpec,
+    SliceSpec,
+    plan_layouts,
+)
+from monolith.feature.combiners import COMBINERS, FirstN, make_combiner
+from monolith.tensors import RaggedTensor
+
+FORMAT = 1
+MANIFEST_NAME = "servable.json"
+
+Coding = Literal["fp32", "fp16", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServableFile:
+    """A file of the folder, to know it again."""
+
+    bytes: int
+    crc: int
+    """CRC-32C of all of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServableInput:
+    """A feature of ids: whose rows it reads and how it combines them."""
+
+    table: str
+    combiner: Literal["reduce_sum", "reduce_mean", "reduce_max", "first_n"]
+    length: int = 0
+    """Positions that are kept, where they are not combined."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServableSlice:
+    """Floats [start, end) of a feature's rows."""
+
+    feature: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServableLayout:
+    """One tensor that is made of slices, or several."""
+
+    name: str
+    kind: Literal["CONCAT", "STACK", "ADDN", "NONE"]
+    slices: tuple[ServableSlice, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServableCollection:
+    """One sparse half of a model: features, and the tensors that are made of their rows."""
+
+    inputs: Mapping[str, ServableInput]
+    layouts: tuple[ServableLayout, ...]
+
+    @classmethod
+    def of(cls, inputs: tuple[InputSpec, ...], layouts: tuple[LayoutSpec, ...]) -> ServableCollection:
+        """Return what describes a collection of a model."""
+        names = {kind: name for name, kind in COMBINERS.items()}
+        return cls(
+            inputs={
+                one.name: ServableInput(
+                    table=one.table,
+                    combiner=names[type(one.combiner)],  # type: ignore[arg-type]
+                    length=one.combiner.n if isinstance(one.combiner, FirstN) else 0,
+                )
+                for one in inputs
+            },
+            layouts=tuple(
+                ServableLayout(
+                    name=layout.name,
+                    kind=layout.kind.name,  # type: ignore[arg-type]
+                    slices=tuple(
+                        ServableSlice(feature=one.feature, start=one.start, end=one.end)
+                        for one in layout.slices
+                    ),
+                )
+                for layout in layouts
+            ),
+        )
+
+    def plan(self, tables: Mapping[str, int]) -> LayoutPlan:
+        """Work out where every slice goes.
+
+        Args:
+            tables: Those of whoever answers rows -> width of their rows.
+        """
+        return plan_layouts(
+            dict(tables),
+            [
+                InputSpec(name, one.table, make_combiner(one.combiner, one.length))
+                for name, one in self.inputs.items()
+            ],
+            [
+                LayoutSpec(
+                    layout.name,
+                    LayoutKind[layout.kind],
+                    tuple(SliceSpec(one.feature, one.start, one.end) for one in layout.slices),
+                )
+                for layout in self.layouts
+            ],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServableTable:
+    """A table without optimizer state."""
+
+    file: str
+    """Its path in the folder, with / between names."""
+    rows: int
+    dim: int
+    coding: Coding
+    largest_error: float
+    """How far a number is from what was trained, at most."""
+    mean_error: float
+    expired: int = 0
+    """Rows that were left out because they had expired."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServableDense:
+    """The dense half."""
+
+    kind: Literal["exported", "module"]
+    """A graph of torch.export, or a Python module that is made by `factory`."""
+    weights: tuple[str, ...]
+    """In the order in which a graph takes them."""
+    floats: Mapping[str, int]
+    """Float features in order -> their width."""
+    outputs: tuple[str, ...]
+    """Heads, in the order in which a graph returns them."""
+    labels: tuple[str, ...] = ()
+    """What it was trained on: a batch for a Python module has them, as NaN."""
+    torch: str
+    """The version of torch that it was exported with."""
+    factory: str | None = None
+    """package.module:function that returns the module and what runs it."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the factory is called with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Servable:
+    """A model that can be asked, or one of the parts that it is served in."""
+
+    model: str
+    version: str
+    run: str
+    """The model_dir that it was trained in."""
+    checkpoint: str
+    """The base name of what was exported."""
+    step: int
+    watermark: int | None
+    """Unix seconds that nearly all events it was trained on had reached; None where events have no times."""
+    created: float
+    """Unix seconds."""
+    digest: str
+    """Of what it was made of and how: equal where an export would write the same."""
+    log_places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """By the number of a share of training, how far the log of its changes was written when the rows were
+    saved: epoch and sequence. A server that follows goes on from there. Empty where nothing was published."""
+    part: str = "whole"
+    """whole, or of a sharded servable: entry, ps_0, ps_1, ..."""
+    shards: int = 0
+    """Serving servers that the rows are spread over, by id as an unsigned number modulo their number; 0 has
+    them in this folder."""
+    missing_rows: Literal["refuse", "default"] = "refuse"
+    """Whether the entry may answer with zeros for the rows of servers that do not."""
+    features: Mapping[str, Any] | None = None
+    """The feature spec; none where the model was made of features by hand."""
+    signature: Signature | None = None
+    collections: tuple[ServableCollection, ...] = ()
+    dense: ServableDense | None = None
+    tables: Mapping[str, ServableTable] = field(default_factory=dict)
+    """Of an entry those of all shards together, whose files are theirs."""
+    files: Mapping[str, ServableFile] = field(default_factory=dict)
+    """Every file of the folder but this one, by path."""
+
+    @property
+    def spec(self) -> FeatureSpec | None:
+        return None if self.features is None else FeatureSpec.from_dict(self.features, MANIFEST_NAME)
+
+    @property
+    def rows(self) -> int:
+        """Of all tables."""
+        return sum(table.rows for table in self.tables.values())
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def write_servable(folder: str, servable: Servable) -> None:
+    """Write the manifest of a folder."""
+    plain = {"format": FORMAT, **to_dict(servable)}
+    plain["checksum"] = _checksum(plain)
+    with filesystem.atomic_write(filesystem.join(folder, MANIFEST_NAME)) as file:
+        file.write(json.dumps(plain, indent=1).encode() + b"\n")
+
+
+def read_servable(folder: str) -> Servable:
+    """Return what the manifest of a folder says.
+
+    Raises:
+        FileMissingError: The folder has none: it is no servable, or an unfinished one.
+        CorruptFileError: It is torn, altered, or of a format that this version does not read.
+    """
+    path = filesystem.join(folder, MANIFEST_NAME)
+    text = filesystem.read_bytes(path)
+    try:
+        plain = json.loads(text)
+        if not isinstance(plain, dict):
+            raise ValueError("expected an object")
+    except (ValueError, RecursionError) as cause:
+        raise CorruptFileError(path, len(text), f"it is torn, or no JSON: {cause}") from cause
+    found = plain.pop("format", None)
+    if found != FORMAT:
+        raise CorruptFileError(path, 0, f"its format is {found!r}, and this version reads format {FORMAT}")
+    checksum = plain.pop("checksum", None)
+    try:
+        servable = config_from_mapping(Servable, plain, path)
+    except (ConfigError, TypeError) as cause:
+        raise CorruptFileError(path, 0, str(cause)) from cause
+    if checksum != _checksum({"format": FORMAT, **plain}):
+        raise CorruptFileError(path, 0, "its checksum does not match: it was altered after it was written")
+    return servable
+
+
+def _checksum(plain: Mapping[str, Any]) -> int:
+    return native.crc32c(json.dumps(plain, sort_keys=True).encode())
+
+
+Datatype = Literal["BYTES", "INT64", "FP32"]
+Meaning = Literal["", "probability", "value", "score", "time"]
+"""What an output is: a probability, a value on the scale of its label, or a score that only ranks. Of an
+input, "time" for a Unix time, which may be text in ISO 8601 as well. Empty if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One input or output."""
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    """-1 where any size goes; the first is the number of rows."""
+    optional: bool = False
+    """Whether a request may leave it out: its cells are then empty."""
+    kind: Literal["", "scalar", "list"] = ""
+    """Whether a row of an input has one value or a list, as in the data it was trained on; a request with the
+    other is refused. Empty if unknown."""
+    meaning: Meaning = ""
+    """What the numbers of an output are; or that an input holds times."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """All inputs and outputs, in order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+WARM_UP = "warmup.json"
+SPLITS = ".row_splits"
+"""After the name of an input: where each row's items begin among all items, for lists of any length."""
+SIZES = (1, 32, 1, 32)
+"""Rows of the requests that are drawn."""
+_ARRAYS = {"INT64": np.int64, "FP32": np.float32}
+
+
+def draw_requests(batch: Batch, inputs: Sequence[TensorSpec], *, raw: bool) -> list[dict[str, Any]]:
+    """Return requests of the first rows of a batch.
+
+    Args:
+        inputs: What the model is asked with.
+        raw: Whether these are the raw columns of the batch, and not its ids and floats by feature.
+    """
+    columns = {}
+    for one in inputs:
+        column = batch.raw.get(one.name) if raw else _by_feature(batch, one.name)
+        if column is None:
+            if one.optional:
+                continue
+            return []
+        columns[one.name] = column
+    requests, begin = [], 0
+    for size in SIZES:
+        end = min(begin + size, len(batch))
+        if begin == end:
+            break
+        requests.append(_request(columns, {one.name: one for one in inputs}, begin, end))
+        begin = end
+    return requests
+
+
+def _by_feature(batch: Batch, name: str) -> RaggedTensor | None:
+    if name in batch.ids.names:
+        found = batch.ids[name]
+        return found if found.nrows == len(batch) else None
+    if name in batch.floats:
+        numbers = batch.floats[name]
+        lengths = torch.full((len(numbers),), numbers.shape[1])
+        return RaggedTensor.from_row_lengths(numbers.reshape(-1), lengths)
+    return None
+
+
+def _request(
+    columns: Mapping[str, RaggedTensor], specs: Mapping[str, TensorSpec], begin: int, end: int
+) -> dict[str, Any]:
+    inputs: list[dict[str, Any]] = []
+    for name, column in columns.items():
+        rows = column.to_list()[begin:end]
+        values = [_plain(value) for row in rows for value in row]
+        text = column.dtype is torch.uint8
+        datatype = "BYTES" if text else "INT64" if column.dtype is torch.int64 else "FP32"
+        if all(len(row) == 1 for row in rows) and len(specs[name].shape) == 1:
+            inputs.append(_tensor(name, datatype, [len(rows)], values))
+            continue
+        splits = np.cumsum([0, *map(len, rows)]).tolist()
+        inputs.append(_tensor(name, datatype, [len(values)], values))
+        inputs.append(_tensor(name + SPLITS, "INT64", [len(splits)], splits))
+    return {"inputs": inputs}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(str(np.float32(value)))  # as short as reads back the same
+    return bytes(value).decode("utf-8", "surrogateescape") if isinstance(value, list) else value
+
+
+def _tensor(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+
+
+def write_requests(requests: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the file of some requests."""
+    return json.dumps({"requests": list(requests)}, indent=1).encode() + b"\n"
+
+
+def read_requests(data: bytes, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the columns of each request of a file, as `Predictor.predict` takes them.
+
+    Raises:
+        CorruptFileError: The file is torn.
+    """
+    try:
+        for request in json.loads(data)["requests"]:
+            yield {
+                one["name"]: one["data"]
+                if one["datatype"] == "BYTES"
+                else np.array(one["data"], dtype=_ARRAYS[one["datatype"]]).reshape(one["shape"])
+                for one in request["inputs"]
+            }
+    except (ValueError, KeyError, TypeError) as cause:
+        raise CorruptFileError(name, 0, f"it holds no requests: {cause}") from cause

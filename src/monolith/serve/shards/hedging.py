@@ -1,0 +1,177 @@
+"""Legs: one request to one shard each, and who looks after those that take too long.
+
+The caller of a lookup sends all its legs and then waits for one after the other, on its own thread: no
+thread is started or woken for a request that is answered in time. A minder wakes up when the leg that is
+waited for is due: to have another replica asked, or to end the wait at the deadline. Either ends the
+caller's read by cancelling its stream. Legs that are not waited for yet may have been answered long ago.
+
+A leg's lock says who has the answer. Only while the leg has its line may the stream of that be cancelled:
+after that it may be somebody else's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monolith.serve.rows import RowsClaim
+from monolith.serve.shards.replicas import Replica, ShardLine, ShardReplicas
+from monolith.wire.bulk import Bytes
+
+Floats = NDArray[np.float32]
+
+
+class ShardAnswer(NamedTuple):
+    """The rows of one shard, and how new they are."""
+
+    rows: Floats
+    claim: RowsClaim
+
+
+NEVER = float("inf")
+_GRACE = 0.005
+"""Seconds for an answer that is there already, and was not read because another was waited for."""
+_HEDGE_GRACE = 0.001
+
+
+class Leg:
+    """What one lookup asks of one shard."""
+
+    def __init__(
+        self, shard: ShardReplicas, header: bytes, data: Bytes, floats: int, deadline: float, *, hedged: bool
+    ) -> None:
+        self.shard = shard
+        self.header = header
+        self.data = data
+        self.floats = floats
+        """That the answer must have."""
+        self.deadline = deadline
+        self.hedged = hedged
+        """Whether another replica is asked as well where one is slow."""
+        self.tried: set[Replica] = set()
+        self.hedge_at = NEVER
+        self.hedge: Future[ShardAnswer] | None = None
+        self.also: Leg | None = None
+        """What the other replica was asked."""
+        self.sent_at = 0.0
+        self.line: ShardLine | None = None
+        self.answer: ShardAnswer | None = None
+        """Of another replica, which was faster."""
+        self.late = False
+        """Whether the wait was ended at the deadline."""
+        self.done = False
+        self.lock = threading.Lock()  # guards line, hedge, answer, late and done
+
+    def begin(self, line: ShardLine) -> None:
+        """A request went out over a line."""
+        with self.lock:
+            self.line = line
+        self.sent_at = time.monotonic()
+        self.hedge_at = self.sent_at + self.shard.hedge.seconds if self.hedged else NEVER
+        line.replica.in_flight += 1
+
+    def wait_from(self, now: float) -> None:
+        """The caller waits for this leg now, and not for another as until now."""
+        self.hedge_at = max(self.hedge_at, now + _HEDGE_GRACE)
+        self.deadline = max(self.deadline, now + _GRACE)
+
+    def end(self) -> None:
+        """The wait for the line is over: from now on nobody cancels it."""
+        with self.lock:
+            line, self.line = self.line, None
+        if line is not None:
+            line.replica.in_flight -= 1
+
+    def finish(self, *, keep_line: bool) -> None:
+        """Nobody waits any more. A line that was not cancelled is kept for others, if it is good."""
+        with self.lock:
+            self.done = True
+            line, self.line = self.line, None
+            cancelled = self.answer is not None or self.late
+        if line is not None:
+            line.replica.in_flight -= 1
+            if keep_line and not cancelled:
+                line.give_back()
+            else:
+                line.close()
+
+    def answer_with(self, found: ShardAnswer) -> bool:
+        """Another replica was faster; False if it was not."""
+        with self.lock:
+            if self.done or self.answer is not None:
+                return False
+            self.answer = found
+            if self.line is not None:
+                self.line.stream.cancel("another replica was faster")
+            return True
+
+    def give_up(self) -> None:
+        """The deadline has come."""
+        with self.lock:
+            if not self.done and self.answer is None:
+                self.late = True
+                if self.line is not None:
+                    self.line.stream.cancel("the deadline of the request has come")
+
+
+class Minder:
+    """A thread that looks after the legs that callers wait for, until it is closed.
+
+    Args:
+        hedge: Called with a leg for which another replica should be asked; must not wait.
+    """
+
+    def __init__(self, hedge: Callable[[Leg], None]) -> None:
+        self._hedge = hedge
+        self._changed = threading.Condition()  # guards what follows
+        self._legs: set[Leg] = set()
+        self._wakes_at = NEVER
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="shards-minder", daemon=True)
+        self._thread.start()
+
+    def watch(self, leg: Leg) -> None:
+        due = min(leg.hedge_at, leg.deadline)
+        with self._changed:
+            self._legs.add(leg)
+            if due < self._wakes_at:  # seldom: others that are waited for are due before
+                self._changed.notify()
+
+    def forget(self, leg: Leg) -> None:
+        with self._changed:
+            self._legs.discard(leg)
+
+    def close(self) -> None:
+        """End the thread; legs that are left are given up."""
+        with self._changed:
+            self._stopped = True
+            legs = list(self._legs)
+            self._changed.notify()
+        for leg in legs:
+            leg.give_up()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                self._wakes_at = min((min(leg.hedge_at, leg.deadline) for leg in self._legs), default=NEVER)
+                if self._stopped:
+                    return
+                if self._wakes_at > now:
+                    self._changed.wait(None if self._wakes_at == NEVER else self._wakes_at - now)
+                    continue
+                due = [leg for leg in self._legs if min(leg.hedge_at, leg.deadline) <= now]
+                self._legs.difference_update(leg for leg in due if leg.deadline <= now)
+            for leg in due:
+                if leg.deadline <= now:
+                    leg.give_up()
+                else:
+                    leg.hedge_at = NEVER
+                    self._hedge(leg)

@@ -1,0 +1,227 @@
+"""The versions of one shard that a serving server has open.
+
+A version is opened when it is the newest, or when an entry asks for it: while a model is switched, entries
+ask for two. Files are mapped, so that another one costs next to nothing; but only so many are kept, and
+the one that nobody has asked for longest goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from pathlib import PurePosixPath
+
+from torch import Tensor
+
+from monolith import filesystem
+from monolith.errors import CorruptFileError, FileMissingError, LostStateError
+from monolith.observe import Progress
+from monolith.serve.manifest import MANIFEST_NAME, Servable
+from monolith.serve.predictor import claim_of
+from monolith.serve.rows import ClaimCell, RowsClaim, spanning
+from monolith.serve.shards.protocol import ShardAbout, shard_part
+from monolith.serve.versions import (
+    HeldVersion,
+    check_version,
+    describe_withheld,
+    list_versions,
+    withheld_versions,
+)
+from monolith.store import TableIds
+from monolith.store.row_requests import incarnation_bytes
+from monolith.table import FrozenTable, FrozenTables, OverlaidTables
+
+_log = logging.getLogger(__name__)
+
+
+class ShardVersion:
+    """One version, held and mapped. Its files go when nobody reads them any more."""
+
+    def __init__(self, held: HeldVersion, shard: int, threads: int | None) -> None:
+        self._held = held
+        self.servable = held.servable
+        self.over: tuple[OverlaidTables, ClaimCell] | None = None
+        """The tables under what a trainer published since, if the server follows one; how new they are."""
+        self._exported = claim_of(held.servable)
+        self.about = _about(held.servable, shard)
+        self.tables = FrozenTables(_open_tables(held), threads=threads)
+        self.used = 0
+        """When somebody last asked for it, as a number that grows."""
+
+    def lookup(self, ids: TableIds) -> tuple[Tensor, RowsClaim]:
+        """Return rows, and how new they are."""
+        over = self.over  # read once: rows and claim are of the same
+        if over is None:
+            return self.tables.lookup(ids), self._exported
+        tables, claims = over
+        before = claims.now
+        rows = tables.lookup(ids)
+        return rows, spanning(before, claims.now)
+
+    def let_go(self) -> None:
+        """Let the folder be removed. Calls under way read on, and the files are unmapped after the last."""
+        self._held.close()
+
+
+class HeldVersions:
+    """Opens versions of DIR/ps_<i>, and keeps the last ones that were asked for. Thread-safe.
+
+    Args:
+        folder: DIR.
+        most: As many are kept open.
+        threads: That share a large call; see `FrozenTables`.
+        serve_withheld: Versions that may be the newest although they are withheld.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        shard: int,
+        *,
+        most: int,
+        threads: int | None,
+        serve_withheld: Collection[str] = (),
+    ) -> None:
+        self._root = filesystem.join(folder, shard_part(shard))
+        self._shard = shard
+        self._most = most
+        self._threads = threads
+        self._serve_withheld = frozenset(serve_withheld)
+        self.withheld: dict[str, str] = {}
+        """Versions that were left out when the newest was looked for last, and why."""
+        self._lock = threading.Lock()  # one opens at a time; guards what follows
+        self._uses = 0
+        self._by_name: dict[str, ShardVersion] = {}
+        self._by_key: dict[bytes, ShardVersion] = {}  # replaced as a whole: lookups take no lock
+
+    @property
+    def root(self) -> str:
+        return self._root
+
+    def all(self) -> list[ShardVersion]:
+        with self._lock:
+            return list(self._by_name.values())
+
+    def newest(self) -> str:
+        """Return the newest version that is not withheld.
+
+        Raises:
+            FileMissingError: There is none.
+        """
+        versions = list_versions(self._root)
+        found = withheld_versions(self._root, versions)
+        withheld = {one: mark for one, mark in found.items() if one not in self._serve_withheld}
+        for version, mark in withheld.items():
+            if version not in self.withheld:
+                _log.warning(
+                    "%s: version %s is withheld and not served: %s",
+                    *(self._root, version, mark.describe()),
+                )
+        self.withheld = {version: mark.describe() for version, mark in withheld.items()}
+        if offered := [version for version in versions if version not in withheld]:
+            return offered[-1]
+        raise FileMissingError(
+            f"there is no version in {self._root}{describe_withheld(withheld)}. Write one with: monolith "
+            f"export --to {filesystem.parent(self._root)} --shards N, with N above {self._shard}"
+        )
+
+    def open(self, version: str) -> ShardVersion:
+        """Return a version, opened if it is not yet.
+
+        Raises:
+            FileMissingError: There is no such version; says which there are.
+            CorruptFileError: Its files are damaged, or those of something else.
+        """
+        check_version(version)
+        with self._lock:
+            found = self._by_name.get(version)
+            if found is None:
+                found = self._opened(version)
+                self._by_name[version] = found
+                self._drop_oldest(found)
+                self._by_key = {incarnation_bytes(name): one for name, one in self._by_name.items()}
+            self._touch(found)
+            return found
+
+    def find(self, key: bytes) -> ShardVersion:
+        """Return the version that a message means, by `incarnation_bytes` of its name.
+
+        Raises:
+            LostStateError: It is not open.
+        """
+        found = self._by_key.get(key)
+        if found is None:
+            raise LostStateError(
+                f"{shard_part(self._shard)} does not have the version open that was asked for; it has "
+                f"{', '.join(self._by_name) or 'none'} open. Say hello with the version first"
+            )
+        self._touch(found)
+        return found
+
+    def prefault(self, version: str, progress: Progress | None = None) -> None:
+        """Bring the rows of a version into memory."""
+        self.open(version).tables.prefault(progress)
+
+    def close(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            for version in self._by_name.values():
+                version.let_go()
+            self._by_name, self._by_key = {}, {}
+
+    def _touch(self, version: ShardVersion) -> None:
+        self._uses += 1
+        version.used = self._uses
+
+    def _opened(self, version: str) -> ShardVersion:
+        try:
+            held = HeldVersion(filesystem.join(self._root, version))
+        except FileMissingError as cause:
+            there = ", ".join(list_versions(self._root)) or "none"
+            raise FileMissingError(
+                f"{shard_part(self._shard)} has no version {version}; in {self._root} there are: {there}"
+            ) from cause
+        try:
+            return ShardVersion(held, self._shard, self._threads)
+        except BaseException:
+            held.close()
+            raise
+
+    def _drop_oldest(self, but: ShardVersion) -> None:
+        while len(self._by_name) > self._most:
+            others: Callable[[str], int] = lambda name: (  # noqa: E731
+                self._uses + 1 if self._by_name[name] is but else self._by_name[name].used
+            )
+            self._by_name.pop(min(self._by_name, key=others)).let_go()
+
+
+def _about(servable: Servable, shard: int) -> ShardAbout:
+    return ShardAbout(
+        model=servable.model,
+        version=servable.version,
+        digest=servable.digest,
+        shard=shard,
+        shards=servable.shards,
+        tables={name: servable.tables[name].dim for name in sorted(servable.tables)},
+        rows=servable.rows,
+        bytes=servable.bytes,
+    )
+
+
+def _open_tables(held: HeldVersion) -> dict[str, FrozenTable]:
+    manifest = filesystem.join(held.folder, MANIFEST_NAME)
+    tables = {}
+    for name, listed in held.servable.tables.items():
+        if PurePosixPath(listed.file).is_absolute() or ".." in PurePosixPath(listed.file).parts:
+            raise CorruptFileError(manifest, 0, f"the file of table {name!r} is outside of the folder")
+        table = FrozenTable(filesystem.join(held.folder, listed.file))
+        if (table.dim, table.rows) != (listed.dim, listed.rows):
+            raise CorruptFileError(
+                table.path,
+                0,
+                f"it has {table.rows} rows of {table.dim} floats, and {MANIFEST_NAME} says {listed.rows} of "
+                f"{listed.dim}",
+            )
+        tables[name] = table
+    return tables

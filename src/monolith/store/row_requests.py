@@ -1,0 +1,411 @@
+"""Row requests: how one call of a store is split among the shards that hold its rows, and written as bytes.
+
+A step looks up and pushes rows on every parameter server, or every rank, so these requests are not JSON: a
+header of fixed size and one buffer of arrays. `RequestPartitioner` checks a call, asks `Routes` for the shard
+of each ID, and writes one `RowHeader` and one `RowRequest` per shard:
+
+    ids of a call   7 4 9 2 | 5 8      two tables, one batch: sizes = [4, 2]
+    shard 0 of 2    4 2 | 8            sizes = [2, 1]: the layout of a whole call, with fewer IDs
+    shard 1 of 2    7 9 | 5            sizes = [2, 1]
+
+So a shard need not know that there are others, and answers are gathered back into the caller's order. Headers
+are checked when they are received: a request that does not fit is a `RequestError` before anything changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith import native
+from monolith.errors import RequestError, TableArgumentError
+from monolith.store.store import TableIds
+from monolith.table import TableConfig, arguments
+from monolith.wire.bulk import Bytes
+
+_MAGIC, _VERSION = b"MRow", 1
+_HEADER = struct.Struct("<4sBBHIIQQqQ8s8sQ")
+HEADER_BYTES = _HEADER.size
+_ANSWER = struct.Struct("<4sBBHQ")
+ANSWER_BYTES = _ANSWER.size
+"""Bytes of the header of an answer; serving servers append a claim to it."""
+_ANYTHING = bytes(8)
+_MOST_PADDING = 8
+"""A header is followed by fewer than this many bytes of padding. See `BulkMessages.padded`."""
+_MOST = 1 << 53
+_MOST_BATCHES = 1 << 20
+
+
+class RowCall(IntEnum):
+    LOOKUP = 1
+    PUSH = 2
+
+
+class RowFlags(IntFlag):
+    """Which optional arrays a message has, and how its rows are encoded."""
+
+    NONE = 0
+    TIMES = 1
+    COUNTS = 2
+    LATEST = 4
+    HALF = 8
+    """Rows are half floats; in a request: the answer may have half floats."""
+    REPEATED = 16
+    """In a push: IDs of one table may repeat within a batch."""
+
+
+def incarnation_bytes(name: str | None) -> bytes:
+    """Return the 8 bytes of an incarnation in a header; zeros accept any incarnation."""
+    return _ANYTHING if name is None else hashlib.blake2b(name.encode(), digest_size=8).digest()
+
+
+class RowHeader(NamedTuple):
+    """The header of a lookup or a push."""
+
+    call: RowCall
+    store: int
+    batches: int
+    ids: int
+    floats: int = 0
+    flags: RowFlags = RowFlags.NONE
+    step: int = 0
+    event_time: int = 0
+    incarnation: bytes = _ANYTHING
+    sender: str = "00" * 8
+    """8 bytes, as hexadecimal digits."""
+    number: int = 0
+    """From 1 on in a push; see `monolith.store.pushes`."""
+
+    def packed(self) -> bytes:
+        return _HEADER.pack(
+            _MAGIC,
+            _VERSION,
+            self.call,
+            self.flags,
+            self.store,
+            self.batches,
+            self.ids,
+            self.floats,
+            self.step,
+            self.event_time,
+            self.incarnation,
+            bytes.fromhex(self.sender),
+            self.number,
+        )
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        """Return the header of a message.
+
+        Raises:
+            RequestError: These bytes are no header, of another version, or have a number out of bounds.
+        """
+        if not _HEADER.size <= len(data) < _HEADER.size + _MOST_PADDING:
+            raise RequestError(f"a header of rows has {_HEADER.size} bytes and padding, got {len(data)}")
+        magic, version, call, flags, *rest = _HEADER.unpack_from(data)
+        store, batches, ids, floats, step, event_time, incarnation, sender, number = rest
+        if magic != _MAGIC or version != _VERSION:
+            raise RequestError(
+                f"its header begins with {magic!r}, version {version}, not {_MAGIC!r}, version {_VERSION}. "
+                "Both sides must run the same version"
+            )
+        if call not in _CALLS or flags not in _ALL_FLAGS:
+            raise RequestError(f"its header has the call {call} and the flags {flags:#x}, which do not exist")
+        if not 1 <= batches <= _MOST_BATCHES:
+            raise RequestError(f"batches must be a whole number from 1 to {_MOST_BATCHES}, got {batches}")
+        for name, value in (("ids", ids), ("floats", floats), ("event_time", event_time), ("number", number)):
+            if value > _MOST:
+                raise RequestError(f"{name} must be a whole number from 0 to {_MOST}, got {value}")
+        if call == RowCall.PUSH and number < 1:
+            raise RequestError("a push must have a number from 1 on, got 0")
+        return cls(
+            RowCall(call),
+            store,
+            batches,
+            ids,
+            floats,
+            RowFlags(flags),
+            step,
+            event_time,
+            incarnation,
+            sender.hex(),
+            number,
+        )
+
+
+_CALLS = frozenset(int(call) for call in RowCall)
+_ALL_FLAGS = range(32)
+
+
+def pack_answer(flags: RowFlags, floats: int) -> bytes:
+    """Return the header of an answer."""
+    return _ANSWER.pack(_MAGIC, _VERSION, 0, flags, floats)
+
+
+def read_answer(data: bytes) -> tuple[RowFlags, int]:
+    """Return the flags and the number of floats of an answer.
+
+    Raises:
+        RequestError: These bytes are no header of an answer, or of another version.
+    """
+    if not _ANSWER.size <= len(data) < _ANSWER.size + _MOST_PADDING or data[:5] != _MAGIC + bytes([_VERSION]):
+        raise RequestError("the answer has no valid row header. Both sides must run the same version")
+    *_, flags, floats = _ANSWER.unpack_from(data)
+    return RowFlags(flags & 15), floats
+
+
+class RowRequest:
+    """The arrays of a request, as views into one buffer. 8-byte arrays come first, so that all are aligned.
+
+        sizes      int64   (cells,)     IDs of each cell; a cell is one table of one batch
+        ids        int64   (ids,)
+        times      int64   (ids,)       event times, if each ID has its own
+        counts     int64   (ids,)       sightings, if an admission filter counts them
+        gradients  float32 (floats,)    of a push: one row per ID, widths differ by table
+        latest     float32 (floats,)    the rows these gradients were computed on, for delay compensation
+
+    Args:
+        cells: Batches times tables.
+        ids: The number of IDs.
+        floats: The number of floats of all rows; 0 for a lookup.
+    """
+
+    def __init__(
+        self,
+        data: Bytes | None = None,
+        *,
+        cells: int,
+        ids: int,
+        floats: int = 0,
+        flags: RowFlags = RowFlags.NONE,
+    ) -> None:
+        lengths = _lengths(cells, ids, floats, flags)
+        self.data: Bytes = np.empty(sum(lengths), np.uint8) if data is None else data
+        if len(self.data) != sum(lengths):
+            raise TableArgumentError(
+                f"parameter server: received {len(self.data)} bytes for {ids} ids and {floats} floats, "
+                f"expected {sum(lengths)}. Both sides must run the same version."
+            )
+        arrays, at = [], 0
+        for length in lengths:
+            arrays.append(self.data[at : at + length])
+            at += length
+        self.sizes, self.ids = arrays[0].view(np.int64), arrays[1].view(np.int64)
+        self.times = arrays[2].view(np.int64) if flags & RowFlags.TIMES else None
+        self.counts = arrays[3].view(np.int64) if flags & RowFlags.COUNTS else None
+        self.gradients = arrays[4].view(np.float32)
+        self.latest = arrays[5].view(np.float32) if flags & RowFlags.LATEST else None
+
+    @staticmethod
+    def size(*, cells: int, ids: int, floats: int = 0, flags: RowFlags = RowFlags.NONE) -> int:
+        """Return the bytes of a request."""
+        return sum(_lengths(cells, ids, floats, flags))
+
+
+def _lengths(cells: int, ids: int, floats: int, flags: RowFlags) -> tuple[int, ...]:
+    """Return the bytes of each array of a request."""
+    times, counts, latest = (bool(flags & one) for one in (RowFlags.TIMES, RowFlags.COUNTS, RowFlags.LATEST))
+    return 8 * cells, 8 * ids, 8 * ids * times, 8 * ids * counts, 4 * floats, 4 * floats * latest
+
+
+Ids = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Routes:
+    """The shard of each ID of one call: ID i belongs to the shard that `shard_of_ids` returns.
+
+    This runs for every step of every worker: the native core makes one pass over the IDs for each array.
+
+    Args:
+        ids: int64, batch after batch and, within a batch, table after table.
+        sizes: IDs of each cell: table k of batch b is cell `b * tables + k`.
+        widths: Floats per row, for each table.
+        batches: 1 or more.
+        num_shards: 1 or more.
+
+    Raises:
+        TableArgumentError: Sizes do not fit tables, batches or ids.
+    """
+
+    def __init__(self, ids: Ids, sizes: Ids, widths: Ids, batches: int, num_shards: int) -> None:
+        try:
+            self._routes = native.Routes(ids, sizes, widths, batches, num_shards)
+        except ValueError as cause:
+            raise TableArgumentError(
+                f"{cause} ({len(widths)} tables, {batches} batches, {len(ids)} ids)"
+            ) from cause
+        self._ids = ids
+        self.sizes: Ids = self._routes.sizes.reshape(num_shards, -1)
+        """int64 of shape (shards, cells): how many IDs of each cell each shard owns."""
+        self.num_ids = self._routes.num_ids
+        self.num_floats = self._routes.num_floats
+        self.floats = self._routes.floats
+        """Floats of all rows of the call."""
+
+    def spread_ids(self, out: Sequence[Ids]) -> None:
+        """Write the IDs of each shard."""
+        self._routes.spread_numbers(self._ids, list(out))
+
+    def spread_numbers(self, numbers: Ids, out: Sequence[Ids]) -> None:
+        """Write the part of `numbers`, one per ID, that belongs to each shard."""
+        self._routes.spread_numbers(numbers, list(out))
+
+    def spread_rows(self, rows: Floats, out: Sequence[Floats]) -> None:
+        """Write the part of `rows`, flat, one row per ID, that belongs to each shard."""
+        self._routes.spread_rows(rows, list(out))
+
+    def gather_rows(self, answers: Sequence[Floats]) -> Floats:
+        """Return rows in the caller's order, from those of each shard. A single answer is not copied."""
+        if len(answers) == 1:
+            return answers[0]
+        rows = np.empty(self.floats, np.float32)
+        self._routes.gather_rows(list(answers), rows)
+        return rows
+
+
+Memory = Callable[[Sequence[int]], Sequence[Bytes]]
+"""From the bytes of each request to the memory it is written to."""
+
+
+def _separate_buffers(sizes: Sequence[int]) -> list[Bytes]:
+    return [np.empty(size, np.uint8) for size in sizes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartitionedRequest:
+    """One call, split by shard: a header and a request per shard, perhaps without IDs."""
+
+    routes: Routes
+    headers: list[RowHeader]
+    requests: list[RowRequest]
+
+
+class RequestPartitioner:
+    """Splits the calls of one store by shard, in the same way for parameter servers and ranks.
+
+        partitioner = RequestPartitioner(configs, shards=2, number=0)
+        call = partitioner.lookup(TableIds(ids, sizes))
+        call.requests[1].ids            # the IDs that shard 1 owns
+
+    Args:
+        configs: The tables of the store.
+        shards: How many parameter servers or ranks hold rows.
+        number: The index of this store among the model's stores.
+    """
+
+    def __init__(self, configs: Mapping[str, TableConfig], shards: int, number: int) -> None:
+        self.dims = {name: configs[name].dim for name in sorted(configs)}
+        """Table to the width of its rows, sorted by name."""
+        self.counts_sightings = True
+        """Whether `TableIds.counts` matter to an admission filter; otherwise they are not sent."""
+        self._widths = np.array(list(self.dims.values()), np.int64)
+        self._delayed = next((config for config in configs.values() if _is_delayed(config)), None)
+        self._shards = shards
+        self.number = number
+        self.memory: Memory = _separate_buffers
+        """Allocates the memory that requests are written to."""
+
+    @property
+    def delay_compensated(self) -> bool:
+        return self._delayed is not None
+
+    def lookup(self, ids: TableIds, flags: RowFlags = RowFlags.NONE) -> PartitionedRequest:
+        """Split a lookup; see `Store.lookup`.
+
+        Raises:
+            TableArgumentError: An argument does not fit.
+        """
+        return self._written(RowCall.LOOKUP, self._routes(ids), ids.batches, flags)
+
+    def push(
+        self,
+        ids: TableIds,
+        gradients: Tensor,
+        *,
+        step: int,
+        event_time: int | Tensor,
+        latest_values: Tensor | None,
+    ) -> PartitionedRequest:
+        """Split gradients; see `Store.apply_gradients`.
+
+        Raises:
+            TableArgumentError: An argument does not fit.
+        """
+        arguments.check_step(step)
+        if self._delayed is not None and latest_values is None:
+            arguments.latest_array(None, self._delayed, 0)
+        routes = self._routes(ids)
+        num_ids = len(ids.ids)
+        grads = arguments.float_array(gradients, (routes.floats,), "gradients")
+        flags, latest, counts = RowFlags.NONE if ids.distinct else RowFlags.REPEATED, None, None
+        if latest_values is not None:
+            latest = arguments.float_array(latest_values, (routes.floats,), "latest_values")
+            flags |= RowFlags.LATEST if self._delayed is not None else RowFlags.NONE
+        times = arguments.event_time_array(event_time, num_ids)
+        flags |= RowFlags.TIMES if isinstance(event_time, Tensor) else RowFlags.NONE
+        if ids.counts is not None and self.counts_sightings:
+            arguments.count_array(ids.counts, num_ids)
+            counts = arguments.id_array(ids.counts, "counts")
+            flags |= RowFlags.COUNTS
+        one_time = 0 if flags & RowFlags.TIMES else int(times[0])
+        spread = self._written(RowCall.PUSH, routes, ids.batches, flags, step=step, event_time=one_time)
+        requests = spread.requests
+        routes.spread_rows(grads, [one.gradients for one in requests])
+        if latest is not None and flags & RowFlags.LATEST:
+            routes.spread_rows(latest, [one.latest for one in requests if one.latest is not None])
+        if flags & RowFlags.TIMES:
+            routes.spread_numbers(times, [one.times for one in requests if one.times is not None])
+        if counts is not None:
+            routes.spread_numbers(counts, [one.counts for one in requests if one.counts is not None])
+        return spread
+
+    def _routes(self, ids: TableIds) -> Routes:
+        """Check IDs and sizes; return the shard of each."""
+        keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
+        batches = ids.batches
+        if not isinstance(batches, int) or batches < 1:
+            raise TableArgumentError(f"batches must be a whole number, 1 or more, got {batches!r}")
+        return Routes(keys, sizes, self._widths, batches, self._shards)
+
+    def _written(
+        self,
+        call: RowCall,
+        routes: Routes,
+        batches: int,
+        flags: RowFlags,
+        *,
+        step: int = 0,
+        event_time: int = 0,
+    ) -> PartitionedRequest:
+        """Return a call with its IDs and sizes written; the caller writes the other arrays."""
+        cells = routes.sizes.shape[1]
+        sent = RowFlags.NONE if call == RowCall.LOOKUP else flags  # what arrays there are
+        floats = [0 if call == RowCall.LOOKUP else many for many in routes.num_floats]
+        lengths = list(zip(routes.num_ids, floats, strict=True))
+        memory = self.memory(
+            [RowRequest.size(cells=cells, ids=n, floats=many, flags=sent) for n, many in lengths]
+        )
+        requests = [
+            RowRequest(data, cells=cells, ids=n, floats=many, flags=sent)
+            for data, (n, many) in zip(memory, lengths, strict=True)
+        ]
+        for request, sizes in zip(requests, routes.sizes, strict=True):
+            request.sizes[:] = sizes
+        routes.spread_ids([one.ids for one in requests])
+        headers = [
+            RowHeader(call, self.number, batches, n, many, flags, step, event_time) for n, many in lengths
+        ]
+        return PartitionedRequest(routes, headers, requests)
+
+
+def _is_delayed(config: TableConfig) -> bool:
+    return any(segment.optimizer.delay_compensation is not None for segment in config.segments)
