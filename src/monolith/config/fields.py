@@ -161,13 +161,13 @@ class FieldInfo:
     hint: Any
     """Its type."""
     default: Any
-    """What it is when nobody sets it; `dataclasses.MISSING` when somebody must."""
+    """The value if no source sets one; `dataclasses.MISSING` if a source must."""
     owner: type
     """The class that has the field."""
 
     @property
     def doc(self) -> str:
-        """The text below the field; empty where there is none, or no source to read it from."""
+        """The text below the field; empty if there is none, or no source code to read it from."""
         return field_docs(self.owner).get(self.path.rpartition(".")[2], "")
 
     @property
@@ -177,7 +177,7 @@ class FieldInfo:
 
     @property
     def default_text(self) -> str:
-        """The default as a person would write it; empty where there is none."""
+        """The default as a person would write it; empty if there is none."""
         return default_text(self.default)
 
 
@@ -202,7 +202,7 @@ def nested_class(hint: Any, above: tuple[type, ...]) -> type | None:
 
 
 def default_of(field: dataclasses.Field[Any], above: Any = None) -> Any:
-    """What the field is when nobody sets it; `dataclasses.MISSING` when somebody must.
+    """Return the value of a field that no source sets; `dataclasses.MISSING` if a source must.
 
     Args:
         above: The default of the table that the field is in, which has one of its own for the field.
@@ -215,7 +215,7 @@ def default_of(field: dataclasses.Field[Any], above: Any = None) -> Any:
 
 
 def default_text(value: Any) -> str:
-    """A default as a person would write it; empty where there is none."""
+    """Return a default as a person would write it; empty if there is none."""
     if value is dataclasses.MISSING:
         return ""
     if isinstance(value, timedelta):
@@ -227,7 +227,7 @@ def default_text(value: Any) -> str:
 def field_docs(cls: type) -> Mapping[str, str]:
     """The string below each field, over all bases, the nearest class winning.
 
-    It stands in the source, which takes ten milliseconds to find and parse; but it stays as it is.
+    It is read from the source code, which takes ten milliseconds to find and parse, so it is cached.
     """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
@@ -259,7 +259,7 @@ def argument_docs(cls: object) -> dict[str, str]:
         said = line.strip()
         if not said or not line.startswith("    "):
             break
-        if line.startswith("        "):  # goes on with the one before
+        if line.startswith("        "):  # continues the argument before
             docs |= {name: f"{docs[name]} {said}" for name in names}
             continue
         head, _, first = said.partition(": ")

@@ -58,7 +58,7 @@ def flags_tree(
 ) -> tuple[Node, list[str]]:
     """What `args` say about the fields of `cls`, and what is wrong with their names.
 
-    `--help` prints and exits, as tyro does. `old` names are known, too, to whoever mistypes one.
+    `--help` prints and exits, as tyro does. A mistyped flag is compared with `old` names, too.
     """
     import tyro
 
@@ -117,7 +117,7 @@ def environment_tree(
     Args:
         ignore: Variables that begin with `prefix` and are not config.
         foreign: Variables of others -> the path of the field that one sets. Ours win over them.
-        old: Old names of fields, which stand in the tree as they are.
+        old: Old names of fields, which stay in the tree as they are.
         moved: Former dotted paths of fields, which do, too.
     """
     tree: Node = Branch({}, "the environment")
@@ -185,7 +185,7 @@ def _shadow(
 
     Args:
         above: The fields that lead here, each with the class that has it.
-        named: Flags that were given; the others are left out, since each takes a millisecond to prepare. None
+        named: Flags that were given; all else is left out, since each takes a millisecond to prepare. None
             has all of them, with the texts of the fields, which take longer to find than everything else.
     """
     hints, docs = field_hints(cls), field_docs(cls) if named is None else {}

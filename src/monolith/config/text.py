@@ -100,7 +100,7 @@ def _duration(value: str | float, microseconds: Fraction) -> timedelta:
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 NONE = "none"
-"""TOML has no null; for a field that may be None, this word stands for it."""
+"""TOML has no null; for a field that may be None, this word means None."""
 
 
 def write_toml(data: Mapping[str, object]) -> str:
@@ -162,7 +162,7 @@ def to_snake_case(name: str) -> str:
 
 
 class UniqueNames:
-    """Hands out each name once: `dense`, `dense_1`, `dense_2`. Thread-safe."""
+    """Gives each name out once: `dense`, `dense_1`, `dense_2`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
@@ -170,7 +170,7 @@ class UniqueNames:
         self._next: dict[str, int] = {}
 
     def unique(self, name: str) -> str:
-        """`name` if nobody has it yet, else `name` with the lowest number that is free."""
+        """Return `name` if it is free, else `name` with the lowest number that is free."""
         with self._lock:
             candidate = name
             number = self._next.get(name, 1)

@@ -66,7 +66,7 @@ def overlay(lower: Node, higher: Node) -> Node:
 
 
 def find(node: Node, path: tuple[str, ...]) -> Node | None:
-    """What stands at the end of `path`."""
+    """Return the node at the end of `path`; None if there is none."""
     for key in path:
         child = node.children.get(key) if isinstance(node, Branch) else None
         if child is None:
@@ -76,7 +76,7 @@ def find(node: Node, path: tuple[str, ...]) -> Node | None:
 
 
 def cut(node: Node, path: tuple[str, ...]) -> Node:
-    """`node` without what stands at the end of `path`."""
+    """Return `node` without the node at the end of `path`."""
     if not path or not isinstance(node, Branch) or path[0] not in node.children:
         return node
     rest = {key: child for key, child in node.children.items() if key != path[0]}
@@ -92,11 +92,11 @@ class Renamed:
     path: str
     """Dotted path of the field."""
     convert: Callable[[object], object] | None = None
-    """From the old value to the new; takes text where the source knows only text. May raise ConfigError."""
+    """From the old value to the new; it gets text if the source knows only text. May raise ConfigError."""
     beside_table: bool = False
     """Whether there is a table of that name now, so that only a plain value is meant by the old one."""
     off_is_nothing: bool = False
-    """Whether the old name was a switch beside another for the same field, so that off it says nothing."""
+    """Whether the old name was one of two switches for the same field, so that turned off it says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def former_path(path: str, moved: Moved) -> tuple[str, str | Renamed | Dropped |
 
 
 def _without(tree: Node, path: tuple[str, ...]) -> Node:
-    """The tree without a value, and without tables that held nothing else."""
+    """The tree without a value, and without tables that are then empty."""
     tree = cut(tree, path)
     above = find(tree, path[:-1])
     return (
@@ -211,7 +211,7 @@ def _leaves(node: Node, above: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def _is_table(node: Node | None, alias: Renamed | Dropped | Unsupported) -> bool:
-    """Whether a value is for the table that there is beside an old name."""
+    """Whether a value is for the table that has the same name as an old name."""
     if not isinstance(alias, Renamed) or not alias.beside_table or node is None:
         return False
     return isinstance(node, Branch) or (node.is_text and is_table_text(node.value))

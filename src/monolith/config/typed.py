@@ -11,7 +11,7 @@ Understood are nested dataclasses, None, unions, lists, tuples, sets, dicts,
 `Literal`, `Enum`, `Path`, `timedelta` ("10m"), and sizes ("64GiB") in
 int fields whose name ends in `_bytes`. For a field that may be None the text "none"
 means None, since TOML and shells have no null. A field that may be one of several
-dataclasses names its class in the key `type`, where the keys alone do not tell.
+dataclasses names its class in the key `type`, if the keys alone do not tell.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def cpu_name(info: Mapping[str, str]) -> str:
 
 
 def huge_pages(root: Path) -> str | None:
-    """Return the setting of transparent huge pages: always, madvise or never; None where there is none."""
+    """Return the setting of transparent huge pages: always, madvise or never; None if there is none."""
     path = root / HUGE_PAGES
     return path.read_text().partition("[")[2].partition("]")[0] if path.is_file() else None
 
@@ -91,7 +91,7 @@ class MemoryUse:
 
 
 def memory_use(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryUse | None:
-    """Return how memory stands; None where the system does not say."""
+    """Return the use of memory; None if the system does not report it."""
     try:
         machine = _fields(proc / "meminfo", 1024)
         own = int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -109,12 +109,12 @@ def memory_use(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
         ),
     ):
         try:
-            most = int((cgroup / limit).read_text())  # "max" where there is none
-            held = int((cgroup / used).read_text()) - _fields(cgroup / stat).get(idle, 0)
+            most = int((cgroup / limit).read_text())  # "max" means no limit
+            in_use = int((cgroup / used).read_text()) - _fields(cgroup / stat).get(idle, 0)
         except (OSError, ValueError):
             continue
         if 0 < most < min(total, _NO_LIMIT):
-            uses.append(MemoryUse(own, max(held, own), most))
+            uses.append(MemoryUse(own, max(in_use, own), most))
     return max(uses, key=lambda use: use.share)
 
 
@@ -122,7 +122,7 @@ class MemoryWatch:
     """Warns when memory runs short. Thread-safe; asking often costs next to nothing.
 
     Args:
-        read: Returns how memory stands.
+        read: Returns the use of memory.
         clock: Seconds that only grow.
     """
 
@@ -145,7 +145,7 @@ class MemoryWatch:
         """Look, if it is time to.
 
         Args:
-            what: Says what this process keeps in memory; asked only where there is a warning to give.
+            what: Says what this process keeps in memory; called only for a warning.
         """
         if self._clock() < self._next_look or not self._looking.acquire(blocking=False):
             return
@@ -298,8 +298,8 @@ _LOW = 10
 def yield_to_others() -> None:
     """Let this thread, and those it starts, have the processor only where others leave it idle.
 
-    For work beside the training, such as writing a checkpoint. Does nothing where the system gives
-    priorities to processes only.
+    For background work such as writing a checkpoint. Does nothing if the system gives priorities to
+    processes only.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

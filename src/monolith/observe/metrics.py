@@ -70,7 +70,7 @@ class Counter(_Metric):
         (family.labels(**labels) if labels else family).inc(amount)
 
     def series(self, **labels: str) -> Callable[[float], None]:
-        """Return what adds to one series: for who does so often, labels are looked up once."""
+        """Return a function that adds to one series; for frequent calls, since labels are looked up once."""
         self._check(labels)
         family = cast("prometheus_client.Counter", self._family)
         return (family.labels(**labels) if labels else family).inc
@@ -102,7 +102,7 @@ class Histogram(_Metric):
         (family.labels(**labels) if labels else family).observe(value)
 
     def series(self, **labels: str) -> Callable[[float], None]:
-        """Return what counts in one series: for who does so often, labels are looked up once."""
+        """Return a function that counts in one series; labels are looked up once."""
         self._check(labels)
         family = cast("prometheus_client.Histogram", self._family)
         return (family.labels(**labels) if labels else family).observe
@@ -190,7 +190,7 @@ class Metrics:
         except (OSError, OverflowError) as cause:
             raise _listen_error(port, address, cause) from cause
         if context is not None:
-            # Shaking hands is left to the thread of each caller: one that is slow keeps nobody waiting.
+            # Shaking hands is left to the thread of each caller: a slow one does not delay the next.
             server.socket = context.wrap_socket(
                 server.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -277,7 +277,7 @@ def _with_pages(answer: App, pages: Mapping[str, Callable[[], bytes]]) -> App:
 
 
 def _guarded(answer: App, admits: Callable[[str], bool]) -> App:
-    """Answer only who is admitted."""
+    """Answer only admitted callers."""
 
     def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if admits(environ.get("HTTP_AUTHORIZATION", "")):
@@ -324,7 +324,7 @@ def _listen_error(port: int, address: str, cause: OSError | OverflowError) -> Li
     if number == errno.EADDRINUSE:
         error = ListenError(
             doing + f"port {port} is in use by another process. Choose another port, or 0 for any free one; "
-            f"`ss -ltnp 'sport = :{port}'` shows who holds it."
+            f"`ss -ltnp 'sport = :{port}'` shows the process that has it."
         )
     elif number == errno.EACCES:
         error = ListenError(
@@ -404,7 +404,7 @@ class Scraped:
         return [one for one in found if not math.isnan(one.value)]
 
     def value(self, name: str, **labels: str) -> float | None:
-        """Return the sum of the series with these labels; None where there are none."""
+        """Return the sum of the series with these labels; None if there are none."""
         found = [one.value for one in self.samples(name) if labels.items() <= one.labels.items()]
         return sum(found) if found else None
 

@@ -55,7 +55,7 @@ def install_stack_dump(signum: int = signal.SIGUSR1, file: TextIO | None = None)
     Installing again takes the place of the earlier dump: one signal, one dump.
 
     Returns:
-        Puts the earlier handler back, unless someone else has taken the signal since.
+        Puts the earlier handler back, unless other code has taken the signal since.
 
     Raises:
         WrongThreadError: Not called from the main thread. The same holds for the
@@ -72,7 +72,7 @@ def install_stack_dump(signum: int = signal.SIGUSR1, file: TextIO | None = None)
     def uninstall() -> None:
         _require_main_thread(signum)
         if signal.getsignal(signum) is dump:
-            # None stands for a handler that C code installed and Python cannot name.
+            # None means a handler that C code installed and Python cannot name.
             signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
 
     return uninstall
@@ -121,7 +121,7 @@ def describe_own_error(error: BaseException) -> str | None:
     """Return one line on an error in a person's own code: file, line, function and what was wrong.
 
     Returns:
-        None where none of it is theirs: the mistake is ours.
+        None if no frame is theirs: then the mistake is ours.
     """
     frame = own_frame(error)
     if frame is None:

@@ -111,7 +111,7 @@ def prepare_head(
     """Return the head of a summary and its type.
 
     Args:
-        group_info: Segments that belong together, by name; by default each stands alone.
+        group_info: Segments that belong together, by name; by default each is its own group.
         raw_tag: The type, where sizes do not tell: whole numbers mean `gating`, lists `selecting`.
         out_type: "json" for an object, "bytes" for its text, "tensor" for the text as uint8.
 
@@ -348,7 +348,7 @@ class SummaryWriter:
             raise self._failed(cause) from cause
 
     def start(self, step: int) -> None:
-        """Say that training goes on after `step`: what an earlier run wrote for later steps is not shown."""
+        """Mark that training resumes after `step`: readers then hide later steps of an earlier run."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))

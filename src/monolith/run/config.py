@@ -95,7 +95,7 @@ class ExamplesConfig:
     """Columns that the data may lack: they then read as empty cells, and a label is not there. A label that
     is not optional must be in every record: one without it is bad."""
     max_bad: float = 0.1
-    """The share of records that may be bad, 0 to 1: left out and counted. More end the run."""
+    """The fraction of records that may be bad, 0 to 1: left out and counted. More end the run."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -115,20 +115,20 @@ class ExportConfig(Checked):
 
     when_saving: bool = False
     """Whether every checkpoint is exported when it is saved. An export that fails is logged and counted, and
-    training goes on."""
+    training continues."""
     dir: str | None = None
     """The folder that versions are written to, on a disk of this machine; None is exported_models in the
     model_dir."""
     keep: int | None = None
-    """How many versions stay, beside those that a server holds; None keeps those whose checkpoints are
-    kept."""
+    """How many versions to keep, in addition to those that a server has loaded; None keeps the versions of
+    all kept checkpoints."""
     coding: RowCoding = "fp32"
     """How the numbers of rows are written: fp16 takes half the memory, int8 a quarter, and the error that
     they make is measured."""
     codings: Mapping[str, RowCoding] = field(default_factory=dict)
-    """The coding of single tables, where it is another."""
+    """The coding of single tables that differ from `coding`."""
     shards: int = 0
-    """How many serving servers rows are spread over; 0 keeps them with the rest."""
+    """How many serving servers the rows are split over; 0 keeps them with the rest of the model."""
     missing_rows: Literal["refuse", "default"] = "refuse"
     """Whether a server answers with zeros in place of rows whose serving server does not answer, and says so;
     refuse answers with an error."""
