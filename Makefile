@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CORE := $(shell find native/src native/bindings -type f)
-CXX_FILES = $(shell find native -name '*.cc' -o -name '*.h')
+CORE := $(shell find native/src native/bindings src/monolith/native/include -type f)
+CXX_FILES = $(shell find native src/monolith -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # cmake, ninja and ctest of the system where it has them, of the virtual environment where not.
 export PATH := $(PATH):$(CURDIR)/$(BIN)
@@ -83,7 +83,7 @@ soak-%: setup
 # The code under test is compiled with the hook that guides the loop, the loop itself is not.
 FUZZ_SECONDS ?= 600
 FUZZED := $(addprefix $(CURDIR)/native/src/,example_parser.cc example_writer.cc csv_parser.cc entry_dump.cc frames.cc tfrecord.cc checksum.cc workers.cc)
-FUZZ_FLAGS := -std=c++20 -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -I$(CURDIR)/native/src
+FUZZ_FLAGS := -std=c++20 -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -I$(CURDIR)/native/src -I$(CURDIR)/src/monolith/native/include
 
 fuzz: setup  ## Damaged records, files and messages for every parser and port: ten minutes, or FUZZ_SECONDS
 	mkdir -p build/fuzz

@@ -48,6 +48,7 @@ ROWS = (
     {"serve"},
     {"ui"},
     {"run"},
+    {"runtime"},
     {"cli"},
     {"monolith_bench", "monolith_compat"},
 )

@@ -24,12 +24,8 @@ inline std::uint64_t bucket_of(std::uint64_t hash) {
 inline std::uint64_t row_digest(std::int64_t id, std::span<const float> values) {
   const std::uint64_t hash = mix(id);
   std::uint64_t sum = hash;
-  std::uint64_t salt = hash;
-  for (const float value : values) {
-    salt += 0x9e3779b97f4a7c15ULL;
-    sum += mix(static_cast<std::int64_t>(salt + std::bit_cast<std::uint32_t>(value)));
-  }
-  return mix(static_cast<std::int64_t>(sum));
+  for (std::size_t i = 0; i < values.size(); ++i) sum += value_digest(hash, static_cast<int>(i), values[i]);
+  return mix(sum);
 }
 
 }  // namespace monolith

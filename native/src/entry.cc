@@ -13,8 +13,6 @@
 namespace monolith {
 namespace {
 
-constexpr std::uint64_t kColumn = 0x9e3779b97f4a7c15ULL;
-
 std::size_t bytes_per_value(CompressorKind kind) {
   switch (kind) {
     case CompressorKind::kFp32:
@@ -29,16 +27,12 @@ std::size_t bytes_per_value(CompressorKind kind) {
   return 4;
 }
 
-std::uint64_t remix(std::uint64_t h) {
-  return mix(static_cast<std::int64_t>(h));
-}
-
 }  // namespace
 
 Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed)
     : scales_(new std::atomic<float>[std::max<std::size_t>(segments.size(), 1)]),
       decays_(new std::atomic<float>[std::max<std::size_t>(segments.size(), 1)]),
-      seed_(remix(seed)),
+      seed_(mix(seed)),
       serving_(serving) {
   if (segments.empty()) throw std::invalid_argument("entry: at least one segment is needed");
   std::size_t byte = 0;
@@ -79,8 +73,7 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
 }
 
 float Entry::random(std::uint64_t salt, int column) const {
-  const std::uint64_t z = remix(salt + seed_ + kColumn * static_cast<std::uint64_t>(column + 1));
-  return static_cast<float>(z >> 40) * 0x1p-24f;
+  return draw(salt, seed_, column);
 }
 
 void Entry::initialize(std::byte* row, std::int64_t id) const {
@@ -194,8 +187,7 @@ void Entry::read_decayed(const std::byte* row, float* values) const {
   for (std::size_t p = 0; p < parts_.size(); ++p) {
     const Part& part = parts_[p];
     if (!part.spec.optimizer.lazy_decay) continue;
-    std::int64_t seen;
-    std::memcpy(&seen, state + part.state + part.spec.dim, sizeof(seen));
+    const std::int64_t seen = step_of(state + part.state + part.spec.dim);
     if (seen == 0 || seen >= now) continue;
     const float kept = kept_after(decays_[p].load(std::memory_order_relaxed), now - seen);
     for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] *= kept;
@@ -209,17 +201,15 @@ void Entry::catch_up(std::byte* row) const {
   for (const Part& part : parts_) {
     if (!part.spec.optimizer.lazy_decay) continue;
     float* const counter = values + dim_ + part.state + part.spec.dim;
-    std::int64_t seen;
-    std::memcpy(&seen, counter, sizeof(seen));
-    if (seen != 0 && seen < now) std::memcpy(counter, &now, sizeof(now));
+    const std::int64_t seen = step_of(counter);
+    if (seen != 0 && seen < now) put_step(counter, now);
   }
 }
 
 void Entry::note_steps(const float* state) {
   for (const Part& part : parts_) {
     if (!part.spec.optimizer.lazy_decay) continue;
-    std::int64_t seen;
-    std::memcpy(&seen, state + part.state + part.spec.dim, sizeof(seen));
+    const std::int64_t seen = step_of(state + part.state + part.spec.dim);
     be_at(seen);
   }
 }

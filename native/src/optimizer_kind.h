@@ -23,41 +23,21 @@
 #include <string_view>
 #include <utility>
 
+#include "update_rules.h"
+
 namespace monolith {
 
 enum class OptimizerKind : std::uint8_t {
-  kSgd,
-  kAdagrad,
-  kDynamicWdAdagrad,
-  kAdadelta,
-  kAdam,
-  kAmsgrad,
-  kBatchSoftmax,
-  kFtrl,
-  kGroupAdagrad,
-  kGroupFtrl,
-  kMomentum,
-  kMovingAverage,
-  kRmsprop,
-  kRmspropV2,
+#define MONOLITH_KIND(Rule, name) k##Rule,
+  MONOLITH_OPTIMIZERS(MONOLITH_KIND)
+#undef MONOLITH_KIND
 };
 
-inline constexpr std::array<std::pair<std::string_view, OptimizerKind>, 14> kOptimizerNames{{
-    {"sgd", OptimizerKind::kSgd},
-    {"adagrad", OptimizerKind::kAdagrad},
-    {"dynamic_wd_adagrad", OptimizerKind::kDynamicWdAdagrad},
-    {"adadelta", OptimizerKind::kAdadelta},
-    {"adam", OptimizerKind::kAdam},
-    {"amsgrad", OptimizerKind::kAmsgrad},
-    {"batch_softmax", OptimizerKind::kBatchSoftmax},
-    {"ftrl", OptimizerKind::kFtrl},
-    {"group_adagrad", OptimizerKind::kGroupAdagrad},
-    {"group_ftrl", OptimizerKind::kGroupFtrl},
-    {"momentum", OptimizerKind::kMomentum},
-    {"moving_average", OptimizerKind::kMovingAverage},
-    {"rmsprop", OptimizerKind::kRmsprop},
-    {"rmspropv2", OptimizerKind::kRmspropV2},
-}};
+inline constexpr std::array kOptimizerNames{
+#define MONOLITH_NAME(Rule, name) std::pair<std::string_view, OptimizerKind>{name, OptimizerKind::k##Rule},
+    MONOLITH_OPTIMIZERS(MONOLITH_NAME)
+#undef MONOLITH_NAME
+};
 
 inline constexpr std::string_view optimizer_name(OptimizerKind kind) {
   for (const auto& [name, named] : kOptimizerNames)
@@ -74,34 +54,14 @@ inline OptimizerKind optimizer_kind(std::string_view name) {
   throw std::invalid_argument(message);
 }
 
-// An int64 held by its bits in the float state takes this many floats.
-inline constexpr std::size_t kInt64Floats = sizeof(std::int64_t) / sizeof(float);
-
 // Floats of optimizer state that a segment of `dim` values keeps in each row.
 inline constexpr std::size_t state_floats(OptimizerKind kind, std::size_t dim) {
   switch (kind) {
-    case OptimizerKind::kSgd:
-    case OptimizerKind::kMovingAverage:
-      return 0;
-    case OptimizerKind::kAdagrad:
-    case OptimizerKind::kMomentum:
-    case OptimizerKind::kRmsprop:
-    case OptimizerKind::kRmspropV2:
-      return dim;
-    case OptimizerKind::kDynamicWdAdagrad:
-      return dim + kInt64Floats;
-    case OptimizerKind::kAdadelta:
-    case OptimizerKind::kFtrl:
-    case OptimizerKind::kGroupFtrl:
-      return 2 * dim;
-    case OptimizerKind::kAdam:
-      return 2 * dim + 2;
-    case OptimizerKind::kAmsgrad:
-      return 3 * dim + 2;
-    case OptimizerKind::kBatchSoftmax:
-      return kInt64Floats;
-    case OptimizerKind::kGroupAdagrad:
-      return 1;
+#define MONOLITH_STATE(Rule, name) \
+  case OptimizerKind::k##Rule:     \
+    return rules::Rule::kVectors * dim + rules::Rule::kScalars;
+    MONOLITH_OPTIMIZERS(MONOLITH_STATE)
+#undef MONOLITH_STATE
   }
   return 0;
 }

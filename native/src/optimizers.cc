@@ -10,59 +10,119 @@
 namespace monolith {
 namespace {
 
-// Kernels are structs with one static template: kDim is the width when it is one of the usual ones,
-// so that loops unroll and vectorise without a remainder, or 0 to read it from `dim`.
-#define MONOLITH_KERNEL(Name)                                                                              \
-  struct Name {                                                                                            \
-    template <int kDim>                                                                                    \
-    __attribute__((always_inline)) static inline void step(const OptimizerSpec& spec, float* __restrict w, \
-                                                           float* __restrict state,                        \
-                                                           const float* __restrict g, int dim, float rate, \
-                                                           std::int64_t step);                             \
-  };                                                                                                       \
-  template <int kDim>                                                                                      \
-  void Name::step([[maybe_unused]] const OptimizerSpec& spec, [[maybe_unused]] float* __restrict w,        \
-                  [[maybe_unused]] float* __restrict state, [[maybe_unused]] const float* __restrict g,    \
-                  [[maybe_unused]] int dim, [[maybe_unused]] float rate, [[maybe_unused]] std::int64_t step)
+// A segment in host memory, as rules see it. kDim is the width when it is one of the usual ones, so that
+// loops unroll and vectorise without a remainder, or 0 to read it from `dim`.
+template <class Rule, int kDim>
+struct HostValues {
+  float* w;
+  float* state;
+  const float* g;
+  int dim;
 
-#define MONOLITH_WIDTH const int d = kDim != 0 ? kDim : dim
+  MONOLITH_INLINE int d() const { return kDim != 0 ? kDim : dim; }
+  MONOLITH_INLINE float* scalars() const { return state + Rule::kVectors * d(); }
 
-// Division by an accumulator that may still be empty: nothing accumulated, nothing to do.
-inline float over(float numerator, float denominator) {
-  return denominator != 0 ? numerator / denominator : 0.0f;
+  template <class F>
+  MONOLITH_INLINE void each(F f) const {
+    if constexpr (Rule::kVectors == 0)
+      loop(w, g, d(), f);
+    else if constexpr (Rule::kVectors == 1)
+      loop(w, g, d(), f, state);
+    else if constexpr (Rule::kVectors == 2)
+      loop(w, g, d(), f, state, state + d());
+    else
+      loop(w, g, d(), f, state, state + d(), state + 2 * d());
+  }
+
+  template <class F>
+  MONOLITH_INLINE float sum(F f) const {
+    float all = 0;
+    each([&all, f](auto& x, float gradient, auto&... more)
+             MONOLITH_INLINE { all += f(x, gradient, more...); });
+    return all;
+  }
+
+  template <class F>
+  MONOLITH_INLINE float largest(F f) const {
+    float most = 0;
+    each([&most, f](auto& x, float gradient, auto&... more)
+             MONOLITH_INLINE { most = std::max(most, f(x, gradient, more...)); });
+    return most;
+  }
+
+ private:
+  // Parameters are where g++ believes __restrict: without it every row would be tested for overlaps.
+  template <class F, class... Vectors>
+  MONOLITH_INLINE static void loop(float* __restrict w, const float* __restrict g, int d, F f) {
+    for (int i = 0; i < d; ++i) f(w[i], g[i]);
+  }
+  template <class F>
+  MONOLITH_INLINE static void loop(float* __restrict w, const float* __restrict g, int d, F f,
+                                   float* __restrict s0) {
+    for (int i = 0; i < d; ++i) f(w[i], g[i], s0[i]);
+  }
+  template <class F>
+  MONOLITH_INLINE static void loop(float* __restrict w, const float* __restrict g, int d, F f,
+                                   float* __restrict s0, float* __restrict s1) {
+    for (int i = 0; i < d; ++i) f(w[i], g[i], s0[i], s1[i]);
+  }
+  template <class F>
+  MONOLITH_INLINE static void loop(float* __restrict w, const float* __restrict g, int d, F f,
+                                   float* __restrict s0, float* __restrict s1, float* __restrict s2) {
+    for (int i = 0; i < d; ++i) f(w[i], g[i], s0[i], s1[i], s2[i]);
+  }
+};
+
+// A rule as a kernel; kFloats is the width of the processor's registers, for the kernels that are written
+// out.
+template <class Rule, int kFloats>
+struct Kernel {
+  template <int kDim>
+  MONOLITH_INLINE static inline void step(const OptimizerSpec& spec, float* w, float* state, const float* g,
+                                          int dim, float rate, std::int64_t step) {
+    HostValues<Rule, kDim> values{w, state, g, dim};
+    Rule::step(spec, values, rate, step);
+  }
+};
+
+// As many floats as a register of the processor holds, at any address.
+template <int kFloats>
+struct Wide;
+template <>
+struct Wide<1> {
+  using Type = float;
+};
+template <>
+struct Wide<4> {
+  using Type = float __attribute__((vector_size(16), aligned(4), may_alias));
+};
+template <>
+struct Wide<8> {
+  using Type = float __attribute__((vector_size(32), aligned(4), may_alias));
+};
+template <>
+struct Wide<16> {
+  using Type = float __attribute__((vector_size(64), aligned(4), may_alias));
+};
+
+template <int kFloats>
+MONOLITH_INLINE inline auto scaled_rate(float rate, typename Wide<kFloats>::Type norm) {
+  if constexpr (kFloats == 1) {
+    return over(rate, root(norm));
+  } else {
+    typename Wide<kFloats>::Type length;
+    for (int i = 0; i < kFloats; ++i) length[i] = root(norm[i]);
+    return length != 0 ? rate / length : typename Wide<kFloats>::Type{};
+  }
 }
 
-// Four floats, at any address.
-using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
-
-inline Four over(float numerator, Four denominator) {
-  return denominator != 0 ? numerator / denominator : Four{};
-}
-
-inline float root(float x) {
-  return std::sqrt(x);
-}
-inline Four root(Four x) {
-  return Four{root(x[0]), root(x[1]), root(x[2]), root(x[3])};
-}
-
-float norm_of(const float* z, int d) {
-  float sum = 0;
-  for (int i = 0; i < d; ++i) sum += z[i] * z[i];
-  return std::sqrt(sum);
-}
-
-MONOLITH_KERNEL(Sgd) {
-  MONOLITH_WIDTH;
-  for (int i = 0; i < d; ++i) w[i] -= rate * g[i];
-}
-
-// Some values: `kMany` times a float or four. `meanwhile` is called between reading and the arithmetic, where
-// a prefetch that waits holds up least. Left to itself the compiler asks of every row whether it overlaps the
-// gradient, or goes float by float, as the code around it happens to be.
-template <class Floats, int kMany, bool kDecay, class Meanwhile>
-inline __attribute__((always_inline)) void adagrad_some(float* w, float* state, const float* g, float rate,
-                                                        float decay, Meanwhile meanwhile) {
+// Some values: `kMany` times `kFloats` of them. `meanwhile` is called between reading and the arithmetic,
+// where a prefetch that waits holds up least. Left to itself the compiler goes float by float, as the code
+// around it happens to be.
+template <int kFloats, int kMany, bool kDecay, class Meanwhile>
+MONOLITH_INLINE inline void adagrad_some(float* w, float* state, const float* g, float rate, float decay,
+                                         Meanwhile meanwhile) {
+  using Floats = typename Wide<kFloats>::Type;
   auto* const weights = reinterpret_cast<Floats*>(w);
   auto* const sums = reinterpret_cast<Floats*>(state);
   Floats weight[kMany];
@@ -77,242 +137,62 @@ inline __attribute__((always_inline)) void adagrad_some(float* w, float* state, 
   meanwhile();
 #pragma GCC unroll 4
   for (int i = 0; i < kMany; ++i) {
-    if constexpr (kDecay) grad[i] += decay * weight[i];
-    sum[i] += grad[i] * grad[i];
+    rules::Adagrad::value<kDecay>(weight[i], sum[i], grad[i], decay, [=](Floats norm) MONOLITH_INLINE {
+      return scaled_rate<kFloats>(rate, norm);
+    });
     sums[i] = sum[i];
-    weights[i] = weight[i] - over(rate, root(sum[i])) * grad[i];
+    weights[i] = weight[i];
   }
 }
 
-template <bool kDecay>
-struct AdagradBy {
+// Adagrad is the optimizer that nearly all tables have, so its loop is written out.
+template <bool kDecay, int kFloats>
+struct AdagradKernel {
   static constexpr bool kTakesMeanwhile = true;
   template <int kDim, class Meanwhile>
-  __attribute__((always_inline)) static inline void step_while(const OptimizerSpec& spec, float* w,
-                                                               float* state, const float* g, int dim,
-                                                               float rate, Meanwhile meanwhile) {
-    MONOLITH_WIDTH;
+  MONOLITH_INLINE static inline void step_while(const OptimizerSpec& spec, float* w, float* state,
+                                                const float* g, int dim, float rate, Meanwhile meanwhile) {
+    const int d = kDim != 0 ? kDim : dim;
     const auto nothing = [] {};
     const float decay = kDecay ? spec.weight_decay : 0;
+    constexpr int kBlock = 4 * kFloats;
     int i = 0;
-    if (d >= 16) {
-      adagrad_some<Four, 4, kDecay>(w, state, g, rate, decay, meanwhile);
-      for (i = 16; i + 16 <= d; i += 16)
-        adagrad_some<Four, 4, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
+    if (d >= kBlock) {
+      adagrad_some<kFloats, 4, kDecay>(w, state, g, rate, decay, meanwhile);
+      for (i = kBlock; i + kBlock <= d; i += kBlock)
+        adagrad_some<kFloats, 4, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
     } else {
       meanwhile();
     }
-    for (; i + 4 <= d; i += 4) adagrad_some<Four, 1, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
-    for (; i < d; ++i) adagrad_some<float, 1, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
+    for (; i + kFloats <= d; i += kFloats)
+      adagrad_some<kFloats, 1, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
+    if constexpr (kFloats > 4)
+      for (; i + 4 <= d; i += 4) adagrad_some<4, 1, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
+    for (; i < d; ++i) adagrad_some<1, 1, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
   }
 };
 
-MONOLITH_KERNEL(Adagrad) {
-  if (spec.weight_decay != 0)
-    AdagradBy<true>::step_while<kDim>(spec, w, state, g, dim, rate, [] {});
-  else
-    AdagradBy<false>::step_while<kDim>(spec, w, state, g, dim, rate, [] {});
-}
+template <int kFloats>
+struct Kernel<rules::Adagrad, kFloats> {
+  using WithDecay = AdagradKernel<true, kFloats>;
+  using WithoutDecay = AdagradKernel<false, kFloats>;
 
-// Adagrad with the decay beside the adaptive step (decoupled) or inside the gradient (coupled). With lazy
-// decay the row first decays by every step since its last, this one included; its counter is then one more
-// than the step of its last update, so that 0 is a row that never had one. That is older than a step which
-// comes late, or again, and takes nothing more.
-MONOLITH_KERNEL(DynamicWdAdagrad) {
-  MONOLITH_WIDTH;
-  if (spec.lazy_decay) {
-    std::int64_t seen;
-    std::memcpy(&seen, state + d, sizeof(seen));
-    const std::int64_t now = step + 1;
-    const float kept = kept_after(rate * spec.weight_decay, seen == 0 ? 1 : now - seen);
-    for (int i = 0; i < d; ++i) {
-      const float norm = state[i] + g[i] * g[i];
-      state[i] = norm;
-      w[i] = w[i] * kept - over(rate, std::sqrt(norm)) * g[i];
-    }
-    seen = std::max(seen, now);
-    std::memcpy(state + d, &seen, sizeof(seen));
-    return;
+  template <int kDim>
+  MONOLITH_INLINE static inline void step(const OptimizerSpec& spec, float* w, float* state, const float* g,
+                                          int dim, float rate, std::int64_t) {
+    if (spec.weight_decay != 0)
+      WithDecay::template step_while<kDim>(spec, w, state, g, dim, rate, [] {});
+    else
+      WithoutDecay::template step_while<kDim>(spec, w, state, g, dim, rate, [] {});
   }
-  if (!spec.decouple_weight_decay) {
-    Adagrad::step<kDim>(spec, w, state, g, dim, rate, step);
-  } else {
-    const float decay = rate * spec.weight_decay;
-    for (int i = 0; i < d; ++i) {
-      const float norm = state[i] + g[i] * g[i];
-      state[i] = norm;
-      w[i] -= over(rate, std::sqrt(norm)) * g[i] + decay * w[i];
-    }
-  }
-  std::memcpy(state + d, &step, sizeof(step));
-}
-
-MONOLITH_KERNEL(Adadelta) {
-  MONOLITH_WIDTH;
-  float* accum = state;
-  float* accum_update = state + d;
-  for (int i = 0; i < d; ++i) {
-    const float grad = g[i] + spec.weight_decay * w[i];
-    const float a = spec.rho * accum[i] + (1 - spec.rho) * grad * grad;
-    const float u = over(std::sqrt(accum_update[i] + spec.epsilon), std::sqrt(a + spec.epsilon)) * grad;
-    w[i] -= rate * u;
-    accum_update[i] = spec.rho * accum_update[i] + (1 - spec.rho) * u * u;
-    accum[i] = a;
-  }
-}
-
-MONOLITH_KERNEL(Adam) {
-  MONOLITH_WIDTH;
-  float* m = state;
-  float* v = state + d;
-  float* powers = state + 2 * d;
-  const float alpha = rate * std::sqrt(1 - powers[1]) / (1 - powers[0]);
-  for (int i = 0; i < d; ++i) {
-    const float grad = g[i] + spec.weight_decay * w[i];
-    m[i] += (grad - m[i]) * (1 - spec.beta1);
-    v[i] += (grad * grad - v[i]) * (1 - spec.beta2);
-    const float up = spec.use_nesterov ? (1 - spec.beta1) * grad + spec.beta1 * m[i] : m[i];
-    w[i] -= over(alpha * up, std::sqrt(v[i]) + spec.epsilon);
-  }
-  powers[0] *= spec.beta1;
-  powers[1] *= spec.beta2;
-}
-
-MONOLITH_KERNEL(Amsgrad) {
-  MONOLITH_WIDTH;
-  float* m = state;
-  float* v = state + d;
-  float* vhat = state + 2 * d;
-  float* powers = state + 3 * d;
-  const float alpha = rate * std::sqrt(1 - powers[1]) / (1 - powers[0]);
-  for (int i = 0; i < d; ++i) {
-    const float grad = g[i] + spec.weight_decay * w[i];
-    m[i] += (grad - m[i]) * (1 - spec.beta1);
-    v[i] += (grad * grad - v[i]) * (1 - spec.beta2);
-    vhat[i] = std::max(vhat[i], v[i]);
-    const float up = spec.use_nesterov ? (1 - spec.beta1) * grad + spec.beta1 * m[i] : m[i];
-    w[i] -= over(alpha * up, std::sqrt(vhat[i]) + spec.epsilon);
-  }
-  powers[0] *= spec.beta1;
-  powers[1] *= spec.beta2;
-}
-
-// Not a gradient at all: a moving estimate of how many steps pass between two sightings of an id.
-MONOLITH_KERNEL(BatchSoftmax) {
-  std::int64_t last;
-  std::memcpy(&last, state, sizeof(last));
-  w[0] = (1 - rate) * w[0] + rate * static_cast<float>(step - last);
-  std::memcpy(state, &step, sizeof(step));
-}
-
-MONOLITH_KERNEL(Ftrl) {
-  MONOLITH_WIDTH;
-  if (rate == 0) return;
-  float* norm = state;
-  float* zero = state + d;
-  for (int i = 0; i < d; ++i) {
-    const float n = norm[i] + g[i] * g[i];
-    const float root = std::sqrt(n);
-    const float sigma = (root - std::sqrt(norm[i])) / rate;
-    const float z = zero[i] + (g[i] - sigma * w[i]);
-    const float moved = over(rate * (std::copysign(spec.l1, z) - z), root + spec.beta + spec.l2 * rate);
-    norm[i] = n;
-    zero[i] = z;
-    w[i] = std::abs(z) <= spec.l1 ? 0.0f : moved;
-  }
-}
-
-MONOLITH_KERNEL(GroupFtrl) {
-  MONOLITH_WIDTH;
-  if (rate == 0) return;
-  float* norm = state;
-  float* zero = state + d;
-  for (int i = 0; i < d; ++i) {
-    const float n = norm[i] + g[i] * g[i];
-    const float sigma = (std::sqrt(n) - std::sqrt(norm[i])) / rate;
-    zero[i] += g[i] - sigma * w[i];
-    norm[i] = n;
-  }
-  const float length = norm_of(zero, d);
-  if (length < spec.l1 || length == 0) {
-    std::fill(w, w + d, 0.0f);
-    return;
-  }
-  const float shrink = (spec.l1 - length) / length;
-  for (int i = 0; i < d; ++i)
-    w[i] = over(rate * zero[i] * shrink, spec.beta + std::sqrt(norm[i]) + spec.l2 * rate);
-}
-
-MONOLITH_KERNEL(GroupAdagrad) {
-  MONOLITH_WIDTH;
-  float largest = 0;
-  for (int i = 0; i < d; ++i) {
-    const float grad = g[i] + spec.weight_decay * w[i];
-    largest = std::max(largest, grad * grad);
-  }
-  const float sum = state[0] + largest;
-  const float pace = rate / (spec.beta + std::sqrt(sum));
-  if (!(pace > 0) || !std::isfinite(pace)) {  // a rate of zero, or nothing accumulated and no gradient
-    state[0] = sum;
-    return;
-  }
-  float length = 0;
-  for (int i = 0; i < d; ++i) {
-    const float z = g[i] + spec.weight_decay * w[i] - w[i] / pace;
-    length += z * z;
-  }
-  length = std::sqrt(length);
-  state[0] = sum;
-  if (length < spec.l2 || length == 0) {
-    std::fill(w, w + d, 0.0f);
-    return;
-  }
-  const float shrink = -pace * ((length - spec.l2) / length);
-  for (int i = 0; i < d; ++i) w[i] = shrink * (g[i] + spec.weight_decay * w[i] - w[i] / pace);
-}
-
-MONOLITH_KERNEL(Momentum) {
-  MONOLITH_WIDTH;
-  const float mu = spec.momentum;
-  for (int i = 0; i < d; ++i) {
-    const float dx = rate * (g[i] + spec.weight_decay * w[i]);
-    const float n = mu * state[i] - dx;
-    w[i] += spec.use_nesterov ? -mu * state[i] + (1 + mu) * n : n;
-    state[i] = n;
-  }
-}
-
-MONOLITH_KERNEL(MovingAverage) {
-  MONOLITH_WIDTH;
-  for (int i = 0; i < d; ++i) w[i] = spec.momentum * w[i] + (1 - spec.momentum) * g[i];
-}
-
-template <bool kAverage>
-void rmsprop(const OptimizerSpec& spec, float* __restrict w, float* __restrict state,
-             const float* __restrict g, int d, float rate) {
-  const double mu = spec.momentum;
-  for (int i = 0; i < d; ++i) {
-    const double grad = static_cast<double>(g[i]) + static_cast<double>(spec.weight_decay) * w[i];
-    const double n = mu * state[i] + (kAverage ? 1 - mu : 1.0) * grad * grad;
-    w[i] = static_cast<float>(w[i] - static_cast<double>(rate) / (std::sqrt(n) + 1) * grad);
-    state[i] = static_cast<float>(n);
-  }
-}
-
-MONOLITH_KERNEL(Rmsprop) {
-  MONOLITH_WIDTH;
-  rmsprop<true>(spec, w, state, g, d, rate);
-}
-
-MONOLITH_KERNEL(RmspropV2) {
-  MONOLITH_WIDTH;
-  rmsprop<false>(spec, w, state, g, d, rate);
-}
+};
 
 template <class Kernel>
 concept TakesMeanwhile = requires { Kernel::kTakesMeanwhile; };
+template <class Kernel>
+concept DecaysOrNot = requires { typename Kernel::WithDecay; };
 
-// The kernel stands in the loop itself, not behind a call: a processor that waits for the address of a
+// The kernel is in the loop itself, not behind a call: a processor that waits for the address of a
 // prefetch goes on with the 128 instructions that follow, and those should be the next rows'. A step on a
 // usual row takes some 60, so that there are two of them under way; each instruction more is felt.
 template <class Kernel, int kDim, class Fetch>
@@ -335,12 +215,15 @@ inline __attribute__((always_inline)) void take_all(const OptimizerSpec& spec, s
 }
 
 template <class Kernel, int kDim>
-void steps(const OptimizerSpec& spec, std::byte* const* rows, std::size_t row_bytes,
-           const float* const* gradients, std::size_t count, int dim, float rate, std::int64_t step) {
-  MONOLITH_WIDTH;
-  if constexpr (std::is_same_v<Kernel, Adagrad>) {
-    const auto kernel = spec.weight_decay != 0 ? steps<AdagradBy<true>, kDim> : steps<AdagradBy<false>, kDim>;
-    kernel(spec, rows, row_bytes, gradients, count, dim, rate, step);
+MONOLITH_INLINE inline void steps(const OptimizerSpec& spec, std::byte* const* rows, std::size_t row_bytes,
+                                  const float* const* gradients, std::size_t count, int dim, float rate,
+                                  std::int64_t step) {
+  const int d = kDim != 0 ? kDim : dim;
+  if constexpr (DecaysOrNot<Kernel>) {
+    if (spec.weight_decay != 0)
+      steps<typename Kernel::WithDecay, kDim>(spec, rows, row_bytes, gradients, count, dim, rate, step);
+    else
+      steps<typename Kernel::WithoutDecay, kDim>(spec, rows, row_bytes, gradients, count, dim, rate, step);
     return;
   }
   constexpr std::size_t kBytes = kDim * sizeof(float);
@@ -366,120 +249,155 @@ void steps(const OptimizerSpec& spec, std::byte* const* rows, std::size_t row_by
   });
 }
 
-template <class Kernel, int kDim>
-constexpr StepKernels kernels() {
-  return {Kernel::template step<kDim>, steps<Kernel, kDim>};
-}
-
-template <class Kernel>
-StepKernels of_width(int dim) {
-  switch (dim) {
-    case 1:
-      return kernels<Kernel, 1>();
-    case 4:
-      return kernels<Kernel, 4>();
-    case 8:
-      return kernels<Kernel, 8>();
-    case 16:
-      return kernels<Kernel, 16>();
-    case 17:  // a bias and a vector, trained alike
-      return kernels<Kernel, 17>();
-    case 32:
-      return kernels<Kernel, 32>();
-    case 64:
-      return kernels<Kernel, 64>();
-    case 128:
-      return kernels<Kernel, 128>();
-    default:
-      return kernels<Kernel, 0>();
-  }
-}
-
-}  // namespace
-
-StepKernels step_kernels(OptimizerKind kind, int dim) {
-  switch (kind) {
-    case OptimizerKind::kSgd:
-      return of_width<Sgd>(dim);
-    case OptimizerKind::kAdagrad:
-      return of_width<Adagrad>(dim);
-    case OptimizerKind::kDynamicWdAdagrad:
-      return of_width<DynamicWdAdagrad>(dim);
-    case OptimizerKind::kAdadelta:
-      return of_width<Adadelta>(dim);
-    case OptimizerKind::kAdam:
-      return of_width<Adam>(dim);
-    case OptimizerKind::kAmsgrad:
-      return of_width<Amsgrad>(dim);
-    case OptimizerKind::kBatchSoftmax:
-      return kernels<BatchSoftmax, 1>();
-    case OptimizerKind::kFtrl:
-      return of_width<Ftrl>(dim);
-    case OptimizerKind::kGroupAdagrad:
-      return of_width<GroupAdagrad>(dim);
-    case OptimizerKind::kGroupFtrl:
-      return of_width<GroupFtrl>(dim);
-    case OptimizerKind::kMomentum:
-      return of_width<Momentum>(dim);
-    case OptimizerKind::kMovingAverage:
-      return of_width<MovingAverage>(dim);
-    case OptimizerKind::kRmsprop:
-      return of_width<Rmsprop>(dim);
-    case OptimizerKind::kRmspropV2:
-      return of_width<RmspropV2>(dim);
-  }
-  return {};
-}
-
-namespace {
-
 // Sums of `of` each float, in lanes that the compiler adds up side by side. NaN and infinity survive them.
 template <class Of, class All>
-inline bool lanes_are(const float* values, std::size_t count, Of of, All all) {
+MONOLITH_INLINE inline bool lanes_are(const float* values, std::size_t count, Of of, All all) {
   constexpr std::size_t kLanes = 16;
   float sums[kLanes] = {};
   const std::size_t whole = count / kLanes * kLanes;
   for (std::size_t i = 0; i < whole; i += kLanes)
     for (std::size_t lane = 0; lane < kLanes; ++lane) sums[lane] += of(values[i + lane]);
   for (std::size_t i = whole; i < count; ++i) sums[i - whole] += of(values[i]);
-  return std::all_of(sums, sums + kLanes, all);
+  bool fine = true;
+  for (const float sum : sums) fine &= all(sum);
+  return fine;
+}
+
+MONOLITH_INLINE inline bool all_usable(const float* gradients, std::size_t count) {
+  const auto small = [](float x) MONOLITH_INLINE { return x <= kMaxGradient; };
+  // What is small in sum is small.
+  if (lanes_are(gradients, count, [](float x) MONOLITH_INLINE { return magnitude_of(x); }, small))
+    return true;
+  for (std::size_t i = 0; i < count; ++i)
+    if (!small(magnitude_of(gradients[i]))) return false;
+  return true;
+}
+
+MONOLITH_INLINE inline bool all_finite(const float* values, std::size_t count) {
+  return lanes_are(
+      values, count, [](float x) MONOLITH_INLINE { return x - x; },
+      [](float x) MONOLITH_INLINE { return x == 0; });
+}
+
+// Kernels for one kind of processor. All they call is inlined into them, so that it is compiled for that
+// kind, too; none of it may fuse a product with a sum, which AVX-512 could.
+#define MONOLITH_LEVEL(Level, floats, attribute)                                                          \
+  struct Level {                                                                                          \
+    static constexpr int kFloats = floats;                                                                \
+    template <class Kernel, int kDim>                                                                     \
+    attribute static void one(const OptimizerSpec& spec, float* w, float* state, const float* g, int dim, \
+                              float rate, std::int64_t step) {                                            \
+      Kernel::template step<kDim>(spec, w, state, g, dim, rate, step);                                    \
+    }                                                                                                     \
+    template <class Kernel, int kDim>                                                                     \
+    attribute static void many(const OptimizerSpec& spec, std::byte* const* rows, std::size_t row_bytes,  \
+                               const float* const* gradients, std::size_t count, int dim, float rate,     \
+                               std::int64_t step) {                                                       \
+      steps<Kernel, kDim>(spec, rows, row_bytes, gradients, count, dim, rate, step);                      \
+    }                                                                                                     \
+    attribute static bool usable(const float* gradients, std::size_t count) {                             \
+      return all_usable(gradients, count);                                                                \
+    }                                                                                                     \
+    attribute static bool finite(const float* values, std::size_t count) {                                \
+      return all_finite(values, count);                                                                   \
+    }                                                                                                     \
+  };
+
+MONOLITH_LEVEL(Baseline, 4, )
+#if defined(__x86_64__)
+MONOLITH_LEVEL(Avx2, 8, __attribute__((target("avx2"))))
+MONOLITH_LEVEL(Avx512, 16, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
+#endif
+
+template <class Level, class Rule, int kDim>
+constexpr StepKernels kernels() {
+  using Own = Kernel<Rule, Level::kFloats>;
+  return {Level::template one<Own, kDim>, Level::template many<Own, kDim>};
+}
+
+template <class Level, class Rule>
+StepKernels of_width(int dim) {
+  switch (dim) {
+    case 1:
+      return kernels<Level, Rule, 1>();
+    case 4:
+      return kernels<Level, Rule, 4>();
+    case 8:
+      return kernels<Level, Rule, 8>();
+    case 16:
+      return kernels<Level, Rule, 16>();
+    case 17:  // a bias and a vector, trained by one rule
+      return kernels<Level, Rule, 17>();
+    case 32:
+      return kernels<Level, Rule, 32>();
+    case 64:
+      return kernels<Level, Rule, 64>();
+    case 128:
+      return kernels<Level, Rule, 128>();
+    default:
+      return kernels<Level, Rule, 0>();
+  }
+}
+
+template <class Level>
+StepKernels of_level(OptimizerKind kind, int dim) {
+  switch (kind) {
+#define MONOLITH_KERNELS(Rule, name) \
+  case OptimizerKind::k##Rule:       \
+    return of_width<Level, rules::Rule>(dim);
+    MONOLITH_OPTIMIZERS(MONOLITH_KERNELS)
+#undef MONOLITH_KERNELS
+  }
+  return {};
 }
 
 }  // namespace
 
+SimdLevel best_simd_level() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return SimdLevel::kAvx512;
+  if (__builtin_cpu_supports("avx2")) return SimdLevel::kAvx2;
+#endif
+  return SimdLevel::kBaseline;
+}
+
+StepKernels step_kernels(OptimizerKind kind, int dim, [[maybe_unused]] SimdLevel level) {
+#if defined(__x86_64__)
+  if (level == SimdLevel::kAvx512) return of_level<Avx512>(kind, dim);
+  if (level == SimdLevel::kAvx2) return of_level<Avx2>(kind, dim);
+#endif
+  return of_level<Baseline>(kind, dim);
+}
+
 bool usable(const float* gradients, std::size_t count) {
-  const auto size = [](float x) { return std::abs(x); };
-  const auto small = [](float x) { return x <= kMaxGradient; };
-  return lanes_are(gradients, count, size, small) ||  // what is small in sum is small
-         std::all_of(gradients, gradients + count, [&](float x) { return small(size(x)); });
+#if defined(__x86_64__)
+  static const SimdLevel level = best_simd_level();
+  if (level == SimdLevel::kAvx512) return Avx512::usable(gradients, count);
+  if (level == SimdLevel::kAvx2) return Avx2::usable(gradients, count);
+#endif
+  return Baseline::usable(gradients, count);
 }
 
 bool finite(const float* values, std::size_t count) {
-  return lanes_are(values, count, [](float x) { return x - x; }, [](float x) { return x == 0; });
+#if defined(__x86_64__)
+  static const SimdLevel level = best_simd_level();
+  if (level == SimdLevel::kAvx512) return Avx512::finite(values, count);
+  if (level == SimdLevel::kAvx2) return Avx2::finite(values, count);
+#endif
+  return Baseline::finite(values, count);
 }
 
 void initialize_state(const OptimizerSpec& spec, float* state, int dim) {
-  std::fill(state, state + state_floats(spec.kind, dim), 0.0f);
   switch (spec.kind) {
-    case OptimizerKind::kAdagrad:
-    case OptimizerKind::kDynamicWdAdagrad:
-    case OptimizerKind::kFtrl:
-    case OptimizerKind::kGroupFtrl:
-      std::fill(state, state + dim, spec.initial_accumulator_value);
-      break;
-    case OptimizerKind::kGroupAdagrad:
-      state[0] = spec.initial_accumulator_value;
-      break;
-    case OptimizerKind::kAdam:
-      state[2 * dim] = spec.beta1;
-      state[2 * dim + 1] = spec.beta2;
-      break;
-    case OptimizerKind::kAmsgrad:
-      state[3 * dim] = spec.beta1;
-      state[3 * dim + 1] = spec.beta2;
-      break;
-    default:
-      break;
+#define MONOLITH_START(Rule, name)                                                \
+  case OptimizerKind::k##Rule:                                                    \
+    for (int i = 0; i < rules::Rule::kVectors * dim + rules::Rule::kScalars; ++i) \
+      state[i] = rules::Rule::initial(spec, i, dim);                              \
+    break;
+    MONOLITH_OPTIMIZERS(MONOLITH_START)
+#undef MONOLITH_START
   }
 }
 

@@ -1,9 +1,7 @@
-// Sparse optimizers: how one segment of one row takes a step.
+// Kernels of the sparse optimizers in host memory: the rules of update_rules.h over rows.
 //
-// A step is a kernel over the segment's floats, picked once per table by
-// optimizer and width; inside it there is no branch on either. All arithmetic is
-// float32 in the order written, so every machine and thread count gives the same
-// bits.
+// A step is a kernel over the segment's floats, picked once per table by optimizer and width; inside it there
+// is no branch on either.
 #pragma once
 
 #include <cstddef>
@@ -37,20 +35,6 @@ struct OptimizerSpec {
   bool operator==(const OptimizerSpec&) const = default;
 };
 
-// What is left of a value of 1 after `steps` steps that each take the share `decay` of it. In double, and by
-// squares instead of pow, so that it is the same everywhere.
-inline float kept_after(float decay, std::int64_t steps) {
-  double base = 1.0 - static_cast<double>(decay);
-  double kept = 1.0;
-  for (; steps > 0; steps >>= 1, base *= base)
-    if ((steps & 1) != 0) kept *= base;
-  return static_cast<float>(kept);
-}
-
-// A gradient is usable when none of its floats is NaN or larger than this. Squares of such, and sums of many
-// squares, are finite, and so are the rows that they train.
-constexpr float kMaxGradient = 1e15f;
-
 // Whether all of `count` floats are usable, or finite.
 bool usable(const float* gradients, std::size_t count);
 bool finite(const float* values, std::size_t count);
@@ -70,7 +54,13 @@ struct StepKernels {
   StepKernel one = nullptr;
   StepsKernel many = nullptr;
 };
-StepKernels step_kernels(OptimizerKind kind, int dim);
+
+// Which instructions the kernels are compiled for. The core runs on any x86-64 or ARM processor and picks,
+// when a table is made, the widest kind that the processor has; all give the same bits.
+enum class SimdLevel : std::uint8_t { kBaseline, kAvx2, kAvx512 };
+SimdLevel best_simd_level();
+
+StepKernels step_kernels(OptimizerKind kind, int dim, SimdLevel level = best_simd_level());
 
 void initialize_state(const OptimizerSpec& spec, float* state, int dim);
 

@@ -133,7 +133,7 @@ void Table::clear(std::size_t rows) {
   {
     // All that can fail comes before the new body is in place: a clear() that throws has changed nothing.
     const Hold held(*this, Hold::kAlone);
-    if (cut_ != nullptr) throw std::invalid_argument("clear: a cut of this table is open; close it first");
+    if (cut_ != nullptr) throw std::invalid_argument("clear: a snapshot of this table is open; close it first");
     auto changes = changes_ != nullptr ? std::make_unique<TableChanges>() : nullptr;
     const TableStats kept = stats();
     Body* old = body_.load();
@@ -531,7 +531,7 @@ Chunk Table::scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t l
     return hash >= cursor && hash <= last && (!changed_only || cut.changes_->rows.test(row));
   };
   const auto check_open = [&] {
-    if (!cut.open_) throw std::invalid_argument("scan: the cut was closed");
+    if (!cut.open_) throw std::invalid_argument("scan: the snapshot was closed");
   };
   std::vector<Found> found;
   std::vector<std::size_t> late;  // places in `found` whose rows are to be had from the captured

@@ -9,7 +9,7 @@ namespace monolith {
 
 TableCut::TableCut(Table& table) : table_(table) {
   const Table::Hold held(table_);
-  if (table_.cut_ != nullptr) throw std::invalid_argument("table: a cut is open already; close it first");
+  if (table_.cut_ != nullptr) throw std::invalid_argument("table: a snapshot is open already; close it first");
   stats_ = table_.stats();
   scales_ = table_.scales();
   if (table_.changes_ != nullptr) {
@@ -24,7 +24,7 @@ TableCut::~TableCut() {
 }
 
 Chunk TableCut::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool changed_only) const {
-  if (!open_) throw std::invalid_argument("scan: the cut was closed");
+  if (!open_) throw std::invalid_argument("scan: the snapshot was closed");
   if (changed_only && changes_ == nullptr)
     throw std::invalid_argument("scan: this table does not keep track of changes");
   return table_.scan_cut(*this, cursor, last, limit, changed_only);

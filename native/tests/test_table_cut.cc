@@ -145,8 +145,8 @@ void a_second_cut_and_clearing_under_a_cut_are_refused() {
   train(table, {1, 2, 3}, 1);
   {
     TableCut cut(table);
-    CHECK_THROWS(std::invalid_argument, "a cut is open already", TableCut{table});
-    CHECK_THROWS(std::invalid_argument, "a cut of this table is open", table.clear());
+    CHECK_THROWS(std::invalid_argument, "a snapshot is open already", TableCut{table});
+    CHECK_THROWS(std::invalid_argument, "a snapshot of this table is open", table.clear());
     CHECK_THROWS(std::invalid_argument, "does not keep track", cut.scan(0, ~std::uint64_t{0}, 10, true));
     cut.close(true);
     cut.close(false);

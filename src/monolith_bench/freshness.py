@@ -24,10 +24,10 @@ import torch
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.run.config import ExportConfig
-from monolith.run.servables import how_to_export, task_exporter
+from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve.client import Answered, HttpWire
 from monolith.serve.freshness_probe import quantile
-from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, LocalRun, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
 from monolith_bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
 from monolith_bench.marked_events import NOBODY, EventsWriter, FreshnessJob, MarkedClicks
 from monolith_bench.marked_trainer import FillTables, TrainerProcess, publish_plan_to
@@ -280,7 +280,7 @@ class _Windows(Hook):
         self.processor_rates: list[float] = []
         """Examples per second of processor time, of all threads."""
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         now = (time.perf_counter(), time.process_time())
         if self._begun is None:
             if now[0] >= self._warm_until:

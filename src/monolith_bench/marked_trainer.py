@@ -25,7 +25,7 @@ import torch
 from monolith.errors import MonolithError, UnavailableError
 from monolith.sync.channels import open_writer
 from monolith.sync.publish_config import PublishConfig
-from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, LocalRun, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
 from monolith.train.publishing.share import PublishPlan
 from monolith_bench.marked_events import FreshnessJob, MarkedClicks, MarkedEvents
 
@@ -41,7 +41,7 @@ class FillTables(Hook):
         self._run = run
         self._job = job
 
-    def after_create(self, run: Run) -> None:  # noqa: ARG002
+    def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
         random = torch.Generator().manual_seed(self._job.seed)
         for _, table in sorted(self._run.session.model.tables.items()):
             for first in range(0, self._job.rows, _CHUNK):
@@ -136,7 +136,7 @@ class _Teller(Hook):
         self._events = events
         self._told = 0
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if not self._told:
             _tell({"began": time.time() if self._events is None else self._events.began})
         if self._events is None:
@@ -152,7 +152,7 @@ class _Orders(Hook):
     def __init__(self, run: LocalRun) -> None:
         self._run = run
 
-    def after_create(self, run: Run) -> None:  # noqa: ARG002
+    def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
         threading.Thread(target=self._obey, name="orders", daemon=True).start()
 
     def _obey(self) -> None:

@@ -28,7 +28,7 @@ from monolith.data import BatchSpec, MemorySource, Pipeline, Stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.nn import auc
-from monolith.train import Hook, Mode, Run, StepResult, Task, TrainConfig, Trainer
+from monolith.train import Hook, Mode, StepResult, Task, TrainConfig, Trainer, TrainingRun
 from monolith_bench.movielens import (
     RECIPES,
     Likes,
@@ -118,7 +118,7 @@ class _Predicted(Hook):
     def __init__(self) -> None:
         self.found: list[Tensor] = []
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.found.append(result.predictions["like"])
 
 

@@ -14,7 +14,8 @@ from monolith.cli.options.jobs import (
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import derive_token
 from monolith.config.fields import leaf_paths
-from monolith.run import RunConfig, data_checks
+from monolith.run import RunConfig
+from monolith.runtime import task_data
 
 MODULE = "monolith.cli.config_commands"
 CONFIG_COMMANDS = {
@@ -157,8 +158,8 @@ def test_a_check_refuses_of_the_data_and_the_model_what_a_training_refuses_with_
 def test_a_training_that_goes_on_is_not_checked_again(run, tmp_path, monkeypatch):
     file = write_project(tmp_path)
     checked = []
-    found = data_checks.task_problems
-    monkeypatch.setattr(data_checks, "task_problems", lambda *task: checked.append(1) or found(*task))
+    found = task_data.task_problems
+    monkeypatch.setattr(task_data, "task_problems", lambda *task: checked.append(1) or found(*task))
     for _ in range(2):  # files that the first used up may be gone
         assert run("train", "--config", str(file), "--steps", "2", "--quiet")[0] == 0
         assert checked == [1]

@@ -24,7 +24,7 @@ from monolith.feature import Batch, FeatureSpec, IdFeature, Label
 from monolith.model import DeepFM
 from monolith.observe import Metrics
 from monolith.run.config import ExportConfig
-from monolith.run.servables import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
+from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
 from monolith.serve.versions import HeldVersion, list_versions, withheld_versions
 from monolith.sync.run_identity import run_identity

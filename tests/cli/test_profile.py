@@ -15,11 +15,11 @@ from run.config_files import write_project
 from serve.served_tasks import exported, trained
 from services import warm
 
-from monolith.cli.control import control_place, tracer_of
 from monolith.cli.main import main
-from monolith.cli.own_status import OwnStatus
 from monolith.cluster.status import ProcessStatus, Role, StatusBoard
 from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
+from monolith.runtime.control import control_place, tracer_of
+from monolith.runtime.status import OwnStatus
 from monolith.train import TrainConfig
 from monolith.train.hooks.control_server import ControlServer
 from monolith.train.hooks.profiling import Tracer

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from cli.trainings import load_training
 from services import warm
 
 import monolith
 from monolith.cli.main import main
 from monolith.cli.options.train import EvaluateOptions, TrainOptions
 from monolith.cli.run_settings import SHORT_FLAGS, SWITCHES, run_of
-from monolith.cli.task_config import load_reading, load_training
+from monolith.cli.task_config import load_reading
 from monolith.config.fields import leaf_paths
 from monolith.data import DataConfig, KafkaConfig
 from monolith.errors import ConfigError
@@ -59,10 +60,10 @@ def problems(file: Path | None = None, *flags: str, environ: dict[str, str] | No
 
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
-    "job": ("cli/train.py", "cli/task_config.py", "run/runtime.py", "run/reading.py", "run/task_settings.py"),
-    "train": ("train/*.py", "train/*/*.py", "train/hooks/*/*.py", "cli/train.py"),
+    "job": ("runtime/*.py", "run/runtime.py", "run/reading.py"),
+    "train": ("train/*.py", "train/*/*.py", "runtime/*.py", "cli/train.py"),
     "train.restore": ("train/*.py", "train/*/*.py", "checkpoint/*.py", "checkpoint/*/*.py"),
-    "task": ("cli/task_config.py",),
+    "task": ("runtime/task_setup.py",),
     "data": ("data/config.py", "data/splitting.py"),
     **dict.fromkeys(
         ("data.kafka", "data.kafka.assignment"), ("data/kafka/config.py", "data/kafka/source.py")
@@ -71,23 +72,23 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "labels": ("run/config.py",),
     "examples": ("feature/spec/*.py", "data/spec_batches.py"),
     "model": ("run/config.py",),
-    "candidates": ("run/config_task.py",),
-    "export": ("run/servables.py", "cli/export.py"),
+    "candidates": ("runtime/config_task.py",),
+    "export": ("runtime/export.py", "cli/export.py"),
     "kafka": ("data/kafka/config.py", "data/kafka/source.py"),
-    "data_service": ("data/config.py", "cli/data_roles.py", "cli/extra_workers.py"),
+    "data_service": ("data/config.py", "runtime/*.py"),
     "admission": ("store/local.py",),
-    "cluster": ("cli/train.py", "cli/launching.py", "run/runtime.py"),
+    "cluster": ("runtime/*.py", "run/runtime.py"),
     "dense": ("store/dense_config.py", "store/dense_cache.py"),
-    "ranks": ("train/ranks/averaging.py", "cli/rank_training.py"),
+    "ranks": ("train/ranks/averaging.py", "runtime/attempts.py"),
     "discovery": ("run/runtime.py",),
     "security": ("cluster/security.py", "cluster/run_token.py"),
-    "limits": ("wire/*.py", "store/*.py", "train/*/*.py", "train/hooks/*/*.py"),
-    "failover": ("cli/failover.py", "cli/train.py"),
-    "timeouts": ("cli/train.py", "cli/rank_training.py"),
-    "threads": ("cli/task_config.py",),
-    "metrics": ("cli/train.py", "cli/own_status.py"),
-    "profile": ("cli/train.py",),
-    "publish": ("sync/*.py", "train/publishing/*.py", "train/fleet/*.py", "cli/train.py"),
+    "limits": ("wire/*.py", "store/*.py", "train/*/*.py", "runtime/*.py"),
+    "failover": ("runtime/*.py",),
+    "timeouts": ("runtime/*.py",),
+    "threads": ("runtime/task_setup.py",),
+    "metrics": ("runtime/*.py",),
+    "profile": ("runtime/process.py",),
+    "publish": ("sync/*.py", "train/publishing/*.py", "train/fleet/*.py", "runtime/*.py"),
 }
 """Group -> the modules that obey its fields."""
 
@@ -533,10 +534,11 @@ def test_commands_that_read_a_run_do_not_import_torch(tmp_path: Path) -> None:
 
 def test_the_parent_of_a_launch_does_not_import_torch() -> None:
     program = (
-        "import sys\nfrom monolith.cli import launching\n"
+        "import sys\nfrom monolith.cli import train\nfrom monolith.runtime import launch\n"
         "from monolith.cli.options.train import TrainOptions\n"
         "options = TrainOptions(task='t:T', launch='local', num_ps=1, model_dir='m')\n"
-        "launching.check(options, launching.run_of(options, {}, {'discovery.kind': 'ray'}))\n"
+        "run = train.run_of(options, {}, {'discovery.kind': 'ray'})\n"
+        "launch.check_launch(run, train.Launch(kind='ray'))\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0

@@ -7,15 +7,17 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import urllib.request
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli.trainings import load_training
 from services import warm
 from train.fleets import read_model
 from train.published import Following
@@ -27,17 +29,18 @@ from monolith.cli import train as command
 from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
 from monolith.cli.options.train import TrainOptions
-from monolith.cli.task_config import load_training
 from monolith.cli.train_report import MARK, _describe_lost
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
-from monolith.run import load_run_config
+from monolith.run import RunConfig, load_run_config
+from monolith.runtime import process
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
 from monolith.sync.run_identity import run_identity
-from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Mode, StepResult, TrainConfig, Trainer, TrainingRun
 from monolith.train.hooks import ControlClient, LiveLineHook
+from monolith.train.hooks.live_line import log_status
 from monolith.train.lost import LostServer
 from monolith.train.publishing.hold_file import HoldFile, when_utc
 from monolith.ui.publishing import RunPublishing, orders_of
@@ -397,17 +400,15 @@ def test_a_person_sees_it_drawn_unless_logs_are_json(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     observe.configure_logging("info", stream=stream)
-    with ExitStack() as open_things:
-        show, every = command.live_line(Clicks(), TrainConfig(), stream, open_things)
-        LiveLineHook(show, every=every, stats=dict)._tell(3, 1e9)
-    assert every == command.DRAW_EVERY
+    monkeypatch.setattr(sys, "stderr", stream)
+    view = command.live_line(Clicks(), RunConfig())
+    with view.opened:
+        LiveLineHook(view.show, every=view.every, stats=dict)._tell(3, 1e9)
+    assert view.every == command.DRAW_EVERY
     assert "Training clicks" in stream.getvalue()
     observe.configure_logging("info", json=True, stream=stream)
-    with ExitStack() as open_things:
-        assert command.live_line(Clicks(), TrainConfig(), stream, open_things) == (
-            command.log_standing,
-            TrainConfig().report_every,
-        )
+    view = command.live_line(Clicks(), RunConfig())
+    assert (view.show, view.every) == (log_status, TrainConfig().report_every)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +421,7 @@ def test_a_person_sees_it_drawn_unless_logs_are_json(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_short_run_is_profiled_too(limits: dict[str, int], window: tuple[int, int]) -> None:
-    assert command.profiled_steps(TrainConfig(**limits)) == window
+    assert process.profiled_steps(TrainConfig(**limits)) == window
 
 
 def test_a_profile_and_summaries_are_left_in_the_model_dir(model_dir: str) -> None:
@@ -436,7 +437,7 @@ class Watch(Hook):
         self.look = look
         self.found: Any = None
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         if result.step == 5:
             self.found = self.look(run)
 
@@ -454,9 +455,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_metrics_are_served_while_it_trains(
     watch: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "GAUGE_EVERY", command.GAUGE_EVERY * 0)
+    monkeypatch.setattr(process, "GAUGE_EVERY", process.GAUGE_EVERY * 0)
 
-    def look(_: Run) -> str:
+    def look(_: TrainingRun) -> str:
         said = re.search(r"metrics on (http://\S+)", capsys.readouterr().err)
         assert said is not None
         with urllib.request.urlopen(said[1]) as answer:
@@ -470,7 +471,7 @@ def test_metrics_are_served_while_it_trains(
 def test_control_says_where_it_listens_and_obeys(
     model_dir: str, watch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def look(_: Run) -> tuple[str, int]:
+    def look(_: TrainingRun) -> tuple[str, int]:
         with ControlClient(model_dir) as job:
             return job.address, job.global_step()
 
@@ -748,7 +749,7 @@ def test_what_a_run_publishes_is_read_from_where_its_config_says(
 class HoldAtThree(Hook):
     """Holds publishing from outside, and keeps what the run says."""
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step == 3:
             with ControlClient(run.model_dir) as job:
                 (one,) = job.publish("hold", reason="by a test")
@@ -772,7 +773,7 @@ def test_a_run_that_publishes_can_be_held_without_being_asked_for_control(
 class HeldAndKilled(Hook):
     """Holds publishing from outside, and is killed."""
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step == 3:
             with ControlClient(run.model_dir) as job:
                 (one,) = job.publish("hold", reason="a bad upstream")
@@ -788,7 +789,7 @@ class KilledClicks(Clicks):
 class LooksOn(Hook):
     """Keeps what whoever looks on is told of publishing, and lets it go on in the end."""
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step == 3:
             assert main(["publish", "status", run.model_dir]) == 0
             page = RunPublishing(orders_of(run.model_dir, None)).figures()

@@ -31,7 +31,7 @@ from monolith.table import (
     StochasticRounding,
     TableConfig,
 )
-from monolith.table.cuda.layout import fused_index_source, fused_row_source, index_source, row_layout
+from monolith.table.cuda.layout import KernelProgram, fused_index_kernels, index_kernels, row_layout
 
 
 def all_optimizers() -> tuple[Segment, ...]:
@@ -55,21 +55,21 @@ TABLES = {
 }
 
 
-def sources() -> dict[str, str]:
-    """Return every source of the package, those that are made for a table as some tables need them."""
+def programs() -> dict[str, KernelProgram]:
+    """Return every program of the package, those that are made for a table as some tables need them."""
     layouts = {
         name: row_layout(TableConfig(name="t", segments=segments)) for name, segments in TABLES.items()
     }
     serving = row_layout(TableConfig(name="t", segments=TABLES["all views"], serving=True))
     fused = {"plain": layouts["plain"], "all views": layouts["all views"], "serving": serving}
     return {
-        "layouts": layout_source(3),
-        "repeated": repeated_source(),
-        "index": index_source(),
-        **{f"rows, {name}": layout.source for name, layout in layouts.items()},
-        "rows, serving": serving.source,
-        "indices of many tables": fused_index_source(),
-        **{f"rows of many tables, {name}": fused_row_source(layout) for name, layout in fused.items()},
+        "layouts": KernelProgram("layouts", layout_source(3), ()),
+        "repeated": KernelProgram("repeated", repeated_source(), ()),
+        "index": index_kernels(),
+        **{f"rows, {name}": layout.rows for name, layout in layouts.items()},
+        "rows, serving": serving.rows,
+        "indices of many tables": fused_index_kernels(),
+        **{f"rows of many tables, {name}": layout.fused_rows for name, layout in fused.items()},
     }
 
 
@@ -86,9 +86,11 @@ def compiler() -> KernelCompiler:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("name", sources())
+@pytest.mark.parametrize("name", programs())
 def test_it_compiles(compiler: KernelCompiler, name: str, architecture: str) -> None:
-    assert compiler.compile(sources()[name], f"{name}.cu", architecture).startswith(b"\x7fELF")
+    program = programs()[name]
+    image = compiler.compile(program.source, f"{program.name}.cu", architecture, program.headers)
+    assert image.startswith(b"\x7fELF")
 
 
 def test_what_does_not_compile_is_shown(compiler: KernelCompiler) -> None:
@@ -97,7 +99,8 @@ def test_what_does_not_compile_is_shown(compiler: KernelCompiler) -> None:
 
 
 def test_no_source_is_forgotten() -> None:
-    everything = "".join(sources().values())
+    texts = [text for one in programs().values() for text in (one.source, *dict(one.headers).values())]
+    everything = "".join(texts)
     for path in Path(monolith.__path__[-1]).rglob("*.cu*"):
         if path.suffix in (".cu", ".cuh"):
             assert path.read_text("utf-8").partition("\n")[0] in everything, path

@@ -4,55 +4,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from data.files.chunked import Chunks, SplitChunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.data import Chunk, Position, Records, RecordWriter, Shard, Source
+from monolith.data import Position, Records, Shard, Source
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import FileSource
 from monolith.data.files.work_queue import LocalFileQueue
-from monolith.data.formats.memory import MemorySource, to_records
+from monolith.data.formats.memory import MemorySource
 from monolith.data.pipeline import Pipeline
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import RestoreError
-
-
-class Chunks:
-    """Files that are lists of chunks; a chunk is a list of ids."""
-
-    name = "chunks"
-
-    def __init__(self, files: dict[str, list[list[int]]]) -> None:
-        self.files = files
-
-    def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
-        for place, ids in enumerate(self.files[path][start:], start):
-            records = to_records({"id": ids})
-            yield Chunk(records if columns is None else records.select(columns), place + 1, [])
-
-    @contextmanager
-    def writer(self, path: str) -> Iterator[RecordWriter]:
-        raise NotImplementedError(path)
-        yield
-
-
-class SplitChunks(Chunks):
-    """The same, of which each chunk is a piece that can be read by itself."""
-
-    def in_pieces(self, piece_bytes: int) -> SplitChunks:  # noqa: ARG002
-        return self
-
-    def bounds(self, path: str) -> list[int]:
-        return list(range(len(self.files[path]) + 1)) if self.files[path] else []
 
 
 @st.composite

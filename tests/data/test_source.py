@@ -29,7 +29,7 @@ from monolith.data import (
     WorkQueueSource,
     as_stream,
 )
-from monolith.data.files.work_queue import SharedFileQueue
+from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.data.format import Format
 from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat, TfRecordFormat
 from monolith.data.service import DataServiceSource, Dispatcher

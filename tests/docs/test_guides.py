@@ -44,6 +44,15 @@ def check_readme(names: dict[str, Any]) -> None:
     assert names["sparse"].global_step == 100
 
 
+def check_notebook(names: dict[str, Any]) -> None:
+    result = names["result"]
+    assert (result.outcome, result.exit_status) == ("finished", 0)
+    assert result.report["step"] == 800  # 40,000 records in batches of 50, each once, whatever was killed
+    assert names["worker"].role == "worker"
+    assert "put" in str(names["error_text"]).lower()
+    assert names["resumed"].wait().report["steps"] == 0
+
+
 def check_table(names: dict[str, Any]) -> None:
     assert tuple(names["embeddings"].shape) == (3, 16)
     assert len(names["item"]) == 0  # all expired
@@ -169,6 +178,7 @@ def check_publishing(names: dict[str, Any]) -> None:
 
 
 CLAIMS = {
+    "notebook.md": check_notebook,
     "changing.md": check_changing,
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,

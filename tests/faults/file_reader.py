@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from monolith.data import Source
+from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.data.files.source import FileSource
-from monolith.data.files.work_queue import SharedFileQueue
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.pipeline import Pipeline
 from monolith.data.shuffling import ShuffleConfig

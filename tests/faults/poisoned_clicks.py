@@ -15,7 +15,7 @@ from torch import nn
 from monolith.data import MemorySource, Pipeline, Stream
 from monolith.feature import Batch, FeatureSpec, IdFeature, Label
 from monolith.model import DeepFM
-from monolith.train import Hook, Mode, Run, StepResult, Task
+from monolith.train import Hook, Mode, StepResult, Task, TrainingRun
 
 SPEC = FeatureSpec(features={"user": IdFeature(), "item": IdFeature()}, labels={"click": Label()})
 BATCH = 64
@@ -43,7 +43,7 @@ def columns() -> dict[str, Any]:
 class Paced(Hook):
     """Trains up to the step that the test has allowed."""
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         path = Path(os.environ[ALLOWED])
         while int(path.read_text()) <= run.step:
             time.sleep(0.005)

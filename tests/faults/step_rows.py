@@ -18,7 +18,7 @@ from monolith.feature import ADDN, Batch, FeatureSpec, IdFeature, Label, Layout
 from monolith.model import EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
 from monolith.table import Sgd, Zeros
-from monolith.train import Hook, Mode, Outputs, Run, StepResult, Task
+from monolith.train import Hook, Mode, Outputs, StepResult, Task, TrainingRun
 
 SPEC = FeatureSpec(features={"item": IdFeature()}, labels={"step": Label()})
 IDS = 512
@@ -45,7 +45,7 @@ class StepModel(nn.Module):
 
 
 class Paced(Hook):
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         time.sleep(STEP_S)
 
 

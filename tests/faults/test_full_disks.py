@@ -32,16 +32,16 @@ from monolith.cli.main import main
 from monolith.cli.status import is_well, totals
 from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
 from monolith.data import FileSource, Pipeline, Stream, format_of
-from monolith.data.files.work_queue import SharedFileQueue
+from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.errors import DataError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.observe import Metrics
 from monolith.run.config import ExportConfig
-from monolith.run.servables import exports_when_saving
+from monolith.runtime.export import exports_when_saving
 from monolith.serve.versions import list_versions
 from monolith.sync import Publisher, Subscriber, TableTarget
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
-from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
 
 ENDS_WITHIN = 10.0
 """Seconds from a SIGTERM, with the settings that a run has by default."""
@@ -261,7 +261,7 @@ def test_a_failed_export_leaves_no_half_version_and_the_next_save_exports_again(
     )
 
     class Fill(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if run.step == 3:
                 disk.fill(room=20_000)
             if run.step == 5:
@@ -286,7 +286,7 @@ class After(Hook):
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self.step, self.act = step, act
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step == self.step:
             self.act()
 
@@ -403,7 +403,7 @@ def test_a_queue_that_stays_full_is_an_error_after_a_bound_and_a_worker_that_end
     began = clock.now
     queue.flush()
     assert clock.now - began <= 3
-    assert "The files of this worker are handed out again when its leases run out" in caplog.text
+    assert "The files of this worker are leased again when its leases expire" in caplog.text
     for _ in range(34):
         clock.sleep(60)
         assert queue.report(lease, {"record": 1}), "it is kept"

@@ -46,7 +46,7 @@ from monolith.data import (
     Records,
     Stream,
 )
-from monolith.data.files.work_queue import SharedFileQueue
+from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.data.formats import ParquetFormat
 from monolith.data.records import BatchSpec
 from monolith.data.synthetic.drift import FEATURES, SPEC, TIME

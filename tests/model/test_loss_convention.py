@@ -16,7 +16,7 @@ from monolith.feature import Batch
 from monolith.model import DeepFM, EmbeddingOptimizer, UpdateConfig, apply_gradients
 from monolith.nn import sigmoid_loss_and_pred
 from monolith.table import Adagrad, Sgd
-from monolith.train import Hook, Mode, Outputs, Run, StepResult, Task, TrainConfig, Trainer
+from monolith.train import Hook, Mode, Outputs, StepResult, Task, TrainConfig, Trainer, TrainingRun
 
 SEED = 3
 
@@ -48,7 +48,7 @@ class Watch(Hook):
         self.losses: list[float] = []
         self.rows: Any = None
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.losses.append(float(result.loss))
 
     def end(self, run: Any) -> None:

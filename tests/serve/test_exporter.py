@@ -22,7 +22,7 @@ from monolith.checkpoint import Checkpointer, Saver, TablesPart, read_chain
 from monolith.checkpoint.offline.reading import SavedTables
 from monolith.errors import ConfigError, CorruptFileError, ExportError, FileMissingError
 from monolith.run.config import ExportConfig
-from monolith.run.servables import how_to_export, task_exporter
+from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve import Predictor
 from monolith.serve import exporter as exporting
 from monolith.serve.export_tables import ExpiredRows, export_table, saved_history

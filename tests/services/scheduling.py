@@ -13,8 +13,8 @@ import pytest
 TOGETHER = {
     "Ray": (  # and a ZooKeeper
         "tests/cluster/launch/test_ray.py",
-        "tests/cli/test_launching.py",
-        "tests/cli/test_rank_training.py",
+        "tests/runtime/test_launch.py",
+        "tests/runtime/test_rank_processes.py",
         "tests/contracts/test_discovery.py",
         "tests/cluster/test_ray_discovery.py",
         "tests/cluster/test_ray_connection.py",

@@ -12,6 +12,7 @@ from services.emulated_cuda import EmulatedDevice
 from torch import Tensor
 
 from monolith.cuda import Kernels
+from monolith.cuda.kernels import Headers
 
 
 class SlowEvent:
@@ -114,5 +115,5 @@ class SlowDevice:
         self.pinned_sizes.append(shape[0])
         return torch.empty(shape, dtype=dtype)
 
-    def kernels(self, source: str, name: str) -> Kernels:
-        return EmulatedDevice(holds_all=True).kernels(source, name)
+    def kernels(self, source: str, name: str, headers: Headers = ()) -> Kernels:
+        return EmulatedDevice(holds_all=True).kernels(source, name, headers)

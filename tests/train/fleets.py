@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from monolith.checkpoint import Checkpointer, Saver
 from monolith.cluster import MemoryDiscovery
 from monolith.data import DriftConfig, DriftingStream, FileSource, Pipeline, Records, ShuffleConfig, Stream
-from monolith.data.files.work_queue import SharedFileQueue
+from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.records import BatchSpec
 from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher

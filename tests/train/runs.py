@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from monolith.feature import Batch, FeatureIds
-from monolith.train.hook import Hook, Run, StepResult, drive
+from monolith.train.hook import Hook, StepResult, TrainingRun, drive
 
 
 class FakeRun:
@@ -85,10 +85,10 @@ class At(Hook):
         self.call = call
         self.before = before
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         if self.before and run.step + 1 == self.step:
             self.call()
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if not self.before and run.step == self.step:
             self.call()

@@ -12,7 +12,7 @@ from torch import nn
 from train.tasks import Clicks
 
 from monolith.feature import Batch
-from monolith.train import Hook, Mode, Outputs, Run, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Mode, Outputs, StepResult, TrainConfig, Trainer, TrainingRun
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Watch(Hook):
         self.losses: list[float] = []
         self.lookups: list[int] = []
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.losses.append(float(result.loss))
 
     def end(self, run: Any) -> None:

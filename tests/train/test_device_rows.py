@@ -20,7 +20,7 @@ from monolith.train import TrainConfig, Trainer
 from monolith.train.accelerator import Cpu
 from monolith.train.device_rows import store_maker
 from monolith.train.fleet.peers import FleetPeers
-from monolith.train.hook import Hook, Run
+from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks import SaveConfig
 from monolith.train.peers import Alone
 
@@ -56,7 +56,7 @@ class Rows(Hook):
         self.far = 0
         """Rows of tables on a device that are in host memory."""
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         module: Any = run.model
         store = module.embeddings.store
         self.found = rows_of(module)

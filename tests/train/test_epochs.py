@@ -19,7 +19,7 @@ from monolith.data.records import concat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
-from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
 
 RECORDS = 48
 
@@ -51,7 +51,7 @@ class Read(Hook):
         self.times: list[int] = []
         self._fail_at = fail_at
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.times += result.batch.ids["item"].flat_values.tolist()
         if result.step == self._fail_at:
             raise RuntimeError("as if it were killed")

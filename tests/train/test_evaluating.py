@@ -25,11 +25,11 @@ from monolith.train import (
     LocalRun,
     Mode,
     Outputs,
-    Run,
     SaveConfig,
     StepResult,
     TrainConfig,
     Trainer,
+    TrainingRun,
     TrainReport,
 )
 from monolith.train.evaluating import BestSoFar, EvaluateHook
@@ -50,7 +50,7 @@ class Fail(Hook):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if result.step == self._step:
             raise RuntimeError("as if it were killed")
 
@@ -72,7 +72,7 @@ class _Tell(Hook):
     def __init__(self, step: list[int]) -> None:
         self._step = step
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._step[0] = result.step
 
 
@@ -130,7 +130,7 @@ def test_a_run_is_evaluated_by_the_clock(tmp_path: Path) -> None:
     made: list[EvaluateHook] = []
 
     class Tick(Hook):
-        def before_step(self, run: Run) -> None:  # noqa: ARG002
+        def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
             now[0] += 60
 
     def hooks(run: LocalRun) -> list[Hook]:
@@ -176,7 +176,7 @@ def test_an_evaluation_that_is_interrupted_is_left_unfinished(tmp_path: Path) ->
             return super().outputs(model, batch)
 
     class Hand(Hook):
-        def begin(self, run: Run) -> None:
+        def begin(self, run: TrainingRun) -> None:
             task.sessions.append(run)
 
     task = Interrupting()

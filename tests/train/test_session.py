@@ -15,7 +15,7 @@ from monolith.checkpoint.folder.manifest import read_manifest
 from monolith.data import Shard
 from monolith.errors import UnavailableError
 from monolith.feature import Batch
-from monolith.train import Alone, Hook, Outputs, Run, SaveConfig, TrainConfig, Trainer
+from monolith.train import Alone, Hook, Outputs, SaveConfig, TrainConfig, Trainer, TrainingRun
 from monolith.train.hook import StepResult
 from monolith.train.peers import Gathered, Participant, Start, WorkerState
 
@@ -185,7 +185,7 @@ def predicted(task: Counted, **config: Any) -> list[list[float]]:
     """Train for three steps; return the predictions that hooks and metrics are given."""
 
     class Note(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             seen.append(result.predictions["click"].tolist())
 
     seen: list[list[float]] = []
@@ -212,7 +212,7 @@ def test_the_second_pass_can_be_left_out_and_changes_nothing_that_is_trained() -
         task = Counted(dropout=0.5, batch_size=16)
 
         class Note(Hook):
-            def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+            def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
                 losses.setdefault(asked, []).append(float(result.loss))  # noqa: B023
 
         Trainer(task, TrainConfig(steps=3, eval_predictions=asked, seed=3), hooks=[Note()]).train()

@@ -23,12 +23,12 @@ from monolith.train import (
     Hook,
     Mode,
     Outputs,
-    Run,
     SaveConfig,
     StepResult,
     Task,
     TrainConfig,
     Trainer,
+    TrainingRun,
 )
 from monolith.train.skipping import Skipping
 
@@ -41,7 +41,7 @@ class Watch(Hook):
         self.position: Any = None
         self.state: Any = None
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.losses.append(float(result.loss))
 
     def end(self, run: Any) -> None:

@@ -27,11 +27,11 @@ from monolith.train import (
     Mode,
     Outputs,
     RestoreConfig,
-    Run,
     SaveConfig,
     StepResult,
     TrainConfig,
     Trainer,
+    TrainingRun,
     WindowRow,
 )
 
@@ -48,7 +48,7 @@ class Watch(Hook):
         self.rows: Any = None
         self.weights: Any = None
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.steps.append(result.step)
         self.losses.append(float(result.loss))
         self.examples.extend(result.batch.ids["user"].flat_values.tolist())
@@ -63,7 +63,7 @@ class StopAt(Hook):
     def __init__(self, step: int, error: Exception | None = None) -> None:
         self._step, self._error = step, error
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         if result.step == self._step:
             if self._error is not None:
                 raise self._error
@@ -148,7 +148,7 @@ def test_a_run_that_waits_for_data_ends_when_it_is_asked_to(tmp_path: Path) -> N
             quiet.wait(30)
 
     class Speak(Hook):
-        def end(self, run: Run) -> None:  # noqa: ARG002
+        def end(self, run: TrainingRun) -> None:  # noqa: ARG002
             quiet.set()
 
     trainer = Trainer(Live(batches=3), TrainConfig(model_dir=str(tmp_path)), hooks=[Speak()])
@@ -167,7 +167,7 @@ def test_hooks_may_be_made_of_the_run(tmp_path: Path) -> None:
             self._save = run.save
             self._stats = run.session.model.stats
 
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if result.step == 3:
                 saved.append((self._save.trigger_save().result(), self._stats()["user"].rows > 0))
 
@@ -379,7 +379,7 @@ def test_a_wider_model_is_refused_with_a_hint(tmp_path: Path) -> None:
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     class Another(Hook):
-        def after_create(self, run: Run) -> None:
+        def after_create(self, run: TrainingRun) -> None:
             with pytest.raises(ModelDirLockedError, match="writes checkpoints there"):
                 Trainer(TASK, TrainConfig(model_dir=run.model_dir)).train()
 
@@ -485,7 +485,7 @@ def test_expired_rows_are_dropped_as_often_as_asked() -> None:
 
 def test_a_run_that_is_stopped_before_its_first_batch_says_so() -> None:
     class StopsAtOnce(Hook):
-        def before_step(self, run: Run) -> None:
+        def before_step(self, run: TrainingRun) -> None:
             assert isinstance(run, LocalRun)
             run.interrupt("somebody stops it")
 
@@ -504,7 +504,7 @@ def test_dense_weights_are_saved_by_themselves_too(tmp_path: Path) -> None:
 
 def test_the_state_file_of_exempt_checkpoints_is_there_from_the_start(tmp_path: Path) -> None:
     class Look(Hook):
-        def after_create(self, run: Run) -> None:
+        def after_create(self, run: TrainingRun) -> None:
             found = read_monolith_checkpoint(run.model_dir)
             assert found is not None
             assert found.last_checkpoint_save_timestamp is None

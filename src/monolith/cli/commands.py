@@ -78,7 +78,7 @@ class Command:
 
 COMMANDS = {
     "new": Command(NewOptions, "monolith.cli.new_project", positional=True),
-    "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True, retryable_status=os.EX_TEMPFAIL),
+    "train": Command(TrainOptions, "monolith.cli.train", run_flags=True, retryable_status=os.EX_TEMPFAIL),
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate", run_flags=True),
     "evaluate insight": Command(InsightOptions, "monolith.cli.insight", positional=True),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict", run_flags=True),

@@ -104,8 +104,8 @@ def check(options: ConfigCheckOptions) -> int:
         run = read_run(options.file, {}, warn=warnings.append)
         check_run(run)
         if not options.no_data and run.job.task:  # else the task is named when training starts
-            from monolith.cli.task_config import make_task
-            from monolith.run.data_checks import task_problems
+            from monolith.runtime.task_data import task_problems
+            from monolith.runtime.task_setup import make_task
 
             problems = [str(error) for error in task_problems(make_task(run, options.file), run)]
     except ConfigError as error:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.data import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.options.flags import SecurityOptions, guard_of, limits_of, security_of
-from monolith.cli.profile import profiled_by_user
-from monolith.cli.stop_signals import STOP_SIGNALS
-from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
+from monolith.cli.terminal import STOP_SIGNALS
+from monolith.errors import ConfigError
+from monolith.runtime.data_service import dispatcher_answers, show_dispatched, stop_with_chief
+from monolith.runtime.local_profile import profiled_by_user
 
 if TYPE_CHECKING:
     from monolith.cluster.security import Guard
-    from monolith.data.service import Dispatcher
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def data_guard(options: SecurityOptions, bind: str, environ: Mapping[str, str]) 
     Raises:
         ConfigError: Other machines can reach the address and no token was given; or a file cannot be used.
     """
-    from monolith.cli.task_config import say as say_to_person
+    from monolith.cli.terminal import say as say_to_person
     from monolith.cluster.run_token import is_guarded, run_security, user_security, user_token_file
     from monolith.cluster.security import guard_caller
 
@@ -105,18 +105,6 @@ def data_guard(options: SecurityOptions, bind: str, environ: Mapping[str, str]) 
             "processes elsewhere a copy by --token-file (security.token_file of a run)"
         )
     return guard_caller(security)
-
-
-def show_dispatched(running: Dispatcher, stop: threading.Event) -> None:
-    """Show how many records were dispatched, until told to stop."""
-    from monolith.observe import progress
-
-    known = 0
-    with progress("Data dispatched", unit="records") as bar:
-        while not stop.wait(1.0):
-            records = running.status()["records"]
-            bar.advance(records - known)
-            known = records
 
 
 def worker(options: DataWorkerOptions) -> int:
@@ -167,48 +155,6 @@ def dispatcher_address(options: DataWorkerOptions, open_things: ExitStack) -> Ca
         )
     address = options.dispatcher or dispatcher_from_environment(os.environ)
     return lambda: address
-
-
-def dispatcher_answers(where: Callable[[], str], patience: timedelta, stop: threading.Event) -> bool:
-    """Wait until the dispatcher is found and its port is open; return False when told to stop before.
-
-    Raises:
-        DeadlineExceededError: That took longer than there was patience. Says what was found last.
-    """
-    from monolith.cluster.addresses import Address, connect_error
-    from monolith.cluster.waiting import poll
-    from monolith.observe import progress
-
-    last = ""
-
-    def ask() -> bool | None:
-        nonlocal last
-        if stop.is_set():
-            return False
-        bar.advance(0)
-        try:
-            address = where()
-            error = connect_error(Address.parse(address), timedelta(seconds=1))
-            found = f"at {address}: {error}" if error else ""
-        except RetryableError as unknown:
-            found = str(unknown)
-        if found not in ("", last):
-            _log.info("waiting for the dispatcher: %s", found)
-        last = found
-        return None if found else True
-
-    def sleep(seconds: float) -> None:
-        stop.wait(seconds)
-        bar.advance(seconds)
-
-    with progress("Waiting for the dispatcher", total=patience.total_seconds(), unit="s") as bar:
-        answers = poll(ask, timeout=patience, every=_LOOK_AGAIN, sleep=sleep)
-    if answers is None:
-        raise DeadlineExceededError(
-            f"data worker: waited {patience.total_seconds():g} s for the dispatcher: {last}. "
-            "Start it, or see its log; --patience waits longer."
-        )
-    return answers
 
 
 def reachable_host(host: str, advertise: str | None) -> str:
@@ -269,18 +215,3 @@ def told_to_stop(
             signal.signal(number, handler)
         notes.put(None)
         waiting.join()
-
-
-def stop_with_chief(
-    stop: threading.Event,
-    environ: Mapping[str, str],
-    check: Callable[[str, int, timedelta], bool] | None = None,
-) -> None:
-    """Set an event when the chief is gone, if MLP started this process to help it: nobody else ends it."""
-    from monolith.cluster import MLPEnv, check_port
-
-    env = MLPEnv(environ)
-    if not env.available or env.role in ("", "WORKER", "PS") or env.get_host("worker", 0) is None:
-        return
-    options = {"leave": lambda _: stop.set(), "check": check or check_port, "sleep": stop.wait}
-    threading.Thread(target=env.join, kwargs=options, name="mlp-join", daemon=True).start()

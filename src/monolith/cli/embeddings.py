@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from monolith.cli.evaluation import ReadingBar, settled
 from monolith.cli.options.jobs import EmbeddingsOptions
-from monolith.cli.task_config import load_reading, say
+from monolith.cli.task_config import load_reading
+from monolith.cli.terminal import say
 from monolith.data import Records, Stream, format_of
 from monolith.errors import ConfigError, MissingExtraError
 from monolith.feature import Batch, ColumnKind, IdFeature

@@ -24,8 +24,8 @@ from monolith.checkpoint import checkpoint_exists, named_checkpoint, read_best, 
 from monolith.cli.following import follow
 from monolith.cli.options.jobs import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
-from monolith.cli.profile import profiled_by_user
-from monolith.cli.task_config import load_reading, say
+from monolith.cli.task_config import load_reading
+from monolith.cli.terminal import say
 from monolith.data import (
     Format,
     Records,
@@ -38,6 +38,7 @@ from monolith.data.records import LABEL, LINE_ID, known_columns
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import Batch
 from monolith.observe import Progress, progress
+from monolith.runtime.local_profile import profiled_by_user
 from monolith.tensors import RaggedTensor
 from monolith.train import Mode, Task, TrainConfig, Trainer
 from monolith.train.keeping import newest_checkpoint

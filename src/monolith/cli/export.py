@@ -15,13 +15,14 @@ from monolith import filesystem
 from monolith.cli.evaluation import settled
 from monolith.cli.options.export import ExportOptions
 from monolith.cli.options.train import EvaluateOptions
-from monolith.cli.task_config import load_reading_run, say, train_options, warn
+from monolith.cli.task_config import load_reading_run, train_options
+from monolith.cli.terminal import say, warn
 from monolith.errors import ConfigError
 from monolith.observe import Progress, progress
 from monolith.observe.progress import describe_bytes
 from monolith.run import RunConfig
 from monolith.run.config import ExportConfig, RowCoding
-from monolith.run.servables import export_folder, how_to_export, task_exporter
+from monolith.runtime.export import export_folder, how_to_export, task_exporter
 from monolith.serve.exporter import ExportedServable
 from monolith.serve.python_module import OwnModule
 from monolith.train import Task

@@ -13,8 +13,7 @@ from typing import Protocol, Self
 
 from monolith.checkpoint import checkpoint_exists
 from monolith.cli.options.train import EvaluateOptions
-from monolith.cli.stop_signals import StopSignals
-from monolith.cli.task_config import say
+from monolith.cli.terminal import StopSignals, say
 from monolith.config import parse_duration
 from monolith.data import Stream
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RestoreError

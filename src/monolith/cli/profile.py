@@ -9,23 +9,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monolith import filesystem
 from monolith.cli.options.jobs import ProfileOptions
-from monolith.cluster.local_jobs import GivenUp, LocalProcess, ask_process, listening, local_processes
+from monolith.cluster.local_jobs import LocalProcess, ask_process, local_processes
 from monolith.cluster.security import SecurityConfig
 from monolith.cluster.status import ProcessStatus
-from monolith.errors import ConfigError, MonolithError, RequestError, UnavailableError
+from monolith.errors import ConfigError, MonolithError, UnavailableError
+from monolith.runtime.local_profile import absolute_folder
 
 if TYPE_CHECKING:
-    from monolith.train.hooks.profiling import Tracer
+    pass
 
 MOST_AT_A_TIME = 64
 _WRITE_SECONDS = 120.0
@@ -33,65 +32,6 @@ _WRITE_SECONDS = 120.0
 _SHOWN_THREADS = 5
 _IDLE = 0.005
 """A thread below this share of a core only waits."""
-
-
-# The process that is profiled
-
-
-def profiled_by_user(
-    process: str,
-    environ: Mapping[str, str],
-    *,
-    name: str = "",
-    model_dir: str = "",
-    serves: Sequence[str | Path] = (),
-    make: Callable[[], Tracer] | None = None,
-) -> AbstractContextManager[None]:
-    """Let the user of this process profile it while the block lasts.
-
-    Args:
-        process: What this process is in its job, such as worker-0.
-        make: Makes what records the traces, when the first one is asked for.
-    """
-    tracers: list[Tracer] = []
-
-    def answer(request: Mapping[str, Any], given_up: GivenUp) -> Mapping[str, Any]:
-        if request.get("do") != "profile":
-            raise RequestError(
-                f"a process can be asked to describe or profile itself, not {request.get('do')!r}"
-            )
-        if not tracers:
-            tracers.append(_tracer(process) if make is None else make())
-        return (
-            tracers[0]
-            .trace(
-                steps=int(request.get("steps", 0)),
-                seconds=float(request.get("seconds", 10.0)),
-                folder=str(request.get("folder", "")),
-                given_up=given_up,
-            )
-            .to_dict()
-        )
-
-    about = LocalProcess(
-        pid=os.getpid(),
-        process=process,
-        name=name,
-        folder=_absolute(model_dir),
-        serves=tuple(_absolute(str(folder)) for folder in serves),
-        started=time.time(),
-    )
-    return listening(about, answer, environ)
-
-
-def _tracer(process: str) -> Tracer:
-    from monolith.train.hooks.profiling import Tracer  # which needs torch
-
-    return Tracer("", process.replace("-", "_"))
-
-
-def _absolute(folder: str) -> str:
-    return folder if "://" in folder or not folder else str(Path(folder).resolve())
 
 
 # The caller
@@ -169,7 +109,7 @@ def job_of(here: Sequence[LocalProcess], wanted: str) -> list[LocalProcess]:
         if not (found := [one for one in here if one.pid == int(wanted)]):
             raise ConfigError(f"profile: {_why_not(int(wanted))} {_listed(here)}")
         return found
-    folder = _absolute(wanted)
+    folder = absolute_folder(wanted)
     found = [one for one in here if folder == one.folder or folder in one.serves]
     found = found or [one for one in here if wanted in (one.name, Path(one.folder).name)]
     if len({_job(one) for one in found}) > 1:
@@ -236,12 +176,12 @@ def ask_local(
     one: LocalProcess, label: str, options: ProfileOptions, environ: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the profile of a process on this machine, or why there is none."""
-    folder = filesystem.join(one.folder, "profile") if one.folder else _absolute("profile")
+    folder = filesystem.join(one.folder, "profile") if one.folder else absolute_folder("profile")
     request = {
         "do": "profile",
         "seconds": options.seconds,
         "steps": options.steps,
-        "folder": folder if options.to is None else _absolute(str(options.to)),
+        "folder": folder if options.to is None else absolute_folder(str(options.to)),
     }
     try:
         found = ask_process(one.pid, request, environ, timeout=options.seconds + _WRITE_SECONDS)

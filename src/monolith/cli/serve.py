@@ -23,12 +23,12 @@ from typing import Any
 from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.flags import SecurityOptions, guard_of, security_of
 from monolith.cli.options.serve import ServeOptions
-from monolith.cli.profile import profiled_by_user
 from monolith.cli.serve_shards import follow_config, remote_rows, serve_rows, trainer_of
 from monolith.cluster.launch.processes import Member, launch
 from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import ClockWatch
+from monolith.runtime.local_profile import profiled_by_user
 from monolith.serve.server import (
     BatchingConfig,
     InferenceServer,

@@ -6,63 +6,20 @@ A process that was launched by another hands it over marked, in a line of its ou
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.train import TrainOptions
 from monolith.observe.progress import describe_rate, describe_seconds
+from monolith.runtime.launch import MARK
 from monolith.train.evaluate_config import LOSS, headlines
 from monolith.train.hook import DATA_ENDED
 from monolith.train.lost import describe_uncounted
 
 if TYPE_CHECKING:
-    from monolith.train import Task, TrainConfig, TrainReport
-
-MARK = "MONOLITH_REPORT_MARK"
-"""The variable with the word that a report begins with, for who launched the process that writes it."""
-
-
-def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, Any]:
-    """Return what a run did, as JSON can hold it. Its speed is that of training, without what came before the
-    first step, saves and evaluations."""
-    training = report.seconds - report.start_seconds - report.save_seconds - report.evaluate_seconds
-    return {
-        "task": task.name,
-        "model_dir": config.model_dir or None,
-        "step": report.step,
-        "steps": report.steps,
-        "examples": report.examples,
-        "skipped_batches": report.skipped,
-        "bad_records": dict(report.bad_records),
-        "dense_staleness": report.dense_staleness,
-        "seconds": round(report.seconds, 3),
-        "start_seconds": round(report.start_seconds, 3),
-        "save_seconds": round(report.save_seconds, 3),
-        "evaluate_seconds": round(report.evaluate_seconds, 3),
-        "examples_per_s": round(report.examples / training if training > 0 else 0.0, 1),
-        "loss": None if math.isnan(report.loss) else report.loss,
-        "stop_reason": report.stop_reason,
-        "finished": report.finished,
-        "restored_from": report.restored_from,
-        "checkpoint": report.checkpoint,
-        "save_trouble": report.save_trouble,
-        "refused": dict(report.refused),
-        "overdue": dict(report.overdue),
-        "lost_servers": [asdict(one) for one in report.lost.servers],
-        "lost_workers": [asdict(one) for one in report.lost.workers],
-        "metrics": {
-            name: None if math.isnan(rows[-1].value) else rows[-1].value
-            for name, rows in report.windows.items()
-            if rows
-        },
-        "evaluations": report.evaluations,
-        "evaluation": None if report.evaluation is None else report.evaluation.to_json(),
-        "best": None if report.best is None else asdict(report.best),
-    }
+    pass
 
 
 def write_report(report: Mapping[str, Any], options: TrainOptions, environ: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from monolith.cuda.kernels import CudaKernels, Kernels
+from monolith.cuda.kernels import CudaKernels, Headers, Kernels
 from monolith.errors import AcceleratorError
 
 
@@ -94,12 +94,13 @@ class Device(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a CPU tensor, not filled, that copies to and from the device need not wait for."""
 
-    def kernels(self, source: str, name: str) -> Kernels:
+    def kernels(self, source: str, name: str, headers: Headers = ()) -> Kernels:
         """Return the kernels of a source, compiled once in a process.
 
         Args:
             source: CUDA C++, with `extern "C"` kernels.
             name: Of the source, for messages.
+            headers: The files that it includes; see `headers_of`.
 
         Raises:
             AcceleratorError: There is no compiler, or the source does not compile.
@@ -213,8 +214,8 @@ class CudaDevice:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def kernels(self, source: str, name: str) -> Kernels:
-        return _kernels(source, name, self.torch_device)
+    def kernels(self, source: str, name: str, headers: Headers = ()) -> Kernels:
+        return _kernels(source, name, headers, self.torch_device)
 
 
 def device_of(device: torch.device | Device | None) -> Device:
@@ -227,6 +228,6 @@ def device_of(device: torch.device | Device | None) -> Device:
 
 
 @functools.cache
-def _kernels(source: str, name: str, device: torch.device) -> CudaKernels:
-    """Return what was made of a source: once in a process, since tables of equal rows share it."""
-    return CudaKernels(source, name, device)
+def _kernels(source: str, name: str, headers: Headers, device: torch.device) -> CudaKernels:
+    """Return the compiled kernels of a source: once in a process, since tables of equal rows share them."""
+    return CudaKernels(source, name, device, headers)

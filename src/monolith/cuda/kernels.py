@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,9 +25,13 @@ from monolith.errors import AcceleratorError
 THREADS = 256
 """Threads of a block, where nothing speaks for another number."""
 
+_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 OPTIONS = ("--std=c++17", "--fmad=false", "-default-device")
 """What every source is compiled with: no product is fused with a sum, so that bits are those of the host."""
+
+Headers: TypeAlias = tuple[tuple[str, str], ...]
+"""Name and text of every file that a source includes, directly or not."""
 
 Plain = ctypes._SimpleCData | ctypes.Structure | ctypes.Array  # type: ignore[type-arg]
 Argument = Tensor | Plain | None
@@ -52,15 +58,16 @@ class CudaKernels:
     Args:
         source: CUDA C++, with `extern "C"` kernels.
         name: Of the source, for messages.
+        headers: The files that it includes.
 
     Raises:
         AcceleratorError: There is no CUDA device or no compiler, or the source does not compile.
     """
 
-    def __init__(self, source: str, name: str, device: torch.device) -> None:
+    def __init__(self, source: str, name: str, device: torch.device, headers: Headers = ()) -> None:
         self._device = device
         self._driver = _Driver(device)
-        image = _compiled(source, name, device)
+        image = _compiled(source, name, device, headers)
         self._module = self._driver.load(image)
         self._lock = threading.Lock()
         self._functions: dict[str, ctypes.c_void_p] = {}
@@ -88,6 +95,24 @@ def pack(argument: Argument) -> Plain:
 def pointers_to(packed: Sequence[Plain]) -> ctypes.Array[ctypes.c_void_p]:
     """Return arguments as a launch takes them: by their addresses, good for as long as `packed` lives."""
     return (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one in packed))
+
+
+def headers_of(source: str, folders: Sequence[Traversable], made: Mapping[str, str] | None = None) -> Headers:
+    """Return all files that a source includes by `#include "name"`, directly or not.
+
+    Args:
+        folders: The folders to look in, in this order.
+        made: Files that are on no disk, by name.
+    """
+    found: dict[str, str] = dict(made or {})
+    waiting = [source, *found.values()]
+    while waiting:
+        for name in _INCLUDE.findall(waiting.pop()):
+            if name not in found:
+                file = next(path for folder in folders if (path := folder.joinpath(name)).is_file())
+                found[name] = file.read_text("utf-8")
+                waiting.append(found[name])
+    return tuple(sorted(found.items()))
 
 
 def blocks_for(work: int, *, per_block: int = THREADS) -> int:
@@ -146,21 +171,22 @@ class _Driver:
 # Compiling
 
 
-def _compiled(source: str, name: str, device: torch.device) -> bytes:
+def _compiled(source: str, name: str, device: torch.device, headers: Headers) -> bytes:
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}"
     compiler = KernelCompiler(_nvrtc())
-    about = "\0".join([source, *OPTIONS, architecture, compiler.version])
+    texts = [part for header in headers for part in header]
+    about = "\0".join([source, *texts, *OPTIONS, architecture, compiler.version])
     kept = _cache_folder() / f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}.cubin"
     try:
         return kept.read_bytes()
     except OSError:
-        image = compiler.compile(source, f"{name}.cu", architecture)
+        image = compiler.compile(source, f"{name}.cu", architecture, headers)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        aside = kept.with_suffix(f".{os.getpid()}")
-        aside.write_bytes(image)
-        aside.replace(kept)
+        unfinished = kept.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(image)
+        unfinished.replace(kept)
     except OSError:
         pass  # compiled again next time
     return image
@@ -184,8 +210,8 @@ class KernelCompiler:
         self._check(self._nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = f"{major.value}.{minor.value}"
 
-    def compile(self, source: str, name: str, architecture: str) -> bytes:
-        """Return the image of a source for an architecture, such as sm_90.
+    def compile(self, source: str, name: str, architecture: str, headers: Headers = ()) -> bytes:
+        """Return the image of a source and the files it includes, for an architecture such as sm_90.
 
         Raises:
             AcceleratorError: It does not compile; says what the compiler says.
@@ -193,9 +219,12 @@ class KernelCompiler:
         options = (*OPTIONS, f"--gpu-architecture={architecture}")
         program = ctypes.c_void_p()
         words = (ctypes.c_char_p * len(options))(*(one.encode() for one in options))
+        strings = ctypes.c_char_p * len(headers)
+        names = strings(*(one.encode() for one, _ in headers))
+        texts = strings(*(text.encode() for _, text in headers))
         self._check(
             self._nvrtc.nvrtcCreateProgram(
-                ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+                ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
             )
         )
         try:

@@ -4,7 +4,7 @@ Files, streams and generated logs are sources: they yield records by column and 
 """
 
 from monolith.data.config import DataConfig, DataServiceConfig, DataSplit
-from monolith.data.files.bad_policy import BadRecordPolicy
+from monolith.data.files.bad_records import BadRecordPolicy
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter

@@ -1,8 +1,8 @@
 """Bad values: records that can be read, and that a model must not be trained on.
 
 An event time that is none, before 1970 or beyond what a row can keep; a label that is infinite or not there.
-Such a record is as bad as one that cannot be read: it is left out, counted, and kept by the source for
-whoever looks into it. One of them does not end a run; where they are many, the column is wrong.
+Such a record is as bad as one that cannot be read: it is dropped, counted, and quarantined by the source for
+an operator. One of them does not end a run; many mean that the column is wrong.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BadRecords:
         max_bad: The share of records that may be bad.
         reject: Given them, with their values as JSON.
         what: Is wrong with them, and `advice` what to do, for the error that ends a run.
-        first_empty: Given a column, says where its first empty cell is, as far as somebody knows.
+        first_empty: Returns where the first empty cell of a column is, if known.
         told: Causes that were logged before, by an earlier pass over the same kind of data; grows.
     """
 
@@ -223,7 +223,7 @@ class BadValues:
         return self._bad.leave_out(records, dict(sorted(bad.items())), empty)
 
     def _without_labels(self, records: Records) -> Tensor:
-        """Return a bool per record: whether it has none of its labels, which nobody can be trained on."""
+        """Return a bool per record: whether it has none of its labels, so that no head can train on it."""
         spec = self._spec
         columns = {column for column, _ in spec.labels.values()}
         if not columns or columns & set(spec.optional):
@@ -231,10 +231,10 @@ class BadValues:
         without = torch.ones(len(records), dtype=torch.bool)
         for column, position in spec.labels.values():
             if column not in records.columns:
-                return torch.zeros(len(records), dtype=torch.bool)  # whoever looks for columns says so
+                return torch.zeros(len(records), dtype=torch.bool)  # the check of columns reports it
             numbers = records[column]
             if numbers.dtype is torch.uint8:
-                return torch.zeros(len(records), dtype=torch.bool)  # texts: whoever makes the batch says so
+                return torch.zeros(len(records), dtype=torch.bool)  # texts: the maker of the batch reports it
             labels = numbers.with_flat_values(numbers.flat_values.to(torch.float32))
             without &= labels.to_padded(position + 1, torch.nan)[:, position].isnan()
         return without

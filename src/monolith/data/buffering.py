@@ -105,6 +105,7 @@ class BufferedStage(Stage[Records, Records]):
             raise RestoreError(f"cannot restore a pipeline: stage {self.kind!r} finds {numbers}")
         self._check(numbers)
         cursor = self._read_cursor(position)
+        # The upstream first: if it refuses the position, this stage is unchanged.
         self._source.restore(cursor.source)
         self._here = cursor
         self._set_numbers(numbers)
@@ -216,11 +217,14 @@ class BufferedStage(Stage[Records, Records]):
 
     def _blocks_from(self, here: _Cursor, length: int, taken: int) -> Iterator[Block[_Cursor]]:
         """Yield blocks from a cursor on: to the end of the data, or of the detour if the cursor is in one."""
+        # After a restore the upstream is already there; after an iteration that stopped early it is not.
         if self._source.position() != here.source:
             self._source.restore(here.source)  # it was read further than what was yielded
         before, passed = here, 0
         with closed_after(self._source) as batches:
             for records in batches:
+                # `before` is the last cursor of which the upstream position is known; the batch begins
+                # `passed` records after it. The records before `first` were yielded before a restart.
                 first = max(before.skip - passed, 0)
                 if first < len(records):
                     yield Block(records, self._cursors(before, passed, len(records)), first, length, taken)
@@ -228,6 +232,7 @@ class BufferedStage(Stage[Records, Records]):
                 passed += len(records)
                 if before.detour is not None and passed >= before.detour:
                     return
+                # The base moves only past the skipped records: until then `skip` counts from it.
                 if passed >= before.skip:
                     before, passed = before.within(self._source.position(), 0, passed), 0
         if before.skip or before.detour is not None:

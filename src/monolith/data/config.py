@@ -353,7 +353,7 @@ class DataConfig(Checked):
         """Return the format that `format` names, or else the one that the name of an example tells.
 
         Args:
-            types: Of columns, for a format that would have to guess; who gives them takes lists apart, too.
+            types: Of columns, for a format that would have to guess; then the caller also splits lists.
         """
         from monolith.data.formats import FramedFormat, Framing, format_of
 
@@ -382,9 +382,9 @@ class DataConfig(Checked):
         Raises:
             ConfigError: Messages are read without types; or an option is not for a stream.
         """
-        from monolith.data.files.bad_policy import BadRecordPolicy
+        from monolith.data.files.bad_records import BadRecordPolicy
+        from monolith.data.files.shared_queue import SharedFileQueue
         from monolith.data.files.source import FileSource
-        from monolith.data.files.work_queue import SharedFileQueue
 
         if self.kafka is not None:
             return self._topics(self.kafka, batch_size, types, options)
@@ -449,7 +449,7 @@ class DataServiceConfig(Checked):
     readers: int = 2
     """How many files a data worker of the run reads at the same time."""
     extra_workers: int = 0
-    """How many data workers each worker starts beside itself, on the cores that it leaves idle."""
+    """How many data workers each worker starts on its machine, on the cores that it leaves idle."""
     prefetch: int = 4
     """How many chunks are fetched from the data service ahead of their use."""
     patience: timedelta = timedelta(minutes=5)

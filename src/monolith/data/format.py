@@ -57,7 +57,7 @@ class Format(Protocol):
         Args:
             start: 0, or `next` of a chunk of the same file. The chunk that begins there has the same records
                 whether reading came from before or begins with it.
-            columns: To read; None for all. Those that a file does not have are passed over.
+            columns: To read; None for all. Those that a file does not have are ignored.
 
         Raises:
             CorruptFileError: The file cannot be read any further: torn, truncated, or not of this format.

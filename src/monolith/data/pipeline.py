@@ -14,12 +14,11 @@
     for batch in batches: ...
     saved = batches.position()
 
-Each stage is a source again, and its position as exact as that of the source below. A stage
-that holds records back saves the position from before the oldest of them and how many of
-what follows were delivered; restoring reads these once more and passes over them. So a
-function must make the same of the same record each time. It may see them in other batches.
-What draws, counts or remembers is a transform, whose state is part of the position.
-"""
+Each stage is a source again, with a position as exact as that of its upstream. A stage that buffers records
+saves the position before the oldest of them and how many of the following records were yielded; restoring
+reads these once more and drops them. So a function must make the same of the same record each time; it may
+see records in other batches. A function that draws, counts or remembers must be a transform, whose state is
+part of the position."""
 
 from __future__ import annotations
 
@@ -230,7 +229,7 @@ class ProgressLine:
 
 
 class _Ahead(Stage[Item, Item]):
-    """Reads ahead in a thread, and stands where its consumer stands."""
+    """Reads ahead in a thread; its position is that of its consumer."""
 
     def __init__(self, source: Stream[Item], capacity: int) -> None:
         if capacity < 0:
@@ -238,11 +237,12 @@ class _Ahead(Stage[Item, Item]):
         super().__init__(source)
         self._capacity = capacity
         self._running: Prefetched | None = None
-        self._position: Position | None = None  # None: where the source stands
+        self._position: Position | None = None  # None: that of the source
 
     def __iter__(self) -> Iterator[Item]:
         if self._running is None:
-            # The thread owns the source from here on, so its position is asked for now.
+            # The thread owns the source from here on, so its position is asked for now. From then on the
+            # position travels with each item: asking the source would return how far the thread has read.
             self._position = self._source.position()
             self._running = prefetch(_with_positions(self._source), self._capacity)
         while True:
@@ -253,7 +253,7 @@ class _Ahead(Stage[Item, Item]):
             except BaseException:
                 self._stop()
                 raise
-            yield item  # who stops here finds what was read ahead when coming back
+            yield item  # a consumer that stops here resumes with what was read ahead
             if self._running is None:
                 raise DataError("pipeline: restored or closed while it was being read")
         self._running = None
@@ -281,7 +281,7 @@ class _Ahead(Stage[Item, Item]):
         if self._running is not None:
             self._running.close()
             self._running = None
-            # What was read ahead is dropped, and read again by whoever iterates next.
+            # What was read ahead is dropped; the next iteration reads it again.
             assert self._position is not None
             self._source.restore(self._position)
 

@@ -52,7 +52,7 @@ class Records:
     columns: Mapping[str, RaggedTensor]
     """By name: int64 or float32 of ragged rank 1, or strings: uint8 of ragged rank 2."""
     shared: frozenset[str] = field(default_factory=frozenset)
-    """Columns of a single row that stands for every record."""
+    """Columns of a single row that is shared by every record."""
     complete: bool = False
     """Whether a column that is not here is not in the data at all, as in a table; where each record brings
     columns of its own, it may be in the next ones."""
@@ -132,7 +132,7 @@ class Records:
         )
 
     def select(self, names: Iterable[str]) -> Records:
-        """Return the same records with these columns only; those that are not there are passed over."""
+        """Return the same records with these columns only; missing ones are skipped."""
         wanted = [name for name in names if name in self.columns]
         return Records(
             self.size,
@@ -357,7 +357,7 @@ def make_batch(records: Records, spec: BatchSpec | FeatureSpec) -> Batch:
 
 
 class ColumnCheck:
-    """Looks whether a stream of records has the columns that somebody needs.
+    """Checks that a stream of records has the required columns.
 
     A table lacks a column or has it: its first records say so. Where each record brings columns of its own,
     as a tf.Example does, a column counts as missing when none of the first `PATIENCE` records has it.
@@ -426,7 +426,7 @@ class BatchMaker:
         self._check = _check_of(spec)
         self._resumed = resumed
         self._untimed = 0 if spec.event_time == REQ_TIME and REQ_TIME not in spec.optional else None
-        """Records without an event time so far; None when nobody need know any more."""
+        """Records without an event time so far; None once the check is over."""
 
     def __call__(self, records: Records) -> Batch:
         if records.complete:

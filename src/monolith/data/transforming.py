@@ -1,8 +1,8 @@
-"""Transforms as a stage of a pipeline: records have numbers, and what is remembered is in the position.
+"""Transforms as a stage of a pipeline: records have numbers, and the state of transforms is in the position.
 
-What a transform decides by, decides what a position must hold:
+What a transform decides by determines what a position must contain:
 
-    what is in a record        nothing: the stage stands where its source stands
+    what is in a record        nothing: the position is that of the source
     the number of a record     the number of the next one
     what it saw before         that, and what it remembers: a snapshot now and then, and the records since
 
@@ -83,7 +83,7 @@ class Transformed(Stage[Records, Records]):
         self._transform = Compose(transforms)
         self._remembers = [one for one in transforms if isinstance(one, Stateful)]
         self._number = 0
-        self._base: _Snapshot | None = None  # None: nobody has asked yet
+        self._base: _Snapshot | None = None  # None: not asked for yet
         self._since = 0  # records after the base that were transformed and delivered
         self._again = 0  # of these, those that are to be transformed again
         self._torn = False  # a transform failed halfway
@@ -107,6 +107,8 @@ class Transformed(Stage[Records, Records]):
     def _pass(self, records: Records) -> Records:
         """Transform a batch of the source; return what is made of those that were not delivered before."""
         again = min(self._again, len(records))
+        # If a transform raises halfway, its state has seen some records of this batch and not others. The
+        # next iteration then restores the last snapshot, and transforms the records since once more.
         self._torn = True
         if again:
             self._applied(records.slice(0, again))
@@ -205,7 +207,7 @@ class Transformed(Stage[Records, Records]):
         return _Snapshot(self._source.position(), self._number, self._state())
 
     def _state(self) -> dict[str, Any] | None:
-        """Return a copy of what is remembered, which nobody changes."""
+        """Return a copy of the state, which never changes."""
         if not self._remembers:
             return None
         state = self._transform.state()

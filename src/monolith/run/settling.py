@@ -7,10 +7,10 @@ from dataclasses import replace
 from monolith.run.config import RunConfig
 from monolith.train.config import TrainConfig
 
-CONFIG_TASK = "monolith.run.config_task:ConfigTask"
+CONFIG_TASK = "monolith.runtime.config_task:ConfigTask"
 """The task of a run that has a model in its config, and no task."""
 
-RETRIEVAL_TASK = "monolith.run.config_task:ConfigRetrievalTask"
+RETRIEVAL_TASK = "monolith.runtime.config_task:ConfigRetrievalTask"
 """The task of such a run whose model retrieves."""
 
 

@@ -10,7 +10,7 @@ from monolith.train.fleet.joining import join_fleet
 from monolith.train.fleet.parameter_server import serve_parameters
 from monolith.train.fleet.peers import FleetPeers
 from monolith.train.following import FollowConfig, Follower
-from monolith.train.hook import Hook, Run, StepResult, drive
+from monolith.train.hook import Hook, StepResult, TrainingRun, drive
 from monolith.train.hooks import AlertConfig, DailyHours, SaveConfig
 from monolith.train.lane import Lane
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
@@ -50,7 +50,6 @@ __all__ = [
     "PublishPlan",
     "RestoreConfig",
     "RetrievalTask",
-    "Run",
     "SaveConfig",
     "ScheduleConfig",
     "Session",
@@ -59,6 +58,7 @@ __all__ = [
     "TrainConfig",
     "TrainReport",
     "Trainer",
+    "TrainingRun",
     "WindowRow",
     "Windowed",
     "drive",

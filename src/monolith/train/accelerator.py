@@ -22,7 +22,7 @@ from torch import nn
 from monolith.cuda import CudaDevice, Device
 from monolith.errors import ConfigError
 from monolith.model import EmbeddingCollection
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 
 AcceleratorName = Literal["cpu", "cuda", "xla"]
 
@@ -170,7 +170,7 @@ class AcceleratorHook(Hook):
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._accelerator.after_step()
 
 

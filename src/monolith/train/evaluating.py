@@ -30,7 +30,7 @@ from monolith.feature import Batch
 from monolith.train.evaluate_config import HEADLINES, LOSS, EvaluateConfig
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.model import Model
 from monolith.train.own_random import OwnRandom
@@ -239,7 +239,7 @@ class KeepsBest(Protocol):
     def named_best(self) -> BestCheckpoint | None:
         """Return which checkpoint the folder names as the best."""
 
-    def keep_best(self, run: Run, step: int, metric: str, value: float) -> None:
+    def keep_best(self, run: TrainingRun, step: int, metric: str, value: float) -> None:
         """Save the model as it stands at a step, and name it the best once it is on disk."""
 
     def name_best(self, step: int, metric: str, value: float) -> None:
@@ -293,7 +293,7 @@ class EvaluateHook(Hook):
                 "evaluate: every_epochs counts passes over the data; set train.epochs, or every_steps instead"
             )
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if self._every is not None:
             self._every.begin(run.step)
         self._passes_at_last = self._passes()
@@ -305,7 +305,7 @@ class EvaluateHook(Hook):
         if self.best.gives_up:
             run.request_stop(self._why_early())
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         crossed = self._every is not None and self._every.crossed(run.step)
         if self._config.every_epochs is not None:
             each = self._config.every_epochs
@@ -318,7 +318,7 @@ class EvaluateHook(Hook):
         read = self._session.fraction_read()
         return 0.0 if read is None else read * self._epochs + _ROUNDING
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         if self._config.at_end and not run.interrupted and self.best.last_step != run.step:
             self._evaluate(run)
 
@@ -326,7 +326,7 @@ class EvaluateHook(Hook):
         if self._log is not None:
             self._log.close()
 
-    def _evaluate(self, run: Run) -> None:
+    def _evaluate(self, run: TrainingRun) -> None:
         with self._session.standing_still():
             found = self._measure(run)
             if found is None:
@@ -354,7 +354,7 @@ class EvaluateHook(Hook):
             run.request_stop(self._why_early())
         self._wait()  # what it took is not counted against the next
 
-    def _measure(self, run: Run) -> Evaluation | None:
+    def _measure(self, run: TrainingRun) -> Evaluation | None:
         """Return what the model is worth as it stands; None where the run was interrupted meanwhile."""
         began, session = self._clock(), self._session
 

@@ -30,7 +30,7 @@ from monolith.data.source import Position
 from monolith.errors import CorruptFileError, RestoreError
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks import (
     AlertHook,
     ForceDumpHook,
@@ -215,7 +215,7 @@ class Keeper:
         saver.recover()
         return saver
 
-    def look(self, run: Run) -> None:
+    def look(self, run: TrainingRun) -> None:
         """Save if it is time to, or somebody waits for it, where no step is taken that would."""
         assert self.save is not None
         self.commit()
@@ -226,7 +226,7 @@ class Keeper:
         """Return which checkpoint the folder names as the best."""
         return read_best(self._config.model_dir)
 
-    def keep_best(self, run: Run, step: int, metric: str, value: float) -> None:
+    def keep_best(self, run: TrainingRun, step: int, metric: str, value: float) -> None:
         """Save the model as it stands at a step, and name it the best once it is on disk."""
         assert self.save is not None
         self.save.wait()
@@ -314,8 +314,8 @@ class _CommitHook(Hook):
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._keeper.commit()
 
-    def end(self, run: Run) -> None:  # noqa: ARG002
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         self._keeper.end()

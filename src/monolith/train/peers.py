@@ -42,7 +42,7 @@ from monolith.model import Together, WeightOptimizer
 from monolith.store import LocalStore, MakeStore
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
-from monolith.train.hook import Run
+from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
@@ -331,10 +331,10 @@ class Peers(Protocol):
             look: Called every second meanwhile: it may be time to save.
         """
 
-    def leaves_work(self, run: Run) -> bool:
+    def leaves_work(self, run: TrainingRun) -> bool:
         """Whether this process is told to stop, and the others are to go on with what it has not done."""
 
-    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:
+    def gather(self, me: Participant, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:
         """Wait, as the one that leads, until the others have no more to do; None where another leads.
 
         Args:
@@ -342,7 +342,7 @@ class Peers(Protocol):
             look: Called every second meanwhile: it may be time to save.
         """
 
-    def leave(self, run: Run, state: WorkerState) -> bool:
+    def leave(self, run: TrainingRun, state: WorkerState) -> bool:
         """End this process's part; the last thing of all, since the others may be gone after it.
 
         Returns:
@@ -466,13 +466,13 @@ class Alone:
     def wait_for_more(self, me: Participant, look: Callable[[], None]) -> bool:  # noqa: ARG002
         return False
 
-    def leaves_work(self, run: Run) -> bool:  # noqa: ARG002
+    def leaves_work(self, run: TrainingRun) -> bool:  # noqa: ARG002
         return False
 
-    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+    def gather(self, me: Participant, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
         return Gathered(step=me.step)
 
-    def leave(self, run: Run, state: WorkerState) -> bool:  # noqa: ARG002
+    def leave(self, run: TrainingRun, state: WorkerState) -> bool:  # noqa: ARG002
         return False
 
     def fail(self, error: BaseException | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from monolith.train.evaluation_log import Evaluation
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.lost import Lost
 from monolith.train.metrics.metric_set import WindowRow
 
@@ -92,11 +92,11 @@ class FirstAndLastSteps(Hook):
         """By `time.monotonic`; None before there was one."""
         self._losses: deque[Tensor] = deque(maxlen=LOSS_STEPS)
 
-    def before_step(self, run: Run) -> None:  # noqa: ARG002
+    def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
         if self.first_at is None:
             self.first_at = time.monotonic()
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._losses.append(result.loss.detach())
 
     def loss(self) -> float:

@@ -33,7 +33,7 @@ from monolith.sync.messages import LearnedUpTo
 from monolith.train.config import TrainConfig
 from monolith.train.every import Every
 from monolith.train.expiring import RowExpiry
-from monolith.train.hook import Run, StepResult
+from monolith.train.hook import StepResult, TrainingRun
 from monolith.train.lane import Lane, Silence
 from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
@@ -317,7 +317,7 @@ class Session:
             self._restored_examples = self.examples - start.back.examples
             self._restored_skipped = self.skipped - start.back.skipped
 
-    def meet(self, run: Run) -> bool:
+    def meet(self, run: TrainingRun) -> bool:
         """Halt, stop or fail as the others do, between two steps; return whether all stop here."""
         reason = self._meet()
         if (safe := self._peers.safe()) is not None:
@@ -355,7 +355,7 @@ class Session:
         """Go on from what was dealt to this process, before another step is taken."""
         self._position, self._moves = position, True
 
-    def wait_for_more(self, run: Run, look: Callable[[], None]) -> bool:
+    def wait_for_more(self, run: TrainingRun, look: Callable[[], None]) -> bool:
         """Do what is to be done where a step found nothing; return whether another may.
 
         Args:
@@ -425,7 +425,7 @@ class Session:
         self.examples = self._skipping.batches = 0
         self._restored_examples = self._restored_skipped = 0
 
-    def gather(self, run: Run, look: Callable[[], None]) -> None:
+    def gather(self, run: TrainingRun, look: Callable[[], None]) -> None:
         """Wait for the others, where this process leads: it has no more to do.
 
         Args:
@@ -436,7 +436,7 @@ class Session:
         if gathered is not None:
             self._take_in(gathered)
 
-    def leave(self, run: Run) -> None:
+    def leave(self, run: TrainingRun) -> None:
         """End this process's part, when all is done and saved; or where others go on with it."""
         if self._handing is not None and self._peers.leaves_work(run):
             self._handing.interrupt()

@@ -130,7 +130,12 @@ def _find(name: str) -> Any:
     return found
 
 
+MOVED = {"monolith.run.config_task": "monolith.runtime.config_task"}
+"""Modules of tasks that run manifests and scripts written by an earlier release name."""
+
+
 def _import(module: str) -> ModuleType:
+    module = MOVED.get(module, module)
     _look_in("")
     try:
         return importlib.import_module(module)

@@ -49,7 +49,7 @@ from monolith.train.config import TrainConfig
 from monolith.train.device_rows import holding, store_maker
 from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
 from monolith.train.evaluation_log import EvaluationLog
-from monolith.train.hook import Hook, Run, StepResult, drive
+from monolith.train.hook import Hook, StepResult, TrainingRun, drive
 from monolith.train.hooks import (
     FeatureDump,
     FeatureInsightHook,
@@ -705,10 +705,10 @@ class _SessionHook(Hook):
         self._began = began
         self._first_step = 0
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._first_step = run.step
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         self._session.metrics.update(result.predictions, result.batch)
         config = self._config
         if config.steps is not None and run.step - self._first_step >= config.steps:
@@ -718,7 +718,7 @@ class _SessionHook(Hook):
         if config.max_time is not None and time.monotonic() - self._began >= config.max_time.total_seconds():
             run.request_stop(f"max_time of {config.max_time} was reached")
 
-    def end(self, run: Run) -> None:  # noqa: ARG002
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         self._session.drain()
         self._session.metrics.end()
 
@@ -730,16 +730,16 @@ class _PeersHook(Hook):
         self._session = session
         self._keeper = keeper
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         if not self._session.in_step:
             self._session.meet(run)
         if self._session.save_wanted:
             self._look(run)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         self._session.gather(run, lambda: self._look(run))
 
-    def _look(self, run: Run) -> None:
+    def _look(self, run: TrainingRun) -> None:
         if self._keeper is not None:
             self._keeper.look(run)
 
@@ -752,7 +752,7 @@ class _LeaveHook(Hook):
         self._peers = peers
         self._left = False
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         self._session.leave(run)
         self._left = True
 

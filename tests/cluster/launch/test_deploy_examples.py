@@ -10,12 +10,13 @@ import pytest
 import yaml
 
 from monolith.cli.commands import COMMANDS
-from monolith.cli.launching import check
 from monolith.cli.main import parse_options, split_command
 from monolith.cli.run_settings import run_of
 from monolith.cluster.launch.ray import RayPlacement
 from monolith.run import load_run_config, read_run, refused
 from monolith.run.runtime import place
+from monolith.runtime.context import Launch
+from monolith.runtime.launch import check_launch
 
 DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
 MANIFEST = DEPLOY / "kubernetes" / "parameter-servers.yaml"
@@ -164,7 +165,10 @@ def test_each_command_line_is_one_that_can_be_given(where):
     name, flags = split_command(words)
     options = parse_options(name, flags, words)
     if name == "train" and options.launch is not None:
-        check(options, run_of(options, {}, {"discovery.kind": "ray"}))
+        check_launch(
+            run_of(options, {}, {"discovery.kind": "ray"}),
+            Launch(kind=options.launch, flags=options.run_flags),
+        )
 
 
 @pytest.mark.parametrize("role", ["ps", "worker"])

@@ -217,7 +217,7 @@ def test_a_last_line_without_a_line_break_is_said_once(
         assert read(logs.source(stop_after=90, batch_size=8)) == [[1]]
     assert [one.getMessage() for one in caplog.records] == [
         f"file source: the last line of {tmp_path}/a.csv, at byte 13, has no line break at its end, so it is "
-        "not read: somebody may be writing it. End the file with a line break."
+        "not read: it may be incomplete. End the file with a line break."
     ]
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from data.files.chunked import Chunks, SplitChunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.data import BadRecord, Chunk, Format, Position, RecordWriter
-from monolith.data.files.bad_policy import BadRecordPolicy
+from monolith.data import Format, Position
+from monolith.data.files.bad_records import BadRecordPolicy
 from monolith.data.files.pieces import FEW_OPEN, MOST_OPEN
 from monolith.data.files.source import FileSource
 from monolith.data.formats.csv import CsvFormat
@@ -138,42 +138,6 @@ def test_a_run_that_is_resumed_after_some_batch_reads_what_an_unbroken_one_does(
         again = source_of(paths, ending, **options)
         again.restore(json.loads(json.dumps(position)))
         assert read(again) == whole[done:]
-
-
-class Chunks:
-    """Files that are lists of chunks of ids, of which each is a piece; a text in it is a bad record."""
-
-    name = "chunks"
-
-    def __init__(self, files: dict[str, list[list[Any]]]) -> None:
-        self.files = files
-        self.open = self.most_open = self.loaded = 0
-
-    def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        try:
-            for place, chunk in enumerate(self.files[path][start:], start):
-                ids = [one for one in chunk if isinstance(one, int)]
-                self.loaded += len(ids)
-                bad = [BadRecord(place, "a text") for one in chunk if isinstance(one, str)]
-                records = to_records({"id": ids})
-                yield Chunk(records if columns is None else records.select(columns), place + 1, bad)
-        finally:
-            self.open -= 1
-
-    @contextmanager
-    def writer(self, path: str) -> Iterator[RecordWriter]:
-        raise NotImplementedError(path)
-        yield
-
-
-class SplitChunks(Chunks):
-    def in_pieces(self, piece_bytes: int) -> SplitChunks:  # noqa: ARG002
-        return self
-
-    def bounds(self, path: str) -> list[int]:
-        return list(range(len(self.files[path]) + 1)) if self.files[path] else []
 
 
 @st.composite

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +13,10 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from data.files.chunked import Chunks
 
-from monolith.data import BadRecord, BatchSpec, Chunk, Pipeline, Position, RecordWriter, format_of
-from monolith.data.files.bad_policy import BadRecordPolicy
+from monolith.data import BatchSpec, Pipeline, Position, format_of
+from monolith.data.files.bad_records import BadRecordPolicy
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import FileSource
 from monolith.data.files.work_queue import LocalFileQueue
@@ -26,34 +25,6 @@ from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import ConfigError, DataError, RestoreError, TooManyBadRecordsError
 from monolith.observe import Metrics
-
-
-class Lines:
-    """Files that are lists of chunks; a chunk is a list of ids, and a text in it is a bad record."""
-
-    name = "lines"
-
-    def __init__(self, files: dict[str, list[list[int | str]]]) -> None:
-        self.files = files
-        self.opened: list[tuple[str, int]] = []
-        self.open = 0
-
-    def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
-        self.opened.append((path, start))
-        self.open += 1
-        try:
-            for place, chunk in enumerate(self.files[path][start:], start):
-                ids = [one for one in chunk if isinstance(one, int)]
-                bad = [BadRecord(place, "a text", one.encode()) for one in chunk if isinstance(one, str)]
-                records = to_records({"id": ids, "double": [2 * one for one in ids]})
-                yield Chunk(records if columns is None else records.select(columns), place + 1, bad)
-        finally:
-            self.open -= 1
-
-    @contextmanager
-    def writer(self, path: str) -> Iterator[RecordWriter]:
-        raise NotImplementedError(path)
-        yield
 
 
 def counts(source: FileSource) -> tuple[int, int]:
@@ -66,9 +37,9 @@ def read(source: FileSource) -> list[list[int]]:
     return [batch["id"].flat_values.tolist() for batch in source]
 
 
-def made(*files: list[list[int | str]], **options: Any) -> tuple[FileSource, Lines]:
+def made(*files: list[list[int | str]], **options: Any) -> tuple[FileSource, Chunks]:
     """A source over files "a", "b" and so on."""
-    form = Lines({chr(ord("a") + number): file for number, file in enumerate(files)})
+    form = Chunks({chr(ord("a") + number): file for number, file in enumerate(files)})
     return FileSource(list(form.files), form, **{"batch_size": 3, **options}), form
 
 
@@ -94,7 +65,7 @@ def test_only_the_columns_asked_for_are_read_and_one_that_is_not_there_is_named(
 
 
 def test_files_are_sorted_and_dealt_out_in_turn() -> None:
-    form = Lines({name: [[number]] for number, name in enumerate("abcde")})
+    form = Chunks({name: [[number]] for number, name in enumerate("abcde")})
     shares = [
         read(FileSource(list("edcba"), form, batch_size=9, worker=worker, num_workers=2)) for worker in (0, 1)
     ]
@@ -112,7 +83,7 @@ def test_a_worker_without_files_reads_nothing_and_that_is_said(
 
 def test_an_empty_list_of_files_is_refused() -> None:
     with pytest.raises(DataError, match="the list of files is empty"):
-        FileSource([], Lines({}), batch_size=1)
+        FileSource([], Chunks({}), batch_size=1)
 
 
 def test_an_empty_file_is_named_and_files_that_are_all_empty_are_refused(
@@ -132,7 +103,7 @@ def test_an_empty_file_that_is_read_several_times_is_one_and_is_warned_about_onc
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(DataError, match="the only file has no record; the last is a"):
-        read(FileSource(["a"], Lines({"a": []}), batch_size=2, epochs=3))
+        read(FileSource(["a"], Chunks({"a": []}), batch_size=2, epochs=3))
     assert caplog.messages == ["file source: a is empty: it has no records"]
 
 
@@ -147,7 +118,7 @@ def test_a_file_whose_rest_is_read_is_not_called_empty(caplog: pytest.LogCapture
 
 def test_a_file_listed_twice_is_refused() -> None:
     with pytest.raises(DataError, match="more than once: a"):
-        FileSource(["a", "b", "a"], Lines({}), batch_size=1)
+        FileSource(["a", "b", "a"], Chunks({}), batch_size=1)
 
 
 def test_a_position_is_a_chunk_and_how_much_of_it_was_yielded() -> None:
@@ -195,7 +166,7 @@ def test_files_that_came_after_the_position_are_read_and_changed_ones_noticed() 
 SHUFFLES = [None, ShuffleConfig(seed=1, buffer=2)]
 
 
-def again(form: Lines, files: str, position: Position, **options: Any) -> FileSource:
+def again(form: Chunks, files: str, position: Position, **options: Any) -> FileSource:
     """A source over other files, as when the run is started again, restored."""
     source = FileSource(list(files), form, **{"batch_size": 3, **options})
     source.restore(json.loads(json.dumps(position)))
@@ -269,7 +240,7 @@ def test_several_workers_keep_to_the_files_they_began_with(caplog: pytest.LogCap
 def test_shuffling_mixes_across_files_within_the_buffer() -> None:
     ids = list(range(1000))
     files = {f"{number:03}": [ids[number * 10 : number * 10 + 10]] for number in range(100)}
-    form = Lines(files)  # type: ignore[arg-type]
+    form = Chunks(files)  # type: ignore[arg-type]
     plain = ShuffleConfig(seed=4, buffer=100, files=False)
     order = [
         one for batch in read(FileSource(list(files), form, batch_size=7, shuffle=plain)) for one in batch
@@ -485,7 +456,7 @@ STRANGE = ["secret", "data/../secret", "/etc/passwd", "data/a.txt/../../secret"]
 
 @pytest.mark.parametrize("strange", STRANGE)
 def test_a_position_of_a_list_that_names_another_file_is_refused(strange: str) -> None:
-    form = Lines({"data/a.txt": [[1, 2]], strange: [[42]]})
+    form = Chunks({"data/a.txt": [[1, 2]], strange: [[42]]})
     source = FileSource(["data/a.txt"], form, batch_size=1)
     backlog = {"backlog": [[0, "data/a.txt", 0, 0, 0, 0], [0, strange, 0, 0, 0, 0]], "first_epoch": 1}
     other = {"pass": {"files": ["data/a.txt", strange]}}
@@ -506,7 +477,7 @@ def test_a_position_of_a_watch_that_names_a_file_outside_its_patterns_is_refused
     for name in ("data/a.txt", "data/b.txt", "secret.txt"):
         (tmp_path / name).touch()
     (tmp_path / "data" / "link").symlink_to(tmp_path)
-    form = Lines({str(tmp_path / "data" / name): [[1]] for name in ("a.txt", "b.txt")})
+    form = Chunks({str(tmp_path / "data" / name): [[1]] for name in ("a.txt", "b.txt")})
     watch = Watch(f"{tmp_path}/data/*.txt", stop_after=timedelta())
     source = FileSource(watch, form, batch_size=1)
     assert read(source) == [[1], [1]]
@@ -525,7 +496,7 @@ def test_a_position_of_a_watch_that_names_a_file_outside_its_patterns_is_refused
 
 
 def test_a_position_in_a_queue_that_gives_a_number_another_file_is_refused() -> None:
-    form = Lines({"a": [[1], [2]], "secret": [[42]]})
+    form = Chunks({"a": [[1], [2]], "secret": [[42]]})
     source = FileSource(LocalFileQueue(["a"]), form, batch_size=1)
     next(iter(source))
     position = source.position()
@@ -536,13 +507,13 @@ def test_a_position_in_a_queue_that_gives_a_number_another_file_is_refused() -> 
 
 def test_a_watch_is_read_once() -> None:
     with pytest.raises(ConfigError, match="read once"):
-        FileSource(Watch("x"), Lines({}), batch_size=1, epochs=2)
+        FileSource(Watch("x"), Chunks({}), batch_size=1, epochs=2)
 
 
 # A queue that workers share
 
 
-def queued(worker: int, queue: LocalFileQueue, form: Lines, **options: Any) -> FileSource:
+def queued(worker: int, queue: LocalFileQueue, form: Chunks, **options: Any) -> FileSource:
     return FileSource(
         queue, form, **{"batch_size": 2, "worker": worker, "num_workers": 2, "auto_commit": False, **options}
     )
@@ -550,7 +521,7 @@ def queued(worker: int, queue: LocalFileQueue, form: Lines, **options: Any) -> F
 
 @pytest.mark.parametrize("auto_commit", [True, False])
 def test_workers_that_share_a_queue_read_each_file_once(auto_commit: bool) -> None:
-    form = Lines({name: [[number, number + 10]] for number, name in enumerate("abcde")})
+    form = Chunks({name: [[number, number + 10]] for number, name in enumerate("abcde")})
     queue = LocalFileQueue(list("abcde"), pause=lambda _: time.sleep(0.001))
     for _ in range(20):
         queue.restore(LocalFileQueue(list("abcde")).state())
@@ -566,7 +537,7 @@ def test_workers_that_share_a_queue_read_each_file_once(auto_commit: bool) -> No
 
 
 def test_while_it_waits_for_others_a_worker_is_done_with_its_own() -> None:
-    form = Lines({"a": [[1]], "b": [[2, 3, 4]]})
+    form = Chunks({"a": [[1]], "b": [[2, 3, 4]]})
     queue = LocalFileQueue(["a", "b"], pause=lambda _: queue.release("other"))
     source = queued(0, queue, form, auto_commit=True)
     other = queue.take("other")
@@ -582,7 +553,7 @@ def test_the_file_of_a_worker_that_died_goes_on_from_its_last_commit() -> None:
     def pause(seconds: float) -> None:
         now[0] += seconds
 
-    form = Lines({"a": [[1, 2, 3], [4, 5, 6]], "b": [[7]]})
+    form = Chunks({"a": [[1, 2, 3], [4, 5, 6]], "b": [[7]]})
     queue = LocalFileQueue(["a", "b"], lease=timedelta(seconds=60), clock=lambda: now[0], pause=pause)
     dead = queued(0, queue, form)
     batches = iter(dead)
@@ -598,7 +569,7 @@ def test_the_file_of_a_worker_that_died_goes_on_from_its_last_commit() -> None:
 
 def test_a_worker_whose_lease_ran_out_leaves_the_file_to_others(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    form = Lines({"a": [[1, 2], [3, 4], [5, 6]], "b": [[7]]})
+    form = Chunks({"a": [[1, 2], [3, 4], [5, 6]], "b": [[7]]})
     queue = LocalFileQueue(["a", "b"], lease=timedelta(seconds=60), clock=lambda: now[0])
     slow, other = queued(0, queue, form, auto_commit=True), queued(1, queue, form, auto_commit=True)
     batches = iter(slow)
@@ -613,14 +584,14 @@ def test_a_worker_whose_lease_ran_out_leaves_the_file_to_others(caplog: pytest.L
 
 
 def test_a_worker_that_died_before_its_first_checkpoint_begins_with_what_it_had() -> None:
-    form = Lines({"a": [[1, 2]], "b": [[3]]})
+    form = Chunks({"a": [[1, 2]], "b": [[3]]})
     queue = LocalFileQueue(["a", "b"])
     next(iter(queued(0, queue, form)))
     assert read(queued(0, queue, form)) == [[1, 2], [3]]
 
 
 def test_readers_without_a_name_leave_each_other_alone() -> None:
-    form = Lines({"a": [[1, 2, 3]], "b": [[4]]})
+    form = Chunks({"a": [[1, 2, 3]], "b": [[4]]})
     queue = LocalFileQueue(["a", "b"])
     first = iter(FileSource(queue, form, batch_size=2))
     assert next(first)["id"].flat_values.tolist() == [1, 2]
@@ -631,7 +602,7 @@ def test_readers_without_a_name_leave_each_other_alone() -> None:
 
 
 def test_a_restarted_worker_gets_its_file_back() -> None:
-    form = Lines({"a": [[1, 2, 3, 4]], "b": [[5]]})
+    form = Chunks({"a": [[1, 2, 3, 4]], "b": [[5]]})
     queue = LocalFileQueue(["a", "b"])
     source = queued(0, queue, form, batch_size=3)
     next(iter(source))
@@ -642,7 +613,7 @@ def test_a_restarted_worker_gets_its_file_back() -> None:
 
 
 def test_by_default_only_the_caller_says_what_counts() -> None:
-    form = Lines({"a": [[1, 2]], "b": [[3, 4]], "c": [[5, 6]]})
+    form = Chunks({"a": [[1, 2]], "b": [[3, 4]], "c": [[5, 6]]})
     queue = LocalFileQueue(["a", "b", "c"])
     killed = FileSource(queue, form, batch_size=2, worker=0)
     batches = iter(killed)
@@ -657,7 +628,7 @@ def test_by_default_only_the_caller_says_what_counts() -> None:
 
 def test_a_reader_without_a_name_takes_that_of_the_one_whose_position_it_restores() -> None:
     """Killed after its checkpoint was saved, and before the queue heard of it."""
-    form = Lines({"a": [[1, 2]], "b": [[3, 4]], "c": [[5]]})
+    form = Chunks({"a": [[1, 2]], "b": [[3, 4]], "c": [[5]]})
     queue = LocalFileQueue(["a", "b", "c"], pause=lambda _: pytest.fail("waits for a lease of the dead"))
     killed = FileSource(queue, form, batch_size=2)
     batches = iter(killed)
@@ -674,7 +645,7 @@ def test_a_reader_without_a_name_takes_that_of_the_one_whose_position_it_restore
 
 def test_a_commit_beside_the_reader_finishes_each_file_once() -> None:
     names = [f"{number:03}" for number in range(200)]
-    form = Lines({name: [[int(name)]] for name in names})
+    form = Chunks({name: [[int(name)]] for name in names})
     now = [0.0]
     queue = LocalFileQueue(
         names,
@@ -703,7 +674,7 @@ def test_a_commit_beside_the_reader_finishes_each_file_once() -> None:
 
 
 def test_closing_gives_files_back() -> None:
-    form = Lines({"a": [[1, 2, 3, 4]]})
+    form = Chunks({"a": [[1, 2, 3, 4]]})
     queue = LocalFileQueue(["a"])
     source = queued(0, queue, form, auto_commit=True)
     batches = iter(source)
@@ -713,7 +684,7 @@ def test_closing_gives_files_back() -> None:
 
 
 def test_a_file_taken_for_a_batch_that_failed_is_not_forgotten() -> None:
-    form = Lines({"a": [[1]], "b": [["x"]], "c": [[2]]})
+    form = Chunks({"a": [[1]], "b": [["x"]], "c": [[2]]})
     source = queued(0, LocalFileQueue(list("abc")), form)
     with pytest.raises(TooManyBadRecordsError):
         read(source)

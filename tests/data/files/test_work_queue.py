@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from monolith.data.files.discovery import find_files
-from monolith.data.files.work_queue import FileQueue, LocalFileQueue, SharedFileQueue, StrQueue
+from monolith.data.files.shared_queue import SharedFileQueue
+from monolith.data.files.work_queue import FileQueue, LocalFileQueue, StrQueue
 from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
 
 

@@ -227,7 +227,7 @@ def test_a_flow_that_nobody_takes_from_stops_the_others_which_say_so():
     )
     flow = split.flow("a")
     assert len(next(flow)) == 1
-    with pytest.raises(DataError, match=r"flows \['b'\] are full and nobody takes from them"):
+    with pytest.raises(DataError, match=r"flows \['b'\] are full and have no consumer"):
         next(flow)
 
 

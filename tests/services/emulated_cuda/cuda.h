@@ -5,6 +5,7 @@
 
 #include "runtime.h"
 
+#define __CUDACC_RTC__ 1  // shared headers take what follows for NVRTC
 #define __global__
 #define __device__
 #define __host__

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from monolith.cuda.kernels import THREADS, Argument, pack, pointers_to
+from monolith.cuda.kernels import THREADS, Argument, Headers, pack, pointers_to
 
 HERE = Path(__file__).parent
 # Sources define the same names differently, so that none may be shared between what is made of them.
@@ -132,8 +132,8 @@ class EmulatedDevice:
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
-    def kernels(self, source: str, name: str) -> EmulatedKernels:
-        return EmulatedKernels(load(source, name), self.seed)
+    def kernels(self, source: str, name: str, headers: Headers = ()) -> EmulatedKernels:
+        return EmulatedKernels(load(source, name, headers), self.seed)
 
 
 class EmulatedKernels:
@@ -169,13 +169,15 @@ class EmulatedKernels:
 
 
 @functools.cache
-def load(source: str, name: str) -> ctypes.CDLL:
+def load(source: str, name: str, headers: Headers = ()) -> ctypes.CDLL:
     """Return a source as a library; compiled once, whoever asks, until it or what it stands on changes."""
     runtime = _runtime()
     ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    kernels = "\n".join(f"EMULATED_KERNEL({kernel})" for kernel in KERNELS.findall(source))
+    kernels = "\n".join(
+        f"EMULATED_KERNEL({kernel})" for kernel in KERNELS.findall("".join([source, *dict(headers).values()]))
+    )
     text = f'#include "cuda.h"\n#line 1 "{name}.cu"\n{source}\n#line 1 "launches"\n{kernels}\n'
-    return ctypes.CDLL(str(_compiled(text, name, ALONE)))
+    return ctypes.CDLL(str(_compiled(text, name, ALONE, headers)))
 
 
 @functools.cache
@@ -183,10 +185,10 @@ def _runtime() -> Path:
     return _compiled((HERE / "runtime.cc").read_text("utf-8"), "runtime", ["-O2"])
 
 
-def _compiled(text: str, name: str, more: list[str]) -> Path:
+def _compiled(text: str, name: str, more: list[str], headers: Headers = ()) -> Path:
     options = [*OPTIONS, *more]
-    headers = [(HERE / header).read_text("utf-8") for header in ("cuda.h", "runtime.h")]
-    about = "\0".join([text, *headers, *options])
+    own = [(HERE / header).read_text("utf-8") for header in ("cuda.h", "runtime.h")]
+    about = "\0".join([text, *own, *(part for header in headers for part in header), *options])
     made = _folder() / f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}.so"
     if made.exists():
         return made
@@ -194,8 +196,12 @@ def _compiled(text: str, name: str, more: list[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():  # nobody else was faster
             aside = made.with_suffix(f".{os.getpid()}")
-            command = ["g++", *options, f"-I{HERE}", "-x", "c++", "-", "-o", str(aside), "-lm"]
-            found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+            with tempfile.TemporaryDirectory() as included:
+                for header, content in headers:
+                    Path(included, header).write_text(content, "utf-8")
+                folders = [f"-I{included}", f"-I{HERE}"]
+                command = ["g++", *options, *folders, "-x", "c++", "-", "-o", str(aside), "-lm"]
+                found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
             if found.returncode:
                 raise EmulationError(f"{name} does not compile:\n{found.stderr}")
             aside.replace(made)

@@ -170,8 +170,8 @@ class _Counting(EmulatedDevice):
         super().__init__(holds_all=True)
         object.__setattr__(self, "launches", Counter[str]())
 
-    def kernels(self, source: str, name: str) -> Any:
-        inner, launches = super().kernels(source, name), self.launches  # type: ignore[attr-defined]
+    def kernels(self, source: str, name: str, headers: Any = ()) -> Any:
+        inner, launches = super().kernels(source, name, headers), self.launches  # type: ignore[attr-defined]
 
         class Counted:
             def launch(self, kernel: str, blocks: int, *arguments: Any, **options: Any) -> None:

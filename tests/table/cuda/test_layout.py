@@ -25,11 +25,11 @@ def test_so_few_threads_work_on_a_row_that_each_fetches_four_values_at_once() ->
 
 def test_tables_of_equal_rows_share_their_kernels() -> None:
     one, other = config(Segment(dim=2), name="item"), config(Segment(dim=2), name="user")
-    assert row_layout(one).source == row_layout(other).source
-    assert row_layout(one).source != row_layout(config(Segment(dim=2), seed=1)).source
+    assert row_layout(one).rows == row_layout(other).rows
+    assert row_layout(one).rows != row_layout(config(Segment(dim=2), seed=1)).rows
 
 
 def test_settings_reach_the_source_to_the_last_bit() -> None:
-    source = row_layout(config(Segment(dim=2, initializer=Constant(0.1)))).source
-    assert "kLow = 0x1.99999a0000000p-4f;" in source
-    assert "\nLAYOUT\n" not in source
+    layout = row_layout(config(Segment(dim=2, initializer=Constant(0.1))))
+    assert "kLow = 0x1.99999a0000000p-4f;" in layout.header
+    assert dict(layout.rows.headers)["layout.h"] == layout.header

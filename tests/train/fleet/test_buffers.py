@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from train.fleets import Outcome, Tallied, TalliedModel, read_model, run_fleet
 
 from monolith.feature import Batch
-from monolith.train import Hook, Run, StepResult
+from monolith.train import Hook, StepResult, TrainingRun
 from monolith.train.fleet.buffers import merge_buffers
 
 
@@ -82,11 +82,11 @@ class Watch(Hook):
         norm: nn.BatchNorm1d = self._run.session.model.module.norm
         return norm
 
-    def before_step(self, run: Run) -> None:  # noqa: ARG002
+    def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
         assert self._norm().running_mean is not None
         self._into.setdefault("first", (self._norm().running_mean.item(), self._tracked()))
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._into["mean"] = self._norm().running_mean.item()  # type: ignore[union-attr, operator]
         self._into["examples"] = self._into.get("examples", 0) + result.examples
         self._into["batches"] = self._into.get("batches", 0) + 1

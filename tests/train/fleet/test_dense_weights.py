@@ -22,7 +22,7 @@ from monolith.nn import Adamom, RateSchedule
 from monolith.nn.optimizers import EagerAdam
 from monolith.store.dense_cache import DenseConfig
 from monolith.table import PolynomialDecay
-from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
 from monolith.train.keeping import newest_checkpoint
 from monolith.train.model import Model as TrainedModel
 
@@ -148,7 +148,7 @@ class StepsItsSchedule(Hook):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._schedule.step()
 
 

@@ -36,12 +36,12 @@ from monolith.train import (
     Hook,
     KeepConfig,
     Mode,
-    Run,
     SaveConfig,
     StepResult,
     Task,
     TrainConfig,
     Trainer,
+    TrainingRun,
     join_fleet,
     serve_parameters,
 )
@@ -67,7 +67,7 @@ class Fail(Hook):
     def __init__(self, after: int) -> None:
         self._left = after
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._left -= 1
         if not self._left:
             raise OSError("the disk is gone")
@@ -77,7 +77,7 @@ class StopAt(Hook):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         if result.step >= self._step:
             run.request_stop("the test says so")
 
@@ -219,7 +219,7 @@ def test_who_is_told_to_stop_stops_all_and_saves(tmp_path: Path) -> None:
     chief: list[Trainer] = []
 
     class Ask(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             chief[0].stop("received SIGTERM")
 
     outcome = run_fleet(
@@ -245,7 +245,7 @@ def test_an_operator_halts_everybody_saves_and_lets_them_go_on(tmp_path: Path) -
         def __init__(self, run: Any) -> None:
             self._run = run
 
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if not seen:
                 seen["placed"] = self._run.barrier.place()
                 threading.Thread(target=self._act).start()
@@ -509,7 +509,7 @@ class Slow(Hook):
     def __init__(self, run: Any) -> None:
         self._run = run
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         for _ in range(int(PATIENT / 0.01)):
             if fleet_of(self._run).stop_reason is not None or fleet_of(self._run).is_halted:
                 return
@@ -538,7 +538,7 @@ def test_a_worker_that_is_stopped_alone_stops_the_run_which_is_not_finished_then
     worker: list[Trainer] = []
 
     class Ask(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             worker[0].stop("SIGTERM")
 
     outcome = run_fleet(
@@ -582,7 +582,7 @@ def test_a_chief_that_is_stopped_does_not_wait_for_workers_that_never_came(tmp_p
         )
 
     class Ask(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             trainer.stop("SIGTERM")
 
     serving = threading.Thread(target=serve, daemon=True)
@@ -603,7 +603,7 @@ class AskAtTheEnd(Hook):
         self._run = run
         self.rows = 0
 
-    def end(self, run: Run) -> None:  # noqa: ARG002
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         threading.Event().wait(0.5)  # so that servers that do not wait are gone
         self.rows = self._run.session.model.stats()[TALLY].rows
 
@@ -693,7 +693,7 @@ class Gone(Hook):
     def __init__(self, run: Any, noticed: threading.Event) -> None:
         self._run, self._noticed = run, noticed
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         fleet_of(self._run)._close_listener()
         assert self._noticed.wait(PATIENT)
 

@@ -16,7 +16,7 @@ from train.losing import LosingFleet, Worker, settings, wait_for
 from monolith.checkpoint import Checkpointer, CustomRestore, RestoreOptions, Saver
 from monolith.errors import UnavailableError
 from monolith.table import iterate
-from monolith.train import FleetPeers, Hook, Mode, Run, SaveConfig, StepResult, TrainConfig
+from monolith.train import FleetPeers, Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.hook import DATA_ENDED
 from monolith.train.lost import Lost
 from monolith.train.model import Model
@@ -36,7 +36,7 @@ class At(Hook):
         self._step, self._act = step, act
         self.done = False
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step >= self._step and not self.done:
             self.done = True
             self._act()
@@ -79,7 +79,7 @@ def test_workers_go_on_with_a_lost_server_0_and_their_steps_are_never_counted_ba
         def __init__(self, worker: int) -> None:
             self._worker = worker
 
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             steps[self._worker].append(result.step)
 
     task = Tallied(batches=20)

@@ -30,7 +30,7 @@ from monolith.model import EmbeddingCollection
 from monolith.nn import Dense
 from monolith.observe.summaries import StoredSummary, read_summaries
 from monolith.table import Sgd
-from monolith.train import Hook, Run, StepResult, TrainConfig, Trainer, drive
+from monolith.train import Hook, StepResult, TrainConfig, Trainer, TrainingRun, drive
 from monolith.train.hooks import ModelInsightHook
 from monolith.train.hooks.insight import FeatureInsightHook, feature_insight_data
 
@@ -240,7 +240,7 @@ class Models(Hook):
     def __init__(self) -> None:
         self.seen: list[nn.Module] = []
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.seen.append(run.model)
 
 

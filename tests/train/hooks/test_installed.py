@@ -29,11 +29,11 @@ from monolith.train import (
     Hook,
     LocalRun,
     Mode,
-    Run,
     SaveConfig,
     StepResult,
     TrainConfig,
     Trainer,
+    TrainingRun,
     TrainReport,
 )
 from monolith.train.hooks import DeepInsightConfig, HooksConfig
@@ -67,7 +67,7 @@ class Later(Hook):
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
 
-    def before_step(self, run: Run) -> None:  # noqa: ARG002
+    def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
         self._clock.now += 1
 
 
@@ -88,7 +88,7 @@ def test_dense_weights_alone_are_saved_only_while_the_model_is_online(tmp_path: 
     (tmp_path / "ONLINE").touch()
 
     class GoesOffline(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if result.step == 3:
                 (tmp_path / "ONLINE").unlink()
 
@@ -146,7 +146,7 @@ def test_a_run_that_uses_too_much_memory_halts_until_it_is_stopped_and_is_saved(
         def __init__(self, run: Any) -> None:
             self._run = run
 
-        def after_create(self, run: Run) -> None:  # noqa: ARG002
+        def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
             threading.Thread(target=self._act).start()
 
         def _act(self) -> None:
@@ -183,7 +183,7 @@ def test_a_server_that_uses_too_much_memory_halts_all_workers_until_the_run_is_s
         def __init__(self, run: Any) -> None:
             self._run = run
 
-        def after_create(self, run: Run) -> None:  # noqa: ARG002
+        def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
             threading.Thread(target=self._act).start()
 
         def _act(self) -> None:
@@ -219,7 +219,7 @@ def test_a_worker_takes_its_first_step_when_the_model_has_reached_its_own(tmp_pa
             self._session = run.session
             return [self]
 
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             first.setdefault(self._worker, result.step)
             assert self._session.staleness is not None
             lacked.setdefault(self._worker, self._session.staleness.last)

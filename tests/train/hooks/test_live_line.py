@@ -16,8 +16,8 @@ from monolith.observe import Metrics
 from monolith.observe.logs import JsonFormatter
 from monolith.observe.terminal import LiveLine
 from monolith.table import TableStats
-from monolith.train.hooks import LiveLineHook, Standing
-from monolith.train.hooks.live_line import describe_standing, gauge_standing, log_standing
+from monolith.train.hooks import LiveLineHook, TrainStatus
+from monolith.train.hooks.live_line import describe_status, gauge_status, log_status
 
 
 def stats(rows: int, **others: int) -> TableStats:
@@ -32,7 +32,7 @@ class Shown:
         self.timer = FakeClock(50.0)
         self.clock = FakeClock(1_000_000.0)
         self.seconds = seconds
-        self.seen: list[Standing] = []
+        self.seen: list[TrainStatus] = []
         tables = {"user": stats(3, filtered=5, non_finite=6), "item": stats(4, refused=1, evicted=2)}
         self.hook = LiveLineHook(
             self.seen.append,
@@ -46,7 +46,7 @@ class Shown:
             },
         )
 
-    def run(self, steps: int, *, first_step: int = 0, **how: Any) -> list[Standing]:
+    def run(self, steps: int, *, first_step: int = 0, **how: Any) -> list[TrainStatus]:
         def tick(_: object) -> None:
             self.timer.now += self.seconds
 
@@ -54,8 +54,8 @@ class Shown:
         return self.seen
 
 
-def standing(**changes: Any) -> Standing:
-    return Standing(
+def standing(**changes: Any) -> TrainStatus:
+    return TrainStatus(
         **{
             "step": 1200,
             "last_step": 5000,
@@ -119,7 +119,7 @@ def test_the_lag_is_from_the_event_to_the_clock_where_there_are_event_times(
 def test_data_that_was_there_already_is_not_behind() -> None:
     (one,) = Shown(live=False).run(1, event_times=lambda _: 999_990)
     assert (one.lag_seconds, one.event_time) == (None, 999_990)
-    assert "behind" not in describe_standing(one)
+    assert "behind" not in describe_status(one)
 
 
 def test_metrics_without_a_value_are_left_out() -> None:
@@ -158,7 +158,7 @@ def test_of_steps_and_data_that_counts_which_ends_first(limits: dict[str, int], 
 
 
 def test_what_says_nothing_is_left_out() -> None:
-    assert describe_standing(standing()) == {
+    assert describe_status(standing()) == {
         "speed": "12,346 examples/s",
         "loss": "0.4321",
         "click auc": "0.7312",
@@ -170,22 +170,22 @@ def test_what_says_nothing_is_left_out() -> None:
         "left": "1:35",
     }
     bare = standing(metrics={}, lag_seconds=None, filtered=0, evicted=0, seconds_left=None)
-    assert list(describe_standing(bare)) == ["speed", "loss", "rows", "memory"]
+    assert list(describe_status(bare)) == ["speed", "loss", "rows", "memory"]
 
 
 def test_the_part_of_the_data_is_shown_with_the_epoch_where_there_are_several() -> None:
-    assert describe_standing(standing(data_read=0.42))["data"] == "42%"
-    assert describe_standing(standing(data_read=0.42, epochs=3))["data"] == "42% (epoch 2 of 3)"
-    assert describe_standing(standing(data_read=1.0, epochs=3))["data"] == "100% (epoch 3 of 3)"
+    assert describe_status(standing(data_read=0.42))["data"] == "42%"
+    assert describe_status(standing(data_read=0.42, epochs=3))["data"] == "42% (epoch 2 of 3)"
+    assert describe_status(standing(data_read=1.0, epochs=3))["data"] == "100% (epoch 3 of 3)"
 
 
 def test_what_was_not_finite_is_shown() -> None:
-    facts = describe_standing(standing(skipped=4, non_finite=1200))
+    facts = describe_status(standing(skipped=4, non_finite=1200))
     assert (facts["skipped batches"], facts["rows with bad gradients"]) == ("4", "1,200")
 
 
 def test_data_of_long_ago_is_days_behind() -> None:
-    assert describe_standing(standing(lag_seconds=86_400 * 1096.4))["behind"] == "1,096 days"
+    assert describe_status(standing(lag_seconds=86_400 * 1096.4))["behind"] == "1,096 days"
 
 
 class Terminal(io.StringIO):
@@ -200,7 +200,7 @@ def test_on_a_terminal_it_is_drawn_over_itself_with_a_bar(monkeypatch: pytest.Mo
     with LiveLine("Training clicks", "steps", stream) as line:
         for step in (1200, 1300):
             one = standing(step=step)
-            line.show(describe_standing(one), one.step, one.last_step)
+            line.show(describe_status(one), one.step, one.last_step)
     drawn = stream.getvalue()
     assert "1,200/5,000 steps (24%)" in drawn
     assert "1,300/5,000 steps (26%)" in drawn
@@ -228,7 +228,7 @@ def test_without_an_end_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_elsewhere_it_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        log_standing(standing())
+        log_status(standing())
     assert caplog.messages == [
         "step 1,200/5,000 (24%): speed 12,346 examples/s, loss 0.4321, click auc 0.7312, rows 1,234,567, "
         "memory 3 MiB, behind 3s, not admitted 9, evicted 33, left 1:35"
@@ -237,7 +237,7 @@ def test_elsewhere_it_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_log_of_json_has_the_numbers(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        log_standing(standing(loss=math.nan))
+        log_status(standing(loss=math.nan))
     found = json.loads(JsonFormatter().format(caplog.records[0]), parse_constant=pytest.fail)
     assert (found["step"], found["rows"], found["loss"]) == (1200, 1_234_567, None)
     assert found["metrics"]["click/auc"] == 0.7312
@@ -245,7 +245,7 @@ def test_a_log_of_json_has_the_numbers(caplog: pytest.LogCaptureFixture) -> None
 
 def test_gauges_are_kept_for_prometheus() -> None:
     metrics = Metrics()
-    gauge_standing(metrics)(standing())
+    gauge_status(metrics)(standing())
     text = metrics.render().decode()
     assert "monolith_train_step 1200.0" in text
     assert "monolith_train_event_time_lag_seconds 3.2" in text
@@ -255,7 +255,7 @@ def test_gauges_are_kept_for_prometheus() -> None:
 def test_gauges_tell_the_tables_apart() -> None:
     metrics = Metrics()
     tables = {"user": stats(3, inserted=9, filtered=5), "item": stats(4, refused=1, evicted=2)}
-    gauge_standing(metrics)(standing(tables=tables))
+    gauge_status(metrics)(standing(tables=tables))
     text = metrics.render().decode()
     for line in (
         'table_rows{table="user"} 3.0',
@@ -270,7 +270,7 @@ def test_gauges_tell_the_tables_apart() -> None:
 
 def test_the_newest_event_is_a_gauge_where_the_data_has_times() -> None:
     metrics = Metrics()
-    show = gauge_standing(metrics)
+    show = gauge_status(metrics)
     show(standing())
     assert b"monolith_train_event_time_seconds 0.0" in metrics.render()
     show(standing(event_time=999_990))
@@ -278,12 +278,12 @@ def test_the_newest_event_is_a_gauge_where_the_data_has_times() -> None:
 
 
 def test_the_staleness_of_dense_weights_is_told_where_there_is_some() -> None:
-    assert "dense staleness" not in describe_standing(standing())
-    assert "dense staleness" not in describe_standing(standing(staleness=0))
-    assert describe_standing(standing(staleness=1))["dense staleness"] == "1 step"
-    assert describe_standing(standing(staleness=3))["dense staleness"] == "3 steps"
+    assert "dense staleness" not in describe_status(standing())
+    assert "dense staleness" not in describe_status(standing(staleness=0))
+    assert describe_status(standing(staleness=1))["dense staleness"] == "1 step"
+    assert describe_status(standing(staleness=3))["dense staleness"] == "3 steps"
     metrics = Metrics()
-    gauge_standing(metrics)(standing(staleness=3))
+    gauge_status(metrics)(standing(staleness=3))
     assert b"train_dense_staleness_steps 3.0" in metrics.render()
 
 
@@ -291,9 +291,9 @@ def test_the_last_evaluation_is_in_the_line_and_in_the_gauges() -> None:
     found = {"click/auc": 0.75, "click/log_loss": 0.5, "loss": 0.25}
     shown = Shown(evaluated=lambda: found | {"click/ne": math.nan}).run(2)[-1]
     assert shown.evaluated == found
-    assert describe_standing(shown)["eval click auc"] == "0.7500"
-    assert "eval loss" not in describe_standing(shown)
-    assert describe_standing(standing(evaluated={"loss": 0.25}))["eval loss"] == "0.2500"
+    assert describe_status(shown)["eval click auc"] == "0.7500"
+    assert "eval loss" not in describe_status(shown)
+    assert describe_status(standing(evaluated={"loss": 0.25}))["eval loss"] == "0.2500"
     metrics = Metrics()
-    gauge_standing(metrics)(shown)
+    gauge_status(metrics)(shown)
     assert b'train_evaluated_metric{metric="click/log_loss"} 0.5' in metrics.render()

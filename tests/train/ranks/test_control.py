@@ -12,7 +12,7 @@ import pytest
 from train.rank_runs import quiet, train_ranks
 from train.ranks.given import Given, batch_of
 
-from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig
+from monolith.train import Hook, LocalRun, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.config import KeepConfig
 from monolith.train.hooks.config import HooksConfig
 from monolith.train.hooks.hours import DailyHours
@@ -49,7 +49,7 @@ def saved(folder: Path) -> list[int]:
 class Puts(Hook):
     """Puts the file ONLINE there after step 3, and takes it away after step 7."""
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step == 3:
             Path(run.model_dir, "ONLINE").touch()
         if run.step == 7:

@@ -17,7 +17,7 @@ from train.ranks.given import Given, batch_of
 from monolith.errors import MonolithError, UnavailableError
 from monolith.feature import Batch
 from monolith.model import UpdateConfig
-from monolith.train import AlertConfig, Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig
+from monolith.train import AlertConfig, Hook, LocalRun, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.ranks import agreement
 
 STEPS = 9
@@ -58,7 +58,7 @@ class Steps(Hook):
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.seen.append(run.step)
 
 

@@ -20,7 +20,7 @@ from monolith.errors import ConfigError, DataError, MonolithError
 from monolith.feature import Batch, FirstN
 from monolith.model import UpdateConfig
 from monolith.nn import GradClipType
-from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
+from monolith.train import Hook, LocalRun, SaveConfig, StepResult, TrainConfig, Trainer, TrainingRun
 from monolith.train.config import ExpiryConfig, KeepConfig
 from monolith.train.ranks.config import RanksConfig
 
@@ -39,7 +39,7 @@ class Watch(Hook):
         self.steps: list[StepResult] = []
         self.weights: list[dict[str, Tensor]] = []
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.steps.append(result)
         found = self._run.session.model.module.named_parameters()
         self.weights.append({name: weight.detach().clone() for name, weight in found})
@@ -330,7 +330,7 @@ def test_who_waits_for_a_silent_stream_can_be_stopped(
         def __init__(self, run: LocalRun) -> None:
             self._run = run
 
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if run.step == 3:
                 threading.Thread(target=self._stop, daemon=True).start()
 
@@ -339,7 +339,7 @@ def test_who_waits_for_a_silent_stream_can_be_stopped(
             threading.Event().wait(0.1)  # most likely it waits by then, and if not, the outcome is the same
             self._run.interrupt("enough")
 
-        def end(self, run: Run) -> None:  # noqa: ARG002
+        def end(self, run: TrainingRun) -> None:  # noqa: ARG002
             asked.set()
 
     batches = [batch_of([one]) for one in range(9)]
@@ -371,7 +371,7 @@ def test_a_stop_while_a_rank_waits_at_the_meeting_is_heard_after_the_step(tmp_pa
             runs[rank] = run
             self._leads = rank == 0
 
-        def before_step(self, run: Run) -> None:
+        def before_step(self, run: TrainingRun) -> None:
             if not self._leads or run.step != 3:
                 return
             barrier = runs[0].barrier
@@ -481,7 +481,7 @@ def test_a_save_on_demand_holds_all(tmp_path: Path) -> None:
         def __init__(self, run: LocalRun) -> None:
             self._run = run
 
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if run.step == 2:
                 assert self._run.save is not None
                 saved.append(self._run.save.trigger_save().result())
@@ -502,7 +502,7 @@ def test_operator_files_stop_all_ranks_at_the_same_step(tmp_path: Path) -> None:
 
 def test_when_a_rank_fails_the_others_hear_why(tmp_path: Path) -> None:
     class Breaks(Hook):
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if run.step == 2:
                 raise MonolithError("no disk")
 

@@ -24,7 +24,16 @@ from monolith.cluster import MemoryDiscovery
 from monolith.errors import UnavailableError
 from monolith.model import UpdateConfig
 from monolith.store import ServerGroup
-from monolith.train import Hook, Run, SaveConfig, StepResult, Task, TrainConfig, Trainer, serve_parameters
+from monolith.train import (
+    Hook,
+    SaveConfig,
+    StepResult,
+    Task,
+    TrainConfig,
+    Trainer,
+    TrainingRun,
+    serve_parameters,
+)
 from monolith.train.config import ExpiryConfig, KeepConfig
 from monolith.train.ranks.rows import RowsOnServers
 
@@ -125,7 +134,7 @@ class At(Hook):
     def __init__(self, step: int, do: Callable[[], object]) -> None:
         self._step, self._do = step, do
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if run.step == self._step:
             self._do()
 

@@ -1,8 +1,8 @@
 """How far reading a list of files has come, in bytes of the files as they are on disk.
 
-Nobody knows how many records a CSV has before it is read, but everybody knows its size. A chunk says how many
+The number of records of a CSV is unknown before it is read, but its size is known. A chunk says how many
 bytes of its file it ends after, and a position how many records lie before it; so a record inside of a chunk
-is that far between the ends of the chunk. The sizes of files are looked up when somebody first asks.
+is that far between the ends of the chunk. The sizes of files are looked up on the first call.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections import deque
 from typing import NamedTuple
 
 from monolith import filesystem
-from monolith.data.files.order import ListedPaths, Spot
+from monolith.data.files.cursors import FileCursor
+from monolith.data.files.order import ListedPaths
 from monolith.data.format import Chunk
 from monolith.errors import FilesystemError
 
 MOST_CHUNKS = 4096
 """Chunks of which the ends are known: more than any stage holds back."""
 MOST_REMOTE_FILES = 1000
-"""The size of each remote file is a request; nobody waits for more of them."""
+"""The size of each remote file is a request; with more files the fraction is unknown."""
 
 
 class _Mark(NamedTuple):
     """Where a chunk lies."""
 
-    file: Spot
+    file: FileCursor
     first: int
     """Records of the reader before it."""
     last: int
@@ -50,7 +51,7 @@ class BytesRead:
         with self._lock:
             self._marks.clear()
 
-    def note(self, spot: Spot, chunk: Chunk) -> None:
+    def note(self, spot: FileCursor, chunk: Chunk) -> None:
         """Hear of a chunk that begins at a spot."""
         with self._lock:
             if chunk.reached is None:
@@ -63,7 +64,7 @@ class BytesRead:
             first, size = spot.good, len(chunk.records)
             self._marks.append(_Mark(spot, first, first + size, begin, chunk.reached))
 
-    def fraction(self, spot: Spot, records: int) -> float | None:
+    def fraction(self, spot: FileCursor, records: int) -> float | None:
         """Return which part of all bytes lies before the place so many records after a spot; None where
         nobody knows."""
         number = spot.good + spot.skip + spot.taken + records
@@ -79,7 +80,7 @@ class BytesRead:
             return None
         return (before + inside) / total if total else None
 
-    def _find(self, number: int) -> tuple[Spot | None, float]:
+    def _find(self, number: int) -> tuple[FileCursor | None, float]:
         """Return the file in which a record is, by its number among all that were read, and the bytes of the
         file before it."""
         found: _Mark | None = None
@@ -99,6 +100,6 @@ class BytesRead:
             return None
         try:
             self._sizes |= {path: filesystem.file_size(path) for path in missing}
-        except FilesystemError:  # whoever reads it says so
+        except FilesystemError:  # reading the file reports it
             return None
         return self._sizes

@@ -25,11 +25,11 @@ _APPEARANCE = timedelta(seconds=30)
 _GROWTH = timedelta(milliseconds=20)
 """How often a watch looks for files, and for what was appended to them. One look costs microseconds."""
 _MOST = 1_000_000
-"""Patterns that one may stand for; beyond that it is a slip of the pen."""
+"""Patterns that one may expand to; more are taken for a typo."""
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the patterns, without ranges, that a pattern with ranges stands for, in their order.
+    """Return the patterns, without ranges, that a pattern with ranges expands to, in order.
 
     Raises:
         ConfigError: A range makes no sense: no date, no number, or its end before its beginning.
@@ -48,7 +48,7 @@ def expand(pattern: str) -> list[str]:
     for values in ranges:
         count *= len(values)
         if count > _MOST:
-            raise ConfigError(f"{pattern!r} stands for more than {_MOST:,} patterns")
+            raise ConfigError(f"{pattern!r} expands to more than {_MOST:,} patterns")
     return [
         texts[0] + "".join(value + text for value, text in zip(values, texts[1:], strict=True))
         for values in product(*ranges)
@@ -190,7 +190,7 @@ def _values(kind: str, first: str, last: str, pattern: str) -> list[str]:
         raise ConfigError(f"{pattern!r}: the range ends at {last}, before it begins at {first}")
     count = (end - moment) // step + 1
     if count > _MOST:
-        raise ConfigError(f"{pattern!r} stands for more than {_MOST:,} patterns")
+        raise ConfigError(f"{pattern!r} expands to more than {_MOST:,} patterns")
     return [(moment + step * number).strftime(form) for number in range(count)]
 
 
@@ -201,7 +201,7 @@ def _numbers(first: str, last: str, pattern: str) -> list[str]:
     if end < begin:
         raise ConfigError(f"{pattern!r}: the range ends at {last}, before it begins at {first}")
     if end - begin >= _MOST:
-        raise ConfigError(f"{pattern!r} stands for more than {_MOST:,} patterns")
+        raise ConfigError(f"{pattern!r} expands to more than {_MOST:,} patterns")
     width = len(first) if first.startswith("0") else 1
     return [f"{number:0{width}}" for number in range(begin, end + 1)]
 

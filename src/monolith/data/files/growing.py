@@ -1,15 +1,15 @@
-"""Files that grow: logs to which others append, and new ones beside them.
+"""Files that grow: logs that other processes append to, and new files in the same folders.
 
 A watch finds files that match patterns. Where these are text, a file may be appended to while it is read, so
-it has no end: its reader takes the lines that are finished, goes on to the next file with news, and comes
-back. A position therefore has a place in every file, and not only in one:
+it has no end: its reader takes the lines that are finished, continues with the next file that has new lines,
+and comes back. A position therefore has a place in every file, and not only in one:
 
     {"grown": {"logs/a.csv": [4096, 4096, 0], "logs/b.csv": [1024, 2048, 17]}}
                               |     |     records after that place which came before
                               |     bytes that the file had
                               the first byte that was not read
 
-A file all of whose bytes were read may be deleted, also while nobody reads. One that was deleted before is
+A file all of whose bytes were read may be deleted, also while no run reads. One that was deleted before is
 an error: its records would be lost.
 """
 
@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 from monolith import filesystem
+from monolith.data.files.cursors import FileCursor, Left, OldWorker
 from monolith.data.files.discovery import Watch, expand
-from monolith.data.files.order import Left, OldWorker, Spot, Step
+from monolith.data.files.order import Files, Step
 from monolith.data.format import Chunk, Format, RecordWriter
 from monolith.data.formats.compressed import compression_of
 from monolith.data.records import Records
@@ -124,22 +125,22 @@ class _Place(NamedTuple):
         return self.place >= self.size and not self.skip
 
 
-class Growing:
+class Growing(Files):
     """Files that match now and those that will, all of which may grow. One thread reads; see `Files`.
 
     Files with news are read by turns, in the order of their names.
     """
 
-    mixes = False
     grows = True
+    live = True
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._share = Shard()
+        self._shard = Shard()
         self._places: dict[str, _Place] = {}
         self._sizes: dict[str, int] = {}
         """Of each file, the size for which it was last read."""
-        self._stood: tuple[Spot, dict[str, _Place]] = (Spot(), {})
+        self._stood: tuple[FileCursor, dict[str, _Place]] = (FileCursor(), {})
         """Where the consumer stood last, and how far each file was read then: what was read since may be held
         back."""
         self._hot: dict[str, None] = {}
@@ -150,10 +151,10 @@ class Growing:
         self._unfinished: dict[str, tuple[int, float]] = {}
         """Files whose last line has no line break: their size, and since when."""
 
-    def deal(self, share: Shard) -> None:
-        self._share = share
+    def deal(self, shard: Shard) -> None:
+        self._shard = shard
 
-    def after(self, spot: Spot) -> Spot | Step:
+    def after(self, spot: FileCursor) -> FileCursor | Step:
         if spot.file is not None and spot.file in self._places:
             self._places[spot.file] = _Place(spot.place, self._places[spot.file].size)
         now = self._watch.now()
@@ -169,11 +170,11 @@ class Growing:
         path = next((one for one in news if spot.file is not None and one > spot.file), news[0])
         one = self._places[path]
         self._sizes[path] = one.size
-        return Spot(file=path, place=one.place, skip=one.skip)
+        return FileCursor(file=path, place=one.place, skip=one.skip)
 
     def _look(self, now: float) -> None:
         """Look at all files there are."""
-        found = [path for path in self._watch.look() if _is_of(path, self._share)]
+        found = [path for path in self._watch.look() if _is_of(path, self._shard)]
         for path in found:
             remote = filesystem.is_remote(path)
             with suppress(FileMissingError):  # it went since it was listed
@@ -238,7 +239,7 @@ class Growing:
             elif now - since >= _UNFINISHED_S:
                 _log.warning(
                     "file source: the last line of %s, at byte %d, has no line break at its end, so it is "
-                    "not read: somebody may be writing it. End the file with a line break.",
+                    "not read: it may be incomplete. End the file with a line break.",
                     path,
                     one.place,
                 )
@@ -248,7 +249,7 @@ class Growing:
     def wait(self) -> None:
         self._watch.wait()
 
-    def rewind(self, spot: Spot) -> None:
+    def rewind(self, spot: FileCursor) -> None:
         stood, places = self._stood
         if stood != spot:
             places = self._placed(spot, self._places)
@@ -256,27 +257,27 @@ class Growing:
         self._places = dict(places)
         self._sizes = {path: one.size for path, one in places.items() if one.is_read}
 
-    def lost(self, spot: Spot) -> bool:
+    def lost(self, spot: FileCursor) -> bool:
         return spot.file not in self._places  # it was read, and is gone
 
-    def taken(self, spot: Spot, *, ended: bool) -> None:  # noqa: ARG002
+    def taken(self, spot: FileCursor, *, ended: bool) -> None:  # noqa: ARG002
         self._stood = (spot, self._placed(spot, self._places))
 
-    def save(self, spot: Spot) -> Position:
-        # Right after a batch the consumer stands in the file that is being read, and all that was read of
-        # the others is in this batch or one before. Asked later, reading may have come further than that.
+    def save(self, spot: FileCursor) -> Position:
+        # Right after a batch the consumer is in the file that is being read, and everything read of the other
+        # files is in this batch or an earlier one. Later, reading may have come further than the consumer.
         stood, places = self._stood
         found = places if stood == spot else self._placed(spot, self._places)
         return {"grown": {path: list(one) for path, one in found.items()}}
 
-    def _placed(self, spot: Spot, places: Mapping[str, _Place]) -> dict[str, _Place]:
-        """Return how far each file was read, with the one that somebody stands in as far as to there."""
+    def _placed(self, spot: FileCursor, places: Mapping[str, _Place]) -> dict[str, _Place]:
+        """Return how far each file was read; the file of `spot`, up to `spot`."""
         found = dict(places)
         if spot.file is not None and spot.file in found:
             found[spot.file] = _Place(spot.place, found[spot.file].size, spot.skip)
         return found
 
-    def restore(self, saved: Position, spot: Spot) -> None:
+    def restore(self, saved: Position, spot: FileCursor) -> None:
         places = _read_places(saved)
         there = set(self._watch.look())
         self._places = dict(places)
@@ -295,18 +296,14 @@ class Growing:
         self._sizes = {path: one.size for path, one in self._places.items() if one.is_read}
         self._stood = (spot, dict(self._places))
 
-    def commit(self, position: Position) -> None: ...
-
-    def close(self) -> None: ...
-
-    # For another number of workers: who reads a file follows from its name, so nothing is dealt out.
+    # For another number of workers: the name of a file decides its worker, so nothing is dealt.
 
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
         return [[] for _ in old]
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:  # noqa: ARG002
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], shard: Shard) -> Position:  # noqa: ARG002
         places = {path: one for worker in old for path, one in _read_places(worker.position).items()}
-        return {"grown": {path: list(one) for path, one in places.items() if _is_of(path, share)}}
+        return {"grown": {path: list(one) for path, one in places.items() if _is_of(path, shard)}}
 
 
 def _read_places(saved: Position) -> dict[str, _Place]:
@@ -330,10 +327,10 @@ def _read_places(saved: Position) -> dict[str, _Place]:
     )
 
 
-def _is_of(path: str, share: Shard) -> bool:
-    """Return whether a file is in a share: by its name alone, since nobody knows how many there will be."""
+def _is_of(path: str, shard: Shard) -> bool:
+    """Return whether a file is in a shard: by its name alone, since the number of files is unknown."""
     # The low bits of crc32 are the same for many names that differ in one digit.
-    return mix_one(zlib.crc32(path.encode())) % share.workers == share.worker
+    return mix_one(zlib.crc32(path.encode())) % shard.workers == shard.worker
 
 
 def _local_size(path: str) -> int | None:

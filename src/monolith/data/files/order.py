@@ -1,109 +1,27 @@
-"""Which file a file source reads next, and places between its records.
+"""Which file a file source reads next: of a list that is sharded among the workers, or of a watch.
 
-One of three decides: a list, dealt out among the workers; a watch, for files that are yet to appear;
-or a queue that all workers take from. The source reads, and hears from them what comes after a file.
+The source reads a file to its end and then asks `Files.after` for the next one. Lists and watches are below;
+`growing` has files that are appended to while they are read, and `queued` files of a work queue.
 """
 
 from __future__ import annotations
 
 import logging
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from monolith.data.files.cursors import FileCursor, Left, OldWorker
 from monolith.data.files.discovery import Watch
-from monolith.data.files.work_queue import Progress
-from monolith.data.format import Chunk
 from monolith.data.sharding import Shard
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
 from monolith.errors import DataError, RestoreError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spot:
-    """A place between two records."""
-
-    round: int = 0
-    """The epoch; with a queue, the number of the file in it."""
-    file: str | None = None
-    """None before the first."""
-    place: int = 0
-    """Of a chunk in the file."""
-    skip: int = 0
-    """Records of that chunk that come before."""
-    length: int = 0
-    """Of the stretch that begins there and is being shuffled; 0 for none."""
-    taken: int = 0
-    """Records of that stretch that come before."""
-    good: int = 0
-    bad: int = 0
-    """How many were read, and malformed, before that chunk: of this reader, not of this file."""
-
-    def past(self, chunk: Chunk) -> Spot:
-        """Return the place after a chunk that begins here."""
-        return replace(
-            self,
-            place=chunk.next,
-            skip=0,
-            length=0,
-            taken=0,
-            good=self.good + len(chunk.records),
-            bad=self.bad + len(chunk.bad),
-        )
-
-    def is_in_file_of(self, other: Spot) -> bool:
-        """Whether both are in the same file, read the same time."""
-        return (self.round, self.file) == (other.round, other.file)
-
-    def progress(self) -> Progress:
-        return {"place": self.place, "skip": self.skip, "length": self.length, "taken": self.taken}
-
-
-class Left(NamedTuple):
-    """A file of which something is left to read, and from where; see `Spot`."""
-
-    round: int
-    file: str
-    place: int = 0
-    skip: int = 0
-    length: int = 0
-    taken: int = 0
-
-    def spot(self) -> Spot:
-        return Spot(**self._asdict())
-
-    @classmethod
-    def of(cls, spot: Spot) -> Left:
-        assert spot.file is not None
-        return cls(spot.round, spot.file, **spot.progress())
-
-    @classmethod
-    def read(cls, saved: object) -> Left:
-        """Return what a position says is left.
-
-        Raises:
-            RestoreError: It makes no sense.
-        """
-        if isinstance(saved, list) and len(saved) == len(cls._fields):
-            left = cls(*saved)
-            numbers = (left.round, *left[2:])
-            if isinstance(left.file, str) and all(isinstance(one, int) and one >= 0 for one in numbers):
-                return left
-        raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not what is left of a file")
-
-
-class OldWorker(NamedTuple):
-    """One of the workers of an earlier run: its share, its position, and where it stood."""
-
-    share: Shard
-    position: Position
-    spot: Spot
 
 
 class Step(Enum):
@@ -113,59 +31,75 @@ class Step(Enum):
     END = "nothing"
 
 
-class Files(Protocol):
-    """Which file comes next."""
+class Files(ABC):
+    """Which file comes next. The defaults are those of files that belong to this worker for good."""
 
-    mixes: bool
-    """Whether a stretch that is shuffled may go on in the next file: only if the next is always the same."""
-    grows: bool
+    mixes = False
+    """Whether a shuffled stretch may continue in the next file: only if the next is always the same."""
+    grows = False
     """Whether more may come in a file that was read to its end."""
+    live = False
+    """Whether files are read as they appear."""
+    repeats_order = False
+    """Whether the files follow each other in the same order after a restart."""
+    trouble = ""
+    """Why the next file cannot be found now, for an operator; empty if it can."""
 
-    def deal(self, share: Shard) -> None:
-        """Hear which of the workers this is; once, before anything else."""
+    @abstractmethod
+    def deal(self, shard: Shard) -> None:
+        """Choose the files of one worker; called once, before anything else."""
 
-    def after(self, spot: Spot) -> Spot | Step:
-        """Return the beginning of the file after the one of `spot`; of the first, if that has none."""
+    @abstractmethod
+    def after(self, spot: FileCursor) -> FileCursor | Step:
+        """Return the beginning of the file after the one of `spot`; of the first file, if `spot` has none."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:  # noqa: B027  a default, as those below
+        """Sleep until the next file may be there."""
 
-    def rewind(self, spot: Spot) -> None:
-        """Hear that reading begins at `spot`, though it may have come further before."""
+    def rewind(self, spot: FileCursor) -> None:  # noqa: B027
+        """Note that reading starts at `spot`, though it may have come further before."""
 
-    def lost(self, spot: Spot) -> bool:
-        """Whether the file of `spot` is no longer for this worker to read."""
+    def lost(self, spot: FileCursor) -> bool:  # noqa: ARG002
+        """Return whether the file of `spot` is no longer for this worker to read."""
+        return False
 
-    def taken(self, spot: Spot, *, ended: bool) -> None:
-        """Hear that the consumer has all records before `spot`; `ended`, that there are no more for now."""
+    def taken(self, spot: FileCursor, *, ended: bool) -> None:  # noqa: B027
+        """Note that the consumer has all records before `spot`; `ended`, that there are no more for now."""
 
-    def save(self, spot: Spot) -> Position: ...
+    @abstractmethod
+    def save(self, spot: FileCursor) -> Position:
+        """Return what a position has in addition to the spot."""
 
-    def restore(self, saved: Position, spot: Spot) -> None: ...
+    @abstractmethod
+    def restore(self, saved: Position, spot: FileCursor) -> None:
+        """Resume from a position whose spot is `spot`."""
 
-    def commit(self, position: Position) -> None: ...
+    def commit(self, position: Position) -> None:  # noqa: B027
+        """Note that a checkpoint contains a position."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Release what this worker has."""
 
     # For another number of workers
 
+    @abstractmethod
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
-        """Return what each old worker had left to read, in its order, and will not be read as the share of
-        a new worker.
+        """Return the files that each old worker had left, in its order, and that no new worker's shard has.
 
         Raises:
             RestoreError: It cannot be told.
         """
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:
-        """Return what the position of a new worker has, beside its spot, that begins with some of what was
-        left."""
+    @abstractmethod
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], shard: Shard) -> Position:
+        """Return what the position of a new worker that starts with `left` has in addition to its spot."""
 
 
 class _Paths:
     """The paths of one worker, and their order in each epoch."""
 
-    def __init__(self, every: Sequence[str], share: Shard, seed: int | None) -> None:
-        self.paths = every[share.worker :: share.workers]
+    def __init__(self, every: Sequence[str], shard: Shard, seed: int | None) -> None:
+        self.paths = every[shard.worker :: shard.workers]
         self.digest = zlib.crc32("\n".join(self.paths).encode())
         self._seed = seed
         self._ordered = (-1, list[str]())
@@ -181,34 +115,34 @@ class _Paths:
 
 
 class _Backlog:
-    """What is read before the epochs that are dealt out to as many workers as there are now."""
+    """Files of old workers that a worker reads before the epochs that are sharded among the new ones."""
 
     def __init__(self, saved: Sequence[Any] = (), first_epoch: int = 0) -> None:
         self.saved = saved
         self.left = [Left.read(one) for one in saved]
         self.first_epoch = first_epoch
-        """The first that is read as one's share, from its beginning."""
+        """The first that is read as one's shard, from its beginning."""
         self._numbers = {(one.round, one.file): number for number, one in enumerate(self.left)}
 
-    def has(self, spot: Spot) -> bool:
+    def has(self, spot: FileCursor) -> bool:
         return (spot.round, spot.file) in self._numbers
 
-    def before(self, spot: Spot) -> list[Left]:
+    def before(self, spot: FileCursor) -> list[Left]:
         """Return what is read of it before the file of a spot."""
         assert spot.file is not None
         return self.left[: self._numbers[spot.round, spot.file]]
 
-    def after(self, spot: Spot) -> Left | None:
+    def after(self, spot: FileCursor) -> Left | None:
         number = 0 if spot.file is None else self._numbers[spot.round, spot.file] + 1
         return self.left[number] if number < len(self.left) else None
 
-    def from_here(self, spot: Spot) -> list[Left]:
+    def from_here(self, spot: FileCursor) -> list[Left]:
         """Return what is left of it."""
         if spot.file is None:
             return self.left
         return [Left.of(spot), *self.left[self._numbers[spot.round, spot.file] + 1 :]]
 
-    def save(self, spot: Spot) -> Position:
+    def save(self, spot: FileCursor) -> Position:
         """Return what a position must say of it, which is nothing when it was read."""
         if spot.round >= self.first_epoch and (spot.file is not None or not self.first_epoch):
             return {}
@@ -229,11 +163,11 @@ class _Backlog:
         return backlog
 
 
-class ListedPaths:
+class ListedPaths(Files):
     """Paths that are known from the beginning."""
 
     mixes = True
-    grows = False
+    repeats_order = True
 
     def __init__(
         self,
@@ -254,17 +188,17 @@ class ListedPaths:
         self._mine = _Paths((), Shard(), None)
         self._backlog = _Backlog()
 
-    def deal(self, share: Shard) -> None:
+    def deal(self, shard: Shard) -> None:
         files = len(self._all)
-        self._mine = _Paths(self._all, share, self._seed)
-        if files < share.workers and (share.worker == 0 or not self._mine.paths):
+        self._mine = _Paths(self._all, shard, self._seed)
+        if files < shard.workers and (shard.worker == 0 or not self._mine.paths):
             _log.warning(
                 "file source: fewer files than workers, %d for %d: there is no data for worker %s; cut the "
                 "files into %d or more, or run fewer workers",
                 files,
-                share.workers,
-                ", ".join(map(str, range(files, share.workers))),
-                share.workers,
+                shard.workers,
+                ", ".join(map(str, range(files, shard.workers))),
+                shard.workers,
             )
 
     # How much there is; from any thread
@@ -281,7 +215,7 @@ class ListedPaths:
             return None
         return sum(weights[one.file] for one in backlog.left) + each * (self._epochs - backlog.first_epoch)
 
-    def weight_before(self, spot: Spot, weights: Mapping[str, int]) -> int:
+    def weight_before(self, spot: FileCursor, weights: Mapping[str, int]) -> int:
         """Return what is read before the file of a spot weighs together."""
         backlog = self._backlog
         if spot.file is None:
@@ -295,34 +229,25 @@ class ListedPaths:
             sum(weights[one.file] for one in backlog.left) + rounds + sum(weights[path] for path in earlier)
         )
 
-    def after(self, spot: Spot) -> Spot | Step:
+    def after(self, spot: FileCursor) -> FileCursor | Step:
         if spot.file is None or self._backlog.has(spot):
             left = self._backlog.after(spot)
             return self._first(self._backlog.first_epoch) if left is None else left.spot()
         order = self._mine.order(spot.round)
         number = order.index(spot.file) + 1
         if number < len(order):
-            return Spot(round=spot.round, file=order[number])
+            return FileCursor(round=spot.round, file=order[number])
         return self._first(spot.round + 1)
 
-    def _first(self, epoch: int) -> Spot | Step:
+    def _first(self, epoch: int) -> FileCursor | Step:
         if not self._mine.paths or (self._epochs is not None and epoch >= self._epochs):
             return Step.END
-        return Spot(round=epoch, file=self._mine.order(epoch)[0])
+        return FileCursor(round=epoch, file=self._mine.order(epoch)[0])
 
-    def wait(self) -> None: ...
-
-    def rewind(self, spot: Spot) -> None: ...
-
-    def lost(self, spot: Spot) -> bool:  # noqa: ARG002
-        return False
-
-    def taken(self, spot: Spot, *, ended: bool) -> None: ...
-
-    def save(self, spot: Spot) -> Position:
+    def save(self, spot: FileCursor) -> Position:
         return {"files": self._mine.digest, **self._backlog.save(spot)}
 
-    def restore(self, saved: Position, spot: Spot) -> None:
+    def restore(self, saved: Position, spot: FileCursor) -> None:
         digest = saved.get("files")
         if not isinstance(digest, int) or digest < 0:
             raise RestoreError("cannot restore a file source: the position is not of one with a list")
@@ -344,17 +269,13 @@ class ListedPaths:
             )
         self._backlog = backlog
 
-    def commit(self, position: Position) -> None: ...
-
-    def close(self) -> None: ...
-
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
         begun = max(map(self._begun, old))
         return [self._left_before(begun, one) for one in old]
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], shard: Shard) -> Position:
         return {
-            "files": _Paths(self._all, share, None).digest,
+            "files": _Paths(self._all, shard, None).digest,
             "backlog": [list(one) for one in left],
             "first_epoch": max(map(self._begun, old)),
         }
@@ -366,11 +287,12 @@ class ListedPaths:
 
     def _left_before(self, epoch: int, old: OldWorker) -> list[Left]:
         """Return what an old worker had not read of all epochs before one."""
-        paths = _Paths(self._all, old.share, self._seed)
+        paths = _Paths(self._all, old.shard, self._seed)
         backlog = _Backlog.restored(old.position, self._known)
         if old.position.get("files") != paths.digest:
             raise RestoreError(
-                "the list of files has changed, so nobody knows what was left to whom; give the same files"
+                "the list of files has changed, so it is unknown what each worker had left; give the same "
+                "files"
             )
         spot, first, left = old.spot, backlog.first_epoch, list[Left]()
         if spot.file is None or backlog.has(spot):
@@ -382,31 +304,31 @@ class ListedPaths:
         return left + [Left(later, path) for later in range(first, epoch) for path in paths.order(later)]
 
 
-class Watched:
-    """Files that match now, and those that will."""
+class Watched(Files):
+    """Files that match the patterns now, and those that will."""
 
     mixes = True
-    grows = False
+    live = True
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._share = Shard()
+        self._shard = Shard()
         self._seen: list[str] = []
         self._known: set[str] = set()
         self._first = 0
         """Files of those seen that others have read: the first of ours comes after them."""
         self._parts: dict[str, Left] = {}
         """Files of those seen of which others have read a part."""
-        self._waits_at = Spot()
+        self._waits_at = FileCursor()
         """The end of the last file that was read, while there is no other."""
 
-    def deal(self, share: Shard) -> None:
-        self._share = share
+    def deal(self, shard: Shard) -> None:
+        self._shard = shard
 
-    def after(self, spot: Spot) -> Spot | Step:
+    def after(self, spot: FileCursor) -> FileCursor | Step:
         number = self._first if spot.file is None else self._seen.index(spot.file) + 1
         if number == len(self._seen):
-            mine = [path for path in self._watch.look() if _reader_of(path, self._share) == self._share]
+            mine = [path for path in self._watch.look() if _reader_of(path, self._shard) == self._shard]
             new = [path for path in mine if path not in self._known]
             self._seen += new
             self._known |= set(new)
@@ -420,14 +342,10 @@ class Watched:
     def wait(self) -> None:
         self._watch.wait()
 
-    def rewind(self, spot: Spot) -> None: ...
-
-    def lost(self, spot: Spot) -> bool:
+    def lost(self, spot: FileCursor) -> bool:
         return spot == self._waits_at  # all of it was read, and it may be gone
 
-    def taken(self, spot: Spot, *, ended: bool) -> None: ...
-
-    def save(self, spot: Spot) -> Position:
+    def save(self, spot: FileCursor) -> Position:
         found: Position = {"seen": list(self._seen)}
         if spot.file is not None and spot == self._waits_at:
             found["at_end"] = True
@@ -435,7 +353,7 @@ class Watched:
             found |= {"first": self._first, "parts": [list(one) for one in self._parts.values()]}
         return found
 
-    def restore(self, saved: Position, spot: Spot) -> None:
+    def restore(self, saved: Position, spot: FileCursor) -> None:
         seen = saved.get("seen")
         if not isinstance(seen, list) or not all(isinstance(path, str) for path in seen):
             raise RestoreError("cannot restore a file source: the position is not of one that watches")
@@ -452,19 +370,15 @@ class Watched:
         if to_read:
             _check_known(to_read, set(self._watch.look()))
         self._seen, self._known, self._first, self._parts = list(seen), set(seen), first, left
-        self._waits_at = spot if at_end else Spot()
-
-    def commit(self, position: Position) -> None: ...
-
-    def close(self) -> None: ...
+        self._waits_at = spot if at_end else FileCursor()
 
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
         return [self._left(one) for one in old]
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], shard: Shard) -> Position:
         mine = [one.file for one in left]
-        # Who looks for files must not find again what others have read, or are going to.
-        others = [path for one in old for path in one.position["seen"] if _reader_of(path, share) == share]
+        # A worker that lists files must not find those again that others have read, or will read.
+        others = [path for one in old for path in one.position["seen"] if _reader_of(path, shard) == shard]
         others = [path for path in others if path not in set(mine)]
         parts = [list(one) for one in left if any(one[2:])]
         return {"seen": [*others, *mine], "first": len(others), "parts": parts}
@@ -494,6 +408,6 @@ def _check_known(files: Iterable[str], known: Collection[str]) -> None:
         )
 
 
-def _reader_of(path: str, share: Shard) -> Shard:
+def _reader_of(path: str, shard: Shard) -> Shard:
     """Return the share that a file is in which was found by looking."""
-    return Shard(zlib.crc32(path.encode()) % share.workers, share.workers)
+    return Shard(zlib.crc32(path.encode()) % shard.workers, shard.workers)

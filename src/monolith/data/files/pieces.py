@@ -14,7 +14,7 @@ last window. Otherwise a piece with few records would be dealt before the others
 missing from the end of the epoch. A small file is one window.
 
 So a sorted file is mixed over its whole length, and all that is to be remembered is how far each open piece
-was read: a `MixedPlace`, which is small, and from which reading resumes with the very next record. Nothing
+was read: a `ShuffleCursor`, which is small, and from which reading resumes with the very next record. Nothing
 depends on how records are cut into batches, or on when a position was taken.
 
 A file that cannot be split, such as a compressed one, is one piece. It is read chunk by chunk from its
@@ -59,7 +59,7 @@ _INDEXERS = 8
 """Files whose pieces are looked for at the same time."""
 
 
-class Cursor(NamedTuple):
+class OpenPiece(NamedTuple):
     """How far an open piece was read."""
 
     epoch: int
@@ -88,7 +88,7 @@ class Window(NamedTuple):
 
     taken: int
     """Records of it that were yielded."""
-    cursors: tuple[Cursor, ...]
+    cursors: tuple[OpenPiece, ...]
     """The pieces, as they were when it began."""
 
     @property
@@ -97,12 +97,15 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MixedPlace:
-    """A place between two records of the shuffled order."""
+class ShuffleCursor:
+    """A place between two records of the shuffled order; see `Pieces`.
+
+    All that is needed to resume: nothing depends on the size of batches or on when a position was taken.
+    """
 
     windows: tuple[Window, ...] = ()
     """What is yielded before anything else; several of workers that are no more."""
-    open: tuple[Cursor, ...] = ()
+    open: tuple[OpenPiece, ...] = ()
     """The pieces that are open, the one that gives the next record first."""
     rest: tuple[Unopened, ...] = ()
     """What is opened after these, before the epochs that are this worker's share."""
@@ -118,13 +121,13 @@ class MixedPlace:
 
 
 class _Stand(NamedTuple):
-    """Where an open piece stands between two turns."""
+    """An open piece between two turns."""
 
-    cursor: Cursor
-    then: Cursor | None
-    """Where it stands when the chunk was dealt; None at its end."""
+    cursor: OpenPiece
+    then: OpenPiece | None
+    """The piece after the last record of the chunk; None at its end."""
 
-    def after(self, records: int) -> Cursor | None:
+    def after(self, records: int) -> OpenPiece | None:
         skip = self.cursor.skip + records
         return self.cursor._replace(skip=skip) if skip < self.cursor.size else self.then
 
@@ -134,20 +137,20 @@ class _Turns(NamedTuple):
 
     first: int
     """The number of the first one in its block."""
-    begin: MixedPlace
+    begin: ShuffleCursor
     stands: Sequence[_Stand]
 
-    def place(self, number: int) -> MixedPlace:
+    def place(self, number: int) -> ShuffleCursor:
         turns, more = divmod(number - self.first, len(self.stands))
         cursors = [one.after(turns + (index < more)) for index, one in enumerate(self.stands)]
         turned = tuple(one for one in cursors[more:] + cursors[:more] if one is not None)
         return replace(self.begin, open=turned, given=self.begin.given + number - self.first)
 
 
-class _Lane:
+class _PieceReader:
     """An open piece: the chunk that is being dealt, in its random order."""
 
-    def __init__(self, cursor: Cursor, end: int | None, chunks: Iterator[Chunk]) -> None:
+    def __init__(self, cursor: OpenPiece, end: int | None, chunks: Iterator[Chunk]) -> None:
         self.epoch, self.file = cursor.epoch, cursor.file
         self.place = self.next = cursor.place
         self.skip = cursor.skip
@@ -167,8 +170,8 @@ class _Lane:
     @property
     def stand(self) -> _Stand:
         return _Stand(
-            Cursor(self.epoch, self.file, self.place, self.skip, len(self.records)),
-            None if self.next == self.end else Cursor(self.epoch, self.file, self.next),
+            OpenPiece(self.epoch, self.file, self.place, self.skip, len(self.records)),
+            None if self.next == self.end else OpenPiece(self.epoch, self.file, self.next),
         )
 
     def close(self) -> None:
@@ -205,7 +208,7 @@ class Pieces:
         self._paths = paths
         self._there = there
         self._counts: Sequence[int] = ()
-        """How many pieces each file had, as a position says; negative for files that nobody had looked at."""
+        """How many pieces each file had, as a position says; negative for files that were not opened."""
         self.digest = zlib.crc32("\n".join(paths).encode())
         self._form = form
         self._split = form.in_pieces(shuffle.piece_bytes) if isinstance(form, SplittableFormat) else None
@@ -266,12 +269,12 @@ class Pieces:
             self._orders[key] = permutation(len(self._plan(share)), self._shuffle.seed, epoch)
         return self._orders[key]
 
-    def is_over(self, place: MixedPlace) -> bool:
+    def is_over(self, place: ShuffleCursor) -> bool:
         """Return whether nothing is left to read after a place."""
         done = self._epochs is not None and place.next_epoch >= self._epochs
         return done and not place.open and not place.windows and not place.rest
 
-    def files_left(self, place: MixedPlace, share: Shard) -> set[str]:
+    def files_left(self, place: ShuffleCursor, share: Shard) -> set[str]:
         """Return the files of which something is left to read after a place."""
         left = {one.file for one in place.open}
         left.update(one.file for window in place.windows for one in window.cursors)
@@ -283,7 +286,7 @@ class Pieces:
             left.update(self._plan(part)[order.numpy(), 0].tolist())
         return {self._paths[number] for number in left}
 
-    def _left(self, place: MixedPlace, share: Shard) -> int | None:
+    def _left(self, place: ShuffleCursor, share: Shard) -> int | None:
         """Return how many pieces are yet to be opened after a place; None without end."""
         if self._epochs is None:
             return None
@@ -293,10 +296,10 @@ class Pieces:
             for one in place.rest
         )
 
-    def fraction(self, place: MixedPlace, share: Shard, records: int) -> float | None:
+    def fraction(self, place: ShuffleCursor, share: Shard, records: int) -> float | None:
         """Return which part of everything lies before the place so many records after one, by pieces."""
         if share not in self._plans:
-            return None if place.given else 0.0  # whoever reads looks at the files first
+            return None if place.given else 0.0  # reading opens the files first
         left = self._left(place, share)
         if left is None or not left + place.opened:
             return None
@@ -306,74 +309,82 @@ class Pieces:
         done = 1 - (left + begun) / (left + place.opened)
         return done * (place.given + records) / place.given if place.given else done
 
-    def _part(self, cursor: Cursor) -> float:
+    def _part(self, cursor: OpenPiece) -> float:
         """Return which part of an open piece was yielded."""
         begin, end = self._parts.get((cursor.file, cursor.place), (0.0, 1.0 if cursor.size else 0.0))
         return begin + (end - begin) * cursor.skip / max(cursor.size, 1)
 
     # Reading
 
-    def blocks(self, place: MixedPlace, share: Shard) -> Iterator[Block[MixedPlace]]:
+    def blocks(self, place: ShuffleCursor, share: Shard) -> Iterator[Block[ShuffleCursor]]:
         """Yield records from a place on, with the places between them."""
-        lanes: list[_Lane] = []
+        readers: list[_PieceReader] = []
         try:
             while True:
+                # 1. Windows first: at the end of an epoch, or those that old workers left.
                 while place.windows:
-                    yield from self._window(place, lanes)
+                    yield from self._window(place, readers)
                     window, *later = place.windows
                     given = place.given + window.size - window.taken
-                    place, lanes = replace(place, windows=tuple(later), given=given), []
+                    place, readers = replace(place, windows=tuple(later), given=given), []
+                # 2. Reopen the pieces that were open at the cursor. `size` marks a chunk that was read and
+                #    counted before, so it must still have as many records.
                 for cursor in place.open:
-                    lanes.append(self._lane(cursor))
-                    place = self._fill(lanes[-1], place, cursor.size)
-                dealt = _Dealt()
+                    readers.append(self._reader(cursor))
+                    place = self._fill(readers[-1], place, cursor.size)
+                # 3. One record of each open piece in turn, until the epoch has no more pieces to open.
+                dealt = _Interleaved()
                 while True:
                     # The open pieces alone decide whether another one is opened, and they are all in the
                     # place. So a reader that resumes opens the next one after the same record.
-                    lanes = [lane for lane in lanes if lane.left]
-                    place = self._open_more(lanes, place, share)
-                    last = not self._goes_on(lanes, place)
+                    readers = [reader for reader in readers if reader.left]
+                    place = self._open_more(readers, place, share)
+                    last = not self._goes_on(readers, place)
                     if dealt.count and (last or dealt.count >= _BLOCK_RECORDS):
                         yield dealt.block()
-                        dealt = _Dealt()
+                        dealt = _Interleaved()
                     if last:
                         break
-                    count, more = dealt.add(lanes, place)
+                    count, more = dealt.add(readers, place)
                     place = replace(place, given=place.given + count)
-                    lanes = lanes[more:] + lanes[:more]
-                    if not lanes[-1].left:
-                        place = self._fill(lanes[-1], place)
-                if not lanes:
+                    # Rotate, so that the piece that gives the next record is first, as in a cursor.
+                    readers = readers[more:] + readers[:more]
+                    if not readers[-1].left:
+                        place = self._fill(readers[-1], place)
+                if not readers:
                     return
-                cursors = tuple(lane.stand.cursor for lane in lanes)
+                # 4. What is left of the epoch is one window, permuted together.
+                cursors = tuple(reader.stand.cursor for reader in readers)
                 place = replace(place, windows=(Window(0, cursors),), open=())
         finally:
-            for lane in lanes:
-                lane.close()
+            for reader in readers:
+                reader.close()
 
-    def _goes_on(self, lanes: Sequence[_Lane], place: MixedPlace) -> bool:
+    def _goes_on(self, readers: Sequence[_PieceReader], place: ShuffleCursor) -> bool:
         """Whether open pieces are dealt in turn, since their epoch has more pieces, or they have more."""
-        if any(lane.next != lane.end for lane in lanes):
+        if any(reader.next != reader.end for reader in readers):
             return True
-        latest = max((lane.epoch for lane in lanes), default=-1)
+        latest = max((reader.epoch for reader in readers), default=-1)
         return any(one.epoch <= latest and self._piece(one) is not None for one in place.rest)
 
-    def _window(self, place: MixedPlace, lanes: Sequence[_Lane]) -> Iterator[Block[MixedPlace]]:
+    def _window(
+        self, place: ShuffleCursor, readers: Sequence[_PieceReader]
+    ) -> Iterator[Block[ShuffleCursor]]:
         """Yield what is left of the first window.
 
         Args:
-            lanes: Its pieces, if they are open.
+            readers: Its pieces, if they are open.
         """
         window, *later = place.windows
-        if not lanes:
-            lanes = [self._lane(cursor) for cursor in window.cursors]
-            for lane, cursor in zip(lanes, window.cursors, strict=True):
-                self._fill(lane, place, cursor.size)
-        records = concat([lane.records.slice(lane.skip, len(lane.records)) for lane in lanes])
+        if not readers:
+            readers = [self._reader(cursor) for cursor in window.cursors]
+            for reader, cursor in zip(readers, window.cursors, strict=True):
+                self._fill(reader, place, cursor.size)
+        records = concat([reader.records.slice(reader.skip, len(reader.records)) for reader in readers])
         first = window.cursors[0]
         order = permutation(len(records), self._shuffle.seed, first.epoch, first.file, first.place)
 
-        def place_at(taken: int) -> MixedPlace:
+        def place_at(taken: int) -> ShuffleCursor:
             left = (window._replace(taken=taken), *later) if taken < len(records) else tuple(later)
             return replace(place, windows=left, given=place.given + taken - window.taken)
 
@@ -381,29 +392,31 @@ class Pieces:
             rows = order[begin : begin + _BLOCK_RECORDS]
             yield Block(records.take(rows), partial(_shifted, place_at, begin))
 
-    def end(self, place: MixedPlace) -> MixedPlace:
+    def end(self, place: ShuffleCursor) -> ShuffleCursor:
         """Return the place after everything, of a reader that came to a place."""
         return replace(
             place, windows=(), open=(), rest=(), next_epoch=max(place.next_epoch, self._epochs or 0)
         )
 
-    def _open_more(self, lanes: list[_Lane], place: MixedPlace, share: Shard) -> MixedPlace:
+    def _open_more(self, readers: list[_PieceReader], place: ShuffleCursor, share: Shard) -> ShuffleCursor:
         """Open pieces until there are enough; return the place, which then names what is left."""
-        held, used = sum(len(lane.records) for lane in lanes), sum(lane.bytes for lane in lanes)
-        while len(lanes) < MOST_OPEN and (
-            held < self._shuffle.buffer or len(lanes) < 2 or (len(lanes) < FEW_OPEN and used < FEW_OPEN_BYTES)
+        held, used = sum(len(reader.records) for reader in readers), sum(reader.bytes for reader in readers)
+        while len(readers) < MOST_OPEN and (
+            held < self._shuffle.buffer
+            or len(readers) < 2
+            or (len(readers) < FEW_OPEN and used < FEW_OPEN_BYTES)
         ):
             if not place.rest:
                 epoch = place.next_epoch
                 if (
-                    lanes
+                    readers
                     or (self._epochs is not None and epoch >= self._epochs)
                     or not len(self._plan(share))
                 ):
                     break
                 place = replace(place, rest=(Unopened(epoch, *share),), next_epoch=epoch + 1)
             unopened = place.rest[0]
-            if lanes and unopened.epoch > max(lane.epoch for lane in lanes):
+            if readers and unopened.epoch > max(reader.epoch for reader in readers):
                 break  # an epoch begins when those before it have ended
             found = self._piece(unopened)
             if found is None:
@@ -411,73 +424,75 @@ class Pieces:
                 continue
             rest = (unopened._replace(first=unopened.first + unopened.step), *place.rest[1:])
             place = replace(place, rest=rest, opened=place.opened + 1)
-            lane = self._lane(Cursor(unopened.epoch, *found))
+            reader = self._reader(OpenPiece(unopened.epoch, *found))
             try:
-                place = self._fill(lane, place)
+                place = self._fill(reader, place)
             finally:
-                if not len(lane.records):
-                    lane.close()
-            if len(lane.records):
-                lanes.append(lane)
-                held, used = held + len(lane.records), used + lane.bytes
+                if not len(reader.records):
+                    reader.close()
+            if len(reader.records):
+                readers.append(reader)
+                held, used = held + len(reader.records), used + reader.bytes
         return place
 
-    def _lane(self, cursor: Cursor) -> _Lane:
+    def _reader(self, cursor: OpenPiece) -> _PieceReader:
         path, ends = self._paths[cursor.file], self._ends[cursor.file]
         if ends is None:  # a file of a worker that is no more
             ends = self._ends[cursor.file] = self._look_at(cursor.file)
         if None in ends.values():
-            return _Lane(cursor, None, self._form.chunks(path, start=cursor.place, columns=self._columns))
+            return _PieceReader(
+                cursor, None, self._form.chunks(path, start=cursor.place, columns=self._columns)
+            )
         assert self._split is not None
         # Of a payload that is a batch, a cursor is inside a piece.
         begin = max((one for one in ends if one <= cursor.place), default=0)
         chunks = self._split.chunks(path, start=cursor.place, columns=self._columns)
-        return _Lane(cursor, ends.get(begin), chunks)
+        return _PieceReader(cursor, ends.get(begin), chunks)
 
-    def _fill(self, lane: _Lane, place: MixedPlace, size: int = 0) -> MixedPlace:
+    def _fill(self, reader: _PieceReader, place: ShuffleCursor, size: int = 0) -> ShuffleCursor:
         """Read the next chunk of a piece that has records; return the place with what was counted.
 
         Args:
             size: The records that the chunk had when it was read before a restart, and counted; 0 for one
                 that was not.
         """
-        path, skip = self._paths[lane.file], lane.skip
-        lane.records, lane.skip, lane.bytes = Records(0, {}), 0, 0
-        while lane.next != lane.end and not len(lane.records):
-            lane.place = lane.next
-            chunk = next(lane.chunks, None)
+        path, skip = self._paths[reader.file], reader.skip
+        reader.records, reader.skip, reader.bytes = Records(0, {}), 0, 0
+        while reader.next != reader.end and not len(reader.records):
+            reader.place = reader.next
+            chunk = next(reader.chunks, None)
             if chunk is None:
-                if lane.end is not None:
-                    raise _replaced(path, lane.place)
+                if reader.end is not None:
+                    raise _replaced(path, reader.place)
                 break
-            if (lane.end is not None and chunk.next > lane.end) or (size and len(chunk.records) != size):
-                raise _replaced(path, lane.place)
-            lane.next = chunk.next
+            if (reader.end is not None and chunk.next > reader.end) or (size and len(chunk.records) != size):
+                raise _replaced(path, reader.place)
+            reader.next = chunk.next
             if not size:
-                good, bad = self._read(path, lane.place, chunk)
+                good, bad = self._read(path, reader.place, chunk)
                 place = replace(place, good=good, bad=bad)
-            if lane.end is None:
-                self._note_part(lane, path, chunk)
+            if reader.end is None:
+                self._note_part(reader, path, chunk)
             if len(chunk.records):
-                key = (self._shuffle.seed, lane.epoch, zlib.crc32(path.encode()), lane.place)
-                lane.records = chunk.records.take(permutation(len(chunk.records), *key))
-                lane.bytes = sum(map(_bytes_of, chunk.records.columns.values()))
+                key = (self._shuffle.seed, reader.epoch, zlib.crc32(path.encode()), reader.place)
+                reader.records = chunk.records.take(permutation(len(chunk.records), *key))
+                reader.bytes = sum(map(_bytes_of, chunk.records.columns.values()))
         if size:
-            lane.skip = skip
-        if lane.next == lane.end:
-            lane.close()
+            reader.skip = skip
+        if reader.next == reader.end:
+            reader.close()
         return place
 
-    def _note_part(self, lane: _Lane, path: str, chunk: Chunk) -> None:
+    def _note_part(self, reader: _PieceReader, path: str, chunk: Chunk) -> None:
         if chunk.reached is not None:
             end = min(chunk.reached / max(filesystem.file_size(path), 1), 1.0)
-            begin = lane.reached if lane.reached or not lane.place else end
-            self._parts[lane.file, lane.place] = (begin, end)
-            lane.reached = end
+            begin = reader.reached if reader.reached or not reader.place else end
+            self._parts[reader.file, reader.place] = (begin, end)
+            reader.reached = end
 
     # Positions
 
-    def save(self, place: MixedPlace) -> Position:
+    def save(self, place: ShuffleCursor) -> Position:
         return {
             "files": self.digest,
             "windows": [[one.taken, [list(cursor) for cursor in one.cursors]] for one in place.windows],
@@ -493,7 +508,7 @@ class Pieces:
             return {}
         return {"pieces": [-1 if ends is None else len(ends) for ends in self._ends]}
 
-    def restored(self, saved: Position) -> MixedPlace:
+    def restored(self, saved: Position) -> ShuffleCursor:
         """Return the place that a position has.
 
         Raises:
@@ -508,12 +523,12 @@ class Pieces:
         if not isinstance(counts, list) or not all(isinstance(one, int) for one in counts):
             raise RestoreError(f"cannot restore a file source: malformed numbers in {counts!r:.200}")
         self._counts = counts if len(counts) == len(self._paths) else ()
-        opened = [Cursor(*row) for row in _rows(saved.get("open"), Cursor)]
+        opened = [OpenPiece(*row) for row in _rows(saved.get("open"), OpenPiece)]
         rest = [Unopened(*row) for row in _rows(saved.get("rest"), Unopened)]
         windows = []
         for row in _listed(saved.get("windows")):
             taken, cursors = row if isinstance(row, list) and len(row) == 2 else (-1, [])
-            windows.append(Window(taken, tuple(Cursor(*one) for one in _rows(cursors, Cursor))))
+            windows.append(Window(taken, tuple(OpenPiece(*one) for one in _rows(cursors, OpenPiece))))
         numbers = {name: saved.get(name) for name in _NUMBERS}
         every = [*opened, *(one for window in windows for one in window.cursors)]
         if (
@@ -523,7 +538,7 @@ class Pieces:
             or any(one.worker >= one.workers or one.step < 1 for one in rest)
         ):
             raise RestoreError(f"cannot restore a file source: malformed numbers in {saved!r:.200}")
-        place = MixedPlace(
+        place = ShuffleCursor(
             windows=tuple(windows),
             open=tuple(opened),
             rest=tuple(rest),
@@ -537,16 +552,16 @@ class Pieces:
             )
         return place
 
-    def redistributed(self, old: Sequence[tuple[Shard, MixedPlace]], workers: int) -> list[MixedPlace]:
+    def redistributed(self, old: Sequence[tuple[Shard, ShuffleCursor]], workers: int) -> list[ShuffleCursor]:
         """Return what several workers had left as the places of another number of them.
 
         Windows and open pieces go to one worker each, from where they were left; what was yet to be opened is
-        dealt piece by piece. From the first epoch on that nobody had begun, each worker reads its share of
-        all.
+        dealt piece by piece. From the first epoch on that no worker had started, each worker reads its
+        shard of all.
         """
         begun = max(place.next_epoch for _, place in old)
         windows: list[list[Window]] = [[] for _ in range(workers)]
-        cursors: list[list[Cursor]] = [[] for _ in range(workers)]
+        cursors: list[list[OpenPiece]] = [[] for _ in range(workers)]
         unopened: list[list[Unopened]] = [[] for _ in range(workers)]
         for window in (one for _, place in old for one in place.windows):
             min(windows, key=len).append(window)
@@ -562,7 +577,7 @@ class Pieces:
                         part = one._replace(first=first, step=one.step * workers)
                         unopened[(number + turn) % workers].append(part)
         return [
-            MixedPlace(
+            ShuffleCursor(
                 windows=tuple(windows[worker]),
                 open=tuple(cursors[worker]),
                 rest=tuple(sorted(unopened[worker])),
@@ -586,7 +601,7 @@ def _listed(saved: object) -> list[Any]:
     return saved
 
 
-def _rows(saved: object, kind: type[Cursor] | type[Unopened]) -> Iterator[list[int]]:
+def _rows(saved: object, kind: type[OpenPiece] | type[Unopened]) -> Iterator[list[int]]:
     for row in _listed(saved):
         if (
             not isinstance(row, list)
@@ -597,7 +612,7 @@ def _rows(saved: object, kind: type[Cursor] | type[Unopened]) -> Iterator[list[i
         yield row
 
 
-def _shifted(place: Callable[[int], MixedPlace], first: int, number: int) -> MixedPlace:
+def _shifted(place: Callable[[int], ShuffleCursor], first: int, number: int) -> ShuffleCursor:
     return place(first + number)
 
 
@@ -608,7 +623,7 @@ def _replaced(path: str, place: int) -> DataError:
     )
 
 
-class _Dealt:
+class _Interleaved:
     """Gathers records that open pieces give in turn, to put them in order in one go: most of the cost is per
     call and column, and a piece of a text file is small."""
 
@@ -621,20 +636,20 @@ class _Dealt:
         """The number of the chunk, by the time it was first seen, and of the record in it."""
         self._numbers: dict[int, int] = {}
 
-    def add(self, lanes: Sequence[_Lane], place: MixedPlace) -> tuple[int, int]:
-        """Deal until a piece has no more; return how many records that were, and which lane has the turn."""
-        self._turns.append(_Turns(self.count, place, [lane.stand for lane in lanes]))
-        width = len(lanes)
-        count = min((lane.left - 1) * width + number + 1 for number, lane in enumerate(lanes))
+    def add(self, readers: Sequence[_PieceReader], place: ShuffleCursor) -> tuple[int, int]:
+        """Interleave until a piece has no more; return how many records, and which reader comes next."""
+        self._turns.append(_Turns(self.count, place, [reader.stand for reader in readers]))
+        width = len(readers)
+        count = min((reader.left - 1) * width + number + 1 for number, reader in enumerate(readers))
         count = min(count, _BLOCK_RECORDS)
         turns, more = divmod(count, width)
         numbers, firsts = np.empty(width, np.int64), np.empty(width, np.int64)
-        for index, lane in enumerate(lanes):
-            key, firsts[index] = id(lane.records), lane.skip
+        for index, reader in enumerate(readers):
+            key, firsts[index] = id(reader.records), reader.skip
             numbers[index] = self._numbers.setdefault(key, len(self._numbers))
-            lane.skip += turns + (index < more)
-            _, first, _ = self._chunks.get(key, (lane.records, int(firsts[index]), 0))
-            self._chunks[key] = (lane.records, first, lane.skip)
+            reader.skip += turns + (index < more)
+            _, first, _ = self._chunks.get(key, (reader.records, int(firsts[index]), 0))
+            self._chunks[key] = (reader.records, first, reader.skip)
         taken = (firsts + np.arange(turns)[:, None]).reshape(-1)
         self._order.append(
             (
@@ -645,7 +660,7 @@ class _Dealt:
         self.count += count
         return count, more
 
-    def block(self) -> Block[MixedPlace]:
+    def block(self) -> Block[ShuffleCursor]:
         """Return the records, in the order in which they were dealt."""
         chunks = [self._chunks[key] for key in self._numbers]
         sizes = np.array([last - first for _, first, last in chunks])
@@ -655,7 +670,7 @@ class _Dealt:
         records = concat(parts).take(torch.from_numpy(bases[numbers] + taken))
         firsts = [turns.first for turns in self._turns]
 
-        def place(number: int) -> MixedPlace:
+        def place(number: int) -> ShuffleCursor:
             return self._turns[max(bisect_left(firsts, number) - 1, 0)].place(number)
 
         return Block(records, place)

@@ -1,4 +1,4 @@
-"""Files that a worker takes from a queue, which hands them out to all: see `order`."""
+"""Files that a worker leases from a queue; see `order` and `work_queue`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 
-from monolith.data.files.order import Left, OldWorker, Spot, Step
+from monolith.data.files.cursors import FileCursor, Left, OldWorker
+from monolith.data.files.order import Files, Step
 from monolith.data.files.work_queue import FileQueue, Lease
 from monolith.data.sharding import Shard
 from monolith.data.source import Position
@@ -20,15 +21,12 @@ _WORKER = "worker "
 """What the name of a reader begins with, before its number, that was given one."""
 
 
-class Queued:
+class Queued(Files):
     """Files that this worker gets from a queue.
 
     Holds the leases of all files of which it does not know yet that they count: those that
     were read since the last commit, and the one being read.
     """
-
-    mixes = False  # the next file may be another's after a restart
-    grows = False
 
     def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
         self._queue = queue
@@ -39,19 +37,19 @@ class Queued:
         self._begun = False
         self.auto_commit = auto_commit
         self._deferred = self._interrupted = False
-        self._lock = threading.RLock()  # guards all below: who reads is not always who commits
+        self._lock = threading.RLock()  # guards all below: one thread reads, another may commit
         self._held: dict[int, Lease] = {}  # by number, in the order in which they were taken
         self._reported: tuple[int, int] | None = None
         self._ended = False
 
-    def deal(self, share: Shard) -> None:
-        if not self._named and share.workers > 1:
-            self._call(share.worker)
+    def deal(self, shard: Shard) -> None:
+        if not self._named and shard.workers > 1:
+            self._call(shard.worker)
 
     def _call(self, worker: int) -> None:
         self._named, self._worker = True, f"{_WORKER}{worker}"
 
-    def after(self, spot: Spot) -> Spot | Step:  # noqa: ARG002
+    def after(self, spot: FileCursor) -> FileCursor | Step:  # noqa: ARG002
         with self._lock:
             if self._interrupted:
                 return Step.END
@@ -67,7 +65,7 @@ class Queued:
             self._ended = False
             self._held[lease.number] = lease
         try:
-            return Spot(round=lease.number, file=lease.path, **lease.progress)
+            return FileCursor(round=lease.number, file=lease.path, **lease.progress)
         except TypeError as cause:
             raise DataError(f"file source: no place in {lease.path}: {lease.progress}") from cause
 
@@ -75,7 +73,7 @@ class Queued:
         self._renew()
         self._queue.wait()
 
-    def rewind(self, spot: Spot) -> None:
+    def rewind(self, spot: FileCursor) -> None:
         self._begin()
         # A file that was taken to fill a batch which was never yielded.
         with self._lock:
@@ -85,16 +83,16 @@ class Queued:
                 self._queue.give_back(self._held.pop(number))
 
     def _begin(self) -> None:
-        """Void what a worker of this name held that is no more: nobody else would ever read it."""
+        """Release the leases of an earlier worker of this name: no other worker would ever get them."""
         if not self._begun:
             self._begun = True
             self._queue.release(self._worker)
 
-    def lost(self, spot: Spot) -> bool:
+    def lost(self, spot: FileCursor) -> bool:
         with self._lock:
             return spot.round not in self._held
 
-    def taken(self, spot: Spot, *, ended: bool) -> None:
+    def taken(self, spot: FileCursor, *, ended: bool) -> None:
         self._renew()
         with self._lock:
             self._ended = ended
@@ -112,7 +110,7 @@ class Queued:
                 else:
                     self._held[number] = renewed
 
-    def _finished(self, spot: Spot) -> list[int]:
+    def _finished(self, spot: FileCursor) -> list[int]:
         """Return the files of which the consumer has all records: those that were taken before this one."""
         numbers = list(self._held)
         if self._ended:
@@ -121,11 +119,11 @@ class Queued:
             return []
         return numbers[: numbers.index(spot.round)] if spot.round in numbers else []
 
-    def save(self, spot: Spot) -> Position:
+    def save(self, spot: FileCursor) -> Position:
         with self._lock:
             return {"finished": self._finished(spot), "reader": self._worker}
 
-    def restore(self, saved: Position, spot: Spot) -> None:
+    def restore(self, saved: Position, spot: FileCursor) -> None:
         finished, reader = saved.get("finished"), saved.get("reader")
         if not isinstance(finished, list) or not all(isinstance(number, int) for number in finished):
             raise RestoreError("cannot restore a file source: the position is not of one with a queue")
@@ -152,9 +150,9 @@ class Queued:
     def _follow(self, reader: object) -> None:
         """Take the name of the reader that saved a position, unless this one was given its own.
 
-        That one is no more, and may have been killed after its checkpoint was saved and before the queue
-        heard of it. Only under its name can we have its files, and finish what the checkpoint holds; else
-        they would be handed out again when its leases run out.
+        That reader is gone, and may have been killed after its checkpoint was saved and before the queue was
+        told. Only under its name can this worker get its files and finish those that the checkpoint contains;
+        otherwise they would be leased again, and read twice, when its leases expire.
         """
         if self._named or not isinstance(reader, str) or reader == self._worker:
             return
@@ -162,11 +160,11 @@ class Queued:
         self._worker, self._begun = reader, False
 
     def commit(self, position: Position) -> None:
-        spot = Spot(**{field.name: position[field.name] for field in fields(Spot)})
+        spot = FileCursor(**{field.name: position[field.name] for field in fields(FileCursor)})
         with self._lock:
             self._commit(position["finished"], spot)
 
-    def _commit(self, finished: Sequence[int], spot: Spot) -> None:
+    def _commit(self, finished: Sequence[int], spot: FileCursor) -> None:
         for number in finished:
             if number in self._held:
                 self._queue.finish(self._held.pop(number))
@@ -185,8 +183,7 @@ class Queued:
         self._deferred = True
 
     @property
-    def trouble(self) -> str:
-        """Why the queue cannot note changes now, for a person; empty if it can."""
+    def trouble(self) -> str:  # type: ignore[override]  # it changes
         return self._queue.trouble
 
     def interrupt(self) -> None:
@@ -194,14 +191,13 @@ class Queued:
             self._interrupted = True
 
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
-        """Tell the queue what the positions hold, and have it hand out the rest."""
+        """Tell the queue what the positions contain; it leases the rest by itself."""
         named = {name for name in self._queue.readers() if name.startswith(_WORKER)}
         self._settle({str(one.position.get("reader")) for one in old} | named, old)
         return [[] for _ in old]
 
     def give_back(self, old: OldWorker) -> None:
-        """Take what a reader has that is no more, and have the queue hand out what is left after a position
-        of it."""
+        """Return the files of a reader that is gone to the queue, from its position on."""
         self._settle({str(old.position.get("reader"))}, [old])
 
     def _settle(self, readers: Collection[str], old: Sequence[OldWorker]) -> None:
@@ -209,5 +205,5 @@ class Queued:
         reached = {one.spot.round: one.spot.progress() for one in old if one.spot.file is not None}
         self._queue.settle(readers, finished, reached)
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Shard) -> Position:  # noqa: ARG002
-        return {"finished": [], "reader": None if share.workers == 1 else f"{_WORKER}{share.worker}"}
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], shard: Shard) -> Position:  # noqa: ARG002
+        return {"finished": [], "reader": None if shard.workers == 1 else f"{_WORKER}{shard.worker}"}

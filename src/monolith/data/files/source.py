@@ -1,13 +1,14 @@
-"""The file source: records of many files, in batches of one size, from any place on.
+"""The file source: records of many files, in batches of one size, from any position on.
 
-Files are read chunk by chunk. A position names a chunk and how many of its records were
-yielded; restoring reads that chunk once more and passes over these. A list of files that is
-shuffled is read in pieces, in an order of its own: see `pieces`. Where the files are not known
-beforehand, or keep their order, stretches of records are shuffled as they come. The order of a
-stretch follows from the seed and from where it begins, so two numbers more are all there is to save.
+Files are read chunk by chunk; see `cursors` for what a position contains. A list of files that is shuffled is
+read in pieces, in a random order: see `pieces`. If the files are not known beforehand, or keep their order,
+stretches of records are shuffled as they come; see `monolith.data.shuffling`.
 
-Which files, and in which order, is decided by one of three: a list, dealt out among the
-workers; a watch, for files that are yet to appear; or a queue that all workers take from.
+Which files, and in which order, is decided by one of these (`order`, `growing`, `queued`):
+
+    a list     sharded among the workers; read several times, and again when it has new files
+    a watch    files that are yet to appear, or that grow
+    a queue    that all workers take files from, so that a fast worker reads more
 """
 
 from __future__ import annotations
@@ -21,13 +22,23 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import islice
 
-from monolith.data.files.bad_policy import BadRecordPolicy, quarantine
+from monolith.data.files.bad_records import BadRecordPolicy, locate_empty_cell, quarantine
 from monolith.data.files.bytes_read import BytesRead
+from monolith.data.files.cursors import (
+    FileCursor,
+    Left,
+    OldWorker,
+    Pass,
+    block_of,
+    deal,
+    read_saved_shard,
+    saved_cursor,
+    shard_of,
+)
 from monolith.data.files.discovery import Watch
-from monolith.data.files.empty_cell import place_of_empty
 from monolith.data.files.growing import Growing, growing_text
-from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Spot, Step, Watched
-from monolith.data.files.pieces import MixedPlace, Pieces
+from monolith.data.files.order import Files, ListedPaths, Step, Watched
+from monolith.data.files.pieces import Pieces, ShuffleCursor
 from monolith.data.files.queued import Queued
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
@@ -58,56 +69,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A chunk and where it begins; or no chunk, at the end of a file or while waiting for one."""
+    """A chunk and the cursor before it; or no chunk, at the end of a file or while waiting for one."""
 
-    spot: Spot
+    spot: FileCursor
     chunk: Chunk | None = None
     waits: bool = False
-
-
-_MOST_NAMED = 10_000
-"""The most files of a pass whose names are in a position, which is saved often."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """The files of a list that are read together, as often as there are epochs.
-
-    A list that is read to its end may have more files when the run is started again. These are the next
-    pass, and files of earlier ones are not read again, whether they are still there or not.
-    """
-
-    files: tuple[str, ...] = ()
-    earlier: tuple[str, ...] = ()
-    """Files of earlier passes, as far as they are still there."""
-    ended: bool = False
-
-    @property
-    def known(self) -> frozenset[str]:
-        return frozenset([*self.files, *self.earlier])
-
-    def saved(self) -> Position:
-        if not self.files or len(self.files) + len(self.earlier) > _MOST_NAMED:
-            return {}
-        earlier = {"earlier": list(self.earlier)} if self.earlier else {}
-        return {"pass": {"files": list(self.files), **earlier, **({"ended": True} if self.ended else {})}}
-
-    @classmethod
-    def read(cls, position: Position) -> _Pass | None:
-        """Return the pass that a position is of; None where it does not say, as those of long lists.
-
-        Raises:
-            RestoreError: It is malformed.
-        """
-        saved = position.get("pass")
-        if saved is None:
-            return None
-        known = saved if isinstance(saved, Mapping) else {}
-        files, earlier, ended = known.get("files"), known.get("earlier", []), known.get("ended", False)
-        lists = isinstance(files, list) and isinstance(earlier, list) and isinstance(ended, bool)
-        if lists and files and all(isinstance(one, str) for one in [*files, *earlier]):
-            return cls(tuple(files), tuple(earlier), ended)
-        raise RestoreError(f"cannot restore a file source: malformed files in {saved!r:.200}")
 
 
 class FileSource(Source, WorkQueueSource):
@@ -115,19 +81,19 @@ class FileSource(Source, WorkQueueSource):
 
     Args:
         files: Paths; or a watch over patterns; or a queue. Paths are sorted, and path i is for worker i
-            modulo `num_workers`. A watch deals out by a hash of the name, since nobody knows how many
-            there will be.
+            modulo `num_workers`. A watch shards by a hash of the name, since the number of files is
+            unknown.
         columns: To read; None for all. One that a table does not have is named in a warning.
         worker: Which of `num_workers` this is; by default what `read_shard` says.
-            A queue takes it for a name: whoever begins under a name gets what was leased to that name
-            before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
+            For a queue it is a name: a worker that starts under a name gets the files that were leased to
+            that name before, so give it only if it is unique, such as the rank. Without it, the leases of
             a process that died run out by themselves.
         batch_size: Records per batch, across the ends of files and epochs. Only the last is shorter,
             and with a watch what is there when nothing new is; see `max_wait`.
         epochs: How often to read a list; None for ever.
         drop_remainder: Leave out batches that are shorter.
         auto_commit: With a queue, report by oneself, at the end of each chunk, what the consumer came
-            back from. Only for a loop that nobody restores: a trainer calls `commit` with each checkpoint,
+            back from. Only for a loop that is never restored: a trainer calls `commit` with each checkpoint,
             and what it was given after the last one must come again if it is killed.
         max_wait: With a watch, how long the first record of a batch waits for the rest of it, before the
             batch is yielded with what there is; None waits for nothing.
@@ -166,13 +132,13 @@ class FileSource(Source, WorkQueueSource):
         self._columns = None if columns is None else list(columns)
         self._own_epochs = epochs
         self._paths = sorted(files) if isinstance(files, Sequence) else None
-        self._pass = _Pass()
+        self._pass = Pass()
         self._bytes: BytesRead | None = None
         self._pieces: Pieces | None = None
         """Reads the files, where they are a list that is shuffled."""
         self._stretches = False
         """Whether it does not after all: the position is of a version that shuffled stretches of records."""
-        self._place = MixedPlace()
+        self._place = ShuffleCursor()
         if isinstance(files, Sequence):
             self._list(files, epochs, shuffle)
         elif epochs != 1:
@@ -197,8 +163,8 @@ class FileSource(Source, WorkQueueSource):
         self._settings: Position = {}  # until the share is settled
         self._adopted: list[int] | None = None
         """The share of a worker that is no more, where what it left is read."""
-        self._spot = Spot()
-        self._reading = Spot()
+        self._spot = FileCursor()
+        self._reading = FileCursor()
         self._closed = False
         self._alone = True
         self._empty: set[str | None] = set()
@@ -221,7 +187,7 @@ class FileSource(Source, WorkQueueSource):
     def _list(self, paths: Sequence[str], epochs: int | None, shuffle: ShuffleConfig | None) -> None:
         self._files = files = ListedPaths(paths, epochs, shuffle)
         self._bytes = BytesRead(files)
-        self._pass = _Pass(tuple(sorted(paths)))
+        self._pass = Pass(tuple(sorted(paths)))
         self._pieces = None
         if shuffle is not None and shuffle.files:
             self._pieces = Pieces(
@@ -235,14 +201,14 @@ class FileSource(Source, WorkQueueSource):
                 empty=self._note_empty,
             )
 
-    def _begin(self, passed: _Pass) -> None:
+    def _begin(self, passed: Pass) -> None:
         """Read the files of a pass, whatever the list has besides."""
         if passed.files != self._pass.files:
             self._list(passed.files, self._own_epochs, self._shuffle)
-            self._files.deal(_read_share(self._adopted or self._settings["shard"]))
+            self._files.deal(read_saved_shard(self._adopted or self._settings["shard"]))
         self._pass = passed
 
-    def _go_on(self, passed: _Pass) -> bool:
+    def _go_on(self, passed: Pass) -> bool:
         """Go on in a pass that a position is of; return whether a new pass begins instead.
 
         New files are a pass of their own, after this one: files that are shuffled, or dealt out to workers,
@@ -257,7 +223,7 @@ class FileSource(Source, WorkQueueSource):
                 len(passed.known),
             )
             there = passed.known.intersection(self._paths)
-            self._begin(_Pass(tuple(new), tuple(sorted(there))))
+            self._begin(Pass(tuple(new), tuple(sorted(there))))
             return True
         if new and not self._alone:
             _log.warning(
@@ -269,11 +235,11 @@ class FileSource(Source, WorkQueueSource):
         self._begin(passed)
         return False
 
-    def _left_from(self, spot: Spot) -> set[str]:
+    def _left_from(self, spot: FileCursor) -> set[str]:
         """Return the files of a list that are read from a spot on."""
         left: set[str] = set()
-        step: Spot | Step = spot if spot.file is not None else self._files.after(spot)
-        while isinstance(step, Spot) and step.file is not None and step.round <= spot.round + 1:
+        step: FileCursor | Step = spot if spot.file is not None else self._files.after(spot)
+        while isinstance(step, FileCursor) and step.file is not None and step.round <= spot.round + 1:
             left.add(step.file)  # the next epoch has all of them, so those after it have no others
             step = self._files.after(step)
         return left
@@ -322,18 +288,18 @@ class FileSource(Source, WorkQueueSource):
             self._pass = replace(self._pass, ended=True)
             if self._go_on(self._pass):
                 read = self._reading
-                self._spot = self._reading = Spot(good=read.good, bad=read.bad)
-                self._place = MixedPlace(good=read.good, bad=read.bad)
+                self._spot = self._reading = FileCursor(good=read.good, bad=read.bad)
+                self._place = ShuffleCursor(good=read.good, bad=read.bad)
 
     def _read_pass(self) -> Iterator[Records]:
-        """Yield records of a list from where it stands; of a watch or a queue, all there is to come."""
+        """Yield the records of one pass over a list; of a watch or a queue, all that will come."""
         self._files.rewind(self._spot)
-        batcher: Batcher[Spot] = Batcher(self._batch_size)
+        batcher: Batcher[FileCursor] = Batcher(self._batch_size)
         due = 0.0  # when the records that are held have waited for long enough
-        flushes = self.live and self._max_wait > 0  # also where a stream never pauses
+        flushes = self.live and self._max_wait > 0  # also if a stream never pauses
         with closed_after(self._blocks(self._spot)) as blocks:
             for block in blocks:
-                waits = isinstance(block, Spot)  # there is nothing more for now
+                waits = isinstance(block, FileCursor)  # there is nothing more for now
                 if isinstance(block, Block):
                     held = not batcher.is_empty
                     for batch, self._spot in batcher.add(block):
@@ -361,7 +327,7 @@ class FileSource(Source, WorkQueueSource):
 
     def _mixed(self, pieces: Pieces) -> Iterator[Records]:
         """Yield the batches of a list of files that is shuffled."""
-        batcher: Batcher[MixedPlace] = Batcher(self._batch_size)
+        batcher: Batcher[ShuffleCursor] = Batcher(self._batch_size)
         with closed_after(pieces.blocks(self._place, self._own_share(self.position()))) as blocks:
             for block in blocks:
                 for batch, self._place in batcher.add(block):
@@ -396,39 +362,40 @@ class FileSource(Source, WorkQueueSource):
 
     def _own_share(self, position: Position) -> Shard:
         """Return the share that the worker of a position reads, which is not its own if it was adopted."""
-        return _read_share(position.get("adopted", self._settings.get("shard", position.get("shard"))))
+        return read_saved_shard(position.get("adopted", self._settings.get("shard", position.get("shard"))))
 
     def position(self) -> Position:
         self._settle()
         whose = {} if self._adopted is None else {"adopted": self._adopted}
         if self._mixing is not None:
             return {**self._settings, **whose, **self._mixing.save(self._place), **self._pass.saved()}
-        spot = _numbers_of(self._spot)
+        spot = saved_cursor(self._spot)
         return {**self._settings, **whose, **spot, **self._files.save(self._spot), **self._pass.saved()}
 
     def restore(self, position: Position) -> None:
         self._settle()
         self._read_as(position)
+        # A refused position must leave the source as it was: all that changes on the way is put back.
         before = self._files, self._bytes, self._pieces, self._pass, self._adopted
         try:
             if self._mixing is not None:
                 self._check_settings(position)
-                self._adopted = None if "adopted" not in position else list(_share_of(position))
+                self._adopted = None if "adopted" not in position else list(shard_of(position))
                 self._place = self._restored_place(position)
-                self._reading = Spot(good=self._place.good, bad=self._place.bad)
+                self._reading = FileCursor(good=self._place.good, bad=self._place.bad)
                 return
             spot = self._checked(position)
             if (adopted := position.get("adopted")) != self._adopted:
-                self._files.deal(_read_share(self._settings["shard"] if adopted is None else adopted))
+                self._files.deal(read_saved_shard(self._settings["shard"] if adopted is None else adopted))
                 self._adopted = adopted
             self._spot = self._reading = self._restored(position, spot)
-        except RestoreError:  # and it can be read as if nobody had tried
+        except RestoreError:  # a failed restore changes nothing
             self._files, self._bytes, self._pieces, self._pass, self._adopted = before
             raise
 
-    def _restored_place(self, position: Position) -> MixedPlace:
+    def _restored_place(self, position: Position) -> ShuffleCursor:
         """Go to a position of files that are shuffled, and return where to read on."""
-        passed = _Pass.read(position)
+        passed = Pass.read(position)
         if passed is None:
             self._pass = replace(self._pass, ended=False)
         else:
@@ -441,14 +408,14 @@ class FileSource(Source, WorkQueueSource):
         if not pieces.is_over(place):
             passed = replace(passed, ended=False)  # there are more epochs than there were
         if self._go_on(passed):
-            return MixedPlace(good=place.good, bad=place.bad)
+            return ShuffleCursor(good=place.good, bad=place.bad)
         if not passed.ended:
             self._check_there(pieces.files_left(place, self._own_share(position)))
         return place
 
-    def _restored(self, position: Position, spot: Spot) -> Spot:
+    def _restored(self, position: Position, spot: FileCursor) -> FileCursor:
         """Go to a position, and return where to read on."""
-        passed = None if self._paths is None else _Pass.read(position)
+        passed = None if self._paths is None else Pass.read(position)
         if passed is None:
             self._pass = replace(self._pass, ended=False)
             self._files.restore(position, spot)
@@ -456,7 +423,7 @@ class FileSource(Source, WorkQueueSource):
         if self._own_epochs is None or spot.round + 1 < self._own_epochs:
             passed = replace(passed, ended=False)  # there are more epochs than there were
         if self._go_on(passed):
-            return Spot(good=spot.good, bad=spot.bad)
+            return FileCursor(good=spot.good, bad=spot.bad)
         if not (passed.ended and spot.round + 1 > (self._own_epochs or 1)):
             self._files.restore(position, spot)
         if not passed.ended:
@@ -466,10 +433,10 @@ class FileSource(Source, WorkQueueSource):
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Return what was left to several workers as positions of another number of them.
 
-        Files, or pieces of them, are dealt out from where they were left, so that all workers have about as
-        many; where a stretch is being shuffled, with the files it goes on in. From the first epoch on that
-        nobody had begun, each worker reads its share of all. A queue hears of the positions, and hands out
-        what is left by itself.
+        Files, or pieces of them, are dealt from the places reached, so that all workers have about as many;
+        the files of a stretch that is being shuffled stay together. From the first epoch on that no worker
+        had started, each worker reads its shard of all files. A queue is told the positions, and leases what
+        is left by itself.
 
         Raises:
             RestoreError: They are not those of all workers; the files have changed; or `num_workers` of
@@ -481,14 +448,14 @@ class FileSource(Source, WorkQueueSource):
             raise RestoreError(f"the file source has num_workers {share.workers}, this run has {workers}")
         for one in positions:
             self._read_as(one)
-        found_shares = [_share_of(one) for one in positions]
+        found_shares = [shard_of(one) for one in positions]
         shares = [Shard(number, len(positions)) for number in range(len(positions))]
         if not isinstance(self._files, Queued) and found_shares != shares:
             raise RestoreError(
                 f"the positions are of shares {', '.join(str(list(one)) for one in found_shares)} of the "
                 "files, which are not all"
             )
-        passes = [] if self._paths is None else [_Pass.read(one) for one in positions]
+        passes = [] if self._paths is None else [Pass.read(one) for one in positions]
         passed = next((one for one in passes if one is not None), None)
         if passed is not None:
             ended = all(one is not None and one.ended for one in passes)
@@ -499,7 +466,7 @@ class FileSource(Source, WorkQueueSource):
             for one in positions:
                 self._check_settings(one, share=False)
             places = pieces.redistributed(
-                [(_share_of(one), pieces.restored(one)) for one in positions], workers
+                [(shard_of(one), pieces.restored(one)) for one in positions], workers
             )
             for worker, place in enumerate(places):
                 self._check_there(pieces.files_left(place, Shard(worker, workers)))
@@ -507,17 +474,17 @@ class FileSource(Source, WorkQueueSource):
                 {**self._settings, "shard": [worker, workers], **pieces.save(place), **saved}
                 for worker, place in enumerate(places)
             ]
-        old = [OldWorker(_share_of(one), one, self._checked(one, share=False)) for one in positions]
+        old = [OldWorker(shard_of(one), one, self._checked(one, share=False)) for one in positions]
         over = passed is not None and passed.ended
         every = [[] for _ in old] if over else self._files.left(old)
         if self._paths is not None:
             self._check_there(one.file for left in every for one in left)
-        dealt = _deal([unit for left in every for unit in self._units(left)], workers)
+        dealt = deal([unit for left in every for unit in self._units(left)], workers)
         found = []
         for worker, left in enumerate(dealt):
             mine = old[worker::workers]  # whose records it counts as its own
             spot = replace(
-                left[0].spot() if left else Spot(),
+                left[0].spot() if left else FileCursor(),
                 good=sum(one.spot.good for one in mine),
                 bad=sum(one.spot.bad for one in mine),
             )
@@ -526,7 +493,7 @@ class FileSource(Source, WorkQueueSource):
                 {
                     **self._settings,
                     "shard": [worker, workers],
-                    **_numbers_of(spot),
+                    **saved_cursor(spot),
                     **begin,
                     **saved,
                 }
@@ -535,11 +502,11 @@ class FileSource(Source, WorkQueueSource):
 
     @property
     def repeats_order(self) -> bool:
-        return isinstance(self._files, ListedPaths)
+        return self._files.repeats_order
 
     @property
     def live(self) -> bool:
-        return isinstance(self._files, Watched | Growing)
+        return self._files.live
 
     @property
     def work_queue(self) -> WorkQueueSource | None:
@@ -550,8 +517,8 @@ class FileSource(Source, WorkQueueSource):
         """Give the unfinished files of a worker back to the queue, from the places it had reached."""
         self._settle()
         spot = self._checked(position, share=False)
-        self._queued.give_back(OldWorker(_share_of(position), position, spot))
-        return {**position, **_numbers_of(Spot(good=spot.good, bad=spot.bad)), "finished": []}
+        self._queued.give_back(OldWorker(shard_of(position), position, spot))
+        return {**position, **saved_cursor(FileCursor(good=spot.good, bad=spot.bad)), "finished": []}
 
     def defer_to_chief(self) -> None:
         self._queued.defer_to_chief()
@@ -562,7 +529,7 @@ class FileSource(Source, WorkQueueSource):
     @property
     def trouble(self) -> str:
         """Why the queue of files cannot note what is read, for a person; empty if it can."""
-        return self._files.trouble if isinstance(self._files, Queued) else ""
+        return self._files.trouble
 
     @property
     def _queued(self) -> Queued:
@@ -580,7 +547,7 @@ class FileSource(Source, WorkQueueSource):
                 "what a stage on top of a queue of files held back cannot be moved; use the batch_size and "
                 "the shuffle of FileSource instead of rebatch and shuffle of a pipeline"
             )
-        return {**position, "adopted": list(_share_of(position))}
+        return {**position, "adopted": list(shard_of(position))}
 
     def _units(self, left: Sequence[Left]) -> Iterator[list[Left]]:
         """Yield which of the files that one worker had left must stay together: those of a stretch."""
@@ -607,14 +574,14 @@ class FileSource(Source, WorkQueueSource):
     def commit(self, position: Position) -> None:
         """Tell the queue that all records before a position count; without a queue, do nothing.
 
-        For a position that was just saved: another worker goes on from it should this one die.
+        For a position that was just saved: another worker resumes from it if this one dies.
         """
         self._files.commit(position)
 
     def reject(self, bad: Sequence[BadRecord]) -> None:
         """Count records that could be read and are bad all the same, and keep them in the quarantine.
 
-        They are not judged by the policy: whoever found them does that.
+        The policy does not count them: the stage that found them has its own limit.
         """
         self._count_bad(len(bad))
         if self._policy.quarantine is not None and bad:
@@ -630,7 +597,7 @@ class FileSource(Source, WorkQueueSource):
         before = paths[paths.index(file) - 1 : paths.index(file)] if file in paths else []
         for path in [] if file is None else [file, *before]:
             with suppress(DataError, OSError):  # the place is a service, and nothing to fail for
-                if (place := place_of_empty(self._format, path, column)) is not None:
+                if (place := locate_empty_cell(self._format, path, column)) is not None:
                     return f"{place} of {path}"
         return None
 
@@ -641,22 +608,22 @@ class FileSource(Source, WorkQueueSource):
 
     # Reading
 
-    def _checked(self, position: Position, *, share: bool = True) -> Spot:
+    def _checked(self, position: Position, *, share: bool = True) -> FileCursor:
         """Return where a position of a source with the same settings is.
 
         Args:
             share: Whether it must be of the same share, too, unless it was adopted.
         """
         self._check_settings(position, share=share)
-        if missing := [field.name for field in fields(Spot) if field.name not in position]:
+        if missing := [field.name for field in fields(FileCursor) if field.name not in position]:
             raise RestoreError(f"cannot restore a file source: the position lacks {', '.join(missing)}")
-        numbers = {field.name: position[field.name] for field in fields(Spot)}
+        numbers = {field.name: position[field.name] for field in fields(FileCursor)}
         file = numbers.pop("file")
         if not (file is None or isinstance(file, str)) or not all(
             isinstance(number, int) and number >= 0 for number in numbers.values()
         ):
             raise RestoreError(f"cannot restore a file source: malformed numbers in {position!r:.200}")
-        return Spot(file=file, **numbers)
+        return FileCursor(file=file, **numbers)
 
     def _read_as(self, position: Position) -> None:
         """Read files in pieces, or in stretches if a position was saved by a version that did: its order goes
@@ -709,22 +676,22 @@ class FileSource(Source, WorkQueueSource):
                 "shard": list(share),
             }
 
-    def _blocks(self, spot: Spot) -> Iterator[Block[Spot] | Spot]:
+    def _blocks(self, spot: FileCursor) -> Iterator[Block[FileCursor] | FileCursor]:
         """Yield what is read together and yielded in one order; a place where there is nothing for now."""
-        reads: Iterator[Block[Spot] | _Read] = (
+        reads: Iterator[Block[FileCursor] | _Read] = (
             self._chunks(spot) if self._shuffle is None else self._shuffled(self._shuffle, spot)
         )
         for read in reads:
             if isinstance(read, Block):
                 yield read
             elif read.chunk is not None:
-                yield _block(read.spot, read.chunk)
+                yield block_of(read.spot, read.chunk)
             elif read.waits:
                 yield read.spot
 
-    def _shuffled(self, config: ShuffleConfig, spot: Spot) -> Iterator[Block[Spot] | _Read]:
+    def _shuffled(self, config: ShuffleConfig, spot: FileCursor) -> Iterator[Block[FileCursor] | _Read]:
         """Yield stretches in their order, and a sign whenever there is nothing yet."""
-        shuffler: Shuffler[Spot] = Shuffler(
+        shuffler: Shuffler[FileCursor] = Shuffler(
             config.buffer,
             lambda begin, size: permutation(size, config.seed, *_numbers(begin)),
             lambda begin: f"file source: {begin.file}",
@@ -738,11 +705,11 @@ class FileSource(Source, WorkQueueSource):
             if read.chunk is None:
                 yield read
                 continue
-            for stretch in shuffler.add(_block(read.spot, read.chunk)):
+            for stretch in shuffler.add(block_of(read.spot, read.chunk)):
                 yield from _in_order(stretch)
         yield from _in_order(shuffler.end(self._reading))
 
-    def _chunks(self, spot: Spot) -> Iterator[_Read]:
+    def _chunks(self, spot: FileCursor) -> Iterator[_Read]:
         """Yield chunks from a place on, the end of each file, and a sign whenever there is nothing yet."""
         self._reading = spot
         if self._bytes is not None:
@@ -769,7 +736,8 @@ class FileSource(Source, WorkQueueSource):
                         spot = self._reading
                         if self._files.lost(spot):
                             _log.warning(
-                                "file source: the lease on %s ran out; another worker goes on", spot.file
+                                "file source: the lease on %s expired; another worker continues the file",
+                                spot.file,
                             )
                             break
                 if not begun and not found and not self._files.grows:
@@ -780,7 +748,7 @@ class FileSource(Source, WorkQueueSource):
                 yield _Read(spot, waits=True)
                 self._files.wait()
                 step = self._files.after(spot)
-            if not isinstance(step, Spot):
+            if not isinstance(step, FileCursor):
                 return
             spot = replace(step, good=spot.good, bad=spot.bad)
             self._reading = spot
@@ -809,7 +777,7 @@ class FileSource(Source, WorkQueueSource):
                 extra={"cause": f"missing columns {missing}"},
             )
 
-    def _look_at_bad(self, spot: Spot, chunk: Chunk) -> None:
+    def _look_at_bad(self, spot: FileCursor, chunk: Chunk) -> None:
         if self._metrics is not None:
             self._metrics.counter("data_records", "Records read from files.").inc(len(chunk.records))
         self._count_bad(len(chunk.bad))
@@ -824,7 +792,7 @@ class FileSource(Source, WorkQueueSource):
             bad = self._metrics.counter("data_bad_records", "Records of files that could not be used.")
             bad.inc(count)
 
-    def _judge(self, spot: Spot, *, at_end: bool, last: str = "") -> None:
+    def _judge(self, spot: FileCursor, *, at_end: bool, last: str = "") -> None:
         total = spot.good + spot.bad
         if total < self._policy.after and not at_end and self._policy.max_share > 0:
             return
@@ -842,60 +810,19 @@ def _all_of(files: int) -> str:
     return "the only file has" if files == 1 else f"all {files} files have"
 
 
-def _numbers_of(spot: Spot) -> Position:
-    return {field.name: getattr(spot, field.name) for field in fields(spot)}
-
-
-def _read_share(saved: object) -> Shard:
-    """Return the share that a position names.
-
-    Raises:
-        RestoreError: There is no such share.
-    """
-    if isinstance(saved, list) and len(saved) == 2 and all(isinstance(one, int) for one in saved):
-        share = Shard(*saved)
-        if 0 <= share.worker < share.workers:
-            return share
-    raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not a share of the files")
-
-
-def _share_of(position: Position) -> Shard:
-    """Return the share of the worker that a position is of."""
-    return _read_share(position.get("adopted", position.get("shard")))
-
-
-def _deal(units: Sequence[Sequence[Left]], workers: int) -> list[list[Left]]:
-    """Deal out files, those of earlier epochs first, so that each worker has about as many."""
-    dealt: list[list[Left]] = [[] for _ in range(workers)]
-    for unit in sorted(units, key=lambda unit: unit[0].round):
-        min(dealt, key=len).extend(unit)
-    return dealt
-
-
-def _block(spot: Spot, chunk: Chunk) -> Block[Spot]:
-    """Return a chunk that begins at a spot, of which the records before the spot were yielded earlier."""
-
-    def place(number: int) -> Spot:
-        if number == len(chunk.records):
-            return spot.past(chunk)
-        return replace(spot, skip=number, length=0, taken=0)
-
-    return Block(chunk.records, place, spot.skip, spot.length, spot.taken)
-
-
-def _in_order(stretch: Stretch[Spot] | None) -> Iterator[Block[Spot]]:
+def _in_order(stretch: Stretch[FileCursor] | None) -> Iterator[Block[FileCursor]]:
     """Yield a stretch, with the places between its records as they are now."""
     if stretch is None:
         return
     begin, end, size = stretch.begin, stretch.end, len(stretch.records)
 
-    def place(number: int) -> Spot:
+    def place(number: int) -> FileCursor:
         return end if number == size else replace(begin, length=size, taken=number)
 
     yield Block(stretch.records, place, stretch.first)
 
 
-def _numbers(begin: Spot) -> tuple[int, int, int, int]:
+def _numbers(begin: FileCursor) -> tuple[int, int, int, int]:
     """Return what the order of a stretch follows from, besides the seed."""
     assert begin.file is not None
     return begin.round, zlib.crc32(begin.file.encode()), begin.place, begin.skip

@@ -51,7 +51,7 @@ def format_of(
 
     Args:
         types: Of columns, for files that do not say, or not exactly. A field of CSV is then one value,
-            whatever is in it: who knows the types knows what stands between the items of a list.
+            whatever is in it: the caller knows the types, and how the items of a list are separated.
 
     Raises:
         ConfigError: There is no such format, or the path does not tell.

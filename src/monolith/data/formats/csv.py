@@ -5,7 +5,7 @@
     18,,,0
 
 An empty field is a record without values in that column. Where lists are allowed, an
-inner separator stands between their values. A line that does not fit (too many fields, a
+inner separator is between their values. A line that does not fit (too many fields, a
 word where a number should be) is a bad record; the lines around it are read.
 
 The native core reads bytes straight to columns; `native/src/csv_parser.h` says what becomes of
@@ -54,7 +54,7 @@ _SLIP_SHARE = 0.001
 """Of the values of a column: where no more are texts, they are mistakes and no codes with letters in them."""
 
 _OTHER_DELIMITERS = ";\t|,"
-"""What else stands between fields: a header of one column with one of these in it was read wrongly."""
+"""Other delimiters: a header of one column that contains one of these was read wrongly."""
 
 _DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
@@ -101,7 +101,7 @@ class CsvFormat:
                     f"csv: {what} must be one ASCII character, not a quote or newline, got {text!r}"
                 )
         if delimiter == list_separator:
-            raise ConfigError(f"csv: {delimiter!r} cannot stand between fields and between values")
+            raise ConfigError(f"csv: {delimiter!r} cannot separate both fields and values")
         if not header and not types:
             raise ConfigError("csv: without a header, give types to name the columns")
         if wrong := {name: dtype for name, dtype in (types or {}).items() if dtype not in (*DTYPES, TIME)}:

@@ -72,7 +72,7 @@ def json_object(text: bytes) -> dict[str, Any]:
 def are_whole(values: NDArray[np.float64]) -> bool:
     """Whether doubles are better held by int64 than by float32, as ids of which some are missing and Unix
     times with fractions are: beyond 2^24, where float32 has no fractions and not all whole numbers, are
-    some, and the others are whole. NaN is passed over."""
+    some, and the others are whole. NaN is skipped."""
     there = values[~np.isnan(values)]
     sizes = np.abs(there)
     if not len(there) or not _EXACT < sizes.max() < 2.0**63:
@@ -145,7 +145,7 @@ def read_row(
 
 
 def cells_of(found: Mapping[str, Any], wanted: Mapping[str, torch.dtype]) -> dict[str, Cell]:
-    """Return the cells of an object that are wanted; other keys are passed over.
+    """Return the cells of an object that are wanted; other keys are ignored.
 
     Raises:
         ValueError: A value is not of its column's type.

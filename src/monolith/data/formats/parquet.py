@@ -47,7 +47,7 @@ class ArrowModules(NamedTuple):
 
 
 def import_arrow(what: str = "reading and writing Parquet files") -> ArrowModules:
-    """Return the modules, which not everybody has; `what` needs them."""
+    """Return the modules of an optional extra; `what` needs them."""
     try:
         import pyarrow as pa  # type: ignore[import-untyped]
         from pyarrow import compute, parquet, types
@@ -419,7 +419,7 @@ def _to_array(column: RaggedTensor, name: str, single: bool, kind: ColumnKind | 
 def _errors_of(path: str, arrow: ArrowModules) -> Iterator[None]:
     """Tell of a damaged file in our own error.
 
-    It does not say at which byte: who asks pyarrow where a damaged column begins ends the whole process.
+    It does not say at which byte: asking pyarrow where a damaged column begins kills the process.
     """
     try:
         yield

@@ -72,7 +72,7 @@ class PayloadParser:
     """Reads payloads of one kind. Safe from any thread. Called with a list of payloads, it decodes for Kafka.
 
     Args:
-        columns: To read; None for all. The others are passed over without a look inside.
+        columns: To read; None for all. The others are skipped without parsing.
         workers: Threads to share the work; what comes out is the same without.
     """
 
@@ -190,7 +190,7 @@ def _records(parsed: native.ParsedExamples) -> Records:
 
 CHUNK_BYTES = 4 << 20
 RECORD_BYTES = 256 << 20
-"""The most that one record may have, header and all, where nobody says otherwise."""
+"""The default limit on the bytes of one record, header included."""
 _SKIP_BYTES = 1 << 20
 Split = Callable[[bytes], native.SplitStream]
 Amend = Callable[[ParsedPayloads, NDArray[np.int64]], Records]

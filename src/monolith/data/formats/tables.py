@@ -6,8 +6,8 @@
 
 Whatever it is, it is read a piece at a time from its beginning, and a position is a number of records.
 Restoring passes over those before it, so what is read must come in the same order each time. What can be read
-only once, as a reader or a generator, goes on after a restart and not back; a function that opens it anew
-does both.
+only once, as a reader or a generator, can continue after a restart but not go back; a function that opens
+it again can do both.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TabularSource(Source):
             what `read_shard` says.
         epochs: How often; None for ever. Batches go on across their ends.
         shuffle: Mixes stretches of `buffer` records, in another order in each epoch; None leaves the order.
-        rows: How many records there are, for each time they are read; None where nobody knows.
+        rows: How many records there are, for each time they are read; None if unknown.
     """
 
     repeats_order = True
@@ -111,7 +111,7 @@ class TabularSource(Source):
         self._share.choose(share)
 
     def size(self) -> int | None:
-        """How many records there are to read; None where nobody knows, or there is no end."""
+        """Return the number of records to read; None if unknown or endless."""
         if self._rows is None or self._epochs is None:
             return None
         return self._each * self._epochs
@@ -241,7 +241,7 @@ class ArrowSource(TabularSource):
 
     Args:
         data: A Table, a RecordBatch, a RecordBatchReader; or a function that opens a reader or returns record
-            batches, each time anew.
+            batches, from the beginning at each call.
         columns: To read; None for all.
         options: Of `TabularSource`.
 
@@ -290,7 +290,7 @@ class PolarsSource(ArrowSource):
     """Yields the rows of a polars DataFrame; null and NaN are no value.
 
     Args:
-        frame: The table; a LazyFrame is collected by whoever has it.
+        frame: The table; call collect() on a LazyFrame first.
         options: Of `ArrowSource`.
 
     Raises:
@@ -314,9 +314,9 @@ class IterableSource(TabularSource):
     """Yields dicts in Python as records: {"user": 17, "tags": [3, 9], "price": 0.5, "word": "hi"}.
 
     Args:
-        rows: A list or another iterable of dicts; or a function that begins it anew, as a generator function
+        rows: A list or another iterable of dicts; or a function that starts again, as a generator function
             does. A generator itself can be read only once.
-        types: Column to int, float or str; other keys are passed over. Without them, the narrowest type that
+        types: Column to int, float or str; other keys are ignored. Without them, the narrowest type that
             fits each key of the first `infer_rows` rows, so that the first batch waits for these.
         options: Of `TabularSource`.
     """
@@ -345,7 +345,7 @@ def frame_records(frame: Any, types: Mapping[str, torch.dtype]) -> Records:
     """Return the columns of a DataFrame of pandas or polars, or of an Arrow table, as records.
 
     Args:
-        types: The columns to read, with the types that they should have; others are passed over. Whole
+        types: The columns to read, with the types that they should have; others are ignored. Whole
             numbers that are floats, as pandas has them where some are missing, become whole numbers again.
 
     Raises:
@@ -386,7 +386,7 @@ def _pandas_table(frame: Any, what: str) -> Any:
 
 
 def _opener(data: Any, kind: str, expected: str) -> Callable[[], Iterable[Any]]:
-    """Return a function that opens data anew; of what can be read only once, it fails the second time."""
+    """Return a function that opens data again; if it can be read only once, the second call fails."""
     if callable(data):
         opened: Callable[[], Iterable[Any]] = data
         return opened

@@ -141,7 +141,7 @@ _SOURCE_BITS = 0xFFFFFF00
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """What stands before the length of each payload."""
+    """The header before the length of each payload."""
 
     lagrangex: bool = False
     """One number, with the payload's kind and the key of its source in it. Excludes the others."""

@@ -57,7 +57,7 @@ NO_DELAY = timedelta()
 _ROW_BITS = 16  # of a handle: block << 16 | row
 _STATE = "state-"
 _COMMITTED = "committed.json"
-_MANY = 100  # snapshots that nobody committed
+_MANY = 100  # snapshots that were not committed
 
 NOTHING_JOINED: dict[str, Any] = {"kind": "joiner", "snapshot": None}
 """The state of a joiner that was given nothing yet."""
@@ -156,7 +156,7 @@ class JoinStats:
 
 @dataclass(slots=True)
 class _Held:
-    """What is known of a block beside its records."""
+    """What is known of a block in addition to its records."""
 
     keys: list[Key]
     times: NDArray[np.int64]
@@ -691,7 +691,7 @@ class Joiner:
         return found
 
     def _pin(self) -> None:
-        """Keep the files that snapshots name, and remove what nobody names."""
+        """Keep the files that snapshots name, and remove the rest."""
         kept = self._snapshots()
         self._files_of = {name: self._files_of.get(name) or self._named_by(name) for name in kept}
         self._store.pin(frozenset[str]().union(*self._files_of.values()))

@@ -80,7 +80,7 @@ class JoinedSource(Source):
         self._metrics = metrics
         self.joiner = Joiner(config, metrics=metrics)
         self._base: _Base | None = None
-        """None before anything was read or asked: where the sources then stand."""
+        """None before the first read: then the positions of the sources."""
         self._taken: list[int] = []
         """Since the base, in order: so many impressions, less than 0 so many actions."""
 
@@ -89,11 +89,10 @@ class JoinedSource(Source):
         return any(one.source.live is not False for one in self._inputs.values())
 
     def read_shard(self, share: Shard) -> None:
-        """Have both sources read one share, and join it in a folder of its own below the one given.
+        """Have both sources read one shard, and join it in its own folder below the given one.
 
-        The impressions and actions of a key must be in the same share: files that were cut alike, partitions
-        by key. Actions that cannot be shared out are read whole by everybody.
-        """
+        The impressions and actions of a key must be in the same shard: files that were split alike,
+        partitions by key. Actions that cannot be sharded are read whole by every worker."""
         self._inputs[_IMPRESSIONS].source.read_shard(share)
         with suppress(NotShareableError):
             self._inputs[_ACTIONS].source.read_shard(share)
@@ -138,6 +137,8 @@ class JoinedSource(Source):
         taken = position["joiner"].get("taken", [])  # positions of before know none
         if not isinstance(taken, list) or not all(isinstance(count, int) for count in taken):
             raise RestoreError(f"cannot restore a joined source: it cannot have taken {taken!r:.200}")
+        # Order matters: first both sources and the joiner go back to the snapshot, then the records that were
+        # taken since are joined again, in the order of then. Examples that come out were yielded before.
         state = {name: value for name, value in position["joiner"].items() if name != "taken"}
         for name, one in self._inputs.items():
             one.restore(position[name])
@@ -150,8 +151,10 @@ class JoinedSource(Source):
     def commit(self, position: Position) -> None:
         """Tell both sources, and drop snapshots that no position from here on begins at.
 
-        The sources hear of where they stood at the snapshot: what came since is read again by a restart.
+        The sources get their positions at the snapshot: a restart reads again what came since.
         """
+        # Positions of the snapshot, not of now: a restart reads the records since the snapshot again, so a
+        # queue or broker must not forget them.
         for name, one in self._inputs.items():
             one.source.commit(position[name])
         with self._lock:

@@ -1,14 +1,13 @@
 """Kafka: records from topics that never end, and messages to them.
 
-The broker does not decide where reading goes on: the checkpoint does. A source says by
-topic and partition which message it has not yielded yet, and goes to exactly that message
-when it is restored. Offsets are never stored behind our back; an offset that is gone from
-the broker is an error and not a jump.
+The checkpoint decides where reading resumes, not the broker. The position of a source has, by topic and
+partition, the first message that was not yielded yet, and a restored source resumes with exactly that
+message. Offsets are never stored behind our back; an offset that is gone from the broker is an error and not
+a jump.
 
-Partitions are shared out in one of two ways. `ByWorker` gives each of a fixed number of
-workers its own, so that a position means the same after every restart: the way to train.
-Without it the workers form a consumer group, which comes and goes as it likes; a partition
-that changes hands goes on where its last owner stopped yielding.
+Partitions are assigned in one of two ways. `ByWorker` gives each of a fixed number of workers its own, so
+that a position means the same after every restart: the way to train. Without it the workers form a consumer
+group; a partition that moves to another member resumes where its last owner stopped yielding.
 
     source = KafkaSource(KafkaConfig(servers=("kafka:9092",), topics=("clicks",), group="train"), decode)
     for records in source: ...

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STARTS = ("earliest", "latest")
 OURS = ("enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset", "enable.partition.eof")
-"""Settings on which the positions rest; nobody else may choose them."""
+"""Settings that positions depend on; users may not set them."""
 TAKEN = {"bootstrap.servers": "servers", "group.id": "group"}
 """Settings that have a field of their own."""
 
@@ -63,7 +63,7 @@ class KafkaConfig:
     topics: tuple[str, ...]
     """The topics to read, each once."""
     group: str
-    """The consumer group: who shares out partitions, and under whose name offsets are committed."""
+    """The consumer group, which assigns partitions and under which offsets are committed."""
     assignment: ByWorker | None = None
     """None lets the group share out partitions. Where several workers train together the run does that, so
     that a checkpoint can hold their offsets: it deals them out whenever a worker comes or goes; where a stage
@@ -187,7 +187,7 @@ def read_settings(pairs: Iterable[str]) -> dict[str, str | int | float | bool]:
 
 
 def import_kafka() -> ModuleType:
-    """Return the client library, which not everybody has."""
+    """Return the client library, which is an optional extra."""
     try:
         import confluent_kafka
     except ImportError as cause:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class JsonMessages:
     """Decodes messages that are JSON objects: {"user": 17, "tags": [3, 9], "price": 0.5, "title": "hi"}.
 
-    A key that is missing, null and [] are no values, and other keys than the columns are passed over. What is
+    A key that is missing, null and [] are no values, and other keys than the columns are ignored. What is
     not an object in JSON, or has a value of another type than its column, is a bad message.
 
     Args:

@@ -66,7 +66,7 @@ def waits_for_partitions(position: Position) -> bool:
 
 
 def adopt_position(position: Position, end: Position | None) -> Position:
-    """Return a position whose partitions are read whoever's they are, up to where a later one has them."""
+    """Return a position whose partitions are read by any worker, up to the offsets of a later one."""
     read_position(position)
     until = {} if end is None else end.get("offsets", {})
     return {**position, "adopted": until}

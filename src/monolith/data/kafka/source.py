@@ -56,7 +56,7 @@ _PATIENCE_WITH_TOPICS_S = 5.0
 _ANSWER_S = 5.0
 _PAUSE_S = 0.2
 _LOOK_EVERY_S = 0.2
-"""How long one poll may take where somebody may interrupt it."""
+"""How long one poll may take if it may be interrupted."""
 _REPORT_EVERY_S = 1.0
 _COMMIT_ANSWER_S = 10.0
 """How long a commit is waited for before it is sent again. The client itself has been seen to hold one for
@@ -78,9 +78,20 @@ _TIMES = re.compile(r" \(after \d+ms in state [^()]*(?:\(s\)[^()]*)?\)")
 class KafkaSource(Source, WorkQueueSource):
     """Yields the messages of topics as records, `poll_batch` messages at a time, each partition in order.
 
-    Connects when it is first asked for something. A broker that goes away is waited for. What a decoder
-    cannot read is counted, handed to `on_bad` and left out. Partitions that are added to a topic are noticed
-    by a group within minutes, and by `ByWorker` when a source is made anew; all they hold is new then.
+        source = KafkaSource(KafkaConfig(servers=("kafka:9092",), topics=("clicks",), group="train"), decode)
+        for records in source: ...
+        source.position()       # {"source": "kafka", "offsets": {"clicks": {"0": 17}}, ...}
+
+    Connects on first use, and waits for a broker that is away. A message that the decoder cannot read is
+    counted, passed to `on_bad` and dropped. Partitions that are added to a topic are noticed by a group
+    within minutes, and by `ByWorker` when a new source is made; all their messages are new then.
+
+    Each record counts exactly once because positions are offsets of messages *yielded*, never of messages
+    fetched, and the checkpoint decides where reading resumes. Offsets committed to the broker only serve
+    dashboards and partitions that move within a group. The offsets of a partition move through these:
+
+        _restored ──assign──► _next ──yield──► _next + 1 ──revoke or loss──► _left ──assign again──► _next
+                                └──commit(position)──► _saved ──sent──► _sent ──confirmed──► dropped
     """
 
     live = True
@@ -140,7 +151,7 @@ class KafkaSource(Source, WorkQueueSource):
         self._disturbed: set[Partition] = set()
         """Partitions taken away during the current poll, which may still bring messages of them."""
         self._ahead = False
-        """Whether the client may have handed out messages that were not yielded."""
+        """Whether the client may have returned messages that were not yielded."""
         self._joined = self._assigned = False
         """Whether we asked for partitions, and whether we have an answer, be it that there are none."""
         self._lost_at: float | None = None
@@ -247,7 +258,7 @@ class KafkaSource(Source, WorkQueueSource):
         self._dealt = True
 
     def give_back(self, position: Position) -> Position:
-        """Return the position of a worker that has no partition: who leads deals out what it had."""
+        """Return the position of a worker without partitions: the chief reassigns those it had."""
         return empty_position(position)
 
     def interrupt(self) -> None:
@@ -281,13 +292,13 @@ class KafkaSource(Source, WorkQueueSource):
         self._settle()
         assignment = self.config.assignment
         if assignment is None or assignment.num_workers != workers:
-            raise RestoreError(f"kafka: {self._who()} counts workers otherwise; this run has {workers}")
+            raise RestoreError(f"kafka: {self._described()} counts workers otherwise; this run has {workers}")
         each = [ByWorker(worker=worker, num_workers=workers) for worker in range(workers)]
         return share_positions(merged, [partial(self._is_read, by) for by in each])
 
     def _is_read(self, assignment: ByWorker, partition: Partition) -> bool:
         topic, number = partition
-        known = topic in self.config.topics  # one that is not is refused by whoever is restored
+        known = topic in self.config.topics  # restoring refuses one that is not
         return assignment.reads(self.config.topics.index(topic) if known else 0, number)
 
     def adopt(self, position: Position, end: Position | None = None) -> Position:
@@ -347,7 +358,8 @@ class KafkaSource(Source, WorkQueueSource):
         return self._dropped.described()
 
     def close(self) -> None:
-        """Leave the group; whoever gets its partitions goes on from what was committed. The position remains.
+        """Leave the group; the next owner of its partitions resumes from the committed offsets. The position
+        remains.
 
         What was yielded since the last `commit` may not have been trained, or not been saved: it comes again.
         Only offsets that a checkpoint holds are committed, if the broker takes them now.
@@ -380,7 +392,7 @@ class KafkaSource(Source, WorkQueueSource):
         if self._consumer is not None:
             return self._consumer
         if self._closed:
-            raise DataError(f"kafka: the source of {self._who()} was closed")
+            raise DataError(f"kafka: the source of {self._described()} was closed")
         self._settle()
         settings: dict[str, Any] = {
             **self.config.client_settings,
@@ -473,7 +485,7 @@ class KafkaSource(Source, WorkQueueSource):
         if waited_s < max(_REJOIN_S, 3 * session_s) or not self._answers():
             return
         logger.warning(
-            "kafka: %s was given no partitions for %.0f s and rejoins the group", self._who(), waited_s
+            "kafka: %s was given no partitions for %.0f s and rejoins the group", self._described(), waited_s
         )
         stuck, self._consumer = self._consumer, None
         self._joined = self._ahead = False
@@ -511,7 +523,7 @@ class KafkaSource(Source, WorkQueueSource):
         else:
             consumer.assign(places)
         if self.config.assignment is None and begin:
-            self._commit_or_warn(consumer, begin)  # an older offset there would mislead whoever comes next
+            self._commit_or_warn(consumer, begin)  # an older offset there would mislead the next owner
 
     def _begin(self, partitions: Sequence[Partition]) -> Offsets:
         """Return where to begin to read each partition."""
@@ -519,6 +531,8 @@ class KafkaSource(Source, WorkQueueSource):
         begin: Offsets = {}
         for one in partitions:
             offset, run = committed.get(one, (-1, ""))
+            # In order of trust: what this process yielded itself; the restored checkpoint, unless a member of
+            # the same run has committed since; the group's committed offset; the configured start.
             if one in self._left:
                 begin[one] = max(self._left[one], offset)
             elif one in self._restored and not (offset >= 0 and run and run == self.config.run):
@@ -539,7 +553,7 @@ class KafkaSource(Source, WorkQueueSource):
             return low if self.config.start == "earliest" else high
         if number < self._known[topic] and self.config.assignment is not None:
             raise RestoreError(
-                f"kafka: the position has no offset for {_name(partition)}, which {self._who()} reads. "
+                f"kafka: the position has no offset for {_name(partition)}, which {self._described()} reads. "
                 "If there were other workers when it was saved, restore from the positions of all of them, "
                 "merged by merge_positions"
             )
@@ -606,7 +620,7 @@ class KafkaSource(Source, WorkQueueSource):
         consumer = self._connect()
         if self._ahead:
             self._rewind(consumer)
-        self._ahead = True  # until all that the client handed out is accounted for
+        self._ahead = True  # until every message of the client is accounted for
         try:
             messages = consumer.consume(1, timeout_s)
             if messages and self.config.poll_batch > 1:
@@ -614,9 +628,12 @@ class KafkaSource(Source, WorkQueueSource):
                     self.config.poll_batch - 1, self.config.batch_wait.total_seconds()
                 )
         except self._kafka.KafkaException as cause:
-            raise DataError(f"kafka: the client of {self._who()} failed: {cause}") from cause
+            raise DataError(f"kafka: the client of {self._described()} failed: {cause}") from cause
         if self._failure is not None:
             raise self._give_up(self._failure)
+        # A poll may run callbacks that take partitions away and, in the same call, return messages of them.
+        # Those are dropped: their next owner yields them. If the partition came back within the poll, it is
+        # ours again, and `torn` makes the client seek back to the first message that was not yielded.
         disturbed, self._disturbed = self._disturbed, set()
         good: list[Message] = []
         ahead, torn = dict(self._next), False
@@ -630,9 +647,10 @@ class KafkaSource(Source, WorkQueueSource):
             elif ahead.get(partition, math.inf) <= offset < self._ends_at(partition):
                 ahead[partition] = offset + 1
                 good.append(message)
+        # Decode first: if it raises, the position stays before the batch and nothing is lost.
         records = self._open(good) if good else None
         self._next = ahead
-        self._ahead = torn  # what was dropped is still ours: the client must go back for it
+        self._ahead = torn  # dropped messages are still ours: the client must seek back to them
         return records
 
     def _ends_at(self, partition: Partition) -> float:
@@ -708,7 +726,7 @@ class KafkaSource(Source, WorkQueueSource):
             if self._left and not self._unread_of_lost():
                 return True  # other members of the group have it, and have read it
             if quiet_s > self._silence_s() + self.config.outage_timeout.total_seconds():
-                raise DataError(f"kafka: {self._who()} was given no partitions within {quiet_s:.0f} s")
+                raise DataError(f"kafka: {self._described()} was given no partitions within {quiet_s:.0f} s")
             return False
         # A fetch may be slower than a short timeout; but not every offset has a message, so do not insist.
         return over and (quiet_s > self._silence_s() + _ANSWER_S or not self._behind())
@@ -768,14 +786,14 @@ class KafkaSource(Source, WorkQueueSource):
         self._hand_back(left)
 
     def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """Partitions are somebody else's already, who did not know how far we were."""
+        """Note partitions that another member has already, without having learnt how far we were."""
         if consumer is not self._consumer:
             return
         left = self._leave(partitions)
         self._assigned, self._lost_at = False, self._clock()
         if left:
             names = ", ".join(_name(one) for one in left)
-            logger.warning("kafka: %s lost %s without a chance to say where it was", self._who(), names)
+            logger.warning("kafka: %s lost %s without a chance to say where it was", self._described(), names)
         self._hand_back(left)
 
     def _leave(self, partitions: list[TopicPartition]) -> Offsets:
@@ -788,7 +806,7 @@ class KafkaSource(Source, WorkQueueSource):
             if (one.topic, one.partition) in self._next
         }
         self._disturbed |= left.keys()
-        with self._commits:  # whoever has them now commits for itself
+        with self._commits:  # their next owner commits for itself
             for one in left:
                 self._saved.pop(one, None)
         self._left.update(left)
@@ -807,7 +825,7 @@ class KafkaSource(Source, WorkQueueSource):
     def _give_up(self, failure: Exception) -> Exception:
         """Drop the client, whose assignment is not what it should be; another iteration makes a new one.
 
-        Commits nothing: the records since the last checkpoint are trained only if the caller goes on.
+        Commits nothing: the records since the last checkpoint are trained only if the caller continues.
         """
         self._failure = None
         consumer, self._consumer = self._consumer, None
@@ -853,7 +871,7 @@ class KafkaSource(Source, WorkQueueSource):
         )
 
     def _note_commit(self, error: KafkaError | None, taken: Offsets | None = None) -> None:
-        """Note what became of a commit; a failure that does not pass is raised when reading goes on."""
+        """Note the outcome of a commit; the next read raises a permanent failure."""
         now = self._clock()
         with self._commits:
             self._sent, since = None, self._refused_since
@@ -867,10 +885,10 @@ class KafkaSource(Source, WorkQueueSource):
                 self._refused_since = now if since is None else since
         if error is None:
             if since is not None:
-                logger.info("kafka: the broker takes the offsets of %s again", self._who())
+                logger.info("kafka: the broker takes the offsets of %s again", self._described())
             return
         out_s, patience_s = now - (since or now), self.config.outage_timeout.total_seconds()
-        said = f"kafka: the broker did not take the offsets of {self._who()}"
+        said = f"kafka: the broker did not take the offsets of {self._described()}"
         if not self._passes(error):
             self._failure = DataError(f"{said}: {error.str()}")
         elif out_s > patience_s:
@@ -909,7 +927,7 @@ class KafkaSource(Source, WorkQueueSource):
             logger.warning(
                 "kafka: %s ends while offsets that a checkpoint holds are not committed: %s. A restart goes "
                 "on from the checkpoint; dashboards show the last offsets that the broker took",
-                self._who(),
+                self._described(),
                 ", ".join(f"{offset} of {_name(one)}" for one, offset in self._saved.items()),
             )
 
@@ -929,7 +947,7 @@ class KafkaSource(Source, WorkQueueSource):
         try:
             self._commit(consumer, offsets)
         except self._kafka.KafkaException as cause:
-            logger.warning("kafka: the broker did not take the offsets of %s: %s", self._who(), cause)
+            logger.warning("kafka: the broker did not take the offsets of %s: %s", self._described(), cause)
 
     def _complain(self, error: KafkaError) -> None:
         """Remember what the client said went wrong. It keeps trying by itself."""
@@ -951,27 +969,27 @@ class KafkaSource(Source, WorkQueueSource):
             self._find_topics(self._connect())
         elif error.code() in (kinds._AUTO_OFFSET_RESET, kinds.OFFSET_OUT_OF_RANGE):
             raise DataError(
-                f"kafka: messages of {_name(_partition(message))} that {self._who()} has not read are gone "
-                f"from the broker: {error.str()}. It read too slowly for the retention of the topic, or the "
-                "topic was recreated; to go on with what is left, start without a position"
+                f"kafka: messages of {_name(_partition(message))} that {self._described()} has not read are "
+                f"gone from the broker: {error.str()}. It read too slowly for the retention of the topic, or "
+                "the topic was recreated; to continue with what is left, start without a position"
             )
         else:
             raise DataError(
-                f"kafka: cannot read {message.topic() or 'the topics'} as {self._who()}: {error.str()}"
+                f"kafka: cannot read {message.topic() or 'the topics'} as {self._described()}: {error.str()}"
             )
 
     def _unreachable(self, tried_s: float) -> DataError:
         reasons = "; ".join(self._reasons) or "nothing"
         return DataError(
-            f"kafka: no broker of {self._servers()} has answered {self._who()} for {tried_s:.0f} s; "
+            f"kafka: no broker of {self._servers()} has answered {self._described()} for {tried_s:.0f} s; "
             f"the client said: {reasons}. Check the addresses, the network and the security settings"
         )
 
     def _servers(self) -> str:
         return ", ".join(self.config.servers)
 
-    def _who(self) -> str:
-        """Return who reads what, for messages."""
+    def _described(self) -> str:
+        """Return the group, worker and topics, for messages."""
         who = f"group {self.config.group!r}"
         if self.config.assignment is not None:
             who += f" (worker {self.config.assignment.worker} of {self.config.assignment.num_workers})"

@@ -1,4 +1,4 @@
-"""Negatives that nobody was shown: the user of a positive, with the item of another.
+"""Generated negatives: the user of a positive record with the item of another.
 
 A log of what was clicked says little about what would not be. So each positive record is
 followed, or rather preceded, by a few made of its user side and the item side of an item
@@ -260,7 +260,7 @@ class NegativeGeneration:
         return {name: take_rows(column, places) for name, column in columns if column is not None}
 
     def _event_columns(self, records: Records, made: Tensor, drawn: list[Drawn]) -> dict[str, RaggedTensor]:
-        """Return what is rewritten of the event: which item, and that nobody did anything with it."""
+        """Return what is rewritten of the event: which item, and that it got no action."""
         config, size = self.config, len(records)
         which = made.cumsum(0) - 1
         items = torch.tensor([one.item for one in drawn], dtype=torch.int64)[which]

@@ -28,17 +28,17 @@ the same name is shut out.
 
 **What is acknowledged can be forgotten.** After a checkpoint is complete the trainer may
 acknowledge its position. The dispatcher then forgets chunks far behind it, and, if the trainer is
-given up (`trainer_timeout`, or `release`), hands only what came after to others. Such a trainer can
+given up (`trainer_timeout`, or `release`), only the chunks after it go to other trainers. Such a trainer can
 still come back with that position, not with a later one.
 
 **The dispatcher** keeps all this in SQLite. It can be killed and started again on its folder;
-workers and trainers wait for it, and go on. **Back-pressure** runs from the trainer, whose queue is
+workers and trainers wait for it, and resume. **Back-pressure** runs from the trainer, whose queue is
 bounded, through the worker, which stops reading while too many chunks wait. A chunk that was given
 to a trainer does not count there, and the oldest of these are dropped and read again when they are
 asked for: a dead trainer does not stop the others.
 
 **The end** reaches a trainer when all splits are read, as often as the job says, and no chunk is
-free. If reading a split fails too often, all trainers hear of it as an error.
+free. If reading a split fails too often, all trainers get an error.
 
     with Dispatcher(DataJobConfig(splits=files), folder="/var/job") as dispatcher:           # one process
     with DataWorker("host:5050", open_split): ...                                         # any number

@@ -44,7 +44,7 @@ class _Settings:
 
 
 class DataServiceSource(Source, WorkQueueSource):
-    """Yields this trainer's share of a job, chunk by chunk.
+    """Yields this trainer's chunks of a job.
 
     Each chunk of an epoch goes to one trainer. A position is the number of the trainer's turn: restored
     to it, the very same chunks come again, in the same order, then what is still free. A trainer that
@@ -88,7 +88,7 @@ class DataServiceSource(Source, WorkQueueSource):
         self._interrupted = threading.Event()
 
     def read_shard(self, share: Shard) -> None:
-        """Be one of several trainers, who together are given all chunks."""
+        """Be one of several trainers, which together get all chunks."""
         self._share.choose(share)
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
@@ -99,14 +99,14 @@ class DataServiceSource(Source, WorkQueueSource):
 
     def __iter__(self) -> Iterator[Records]:
         self._settle()
-        share = _Share(self._settings, self._job, self._turn, self._interrupted)
+        fetcher = _Fetcher(self._settings, self._job, self._turn, self._interrupted)
         try:
-            self._job = share.job
-            for records in share:
+            self._job = fetcher.job
+            for records in fetcher:
                 self._turn += 1
                 yield records
         finally:
-            share.close()
+            fetcher.close()
 
     def position(self) -> Position:
         self._settle()
@@ -123,8 +123,8 @@ class DataServiceSource(Source, WorkQueueSource):
         self._job, self._turn = position["job"], position["turn"]
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
-        """Have the dispatcher hand out what comes after the positions of several trainers; return those of
-        others, who are given it.
+        """Release the chunks after the positions of several trainers; return the positions of the new
+        trainers, which get these chunks.
 
         Raises:
             RestoreError: A position is of another kind or job; or what came after it is with others already.
@@ -156,7 +156,7 @@ class DataServiceSource(Source, WorkQueueSource):
         return self
 
     def give_back(self, position: Position) -> Position:
-        """Have the dispatcher hand out what comes after a trainer's position; see `WorkQueueSource`.
+        """Release the chunks after a trainer's position to other trainers; see `WorkQueueSource`.
 
         Raises:
             DataError: The dispatcher does not answer.
@@ -240,7 +240,7 @@ def _check(position: Position) -> None:
         raise RestoreError(f"cannot restore a data service source: {position!r:.200} makes no sense")
 
 
-class _Share:
+class _Fetcher:
     """One iteration: a thread that fetches ahead, and what it has fetched."""
 
     def __init__(self, settings: _Settings, job: str | None, turn: int, interrupted: threading.Event) -> None:
@@ -289,7 +289,7 @@ class _Share:
             self._fetch_all()
         except StoppedError:
             return
-        except Exception as error:  # raised again by whoever iterates
+        except Exception as error:  # raised again by the iteration
             end = error
         while not self._stop.is_set():
             with suppress(queue.Full):
@@ -342,7 +342,7 @@ class _Share:
                     f"data service: no data worker has chunk {chunk['sequence']} of {chunk['split']!r}; "
                     f"{len(workers)} are alive: {failure}"
                 ) from failure
-            # Nothing is asked of the dispatcher but who is alive by now.
+            # Ask the dispatcher only which workers are alive by now.
             self._stop.wait(min(POLL, self._patience))
             workers = self._ask("turns", session=self._session, turn=self._turn, most=0, wait=0.0)["workers"]
 
@@ -357,5 +357,5 @@ class _Share:
         except UnreachableError as cause:
             raise DataError(
                 f"data service: trainer {self._trainer!r} lost the dispatcher: {cause}. Start it again with "
-                "its folder; the trainer goes on from its last checkpoint."
+                "its folder; the trainer resumes from its last checkpoint."
             ) from cause

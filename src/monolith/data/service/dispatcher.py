@@ -38,7 +38,7 @@ from monolith.wire.ports import Limits
 B = TypeVar("B")
 
 _LOOK_AGAIN = 0.25
-"""Seconds after which a waiting call looks for leases that have expired: nobody announces these."""
+"""Seconds after which a waiting call looks for expired leases, which no call announces."""
 
 
 class Dispatcher:
@@ -46,7 +46,7 @@ class Dispatcher:
 
     Args:
         folder: Of the job's state, on a local disk. A dispatcher that is started again with the same
-            folder and config goes on where the last one was, at the same port or another.
+            folder and config resumes the job, at the same port or another.
         host: Where to listen; only this machine by default.
         port: 0 lets the system choose.
         guard: What data workers and trainers must present.
@@ -109,7 +109,7 @@ class Dispatcher:
         return self._server.port
 
     def status(self) -> dict[str, Any]:
-        """Return how far the job has come, and who is there: JSON-able."""
+        """Return the progress of the job, its workers and its trainers: plain values that survive JSON."""
         with self._changed:
             return self._job.status()
 
@@ -120,7 +120,7 @@ class Dispatcher:
             return self._job.release(trainer)
 
     def close(self) -> None:
-        """Answer those who wait, stop listening and let go of the folder. Closing again does nothing."""
+        """Answer waiting calls, stop listening and release the folder. Closing again does nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""The job: who reads which split, which chunks there are, and whose turn each of them is.
+"""The job: which worker reads which split, the chunks of each split, and which trainer gets each chunk.
 
 All that must survive is in one SQLite file and changes in transactions, so a dispatcher
-that was killed goes on as if nothing had happened. What is only about liveness (who was
-heard of when) is in memory and starts anew. See the package for the protocol.
+that was killed resumes as if nothing had happened. Liveness (when each process last called)
+is in memory only and starts empty. See the package for the protocol.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CHUNK = "epoch, number, sequence, split, place, size, worker, turn"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataJobConfig:
-    """What is to be read, and when somebody is taken for dead."""
+    """What to read, and when a process counts as dead."""
 
     splits: tuple[str, ...]
     """Files, or other divisions of a source: what the workers' `open_split` understands. Handed out in this
@@ -65,7 +65,7 @@ class DataJobConfig:
     attempts: int = 3
     """How often reading a split may fail before the job does."""
     keep_acknowledged: int = 100_000
-    """How many chunks a trainer can go back behind what it has acknowledged."""
+    """How many chunks a trainer can roll back behind its acknowledged position."""
 
     def __post_init__(self) -> None:
         if not self.splits:
@@ -107,7 +107,7 @@ class SplitLease:
 
 @dataclass(frozen=True, slots=True)
 class SplitChunk:
-    """Some records of a split that one trainer reads: the same ones, whoever reads them and when."""
+    """Some records of a split that one trainer reads: the same ones for every reader at any time."""
 
     epoch: int
     number: int
@@ -125,7 +125,7 @@ class Job:
     """The state of a job. Not thread-safe.
 
     Args:
-        folder: On a local disk; one dispatcher at a time. What is there goes on.
+        folder: On a local disk; one dispatcher at a time. An existing job is resumed.
 
     Raises:
         RestoreError: The folder is of a job with other splits.
@@ -205,7 +205,7 @@ class Job:
         del self._workers[worker]
 
     def lease(self, worker: str) -> SplitLease | None:
-        """Lease a split that nobody reads; None where there is none now."""
+        """Lease a split that no worker reads; None if there is none now."""
         self._workers[worker] = self._clock()
         self._expire()
         with _Transaction(self._db):
@@ -260,12 +260,15 @@ class Job:
             if row is None:
                 return False
             epoch, number, split, worker, chunks = row
+            # A repeated call: its answer was lost on the way. Only the last chunk can be announced again.
             if sequence == chunks - 1:
                 return True
             if sequence != chunks:
                 raise DataError(
                     f"data service: chunk {sequence} of {split!r} was announced, {chunks} is next"
                 )
+            # The chunk and the place after it change in one transaction: a successor of this lease continues
+            # exactly after the last chunk that exists, so the split has neither gap nor overlap.
             self._db.execute(
                 "INSERT INTO chunks (epoch, number, sequence, split, place, size, worker) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -288,6 +291,7 @@ class Job:
             self._db.execute(
                 "UPDATE splits SET done = 1, lease = NULL, worker = NULL WHERE lease = ?", (lease,)
             )
+            # An epoch starts when all splits of the one before are read: chunks never mix epochs.
             left = self._db.execute("SELECT 1 FROM splits WHERE NOT done LIMIT 1").fetchone()
             if left is None and epoch + 1 < self.config.epochs:
                 self._begin_epoch(epoch + 1)
@@ -303,7 +307,7 @@ class Job:
             )
 
     def workers(self) -> list[str]:
-        """Return the addresses of the data workers that were heard of lately."""
+        """Return the addresses of the data workers that called recently."""
         oldest = self._clock() - self.config.lease.total_seconds()
         return sorted(worker for worker, heard in self._workers.items() if heard >= oldest)
 
@@ -462,7 +466,7 @@ class Job:
             raise DataError(f"data service: split {row[0]!r} could not be read, {row[1]} times: {row[2]}")
 
     def _expire(self) -> None:
-        """Take back what belongs to those who have been silent for too long."""
+        """Take back the leases of processes that have been silent for too long."""
         now = self._clock()
         oldest = now - self.config.lease.total_seconds()
         for worker in [worker for worker, heard in self._workers.items() if heard < oldest]:

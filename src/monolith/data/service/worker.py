@@ -1,7 +1,7 @@
 """Data workers: read splits, cut them into chunks, and send these to trainers.
 
 A worker knows nothing that could be lost. It reads what it has leased and tells the
-dispatcher of every chunk it cuts; chunks wait here for whoever is given them, and reading
+dispatcher of every chunk it cuts; chunks wait here for the trainer that gets them, and reading
 stops while too many wait. A chunk that is asked for and not here, because it was sent
 before or because another worker cut it, is read again from its place.
 """
@@ -59,7 +59,7 @@ class Piece:
 def pieces(source: Source, place: Place | None, most: int) -> Iterator[Piece]:
     """Yield what a source has from a place on, at most so many records at a time.
 
-    Small yields are not put together: who reads a live stream wants them now.
+    Small batches are not combined: a reader of a live stream wants them now.
     """
     if place is not None:
         source.restore(place.position)
@@ -232,7 +232,7 @@ class DataWorker:
                 work(dispatch)
         except StoppedError:
             return  # as it was asked to
-        except Exception as error:  # handed to whoever waits for the worker
+        except Exception as error:  # raised by `wait`
             _log.error("data worker %s stops: %s", self.address, error)
             with self._room:
                 self._failure = self._failure or error
@@ -294,7 +294,7 @@ class DataWorker:
                 self._room.wait()
             if lease not in self._leases:
                 return False
-            # In place before anybody is told: a trainer may ask for it at once.
+            # Stored before it is announced: a trainer may ask for it at once.
             self._buffer.free[chunk] = to_batch(piece.records)
         held = dispatch.call(
             "announce",

@@ -3,7 +3,7 @@
 Users and items appear, are seen for a while and fade; what users want turns slowly into
 something else. A model that stops learning gets worse by the hour, and by how much is
 known: `best_auc` is what the probabilities themselves score, and with `as_of` what they
-score to somebody who has learned everything there was to know at that time, and nothing
+score to a model that has learned everything there was to know at that time, and nothing
 since.
 
 Nothing is stored, as in the click log: an example is a function of its number, and any
@@ -250,11 +250,11 @@ class DriftingStream(Source):
     # Any stretch of it
 
     def batches(self) -> Iterator[Batch]:
-        """Yield what a model reads, from where the stream stands on."""
+        """Yield batches from the current position on."""
         return (make_batch(records, SPEC) for records in self)
 
     def records(self, first: int, size: int) -> Records:
-        """Return examples [first, first + size), wherever the stream stands."""
+        """Return examples [first, first + size), independent of the position."""
         return _pack(self._columns(first, size))
 
     def batch(self, first: int, size: int) -> Batch:
@@ -269,7 +269,7 @@ class DriftingStream(Source):
         """Return what decided the labels of those examples: float64 of shape (size,).
 
         Args:
-            as_of: Unix seconds. Tastes are taken as they were then, and whoever appeared later is as
+            as_of: Unix seconds. Tastes are taken as they were then, and later users and items are as
                 good as unknown: what a model says that was perfect then, and has not learned since.
         """
         return torch.from_numpy(self._probabilities(self._examples(first, size), as_of))
@@ -343,7 +343,7 @@ class DriftingStream(Source):
         """Return hidden vectors of shape (dim, n) that turn with time, at a length that stays the same."""
         if self.config.turn is None:
             return self._draws.vectors(ids, purpose, dim)
-        # A vector goes on a quarter circle from one knot to the next. Each has its own time to begin.
+        # A vector moves on a quarter circle from one knot to the next. Each has its own time to begin.
         turns = seconds / self.config.turn.total_seconds() + self._draws.uniform(ids, _TURN)
         knot = np.floor(turns)
         angle = ((turns - knot) * (math.pi / 2)).astype(np.float32)

@@ -6,7 +6,7 @@ turn from every flow that has something, says in each record where it came from,
 itself a source with a position.
 
 Back-pressure: nothing is read while the queue that the next record belongs to is full.
-So a flow that nobody takes from stops all others, once its queue is full. `MergeFlow`
+So a flow without a consumer stops all others, once its queue is full. `MergeFlow`
 takes from all of them and cannot be stopped that way; it waits, though, until one queue
 is full or the stream ends, so that its order depends on the records alone. Consumers of
 single flows must each have a thread.
@@ -174,8 +174,8 @@ class SplitFlow:
                 elif not self._changed.wait(self._patience) and not self._reading:
                     full = [other for other, held in self._queues.items() if held]
                     raise DataError(
-                        f"flow {name!r} got nothing for {self._patience} s: flows {full} are full and nobody "
-                        "takes from them. Give each flow a thread, or merge them."
+                        f"flow {name!r} got nothing for {self._patience} s: flows {full} are full and have "
+                        "no consumer. Give each flow a thread, or merge them."
                     )
             part = _drained(queue)
             self._changed.notify_all()
@@ -382,7 +382,7 @@ def _drained(queue: deque[Records]) -> Records:
 
 
 class _Reader:
-    """Reads a source a stretch at a time, and may stand in the middle of one."""
+    """Reads a source a batch at a time; its position may be in the middle of one."""
 
     def __init__(self, source: Iterable[Records]) -> None:
         self.source = as_stream(source)

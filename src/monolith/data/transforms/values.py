@@ -209,7 +209,7 @@ class FilterByValue(Filter):
 
 
 def _comparable(values: Tensor, operands: Sequence[int | float]) -> tuple[Tensor, Tensor]:
-    """Return values and operands in one type: that of the column, or float64 for int64 beside a fraction."""
+    """Return values and operands in one type: that of the column, or float64 for int64 and a fraction."""
     if values.dtype is torch.int64 and all(isinstance(one, int) for one in operands):
         return values, torch.tensor(operands, dtype=torch.int64)
     if values.dtype is torch.int64:

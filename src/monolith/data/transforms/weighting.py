@@ -129,7 +129,7 @@ class LogOddsCorrection(Rewrite):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionRule:
-    """What an action stands for."""
+    """What an action means."""
 
     action: int
     weight: int

@@ -13,17 +13,17 @@ enum Pooling { SUM, MEAN, MAX, FIRST_N };
 
 // One feature in one batch.
 struct Feature {
-  i64 base;      // floats to where the row of occurrence 0 would lie, were all rows as wide
-  i64 begin;     // floats to its first row
-  int first;     // its first occurrence
-  int cell;      // its first cell among the splits; below 0 where the batch does not have it
-  int shift;     // from the batch's splits to occurrences
-  int step;      // cells from one example to the next: 0 where one cell is shared by all
+  i64 base;   // floats to where the row of occurrence 0 would lie, were all rows as wide
+  i64 begin;  // floats to its first row
+  int first;  // its first occurrence
+  int cell;   // its first cell among the splits; below 0 where the batch does not have it
+  int shift;  // from the batch's splits to occurrences
+  int step;   // cells from one example to the next: 0 where one cell is shared by all
   int dim;
   int pooling;
-  int length;    // FIRST_N: positions of an example; 0 otherwise
+  int length;  // FIRST_N: positions of an example; 0 otherwise
   int weighted;
-  int columns;   // the first of its columns in `Plan::firsts`
+  int columns;  // the first of its columns in `Plan::firsts`
   int unused;
 };
 
@@ -32,7 +32,7 @@ struct Batch {
   const int* splits;        // null where every cell has one id
   const float* weights;     // by occurrence; null where none is weighted
   int examples;
-  int count;                // of features
+  int count;  // of features
 
   __device__ __forceinline__ int cell_begin(const Feature& f, int cell) const {
     return splits != nullptr ? splits[f.cell + cell] + f.shift : f.first + cell;
@@ -42,9 +42,9 @@ struct Batch {
 // One float of an example's outputs, and the uses that add up to it.
 struct Column {
   int output;
-  int floats;    // of an example in the output
-  int column;    // of these, which one
-  int first;     // use
+  int floats;  // of an example in the output
+  int column;  // of these, which one
+  int first;   // use
   int uses;
   int position;  // FIRST_N
 };
@@ -66,9 +66,9 @@ struct Back {
 struct Plan {
   const Column* columns;  // of all outputs, one after another
   const Use* uses;
-  const int* firsts;      // by column of a feature's row: its first back, then the end
+  const int* firsts;  // by column of a feature's row: its first back, then the end
   const Back* backs;
-  int width;              // columns
+  int width;  // columns
 };
 
 struct Pointers {
@@ -210,8 +210,10 @@ __device__ __forceinline__ int cell_of(const Batch& batch, const Feature& f, int
   int high = batch.examples;  // the answer is in [low, high)
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
-    if (batch.cell_begin(f, middle) <= at) low = middle;
-    else high = middle;
+    if (batch.cell_begin(f, middle) <= at)
+      low = middle;
+    else
+      high = middle;
   }
   return low;
 }
@@ -272,16 +274,18 @@ __device__ float gradient_of(const Batch& batch, const Plan& plan, const Pointer
 #define FLOATS 4  // that each thread does, a block apart
 
 // Fills the gradient of each float of the rows.
-extern "C" __global__ void scatter(Batch batch, Plan plan, CONSTANT Pointers gradients,
-                                   const float* sums, const float* rows, float scale, i64 floats, float* out) {
+extern "C" __global__ void scatter(Batch batch, Plan plan, CONSTANT Pointers gradients, const float* sums,
+                                   const float* rows, float scale, i64 floats, float* out) {
   i64 at = (i64)blockIdx.x * blockDim.x * FLOATS + threadIdx.x;
   if (at >= floats) return;
   int low = 0;
   int high = batch.count;
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
-    if (batch.features[middle].begin <= at) low = middle;
-    else high = middle;
+    if (batch.features[middle].begin <= at)
+      low = middle;
+    else
+      high = middle;
   }
 #pragma unroll 1
   for (int k = 0; k < FLOATS && at < floats; ++k, at += blockDim.x) {

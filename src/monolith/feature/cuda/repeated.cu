@@ -1,7 +1,8 @@
 // Rows of distinct ids as often as their ids occur, and the gradients of all occurrences back, summed.
 //
-// Both lie table after table. `numbers` has, for each occurrence, the number of its id among the distinct ones of
-// all tables. Sums are taken in the order of the occurrences, so they do not depend on how threads run.
+// Both lie table after table. `numbers` has, for each occurrence, the number of its id among the distinct
+// ones of all tables. Sums are taken in the order of the occurrences, so they do not depend on how threads
+// run.
 
 typedef long long i64;
 
@@ -17,16 +18,18 @@ struct Part {
 
 #define FLOATS 4  // that each thread does, a block apart
 
-extern "C" __global__ void repeat(const Part* parts, int tables, const i64* numbers, const float* rows, i64 floats,
-                                  float* out) {
+extern "C" __global__ void repeat(const Part* parts, int tables, const i64* numbers, const float* rows,
+                                  i64 floats, float* out) {
   i64 at = (i64)blockIdx.x * blockDim.x * FLOATS + threadIdx.x;
   if (at >= floats) return;
   int low = 0;
   int high = tables;
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
-    if (parts[middle].floats <= at) low = middle;
-    else high = middle;
+    if (parts[middle].floats <= at)
+      low = middle;
+    else
+      high = middle;
   }
 #pragma unroll 1
   for (int k = 0; k < FLOATS && at < floats; ++k, at += blockDim.x) {
@@ -58,8 +61,10 @@ extern "C" __global__ void sum_repeated(const Part* parts, int tables, const int
   int high = tables;
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
-    if (parts[middle].number <= number) low = middle;
-    else high = middle;
+    if (parts[middle].number <= number)
+      low = middle;
+    else
+      high = middle;
   }
   const Part part = parts[low];
   const int begin = starts[number];

@@ -1,8 +1,12 @@
-// Many tables in one launch: which of them a thread works for. `places.cuh` stands before it.
+// Many tables in one launch: which of them a thread works for.
 //
-// A batch over many tables lies in one array, table after table: the ids of one are a cell. What a kernel has to
-// do is cut into units (a warp, a tile, a block, as it likes) such that none has work of two cells, and a cell is
-// found by the number of a unit. Everything comes with the launch, so nothing has to be copied for it first.
+// A batch over many tables is one array, table after table: the ids of one are a cell. The work of a kernel
+// is divided into units (a warp, a tile, a block) such that none has work of two cells, and a cell is found
+// by the number of a unit. Everything comes with the launch, so nothing has to be copied for it first.
+
+#pragma once
+
+#include "places.cuh"
 
 #define CELLS 96  // of a launch: its parameters are 4 KB at most
 
@@ -11,8 +15,9 @@ struct Cell {
   int ids;    // what its ids begin at
   int size;   // how many there are
   int begin;  // its first unit
-  int table;  // negative where the cell is passed over
+  int table;  // negative if the cell is skipped
 };
+static_assert(sizeof(Cell) == 24, "as in layout_groups.py");
 
 struct Cells {
   int count;
@@ -33,3 +38,4 @@ struct Cells {
     return low;
   }
 };
+static_assert(sizeof(Cells) == 8 + CELLS * 24, "as in layout_groups.py");

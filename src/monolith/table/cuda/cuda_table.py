@@ -49,6 +49,7 @@ from monolith.table.cuda.snapshots import (
     merged_scan,
 )
 from monolith.table.cuda.step_scalars import StepScalars
+from monolith.table.cuda.tracking import ids_of
 from monolith.table.digests import bucket_numbers, check_share
 from monolith.table.rows import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
@@ -183,7 +184,7 @@ class CudaTable:
             besides: Ids that are not returned; they need not have rows.
         """
         with self._open() as memory:
-            return memory.idle(count, self._inputs.ids(besides)).cpu()
+            return ids_of(memory.idle(count, self._inputs.ids(besides)))
 
     def expire_oldest(self, count: int, latest: int) -> int:
         """Drop rows with the oldest event times, none newer than `latest`; return how many.

@@ -27,7 +27,7 @@ from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import TableArgumentError
 from monolith.table.cuda.cuda_table import CudaTable
 from monolith.table.cuda.inputs import Inputs
-from monolith.table.cuda.layout import fused_index_source
+from monolith.table.cuda.layout import fused_index_kernels
 from monolith.table.cuda.layout_groups import (
     MAX_CELLS,
     Floats,
@@ -170,7 +170,7 @@ class FusedTables:
         by_source: dict[str, list[int]] = {}
         for number, table in enumerate(fused):
             if table is not None:
-                by_source.setdefault(table._layout.source, []).append(number)
+                by_source.setdefault(table._layout.header, []).append(number)
         self._groups = [
             LayoutGroup(
                 [table for number in numbers if (table := fused[number]) is not None],
@@ -180,7 +180,7 @@ class FusedTables:
             )
             for numbers in by_source.values()
         ]
-        self._index: Kernels = device.kernels(fused_index_source(), "fused_index")
+        self._index: Kernels = fused_index_kernels().on(device)
         # All below is guarded by the locks of the tables.
         self._known: _Known | None = None
         self._lookups: tuple[bytes, list[tuple[LayoutGroup, PlannedLaunch]]] = b"", []

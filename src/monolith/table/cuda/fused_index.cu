@@ -1,7 +1,12 @@
-// What is done to the indices of many tables at once: `index.cu` and `cells.cuh` stand before it.
+// Kernels over the indices of many tables at once.
 //
-// Rows of all tables are brought into one order by one sort: a key is a place, and before it come all places of
-// the tables before. Behind the places of a table there is one more key, for those who have none.
+// Rows of all tables are brought into one order by one sort: a key is a place, and before it come all places
+// of the tables before. Behind the places of a table there is one more key, for ids that have none.
+
+#pragma once
+
+#include "cells.cuh"
+#include "index.cu"
 
 #define MAX_TIME 0xffffffffLL
 
@@ -15,7 +20,7 @@
   const int at = cell.ids + (there ? i : 0);
 
 // Gives every id its place; the clocks of tables are moved on by the steps. Event times that no row can keep
-// count as 0, and are counted. `places` are for those who keep track of rows, or null.
+// count as 0, and are counted. `places` are for tables that track changes, or null.
 template <class Key>
 __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, const Cells& cells,
                                             const i64* __restrict__ ids, const i64* __restrict__ seconds,
@@ -53,15 +58,17 @@ __device__ __forceinline__ void settle_cells(const Arrays* __restrict__ tables, 
   places[at] = place == (i64)tables[cell.table].buckets * KEYS + BESIDE ? NONE : (int)place;
 }
 
-extern "C" __global__ void claim_tables(const Arrays* __restrict__ tables, const __grid_constant__ Cells cells,
-                                        const i64* __restrict__ ids, const i64* __restrict__ seconds,
-                                        u32 time, int* __restrict__ order, u8* __restrict__ made,
-                                        u32* __restrict__ times, int* __restrict__ places) {
+extern "C" __global__ void claim_tables(const Arrays* __restrict__ tables,
+                                        const __grid_constant__ Cells cells, const i64* __restrict__ ids,
+                                        const i64* __restrict__ seconds, u32 time, int* __restrict__ order,
+                                        u8* __restrict__ made, u32* __restrict__ times,
+                                        int* __restrict__ places) {
   claim_cells(tables, cells, ids, seconds, time, order, made, times, places);
 }
 
-extern "C" __global__ void settle_tables(const Arrays* __restrict__ tables, const __grid_constant__ Cells cells,
-                                         const int* __restrict__ order, int* __restrict__ places) {
+extern "C" __global__ void settle_tables(const Arrays* __restrict__ tables,
+                                         const __grid_constant__ Cells cells, const int* __restrict__ order,
+                                         int* __restrict__ places) {
   settle_cells(tables, cells, order, places);
 }
 

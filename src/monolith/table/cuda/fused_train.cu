@@ -1,13 +1,20 @@
-// How the rows of many tables of one layout take steps at once: `train.cu` and `fused_rows.cu` stand before it.
+// Kernels by which the rows of many tables of one layout take steps at once.
+#pragma once
 
-// The part of a batch that one table has. Positions are those of the whole batch, so that gradients begin where
-// they would if there were as many of this width before them as there are ids.
+#include "fused_rows.cu"
+#include "train.cu"
+
+// The part of a batch that one table has. Positions are those of the whole batch, so that gradients begin
+// where they would if there were as many of this width before them as there are ids.
 __device__ __forceinline__ Writes writes_of(const Writes& writes, const Cell& cell) {
-  return {writes.places + cell.ids, writes.order + cell.ids, cell.size, writes.made, writes.times, writes.time};
+  return {
+      writes.places + cell.ids, writes.order + cell.ids, cell.size, writes.made, writes.times, writes.time};
 }
 
 // What is known of long runs stands by stretches of the whole batch, of which no two tables share one.
-__device__ __forceinline__ i64 first_stretch(const Cell& cell) { return cell.ids / STRETCH; }
+__device__ __forceinline__ i64 first_stretch(const Cell& cell) {
+  return cell.ids / STRETCH;
+}
 
 // A block to a stretch.
 extern "C" __global__ void sum_long_runs_of_tables(const __grid_constant__ Cells cells, Writes writes,
@@ -21,9 +28,10 @@ extern "C" __global__ void sum_long_runs_of_tables(const __grid_constant__ Cells
 
 template <bool CHECKED>
 __device__ __forceinline__ void train_cells(const Table* __restrict__ tables, const Cells& cells,
-                                            const StepScalars& paces, const Writes& writes, const float* gradients,
-                                            const float* latest, i64 step, const LongRun* runs,
-                                            const float* sums, int summed, int per_tile) {
+                                            const CellScalars& scalars, const Writes& writes,
+                                            const float* gradients, const float* latest, i64 step,
+                                            const LongRun* runs, const float* sums, int summed,
+                                            int per_tile) {
   const int unit = (int)TILE_NUMBER;
   if (unit >= cells.units) return;
   const int number = cells.of(unit);
@@ -31,25 +39,25 @@ __device__ __forceinline__ void train_cells(const Table* __restrict__ tables, co
   const Table table = tables[cell.table];
   const i64 from = first_stretch(cell);
   train<CHECKED>(table, writes_of(writes, cell), gradients + cell.shift,
-                 latest != nullptr ? latest + cell.shift : nullptr, paces.at[number], step, runs + from,
+                 latest != nullptr ? latest + cell.shift : nullptr, scalars.at[number], step, runs + from,
                  sums + from * DIM, summed, per_tile, unit - cell.begin);
 }
 
 // A tile to a unit of `per_tile` positions.
 extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
     train_tables(const Table* __restrict__ tables, const __grid_constant__ Cells cells,
-                 const __grid_constant__ StepScalars paces, Writes writes, const float* __restrict__ gradients,
-                 const float* __restrict__ latest, i64 step, const LongRun* __restrict__ runs,
-                 const float* __restrict__ sums, int summed, int per_tile) {
-  train_cells<false>(tables, cells, paces, writes, gradients, latest, step, runs, sums, summed, per_tile);
+                 const __grid_constant__ CellScalars scalars, Writes writes,
+                 const float* __restrict__ gradients, const float* __restrict__ latest, i64 step,
+                 const LongRun* __restrict__ runs, const float* __restrict__ sums, int summed, int per_tile) {
+  train_cells<false>(tables, cells, scalars, writes, gradients, latest, step, runs, sums, summed, per_tile);
 }
 
 extern "C" __global__ void train_tables_checked(const Table* __restrict__ tables,
                                                 const __grid_constant__ Cells cells,
-                                                const __grid_constant__ StepScalars paces, Writes writes,
+                                                const __grid_constant__ CellScalars scalars, Writes writes,
                                                 const float* __restrict__ gradients,
                                                 const float* __restrict__ latest, i64 step,
                                                 const LongRun* __restrict__ runs,
                                                 const float* __restrict__ sums, int summed, int per_tile) {
-  train_cells<true>(tables, cells, paces, writes, gradients, latest, step, runs, sums, summed, per_tile);
+  train_cells<true>(tables, cells, scalars, writes, gradients, latest, step, runs, sums, summed, per_tile);
 }

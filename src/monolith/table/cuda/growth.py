@@ -32,7 +32,7 @@ _ASKED_FROM = 0.5  # of the limit: below that it does not matter
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The counters as they were read."""
+    """The counters of a table at the moment they were read."""
 
     counters: list[int]
 
@@ -64,26 +64,26 @@ class FillCounters:
         self.written = 0
 
     def bound(self) -> int:
-        """Return a number of places that are not exceeded."""
+        """Return an upper bound of the places in use."""
         if self._arrives is not None and self._arrives.query():
             self._arrives = None
             self.learn(self._copy.tolist(), self._asked_at)
         return self._bound
 
     def learn(self, counters: list[int], written: int) -> None:
-        """Take note of the counters as they were when `written` was what is given here."""
+        """Use counters that were read when `written` had the given value."""
         if written > self._complained_at:  # what came before was complained of
             self._checked(counters)
         self._bound = min(self._bound, counters[USED] + self.written - written)
 
     def wrote(self, ids: int) -> int:
-        """Take note of a batch that was written; return the bound after it."""
+        """Count a batch that was written; return the bound after it."""
         self._bound += ids
         self.written += ids
         return self._bound
 
     def grew(self, ids: int, limit: int) -> None:
-        """Take note of a batch that was written, and ask for the number where it comes to matter."""
+        """Count a batch that was written, and ask the device for the true number if it may matter soon."""
         self.wrote(ids)
         if self._arrives is None and self._bound > _ASKED_FROM * limit:
             self._copy.copy_(self.counters, non_blocking=True)
@@ -91,7 +91,7 @@ class FillCounters:
             self._asked_at = self.written
 
     def holds(self, places: int) -> None:
-        """Take note that no more places are in use, from what is launched next on."""
+        """Set the bound: no more places are in use, as of the next launch."""
         self._bound = places
         self._arrives = None
 
@@ -102,7 +102,7 @@ class FillCounters:
         return self._checked(seen.counters)
 
     def clear(self) -> None:
-        """Take note that there are no rows any more, and what time it was is forgotten."""
+        """Reset the counters of a table that was cleared, its newest event time included."""
         self.counters[USED] = self.counters[MARKS] = self.counters[NEWEST] = 0
         self.holds(0)
 
@@ -241,7 +241,7 @@ def device_budgets(configs: Mapping[str, TableConfig], total: int) -> dict[str, 
         least = (KEYS + BESIDE) * per_place[name]
         if share < least:
             raise ConfigError(
-                f"of {total:,} bytes on a device for {len(configs)} tables {name!r} has {share:,}, and the "
+                f"{total:,} bytes on a device for {len(configs)} tables: {name!r} has {share:,}, and the "
                 f"smallest table of such rows needs {least:,}; raise device_memory_bytes, or leave it out"
             )
     return shares

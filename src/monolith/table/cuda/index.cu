@@ -1,4 +1,7 @@
-// What is done to the index alone: the same for every table. `places.cuh` stands before it.
+// Kernels over the index alone: the same for every table.
+#pragma once
+
+#include "places.cuh"
 
 extern "C" __global__ void find_all(const u64* __restrict__ keys, u64 buckets, const i64* __restrict__ ids,
                                     i64 n, int* __restrict__ places) {
@@ -6,8 +9,15 @@ extern "C" __global__ void find_all(const u64* __restrict__ keys, u64 buckets, c
   if (i < n) places[i] = find(keys, buckets, mix((u64)ids[i]));
 }
 
-// Gives an id of a batch its place, tells whether it was made for it, and moves the clock on. Every thread of a
-// warp calls it, with the same table.
+// The same for hashes: ids that are known by their place in another index.
+extern "C" __global__ void find_hashes(const u64* __restrict__ keys, u64 buckets,
+                                       const u64* __restrict__ hashes, i64 n, int* __restrict__ places) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) places[i] = find(keys, buckets, hashes[i]);
+}
+
+// Gives an id of a batch its place, tells whether it was made for it, and moves the clock on. Every thread of
+// a warp calls it, with the same table.
 __device__ __forceinline__ int claim_one(u64* keys, u64 buckets, u64* counters, bool there, i64 id, u8 why,
                                          u32 time, bool& fresh) {
   int place = NONE;
@@ -38,9 +48,9 @@ extern "C" __global__ void claim_all(u64* keys, u64 buckets, const i64* __restri
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   const bool there = i < n;
   bool fresh;
-  const int place = claim_one(keys, buckets, counters, there, there ? ids[i] : 0,
-                              there && skip != nullptr ? skip[i] : 0,
-                              there && times != nullptr ? times[i] : time, fresh);
+  const int place =
+      claim_one(keys, buckets, counters, there, there ? ids[i] : 0, there && skip != nullptr ? skip[i] : 0,
+                there && times != nullptr ? times[i] : time, fresh);
   if (there) {
     places[i] = place;
     made[i] = fresh;
@@ -111,11 +121,11 @@ struct Wanted {
     if (hash < first || hash > last || time > latest) return false;
     if (flags != nullptr && ((flags[place] & with) != with || (flags[place] & without) != 0)) return false;
     if (!aged) return true;
-    const i64 after =
-        to_live_by_slot != nullptr ? to_live_by_slot[((u64)unmix(hash) >> 48) & 0x7fff] : to_live;
+    const i64 after = to_live_by_slot != nullptr ? to_live_by_slot[slot_of(unmix(hash))] : to_live;
     return now - (i64)time >= after;
   }
 };
+static_assert(sizeof(Wanted) == 64, "as in memory.py");
 
 // Counts rows and lists them, in any order, as far as there is room.
 extern "C" __global__ void list_rows(const u64* __restrict__ keys, u64 buckets,
@@ -140,13 +150,13 @@ extern "C" __global__ void list_rows(const u64* __restrict__ keys, u64 buckets,
   }
 }
 
-// ---- who keeps track of rows -----------------------------------------------------------------------
+// ---- tracking of changes -----------------------------------------------------------------------
 
-// What is known of a place, where a cut is open or changes are kept track of (`watch.py`).
+// What is known of a place while a snapshot is open or changes are tracked (`tracking.py`).
 enum Flag {
-  TAKEN = 1,    // the cut does not read the row here: it was copied aside, or it came later
-  CHANGED = 2,  // since the last cut
-  BEFORE = 4    // between the open cut and the one before
+  TAKEN = 1,    // the snapshot does not read the row here: it was copied, or it is newer
+  CHANGED = 2,  // since the last snapshot
+  BEFORE = 4    // between the open snapshot and the one before
 };
 
 // Sets flags of a place and returns those it had.
@@ -155,7 +165,7 @@ __device__ __forceinline__ u32 set_flags(u8* flags, int place, u32 bits) {
   return atomicOr((u32*)(flags + (place & ~3)), bits << shift) >> shift & 0xff;
 }
 
-// Rows of a batch are written: they change, and those that were made for it are of no cut.
+// Rows of a batch are written: they change, and those that were made for it are of no snapshot.
 extern "C" __global__ void note_writes(const int* __restrict__ places, const u8* __restrict__ made, i64 n,
                                        u8* flags) {
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -204,6 +214,7 @@ struct Widths {
   int values;
   int states;
 };
+static_assert(sizeof(Widths) == 8, "as in memory.py");
 
 __device__ __forceinline__ void copy_rows(const u32* values, const u32* states, u32* new_values,
                                           u32* new_states, Widths words, i64 from, i64 to) {
@@ -217,7 +228,7 @@ __device__ __forceinline__ void copy_rows(const u32* values, const u32* states, 
     copy_words(states, new_states, words.states, from, to);
 }
 
-// Copies rows aside that are about to change or to go, each once while a cut is open.
+// Copies rows that are about to change or to be dropped, each once while a snapshot is open.
 extern "C" __global__ void capture_rows(const u64* __restrict__ keys, u64 buckets,
                                         const u32* __restrict__ row_times, const u32* __restrict__ values,
                                         const u32* __restrict__ states, Widths words,
@@ -311,7 +322,8 @@ extern "C" __global__ void pull_rows(u64* keys, u64 buckets, const u32* __restri
     row_times[to] = row_times[place];
     if (flags != nullptr) flags[to] = flags[place];
   }
-  if (__ballot_sync(0xffffffffu, to >= 0) != 0) copy_rows(values, states, values, states, words, (i64)place, to);
+  if (__ballot_sync(0xffffffffu, to >= 0) != 0)
+    copy_rows(values, states, values, states, words, (i64)place, to);
 }
 
 // Marks the places of rows that are found nearer to their home.

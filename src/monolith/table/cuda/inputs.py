@@ -1,7 +1,7 @@
-"""Inputs: what callers hand to a table on a GPU, checked and brought to its device.
+"""Inputs: the arguments of calls to a table on a GPU, checked and copied to its device.
 
-Tensors on the CPU are checked as every table checks them. Tensors on the table's own device are taken as
-they are, and of those only what can be seen without waiting for the device is checked.
+Tensors on the CPU are checked as every table checks them. Tensors on the table's own device are used as they
+are, and only checked as far as that is possible without waiting for the device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Inputs:
         return answer, answer if here else torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def times(self, event_time: int | Tensor, n: int) -> Times:
-        """Return event times. The impossible, on the device, count as 0 and are complained of later."""
+        """Return event times. Impossible ones on the device count as 0, and a later call raises."""
         if not isinstance(event_time, Tensor):
             return Times(None, arguments.event_second(event_time))
         if not self._is_here(event_time):
@@ -76,7 +76,7 @@ class Inputs:
         return Times(there.masked_fill(wrong, 0).to(torch.int32), 0)
 
     def seconds(self, event_time: int | Tensor, n: int) -> int | Tensor:
-        """Return event times, int64 where there are many; nobody looks at those on the device yet."""
+        """Return event times, int64 if there are several; those on the device are not checked yet."""
         if not isinstance(event_time, Tensor):
             return arguments.event_second(event_time)
         if not self._is_here(event_time):

@@ -1,16 +1,20 @@
-"""Layouts: the source of the kernels that are made for the rows of one table.
+"""Layouts: the kernels that are compiled for the rows of one table.
 
-What a row is made of never changes, so it stands in the source as constants: loops have fixed widths, and
-an optimizer's settings are folded into its arithmetic. Tables of equal segments share what was compiled.
+The segments of a row never change, so kernels have them as constants (`layout.h`): loops have fixed widths,
+and an optimizer's settings are folded into its arithmetic. Tables of equal segments share the compiled
+kernels. The arithmetic itself is in headers that the core is compiled with, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from importlib import resources
 
 import numpy as np
 
+from monolith.cuda.device import Device
+from monolith.cuda.kernels import Headers, Kernels, headers_of
 from monolith.table.compressors import FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import mix_one
@@ -21,19 +25,19 @@ MAX_LANES = 32
 
 _LEAST_LANES = 8
 
-_SETTINGS = {
-    "kInitialAccumulator": "initial_accumulator_value",
-    "kWeightDecay": "weight_decay",
-    "kBeta": "beta",
-    "kBeta1": "beta1",
-    "kBeta2": "beta2",
-    "kEpsilon": "epsilon",
-    "kRho": "rho",
-    "kMomentum": "momentum",
-    "kL1": "l1",
-    "kL2": "l2",
-}
-_CHOICES = {"kNesterov": "use_nesterov", "kDecouple": "decouple_weight_decay", "kLazy": "lazy_decay"}
+
+@dataclass(frozen=True, slots=True)
+class KernelProgram:
+    """The source of some kernels with the files it includes."""
+
+    name: str
+    """For messages; `name.cu` must not be a file it includes, or NVRTC takes it for a circle."""
+    source: str
+    headers: Headers
+
+    def on(self, device: Device) -> Kernels:
+        """Return its kernels on a device, compiled when first used."""
+        return device.kernels(self.source, self.name, self.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,21 @@ class DeviceRowLayout:
     """Whether rows decay by steps they are not in, which kernels that show or write them must know of."""
     trained: bool
     """Whether rows take steps; those of tables that serve do not."""
-    source: str
+    header: str
+    """`layout.h`, the constants that kernels for such rows are compiled with."""
+
+    @property
+    def rows(self) -> KernelProgram:
+        """The kernels over the rows of one table."""
+        return self._program("rows_of_table", "train.cu" if self.trained else "rows.cu")
+
+    @property
+    def fused_rows(self) -> KernelProgram:
+        """The kernels over the rows of many tables of this layout at once."""
+        return self._program("rows_of_tables", "fused_train.cu" if self.trained else "fused_rows.cu")
+
+    def _program(self, name: str, file: str) -> KernelProgram:
+        return _program(name, file, {"layout.h": self.header})
 
     @property
     def bytes_per_place(self) -> int:
@@ -57,20 +75,21 @@ class DeviceRowLayout:
         return 8 + 4 + self.row_bytes + 4 * self.state_dim
 
 
-def index_source() -> str:
-    """Return the source of what is done to an index, whatever the rows are."""
-    return _text("places.cuh") + _text("index.cu")
+def index_kernels() -> KernelProgram:
+    """Return the kernels over the index of one table, whatever its rows are."""
+    return _program("index_of_table", "index.cu")
 
 
-def fused_index_source() -> str:
-    """Return the source of what is done to the indices of many tables at once."""
-    return index_source() + _text("cells.cuh") + _text("fused_index.cu")
+def fused_index_kernels() -> KernelProgram:
+    """Return the kernels over the indices of many tables at once."""
+    return _program("index_of_tables", "fused_index.cu")
 
 
-def fused_row_source(layout: DeviceRowLayout) -> str:
-    """Return the source of what is done to the rows of many tables of a layout at once."""
-    trained = _text("fused_train.cu") if layout.trained else ""
-    return layout.source + _text("cells.cuh") + _text("fused_rows.cu") + trained
+def _program(name: str, file: str, made: Mapping[str, str] | None = None) -> KernelProgram:
+    source = f'#include "{file}"\n'
+    # The second has the headers that the core is compiled with, too: hashes, quantizers, update rules.
+    folders = (resources.files(__package__), resources.files("monolith.native").joinpath("include"))
+    return KernelProgram(name, source, headers_of(source, folders, made))
 
 
 def row_layout(config: TableConfig) -> DeviceRowLayout:
@@ -101,11 +120,8 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         "EACH_SEGMENT(X)": " ".join(f"X({number})" for number in range(len(config.segments))),
     }
     defines = [f"#define {name} {value}" for name, value in numbers.items()]
-    layout = "\n".join([*defines, *structs])
-    source = _text("places.cuh") + _text("rows.cu").replace("\nLAYOUT\n", f"\n{layout}\n", 1)
-    if not config.serving:
-        source += _text("train.cu")
-    return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, lazy, not config.serving, source)
+    header = "\n".join(["#pragma once", *defines, *structs, ""])
+    return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, lazy, not config.serving, header)
 
 
 def _lanes(dim: int) -> int:
@@ -127,34 +143,35 @@ def _segment_struct(number: int, segment: Segment, column: int, state: int, byte
         "kState": state,
         "kStateDim": segment.state_dim,
         "kByte": byte,
-        "kOptimizer": rule.kind.upper(),
         "kCompressor": compressor.kind.upper(),
     }
-    floats = {name: getattr(rule, setting, 0.0) for name, setting in _SETTINGS.items()}
-    floats |= {
+    floats = {
         "kLow": low,
         "kHigh": high,
         "kLambda": optimizer.delay_compensation or 0.0,
         "kRange": compressor.range if isinstance(compressor, FixedR8) else 1.0,
         "kAmplitude": compressor.amplitude if isinstance(compressor, OneBit) else 1.0,
     }
-    choices = {name: getattr(rule, setting, False) for name, setting in _CHOICES.items()}
-    choices |= {
+    choices = {
+        "kLazy": optimizer.decays_lazily,
         "kDelayed": optimizer.delay_compensation is not None,
         "kRounded": optimizer.stochastic_rounding,
     }
+    settings = {field.name: getattr(rule, field.name) for field in fields(rule)}
     lines = [
+        # The rule and its settings have the names of the Python class and its fields; see update_rules.h.
+        f"  using Rule = monolith::rules::{type(rule).__name__};",
+        "  struct Settings {",
+        *(f"    static constexpr {_constant(name, value)};" for name, value in settings.items()),
+        "  };",
         *(f"  static constexpr int {name} = {value};" for name, value in integers.items()),
-        *(f"  static constexpr float {name} = {_literal(value)};" for name, value in floats.items()),
-        *(f"  static constexpr bool {name} = {str(bool(value)).lower()};" for name, value in choices.items()),
+        *(f"  static constexpr {_constant(name, value)};" for name, value in (floats | choices).items()),
     ]
     return "\n".join([f"struct Segment{number} {{", *lines, "};"])
 
 
-def _literal(value: float) -> str:
-    """Return a float32 as C++ spells it, to the last bit."""
-    return f"{float(np.float32(value)).hex()}f"
-
-
-def _text(file: str) -> str:
-    return resources.files(__package__).joinpath(file).read_text("utf-8")
+def _constant(name: str, value: float | bool) -> str:
+    """Return a bool or a float32, to the last bit, as C++ defines it."""
+    if isinstance(value, bool):
+        return f"bool {name} = {str(value).lower()}"
+    return f"float {name} = {float(np.float32(value)).hex()}f"

@@ -21,7 +21,7 @@ from monolith.cuda.device import Device
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.table.compressors import OneBit
 from monolith.table.cuda.cuda_table import CudaTable
-from monolith.table.cuda.layout import DeviceRowLayout, fused_row_source
+from monolith.table.cuda.layout import DeviceRowLayout
 from monolith.table.cuda.memory import KEYS, LONG_RUN, LOOKUP_BLOCKS, STRETCH
 
 MAX_CELLS = 96
@@ -126,7 +126,7 @@ class LayoutGroup:
         self.scalars_vary = self.layout.lazy or any(isinstance(one.compressor, OneBit) for one in segments)
         """Whether lookups depend on the step: rows decay lazily, or a one_bit segment gets steeper."""
         self.max_cells = max_cells(tables[0])
-        self.kernels: Kernels = device.kernels(fused_row_source(self.layout), "fused_rows")
+        self.kernels: Kernels = self.layout.fused_rows.on(device)
         self.tables = tables
         self.rates_at = rates_at[:, None] + np.arange(len(segments))
         self._scalar_bytes = ctypes.sizeof(tables[0]._scalars.scalars())

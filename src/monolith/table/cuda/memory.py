@@ -16,7 +16,7 @@ from torch import Tensor
 from monolith.cuda.device import Device, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import AcceleratorError
-from monolith.table.cuda.layout import DeviceRowLayout, index_source
+from monolith.table.cuda.layout import DeviceRowLayout, index_kernels
 
 KEYS = 16
 """Keys of a bucket of the index."""
@@ -52,7 +52,6 @@ SIGN = -(1 << 63)
 """The highest bit of a hash: turned, hashes are in order as signed numbers."""
 _NEVER_IDLE = (1 << 31) - 1
 _FREE, _MARK = 0, 1  # as in places.cuh
-_UNMIX = 0xCFEE444D8B59A89B - (1 << 64)  # as in places.cuh, as torch sees it
 
 
 class _Table(ctypes.Structure):
@@ -246,8 +245,8 @@ class DeviceMemory:
             ) from cause
         self._times, self._values, self._states = self._at.times, self._at.values, self._at.states
         self._flags: Tensor | None = None
-        self._index = device.kernels(index_source(), "index")
-        self._rows = device.kernels(layout.source, "rows")
+        self._index = index_kernels().on(device)
+        self._rows = layout.rows.on(device)
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
         self._lookup_blocks = LOOKUP_BLOCKS * device.processors
 
@@ -347,12 +346,12 @@ class DeviceMemory:
         return hashes[:taken][order], places[:taken][order], found
 
     def idle(self, count: int, besides: Tensor) -> Tensor:
-        """Return the ids of the rows that were not written for longest, `count` at most, but none of some."""
+        """Return the hashes of the rows not written for longest, `count` at most, none of `besides`."""
         assert self.recency is not None
         held = self._keys > _MARK
         held |= self._keys < 0  # hashes are unsigned
         held[self.places :] = self._keys[self.places :] != _FREE
-        return _unmixed(self.hashes_at(self.recency.idle(held, count, self.find(besides))))
+        return self.hashes_at(self.recency.idle(held, count, self.find(besides)))
 
     def hashes_at(self, places: Tensor) -> Tensor:
         """Return the hashes of rows by their int64 places."""
@@ -581,7 +580,10 @@ class DeviceMemory:
 
     def _places_of(self, hashes: Tensor) -> Tensor:
         """Return the int64 places of rows by their hashes; all must be there."""
-        return self.find(_unmixed(hashes)).to(torch.int64)
+        places = torch.empty(len(hashes), dtype=torch.int32, device=self._device)
+        n = _i64(len(hashes))
+        self._launch(self._index, "find_hashes", blocks_for(len(hashes)), *self._head(), hashes, n, places)
+        return places.to(torch.int64)
 
     def _launch(
         self, kernels: Kernels, kernel: str, blocks: int, *arguments: Any, threads: int = THREADS
@@ -624,13 +626,6 @@ class DeviceMemory:
         self.counters[FOUND] = 0
         self._launch(self._index, kernel, blocks, *arguments, self.counters)
         return int(self.counters[FOUND].item())
-
-
-def _unmixed(hashes: Tensor) -> Tensor:
-    """Return the ids that have these hashes; see `hashing`."""
-    for _ in range(2):
-        hashes = (hashes ^ (hashes >> 32 & 0xFFFF_FFFF)) * _UNMIX
-    return hashes ^ (hashes >> 32 & 0xFFFF_FFFF)
 
 
 def _i64(number: int) -> ctypes.c_int64:

@@ -8,22 +8,23 @@
 //
 // Kernels that claim run beside none that drop: the table launches them one after another on one stream.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#pragma once
+
+#include "hash.h"
+
+using namespace monolith;
 
 #define FREE 0ULL
 #define MARK 1ULL
 #define HELD 2ULL  // the key of a place behind the buckets that has a row
 #define NONE 0x7fffffff
-#define KEYS 16  // of a bucket
+#define KEYS 16   // of a bucket
 #define BESIDE 2  // places behind the buckets
 
 // What a table counts on the device, in this order.
 enum Counter { USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES };
 
-// Why a position of a batch is passed over.
+// Why a position of a batch is skipped.
 enum Skip { UNUSABLE = 1, TURNED_AWAY = 2, ELSEWHERE = 4 };
 
 // The arrays of a table.
@@ -35,24 +36,7 @@ struct Arrays {
   float* states;
   u64* counters;
 };
-
-__device__ __forceinline__ u64 mix(u64 h) {
-  h ^= h >> 32;
-  h *= 0xd6e8feb86659fd93ULL;
-  h ^= h >> 32;
-  h *= 0xd6e8feb86659fd93ULL;
-  h ^= h >> 32;
-  return h;
-}
-
-__device__ __forceinline__ i64 unmix(u64 h) {
-  h ^= h >> 32;
-  h *= 0xcfee444d8b59a89bULL;
-  h ^= h >> 32;
-  h *= 0xcfee444d8b59a89bULL;
-  h ^= h >> 32;
-  return (i64)h;
-}
+static_assert(sizeof(Arrays) == 48, "as in memory.py");
 
 __device__ __forceinline__ u64 hash_at(const u64* keys, u64 buckets, u64 place) {
   return place < buckets * KEYS ? keys[place] : place - buckets * KEYS;

@@ -1,8 +1,11 @@
-"""Held rows: which ids have rows in the memory of a device, and what makes room for others.
+"""Resident rows: which ids have rows in the memory of a device, and how room is made for new ones.
 
-Whoever writes hands over a batch and what is to be done to the rows of its ids; here they are given places,
-as far as a filter and a budget allow, and those who watch are told. Locks, streams and arguments are the
-table's business.
+A table passes a batch and the work to do on its rows. Here the ids get places, as far as the admission filter
+and the memory budget allow, and the change tracker is told. Locks, streams and arguments belong to the table.
+
+    write(batch) --- there is room, or the table grows ------------------> claim places, do the work
+         |
+         +-- the budget is used up: refuse, or expire the oldest rows ---> claim places for those admitted
 """
 
 from __future__ import annotations
@@ -50,22 +53,22 @@ Work = Callable[[Claimed], None]
 
 @dataclass(frozen=True, slots=True)
 class WriteBatch:
-    """Ids to be given rows, and what is done to those."""
+    """Ids that get rows, and the work to do on those rows."""
 
     ids: Tensor
     times: Times
     work: Work
     dedup: bool = False
     unusable: Callable[[], Tensor] | None = None
-    """Finds positions that nothing is trained by, where the work itself would leave them out: only who must
-    know before asks."""
+    """Finds positions whose gradients are not usable. The kernels skip them anyway, so this is called only if
+    the ids that get a row must be known first."""
 
 
 class ResidentRows:
     """The rows of one table. Not thread-safe; every call is on the current stream.
 
     Args:
-        tell: Has touched sets told what waits for them; see `ChangeTracker`.
+        tell: Inserts the waiting ids into the touched sets; see `ChangeTracker`.
 
     Attributes:
         filtered, refused, evicted, removed: As in `TableStats`.
@@ -112,7 +115,7 @@ class ResidentRows:
 
     @property
     def bytes_ahead(self) -> int:
-        """What was taken for rows to move to."""
+        """Bytes of the memory that rows are about to move to."""
         return 0 if self._next is None else self._next.bytes_index + self._next.bytes_rows
 
     # Writing
@@ -121,7 +124,7 @@ class ResidentRows:
         """Give places to ids, and have the work done on their rows.
 
         Args:
-            skip: uint8 for each position, 0 for those that are not passed over.
+            skip: uint8 for each position, 0 for those that are written.
         """
         if not len(batch.ids):
             return
@@ -139,7 +142,7 @@ class ResidentRows:
             self._write_full(batch, outside if skip is None else skip | outside)
 
     def turned_away(self, batch: WriteBatch, skip: Tensor | None, counts: Tensor | None) -> Tensor | None:
-        """Ask the filter about ids without a row; return who is passed over in the end."""
+        """Ask the filter about ids without a row; return the positions to skip."""
         if self._admission is None:
             return skip
         unknown = self._unknown(batch, skip).cpu().numpy()
@@ -167,7 +170,7 @@ class ResidentRows:
         self.watch.wrote(batch.ids if self.watch.idle else batch.ids.clone(), claimed.places)
 
     def _write_full(self, batch: WriteBatch, skip: Tensor | None) -> None:
-        """Write where there may not be room for all: those who come first are let in."""
+        """Write a batch that may not fit: the first new ids of the batch get rows."""
         coming, room = self._newcomers(batch, skip)
         while len(coming) > room and self._config.when_full == "expire_oldest":
             gone = self.expire_oldest(len(coming) - room, batch.times.latest(skip))
@@ -256,7 +259,7 @@ class ResidentRows:
         return True
 
     def _shrink(self) -> None:
-        """Give memory back that nearly nobody uses."""
+        """Move to a smaller memory if most of this one is not used."""
         rows = self.fill.read().rows
         places = self.growth.shrunk(self.memory.places, rows)
         if places is not None:
@@ -318,7 +321,7 @@ class ResidentRows:
         return gone
 
     def evict(self, now: int | None) -> int:
-        """Drop what has expired, by the newest event time where none is given; give memory back."""
+        """Drop expired rows, as of the newest event time if none is given; free idle memory."""
         memory, seen = self.memory, self.fill.read()
         ages = self.ages(seen.counters[NEWEST] if now is None else now)
         evicted, more = 0, True
@@ -344,7 +347,7 @@ class ResidentRows:
         self.fill.clear()
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self.watch.tell_touched()
         self.memory.keep_for(self._owner.current_stream())
         self._memory = self._next = None

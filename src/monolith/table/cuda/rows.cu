@@ -1,21 +1,22 @@
-// What is done to rows, made for one layout: `places.cuh` and the layout's constants stand before it.
+// Kernels over rows, compiled for one layout.
 //
-// The layout says DIM, STATE_DIM, ROW_BYTES, SERVING, LAZY, LANES, SEED, SEGMENTS and has a struct for each segment,
-// Segment0 and so on, which EACH_SEGMENT(X) hands to X by number.
+// The layout (`layout.h`, written by layout.py) defines DIM, STATE_DIM, ROW_BYTES, SERVING, LAZY, LANES,
+// SEED, SEGMENTS and a struct for each segment, Segment0 and so on, which EACH_SEGMENT(X) passes to X by
+// number.
 //
 // A batch is written by runs of equal places: `order` lists its positions sorted by place, equal ones as they
 // came. LANES threads do one row, each the columns lane, lane + LANES and so on, so that a float of a row is
 // only ever touched by one of them; what is not a column belongs to the first.
 
-enum Optimizer {
-  SGD, ADAGRAD, DYNAMIC_WD_ADAGRAD, ADADELTA, ADAM, AMSGRAD, BATCH_SOFTMAX, FTRL, GROUP_ADAGRAD, GROUP_FTRL,
-  MOMENTUM, MOVING_AVERAGE, RMSPROP, RMSPROPV2
-};
+#pragma once
+
+#include "places.cuh"
+#include "quantize.h"
+#include "update_rules.h"
+
 enum Compressor { FP32, FP16, FIXED_R8, ONE_BIT };
 
-#define COLUMN 0x9e3779b97f4a7c15ULL
-
-LAYOUT
+#include "layout.h"
 
 // By segment: what changes from step to step.
 struct Scalars {
@@ -44,59 +45,12 @@ struct Writes {
 
   __device__ u32 time_of(i64 position) const { return times != nullptr ? times[position] : time; }
 };
+static_assert(sizeof(Writes) == 48, "as in memory.py");
 
 // ---- values --------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
-__device__ __forceinline__ float float_with(u32 bits) { return __uint_as_float(bits); }
-
-__device__ __forceinline__ u32 half_of(float value) {
-  const u32 bits = bits_of(value);
-  const u32 sign = bits >> 16 & 0x8000;
-  const u32 magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return sign | 0x7e00;
-  if (magnitude >= 0x477ff000) return sign | 0x7c00;
-  if (magnitude < 0x38800000) return sign | (bits_of(float_with(magnitude) + 0.5f) - 0x3f000000);
-  const u32 odd = magnitude >> 13 & 1;
-  return sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13);
-}
-
-__device__ __forceinline__ float float_of(u32 half) {
-  const u32 sign = (half & 0x8000) << 16;
-  const u32 magnitude = half & 0x7fff;
-  if (magnitude >= 0x7c00) return float_with(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  if (magnitude < 0x400) return float_with(sign | bits_of((float)magnitude * 0x1p-24f));
-  return float_with(sign | ((magnitude << 13) + 0x38000000));
-}
-
-__device__ __forceinline__ u32 next_half(u32 half, bool up) {
-  if ((half & 0x7fff) == 0) return up ? 0x0001 : 0x8001;
-  return (up != ((half & 0x8000) != 0) ? half + 1 : half - 1) & 0xffff;
-}
-
-__device__ __forceinline__ float round_to_half(float value, float chance) {
-  if (!isfinite(value)) return value;
-  if (fabsf(value) >= 65504.0f) return copysignf(65504.0f, value);
-  const u32 nearest = half_of(value);
-  const float exact = float_of(nearest);
-  if (exact == value) return value;
-  const float down = exact < value ? exact : float_of(next_half(nearest, false));
-  const float up = exact > value ? exact : float_of(next_half(nearest, true));
-  return chance <= (value - down) / (up - down) ? up : down;
-}
-
-__device__ __forceinline__ int r8_code(float value, float range) {
-  const float step = range / 128.0f;
-  if (isnan(value)) return 0;
-  const float scaled = (value + copysignf(step * 0.5f, value == 0 ? 1.0f : value)) / step;
-  const float whole = truncf(scaled);
-  return (int)(whole < -128.0f ? -128.0f : whole > 127.0f ? 127.0f : whole);
-}
-
-__device__ __forceinline__ float r8_value(int code, float range) { return (float)code * (range / 128.0f); }
-
 __device__ __forceinline__ float draw(u64 salt, int column) {
-  return (float)(mix(salt + SEED + COLUMN * (u64)(column + 1)) >> 40) * 0x1p-24f;
+  return monolith::draw(salt, SEED, column);
 }
 
 template <class S>
@@ -106,8 +60,7 @@ __device__ __forceinline__ float decoded(const u8* row, int i) {
     return float_of((u32)at[0] | (u32)at[1] << 8);
   }
   if (S::kCompressor == FIXED_R8) return r8_value((signed char)row[S::kByte + i], S::kRange);
-  if (S::kCompressor == ONE_BIT)
-    return (signed char)row[S::kByte + i] > 0 ? S::kAmplitude : -S::kAmplitude;
+  if (S::kCompressor == ONE_BIT) return (signed char)row[S::kByte + i] > 0 ? S::kAmplitude : -S::kAmplitude;
   const u8* at = row + S::kByte + 4 * i;
   return float_with((u32)at[0] | (u32)at[1] << 8 | (u32)at[2] << 16 | (u32)at[3] << 24);
 }
@@ -144,10 +97,10 @@ __device__ __forceinline__ float read_value(const u8* row, int column) {
 
 __device__ __forceinline__ void write_value(u8* row, int column, float x) {
 #if SERVING
-#define WRITE(p)                                                \
-  OF_COLUMN(p) {                                                \
-    encode<Segment##p>(row, column - Segment##p::kColumn, x);   \
-    return;                                                     \
+#define WRITE(p)                                              \
+  OF_COLUMN(p) {                                              \
+    encode<Segment##p>(row, column - Segment##p::kColumn, x); \
+    return;                                                   \
   }
   EACH_SEGMENT(WRITE)
 #undef WRITE
@@ -160,7 +113,7 @@ __device__ __forceinline__ void write_value(u8* row, int column, float x) {
 template <class S>
 __device__ __forceinline__ float view(float x, float scale) {
   if (S::kCompressor == FIXED_R8) return r8_value(r8_code(x, S::kRange), S::kRange);
-  if (S::kCompressor == ONE_BIT) return S::kAmplitude * tanhf(scale * x);
+  if (S::kCompressor == ONE_BIT) return one_bit_forward(x, scale, S::kAmplitude);
   return x;
 }
 
@@ -176,34 +129,16 @@ __device__ __forceinline__ float seen_value(const u8* row, int column, const Sca
 
 // ---- rows that decay by steps they are not in -----------------------------------------------------
 
-__device__ __forceinline__ void put_step(float* at, i64 step) {
-  at[0] = float_with((u32)(u64)step);
-  at[1] = float_with((u32)((u64)step >> 32));
-}
-
-__device__ __forceinline__ i64 step_of(const float* at) {
-  return (i64)((u64)bits_of(at[0]) | (u64)bits_of(at[1]) << 32);
-}
-
 #if LAZY
-// What is left of a value of 1 after steps that each take the share `decay` of it, as native/src/optimizers.h.
-__device__ __forceinline__ float kept_after(float decay, i64 steps) {
-  double base = 1.0 - (double)decay;
-  double kept = 1.0;
-  for (; steps > 0; steps >>= 1, base *= base)
-    if ((steps & 1) != 0) kept *= base;
-  return (float)kept;
-}
-
 // What is left of the values of each segment of a row after the steps since its last.
 struct Kept {
   float of[SEGMENTS];
 
   __device__ Kept(const float* state, const Scalars& scalars) {
-#define KEEP(p)                                                                                    \
-  of[p] = 1.0f;                                                                                    \
-  if (Segment##p::kLazy) {                                                                         \
-    const i64 seen = step_of(state + Segment##p::kState + Segment##p::kDim);                       \
+#define KEEP(p)                                                                                        \
+  of[p] = 1.0f;                                                                                        \
+  if (Segment##p::kLazy) {                                                                             \
+    const i64 seen = step_of(state + Segment##p::kState + Segment##p::kDim);                           \
     if (seen != 0 && seen < scalars.steps) of[p] = kept_after(scalars.decay[p], scalars.steps - seen); \
   }
     EACH_SEGMENT(KEEP)
@@ -212,7 +147,8 @@ struct Kept {
 };
 
 // What training sees of a value now.
-__device__ __forceinline__ float seen_now(const u8* row, int column, const Kept& kept, const Scalars& scalars) {
+__device__ __forceinline__ float seen_now(const u8* row, int column, const Kept& kept,
+                                          const Scalars& scalars) {
   const float x = read_value(row, column);
 #define SEE(p) OF_COLUMN(p) return view<Segment##p>(Segment##p::kLazy ? x * kept.of[p] : x, scalars.scale[p]);
   EACH_SEGMENT(SEE)
@@ -221,16 +157,16 @@ __device__ __forceinline__ float seen_now(const u8* row, int column, const Kept&
 }
 
 // Decays a row that is about to be written.
-__device__ __forceinline__ void catch_up(float* row, float* state, const Scalars& scalars, int lane, u32 tile) {
+__device__ __forceinline__ void catch_up(float* row, float* state, const Scalars& scalars, int lane,
+                                         u32 tile) {
   const Kept kept(state, scalars);
   __syncwarp(tile);  // everyone has read the steps
-#define CATCH_UP(p)                                                            \
-  if (Segment##p::kLazy) {                                                     \
-    float* const counter = state + Segment##p::kState + Segment##p::kDim;      \
-    for (int i = lane; i < Segment##p::kDim; i += LANES)                       \
-      row[Segment##p::kColumn + i] *= kept.of[p];                              \
-    if (lane == 0 && step_of(counter) != 0 && step_of(counter) < scalars.steps) \
-      put_step(counter, scalars.steps);                                        \
+#define CATCH_UP(p)                                                                                  \
+  if (Segment##p::kLazy) {                                                                           \
+    float* const counter = state + Segment##p::kState + Segment##p::kDim;                            \
+    for (int i = lane; i < Segment##p::kDim; i += LANES) row[Segment##p::kColumn + i] *= kept.of[p]; \
+    if (lane == 0 && step_of(counter) != 0 && step_of(counter) < scalars.steps)                      \
+      put_step(counter, scalars.steps);                                                              \
   }
   EACH_SEGMENT(CATCH_UP)
 #undef CATCH_UP
@@ -248,12 +184,7 @@ __device__ __forceinline__ float first_value(u64 hash, int i) {
 
 template <class S>
 __device__ __forceinline__ float first_state(int i) {
-  constexpr int d = S::kDim;
-  if (S::kOptimizer == ADAGRAD || S::kOptimizer == DYNAMIC_WD_ADAGRAD || S::kOptimizer == FTRL ||
-      S::kOptimizer == GROUP_FTRL || S::kOptimizer == GROUP_ADAGRAD)
-    return i < d ? S::kInitialAccumulator : 0.0f;
-  constexpr int powers = S::kOptimizer == ADAM ? 2 * d : S::kOptimizer == AMSGRAD ? 3 * d : -2;
-  return powers < 0 ? 0.0f : i == powers ? S::kBeta1 : i == powers + 1 ? S::kBeta2 : 0.0f;
+  return S::Rule::initial(typename S::Settings{}, i, S::kDim);
 }
 
 __device__ __forceinline__ void start_values(u8* row, u64 hash, int lane) {
@@ -265,8 +196,8 @@ __device__ __forceinline__ void start_values(u8* row, u64 hash, int lane) {
 }
 
 __device__ __forceinline__ void start_state(float* state, int lane) {
-#define START(p)                                                                       \
-  for (int i = lane; i < (SERVING ? 0 : Segment##p::kStateDim); i += LANES)            \
+#define START(p)                                                            \
+  for (int i = lane; i < (SERVING ? 0 : Segment##p::kStateDim); i += LANES) \
     state[Segment##p::kState + i] = first_state<Segment##p>(i);
   EACH_SEGMENT(START)
 #undef START
@@ -359,8 +290,7 @@ extern "C" __global__ void read_rows(Table table, const int* __restrict__ places
   const bool there = place != NONE;
   if (lane == 0) times[i] = there ? (i64)table.times[place] : 0;
   for (int c = lane; c < DIM; c += 32) values[i * DIM + c] = there ? read_value(table.row(place), c) : 0.0f;
-  for (int s = lane; s < STATE_DIM; s += 32)
-    states[i * STATE_DIM + s] = there ? table.state(place)[s] : 0.0f;
+  for (int s = lane; s < STATE_DIM; s += 32) states[i * STATE_DIM + s] = there ? table.state(place)[s] : 0.0f;
 }
 
 // Adds the digest of each row, as native/src/digest.h has it, to that of its bucket of ids. `into` says where
@@ -381,7 +311,7 @@ extern "C" __global__ void digest_rows(Table table, const int* __restrict__ into
     const u64 salt = __shfl_sync(0xffffffffu, hash, of);
     const u8* const row = table.row((int)(place - lane + of));
     u64 sum = 0;
-    for (int c = lane; c < DIM; c += 32) sum += mix(salt + COLUMN * (u64)(c + 1) + bits_of(read_value(row, c)));
+    for (int c = lane; c < DIM; c += 32) sum += value_digest(salt, c, read_value(row, c));
     for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
     const int bucket = __shfl_sync(0xffffffffu, at, of);
     if (lane == 0) atomicAdd(&sums[bucket], mix(salt + sum));
@@ -430,11 +360,11 @@ __device__ __forceinline__ bool run_at(const Writes& writes, i64 at, int lane, u
 #define TILE_MASK \
   (LANES == 32 ? 0xffffffffu : ((1u << (LANES & 31)) - 1) << (threadIdx.x & 31 & ~(LANES - 1)))
 
-#define TILE                                                                  \
-  const i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES;        \
-  const int lane = threadIdx.x & (LANES - 1);                                 \
-  const u32 tile = TILE_MASK;                                                 \
-  Run run;                                                                    \
+#define TILE                                                           \
+  const i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES; \
+  const int lane = threadIdx.x & (LANES - 1);                          \
+  const u32 tile = TILE_MASK;                                          \
+  Run run;                                                             \
   if (!run_at(writes, at, lane, tile, run)) return;
 
 __device__ __forceinline__ void refresh(const Table& table, const Run& run, int lane) {
@@ -446,7 +376,8 @@ extern "C" __global__ void put_rows(Table table, Writes writes, const float* __r
                                     const float* __restrict__ states, int whole, Scalars scalars) {
   TILE
 #if LAZY
-  if (!whole && !run.fresh) catch_up((float*)table.row(run.place), table.state(run.place), scalars, lane, tile);
+      if (!whole && !run.fresh)
+          catch_up((float*)table.row(run.place), table.state(run.place), scalars, lane, tile);
 #endif
   const i64 last = writes.order[run.first + run.count - 1];
   u8* const row = table.row(run.place);
@@ -463,8 +394,7 @@ extern "C" __global__ void put_rows(Table table, Writes writes, const float* __r
 
 extern "C" __global__ void add_rows(Table table, Writes writes, const float* __restrict__ values,
                                     Scalars scalars) {
-  TILE
-  u8* const row = table.row(run.place);
+  TILE u8* const row = table.row(run.place);
   if (run.fresh) {
     start_values(row, table.hash(run.place), lane);
     start_state(table.state(run.place), lane);
@@ -482,8 +412,7 @@ extern "C" __global__ void add_rows(Table table, Writes writes, const float* __r
 }
 
 extern "C" __global__ void reset_rows(Table table, Writes writes, signed char* __restrict__ status) {
-  TILE
-  start_values(table.row(run.place), table.hash(run.place), lane);
+  TILE start_values(table.row(run.place), table.hash(run.place), lane);
   start_state(table.state(run.place), lane);
   for (i64 q = lane; q < run.count; q += LANES)
     status[writes.order[run.first + q]] = run.fresh && q == 0 ? 0 : 1;

@@ -24,7 +24,7 @@ _MOST_UNTOLD = 1 << 22  # ids of batches that may wait on the device
 
 
 class ChangeTracker:
-    """Who watches one table. Not thread-safe.
+    """Tells touched sets, snapshots and change tracking about the rows of one table. Not thread-safe.
 
     Args:
         tell: Tells touched sets what waits; they call it before they are looked into, from any thread.
@@ -41,7 +41,7 @@ class ChangeTracker:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody watches: then rows may be written past this table's calls."""
+        """Whether nothing tracks this table: then rows may be written without telling the tracker."""
         return not self._touched and not self._keeps_flags
 
     # Touched sets
@@ -57,7 +57,7 @@ class ChangeTracker:
         touched.ask_no_more(self._tell)
 
     def tell_touched(self) -> None:
-        """Tell sets what waits for them, waiting for the device."""
+        """Insert the waiting ids into the touched sets; waits for the device."""
         untold, self._untold, self._untold_ids = self._untold, [], 0
         if untold:
             ids = torch.cat([ids for ids, _ in untold])
@@ -132,7 +132,7 @@ class ChangeTracker:
         if self._copies is not None:
             self._copies.capture(memory, places.to(torch.int32))
         if self._touched or self._removed is not None:
-            ids = _ids(memory.hashes_at(places))
+            ids = ids_of(memory.hashes_at(places))
             self._insert(ids)
             if self._removed is not None:
                 self._removed.ids.append(ids)
@@ -149,7 +149,7 @@ class ChangeTracker:
         if self._touched:
             # So many at most: the set is full then, loses them by the last, and says so.
             most = 2 + max(touched.capacity for touched in self._touched)
-            ids = _ids(memory.listed(min(rows, most), ordered=False)[0])
+            ids = ids_of(memory.listed(min(rows, most), ordered=False)[0])
             self._insert(ids[:-1])
             self._insert(ids[-1:])
         if self._removed is not None:
@@ -175,5 +175,6 @@ class ChangeTracker:
                 touched.insert(ids)
 
 
-def _ids(hashes: Tensor) -> Tensor:
+def ids_of(hashes: Tensor) -> Tensor:
+    """Return the ids that have these hashes, on the CPU; waits for the device."""
     return torch.from_numpy(unmix(hashes.cpu().numpy().view(np.uint64)))

@@ -1,10 +1,12 @@
-// How rows take steps, made for one layout: `rows.cu` stands before it. Serving tables have none of it.
-//
-// All arithmetic is float32 in the order of native/src/optimizers.cc and never fused: the same bits come out.
+// How rows take steps, compiled for one layout. Serving tables have none of it. The arithmetic is that of the
+// core: both compile update_rules.h.
+#pragma once
 
-#define MAX_GRADIENT 1e15f
+#include "rows.cu"
 
-__device__ __forceinline__ bool usable(float x) { return fabsf(x) <= MAX_GRADIENT; }
+__device__ __forceinline__ bool usable(float x) {
+  return fabsf(x) <= kMaxGradient;
+}
 
 // Whether all floats of a gradient are usable that are of one of `lanes` threads.
 __device__ __forceinline__ bool usable_share(const float* gradient, int lane, int lanes) {
@@ -37,22 +39,6 @@ extern "C" __global__ void find_unusable(const float* __restrict__ gradients, i6
   look_at(gradients, ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES, n, skip, counters);
 }
 
-__device__ __forceinline__ float over(float numerator, float denominator) {
-  return denominator != 0 ? numerator / denominator : 0.0f;
-}
-
-// Floats of state that there is one of for each value, and floats behind those.
-template <int kind>
-struct StateOf {
-  static constexpr int kVectors =
-      kind == AMSGRAD ? 3
-      : kind == ADADELTA || kind == ADAM || kind == FTRL || kind == GROUP_FTRL ? 2
-      : kind == SGD || kind == MOVING_AVERAGE || kind == BATCH_SOFTMAX || kind == GROUP_ADAGRAD ? 0 : 1;
-  static constexpr int kRest =
-      kind == ADAM || kind == AMSGRAD || kind == DYNAMIC_WD_ADAGRAD || kind == BATCH_SOFTMAX ? 2
-      : kind == GROUP_ADAGRAD ? 1 : 0;
-};
-
 // How wide floats may be fetched at once that begin at `offset` of rows of `width` floats.
 constexpr int wide_enough(int many, int offset, int width) {
   return many % 4 == 0 && offset % 4 == 0 && width % 4 == 0   ? 4
@@ -66,8 +52,8 @@ constexpr int wide_enough(int many, int offset, int width) {
 template <class S>
 struct Held {
   static constexpr int kMany = (S::kDim + LANES - 1) / LANES;
-  static constexpr int kVectors = StateOf<S::kOptimizer>::kVectors;
-  static constexpr int kRest = StateOf<S::kOptimizer>::kRest;
+  static constexpr int kVectors = S::Rule::kVectors;
+  static constexpr int kRest = S::Rule::kScalars;
   static constexpr int kWide = wide_enough(kMany, S::kColumn, DIM);
   static constexpr int kStateWide = kVectors == 0 ? 4 : wide_enough(kMany, S::kState, STATE_DIM);
   static constexpr bool kFollowing = kMany * LANES == S::kDim && kWide > 1 && kStateWide > 1;
@@ -81,9 +67,8 @@ struct Held {
   }
 };
 
-#define EACH_COLUMN                                  \
-  _Pragma("unroll") for (int k = 0; k < kMany; ++k) \
-    if (const int c = Held<S>::column(k, lane); c < S::kDim)
+#define EACH_COLUMN \
+  _Pragma("unroll") for (int k = 0; k < kMany; ++k) if (const int c = Held<S>::column(k, lane); c < S::kDim)
 
 // A lane's columns of a segment's floats, fetched and put `WIDE` at once.
 template <class S, int WIDE>
@@ -143,157 +128,64 @@ __device__ __forceinline__ float sum_in_order(const float (&x)[Held<S>::kMany], 
   return sum;
 }
 
-// One step of a segment.
+// A segment as update rules see it (`update_rules.h`): the lanes of a tile have its columns between them.
 template <class S>
-__device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, int lane, u32 tile) {
-  constexpr int kMany = Held<S>::kMany;
-  constexpr int kind = S::kOptimizer;
-  float (&x)[kMany] = held.x;
-  const float (&g)[kMany] = held.g;
-  auto& state = held.state;
-  float (&rest)[2] = held.rest;
-  if constexpr (kind == SGD) {
-    EACH_COLUMN x[k] -= rate * g[k];
-  } else if constexpr (kind == ADAGRAD || (kind == DYNAMIC_WD_ADAGRAD && !S::kDecouple)) {
+struct TileValues {
+  Held<S>& held;
+  int lane;
+  u32 tile;
+
+  static constexpr int kMany = Held<S>::kMany;
+  static constexpr int kVectors = Held<S>::kVectors;
+
+  __device__ __forceinline__ float* scalars() { return held.rest; }
+
+  // The answer of `f` for column k of this lane.
+  template <class F>
+  __device__ __forceinline__ auto of(F f, int k) {
+    if constexpr (kVectors == 0)
+      return f(held.x[k], held.g[k]);
+    else if constexpr (kVectors == 1)
+      return f(held.x[k], held.g[k], held.state[0][k]);
+    else if constexpr (kVectors == 2)
+      return f(held.x[k], held.g[k], held.state[0][k], held.state[1][k]);
+    else
+      return f(held.x[k], held.g[k], held.state[0][k], held.state[1][k], held.state[2][k]);
+  }
+
+  template <class F>
+  __device__ __forceinline__ void each(F f) {
+    EACH_COLUMN of(f, k);
+  }
+
+  template <class F>
+  __device__ __forceinline__ float sum(F f) {
+    float parts[kMany] = {};
+    EACH_COLUMN parts[k] = of(f, k);
+    return sum_in_order<S>(parts, tile);
+  }
+
+  template <class F>
+  __device__ __forceinline__ float largest(F f) {
+    float most = 0;
     EACH_COLUMN {
-      float grad = g[k];
-      if (S::kWeightDecay != 0) grad += S::kWeightDecay * x[k];
-      const float sum = state[0][k] + grad * grad;
-      state[0][k] = sum;
-      x[k] = x[k] - over(rate, sqrtf(sum)) * grad;
-    }
-    if (kind == DYNAMIC_WD_ADAGRAD) put_step(rest, step);
-#if LAZY
-  } else if constexpr (kind == DYNAMIC_WD_ADAGRAD && S::kLazy) {
-    // Its counter is one more than the step of its last update: 0 is a row that has not had any.
-    const i64 seen = step_of(rest);
-    const i64 now = step + 1;
-    const float kept = kept_after(rate * S::kWeightDecay, seen == 0 ? 1 : now - seen);
-    EACH_COLUMN {
-      const float norm = state[0][k] + g[k] * g[k];
-      state[0][k] = norm;
-      x[k] = x[k] * kept - over(rate, sqrtf(norm)) * g[k];
-    }
-    put_step(rest, seen > now ? seen : now);
-#endif
-  } else if constexpr (kind == DYNAMIC_WD_ADAGRAD) {
-    const float decay = rate * S::kWeightDecay;
-    EACH_COLUMN {
-      const float norm = state[0][k] + g[k] * g[k];
-      state[0][k] = norm;
-      x[k] -= over(rate, sqrtf(norm)) * g[k] + decay * x[k];
-    }
-    put_step(rest, step);
-  } else if constexpr (kind == ADADELTA) {
-    EACH_COLUMN {
-      const float grad = g[k] + S::kWeightDecay * x[k];
-      const float a = S::kRho * state[0][k] + (1 - S::kRho) * grad * grad;
-      const float u = over(sqrtf(state[1][k] + S::kEpsilon), sqrtf(a + S::kEpsilon)) * grad;
-      x[k] -= rate * u;
-      state[1][k] = S::kRho * state[1][k] + (1 - S::kRho) * u * u;
-      state[0][k] = a;
-    }
-  } else if constexpr (kind == ADAM || kind == AMSGRAD) {
-    const float alpha = rate * sqrtf(1 - rest[1]) / (1 - rest[0]);
-    EACH_COLUMN {
-      const float grad = g[k] + S::kWeightDecay * x[k];
-      float m = state[0][k];
-      float v = state[1][k];
-      m += (grad - m) * (1 - S::kBeta1);
-      v += (grad * grad - v) * (1 - S::kBeta2);
-      float square = v;
-      if constexpr (kind == AMSGRAD) {
-        const float largest = state[2][k];
-        square = largest < v ? v : largest;
-        state[2][k] = square;
-      }
-      const float up = S::kNesterov ? (1 - S::kBeta1) * grad + S::kBeta1 * m : m;
-      x[k] -= over(alpha * up, sqrtf(square) + S::kEpsilon);
-      state[0][k] = m;
-      state[1][k] = v;
-    }
-    rest[0] *= S::kBeta1;
-    rest[1] *= S::kBeta2;
-  } else if constexpr (kind == BATCH_SOFTMAX) {
-    EACH_COLUMN x[k] = (1 - rate) * x[k] + rate * (float)(step - step_of(rest));
-    put_step(rest, step);
-  } else if constexpr (kind == FTRL) {
-    if (rate == 0) return;
-    EACH_COLUMN {
-      const float norm = state[0][k];
-      const float n = norm + g[k] * g[k];
-      const float root = sqrtf(n);
-      const float sigma = (root - sqrtf(norm)) / rate;
-      const float z = state[1][k] + (g[k] - sigma * x[k]);
-      const float moved = over(rate * (copysignf(S::kL1, z) - z), root + S::kBeta + S::kL2 * rate);
-      state[0][k] = n;
-      state[1][k] = z;
-      x[k] = fabsf(z) <= S::kL1 ? 0.0f : moved;
-    }
-  } else if constexpr (kind == GROUP_FTRL) {
-    if (rate == 0) return;
-    float squares[kMany] = {};
-    EACH_COLUMN {
-      const float norm = state[0][k];
-      const float n = norm + g[k] * g[k];
-      const float sigma = (sqrtf(n) - sqrtf(norm)) / rate;
-      const float z = state[1][k] + (g[k] - sigma * x[k]);
-      squares[k] = z * z;
-      state[0][k] = n;
-      state[1][k] = z;
-    }
-    const float length = sqrtf(sum_in_order<S>(squares, tile));
-    if (length < S::kL1 || length == 0) {
-      EACH_COLUMN x[k] = 0;
-      return;
-    }
-    const float shrink = (S::kL1 - length) / length;
-    EACH_COLUMN x[k] = over(rate * state[1][k] * shrink, S::kBeta + sqrtf(state[0][k]) + S::kL2 * rate);
-  } else if constexpr (kind == GROUP_ADAGRAD) {
-    float largest = 0;
-    EACH_COLUMN {
-      const float grad = g[k] + S::kWeightDecay * x[k];
-      const float square = grad * grad;
-      largest = largest < square ? square : largest;
+      const float one = of(f, k);
+      most = most < one ? one : most;
     }
 #pragma unroll
     for (int lanes = LANES / 2; lanes > 0; lanes >>= 1) {
-      const float other = __shfl_xor_sync(tile, largest, lanes, LANES);
-      largest = largest < other ? other : largest;
+      const float other = __shfl_xor_sync(tile, most, lanes, LANES);
+      most = most < other ? other : most;
     }
-    rest[0] = rest[0] + largest;
-    const float pace = rate / (S::kBeta + sqrtf(rest[0]));
-    if (!(pace > 0) || !isfinite(pace)) return;
-    float squares[kMany] = {};
-    EACH_COLUMN {
-      const float z = g[k] + S::kWeightDecay * x[k] - x[k] / pace;
-      squares[k] = z * z;
-    }
-    const float length = sqrtf(sum_in_order<S>(squares, tile));
-    if (length < S::kL2 || length == 0) {
-      EACH_COLUMN x[k] = 0;
-      return;
-    }
-    const float shrink = -pace * ((length - S::kL2) / length);
-    EACH_COLUMN x[k] = shrink * (g[k] + S::kWeightDecay * x[k] - x[k] / pace);
-  } else if constexpr (kind == MOMENTUM) {
-    EACH_COLUMN {
-      const float dx = rate * (g[k] + S::kWeightDecay * x[k]);
-      const float n = S::kMomentum * state[0][k] - dx;
-      x[k] += S::kNesterov ? -S::kMomentum * state[0][k] + (1 + S::kMomentum) * n : n;
-      state[0][k] = n;
-    }
-  } else if constexpr (kind == MOVING_AVERAGE) {
-    EACH_COLUMN x[k] = S::kMomentum * x[k] + (1 - S::kMomentum) * g[k];
-  } else {
-    const double mu = S::kMomentum;
-    EACH_COLUMN {
-      const double grad = (double)g[k] + (double)S::kWeightDecay * x[k];
-      const double n = mu * state[0][k] + (kind == RMSPROP ? 1 - mu : 1.0) * grad * grad;
-      x[k] = (float)(x[k] - (double)rate / (sqrt(n) + 1) * grad);
-      state[0][k] = (float)n;
-    }
+    return most;
   }
+};
+
+// One step of a segment.
+template <class S>
+__device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, int lane, u32 tile) {
+  TileValues<S> values{held, lane, tile};
+  S::Rule::step(typename S::Settings{}, values, rate, step);
 }
 
 // The gradients of positions that share a row, to be summed in order.
@@ -321,8 +213,8 @@ enum Outcome { DONE, NOT_FINITE, NOT_USABLE };
 // Steps a segment, unless that would make a value that is not finite. Nothing is written unless STORE.
 template <class S, bool STORE>
 __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 hash, const Gradients& by,
-                                             float rate, float scale, i64 step, bool look, int lane,
-                                             u32 tile) {
+                                            float rate, float scale, i64 step, bool look, int lane,
+                                            u32 tile) {
   constexpr int d = S::kDim;
   constexpr int kMany = Held<S>::kMany;
   constexpr int kVectors = Held<S>::kVectors;
@@ -350,8 +242,7 @@ __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 ha
   if (look && !__all_sync(tile, all_usable)) return NOT_USABLE;
   if constexpr (S::kCompressor == ONE_BIT) {
     EACH_COLUMN {
-      const float t = tanhf(scale * held.x[k]);
-      held.g[k] = held.g[k] * (S::kAmplitude * scale * (1 - t * t));
+      held.g[k] = held.g[k] * one_bit_slope(held.x[k], scale, S::kAmplitude);
     }
   }
   if constexpr (S::kDelayed) {
@@ -389,7 +280,7 @@ template <bool STORE>
 __device__ __forceinline__ int step_row(float* row, float* state, u64 hash, const Gradients& by,
                                         const Scalars& scalars, i64 step, bool look, int lane, u32 tile) {
   int outcome = DONE;
-#define STEP(p)                                                                                          \
+#define STEP(p)                                                                                             \
   outcome |= step_segment<Segment##p, STORE>(row, state, hash, by, scalars.rate[p], scalars.scale[p], step, \
                                              SEGMENTS == 1 && look, lane, tile);
   EACH_SEGMENT(STEP)
@@ -417,8 +308,8 @@ __device__ __forceinline__ void keep_usable(const Table& table, const Writes& wr
 }
 
 // Runs of so many positions are summed before the steps, each by a block of its own: what a tile would sum
-// gradient by gradient, a block fetches many at a time. Such a run has all of at least one stretch of half its
-// length that begins at a multiple of that, and what is known of it stands at the first of those.
+// gradient by gradient, a block fetches many at a time. Such a run has all of at least one stretch of half
+// its length that begins at a multiple of that, and what is known of it stands at the first of those.
 #define LONG 512
 #define STRETCH (LONG / 2)
 
@@ -428,8 +319,10 @@ struct LongRun {
   u32 fresh;
   u32 newest;
 };
+static_assert(sizeof(LongRun) == 16, "two int64 in memory.py");
 
-// Sums the run that has its first whole stretch here, if there is one and it is long. A block of STRETCH threads.
+// Sums the run that has its first whole stretch here, if there is one and it is long. A block of STRETCH
+// threads.
 __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* __restrict__ gradients,
                                              LongRun* __restrict__ runs, float* __restrict__ sums,
                                              i64 stretch) {
@@ -447,7 +340,8 @@ __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* 
   if (stretch > 0 && writes.places[begin - STRETCH] == place) return;  // not its first
   // Sorted, so that of the positions before those of this run are the last.
   const i64 before = begin - STRETCH + thread;
-  const i64 first = begin - __syncthreads_count(before >= 0 && writes.places[before < 0 ? 0 : before] == place);
+  const i64 first =
+      begin - __syncthreads_count(before >= 0 && writes.places[before < 0 ? 0 : before] == place);
   i64 end = begin + STRETCH;
   u32 fresh = 0;
   u32 newest = 0;
@@ -485,7 +379,8 @@ __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* 
   const u32 left_out = (u32)(end - kept);
   end = kept;
   fresh = __syncthreads_or((int)fresh);
-  for (int lanes = 16; lanes > 0; lanes >>= 1) newest = max(newest, __shfl_xor_sync(0xffffffffu, newest, lanes));
+  for (int lanes = 16; lanes > 0; lanes >>= 1)
+    newest = max(newest, __shfl_xor_sync(0xffffffffu, newest, lanes));
   __shared__ u32 latest;
   if (thread == 0) latest = 0;
   __syncthreads();
@@ -595,8 +490,7 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
       by.first = long_sums + stretch * DIM;
       look = false;
       if (known.count == 0) run.count = 0;
-      if (lane == 0 && known.left_out != 0)
-        atomicAdd(&table.counters[NON_FINITE], (u64)known.left_out);
+      if (lane == 0 && known.left_out != 0) atomicAdd(&table.counters[NON_FINITE], (u64)known.left_out);
     } else {
       run_at(writes, run.first, lane, tile, run);
     }
@@ -642,8 +536,7 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
         atomicAdd(&table.counters[INSERTED], (u64)0 - 1ULL);
     }
   }
-  if (lane == 0 && newest > __ldcg(&table.counters[NEWEST]))
-    atomicMax(&table.counters[NEWEST], (u64)newest);
+  if (lane == 0 && newest > __ldcg(&table.counters[NEWEST])) atomicMax(&table.counters[NEWEST], (u64)newest);
 }
 
 #define TILE_NUMBER (((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES)

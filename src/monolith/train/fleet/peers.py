@@ -26,7 +26,7 @@ from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.keep_going import LOOK_EVERY
 from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.fleet.standbys import describe_standbys
-from monolith.train.hook import DATA_ENDED, Run
+from monolith.train.hook import DATA_ENDED, TrainingRun
 from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
@@ -371,7 +371,7 @@ class FleetPeers:
 
     # Ending
 
-    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:
+    def gather(self, me: Participant, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:
         if not self.leads:
             return None
         self._settle()
@@ -380,7 +380,7 @@ class FleetPeers:
             self._fleet.stop(run.stop_reason or "the chief has ended", unfinished=run.interrupted)
         return self._gathered(self._fleet.wait_for_others(look, stopping=run.interrupted))
 
-    def leave(self, run: Run, state: WorkerState) -> bool:
+    def leave(self, run: TrainingRun, state: WorkerState) -> bool:
         """As the chief, who has saved by now, tell everybody that the run is over. As another worker, wait to
         hear it: what it trained last is safe only then. One that is told to stop leaves the rest of its work
         to the others where the data hands out work, and is gone; else it stops everybody."""
@@ -403,7 +403,7 @@ class FleetPeers:
         self._fleet.wait_for_end()
         return True
 
-    def leaves_work(self, run: Run) -> bool:
+    def leaves_work(self, run: TrainingRun) -> bool:
         if self.leads or not run.interrupted or not self._fleet.joined or not self._fleet.hands_out:
             return False
         return self._fleet.stop_reason is None  # otherwise all stop

@@ -37,7 +37,7 @@ from monolith.train.hooks.insight import (
     NasDataHook,
     feature_insight_data,
 )
-from monolith.train.hooks.live_line import LiveLineHook, Standing
+from monolith.train.hooks.live_line import LiveLineHook, TrainStatus
 from monolith.train.hooks.metric_sinks import CustomMetricHook, HeartBeatHook, MetricClient, ThroughputHook
 from monolith.train.hooks.profiling import ProfilerHook
 from monolith.train.hooks.save import SaveConfig, SaveHook, Snapshot, Snapshots
@@ -97,11 +97,11 @@ __all__ = [
     "SlowStartHook",
     "Snapshot",
     "Snapshots",
-    "Standing",
     "StopOutsideHoursHook",
     "SummaryHook",
     "TableInfoHook",
     "ThroughputHook",
+    "TrainStatus",
     "WaitingBarrier",
     "WorkerBarrierHook",
     "batch_records",

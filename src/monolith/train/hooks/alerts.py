@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from monolith.errors import ConfigError, DivergedError
 from monolith.observe import Metrics
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,27 +93,27 @@ class AlertHook(Hook):
         self._checks = 0
         self._rollbacks = 0
 
-    def after_create(self, run: Run) -> None:  # noqa: ARG002
+    def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
         self._known_skipped = self._skipped()
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         loss = result.loss.detach().abs().float()
         self._sum = loss if self._sum is None else self._sum + loss
         self._steps += 1
         if self._steps >= self._config.every_steps or self._also_when(run.step):
             self._look(run)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         self._look(run)
 
-    def go_on_after(self, error: DivergedError, run: Run) -> None:
+    def go_on_after(self, error: DivergedError, run: TrainingRun) -> None:
         """Roll back where that is the action: no step could be taken any more. Otherwise raise the error."""
         if self._config.action != "rollback":
             raise error
         self._sum, self._steps = None, 0
         self._act(run, str(error.__cause__ or error))
 
-    def _look(self, run: Run) -> None:
+    def _look(self, run: TrainingRun) -> None:
         if self._sum is None:
             return
         mean = float(self._sum) / self._steps  # waits for the device
@@ -126,7 +126,7 @@ class AlertHook(Hook):
             return
         self._act(run, trouble)
 
-    def _act(self, run: Run, trouble: str) -> None:
+    def _act(self, run: TrainingRun, trouble: str) -> None:
         self._count.inc()
         message = f"training diverged by step {run.step}: {trouble}"
         if self._config.action == "warn":

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from monolith.errors import BarrierAlreadyPlacedError, ConfigError
 from monolith.observe import memory_use
-from monolith.train.hook import Hook, Run
+from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks.save_timing import SaveListener
 from monolith.wire.machine_health_pb2 import MachineHealthResult
 
@@ -177,7 +177,7 @@ class BarrierHook(Hook):
         self,
         barrier: Barrier,
         *,
-        idle: Sequence[Callable[[Run], None]] = (),
+        idle: Sequence[Callable[[TrainingRun], None]] = (),
         poll: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -186,11 +186,11 @@ class BarrierHook(Hook):
         self._poll = poll
         self._sleep = sleep
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         while (placed := self._barrier.placement()) is not None and self._keep_waiting(run, placed):
             self._sleep(self._poll)
 
-    def _keep_waiting(self, run: Run, placed: Placement) -> bool:
+    def _keep_waiting(self, run: TrainingRun, placed: Placement) -> bool:
         if placed.action == STOP:
             _stop(run)
             return False
@@ -213,7 +213,7 @@ class WorkerBarrierHook(Hook):
         self._index = index
         self._poll = poll
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         def keep_waiting(placed: Placement) -> bool:
             if placed.action == STOP:
                 _stop(run)
@@ -229,7 +229,7 @@ def check_index(barrier: Barrier, index: int) -> None:
         raise ConfigError(f"barrier: a worker's index must be from 1 to {barrier.capacity - 1}, got {index}")
 
 
-def _stop(run: Run) -> None:
+def _stop(run: TrainingRun) -> None:
     run.request_stop("the chief stopped all workers")
 
 
@@ -379,13 +379,13 @@ class PsHealthHook(Hook):
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def after_create(self, run: Run) -> None:  # noqa: ARG002
+    def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
         if self._thread is None:
             # A daemon: a start that fails elsewhere must not be kept alive by this.
             self._thread = threading.Thread(target=self._watch, name="ps-health", daemon=True)
             self._thread.start()
 
-    def end(self, run: Run) -> None:  # noqa: ARG002
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         """Let the others go that were halted, so that they hear that the run ends."""
         if self._placed:
             self._barrier.remove()

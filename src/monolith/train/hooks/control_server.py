@@ -47,7 +47,7 @@ from monolith.errors import (
     RetryableError,
     TrainingError,
 )
-from monolith.train.hook import Hook, Run
+from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks.barrier import Barrier, unblocked_indices
 from monolith.train.hooks.profiling import MOST_SECONDS, Trace, Tracer
 from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding, person_order
@@ -249,7 +249,7 @@ class ControlServerHook(Hook):
         self._trigger_save = trigger_save
         self._limits = limits or Limits()
         self._saves = threading.BoundedSemaphore(self._limits.saves)
-        self._run: Run | None = None
+        self._run: TrainingRun | None = None
         self._path: str | None = None
         calls: dict[str, Call] = {
             "StopTraining": lambda *_: self._stop(),
@@ -273,7 +273,7 @@ class ControlServerHook(Hook):
         """host:port while it serves."""
         return self._server.address
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if self.address is not None:
             return
         self._run = run

@@ -15,7 +15,7 @@ from google.protobuf import text_format  # type: ignore[import-untyped]
 
 from monolith import filesystem
 from monolith.errors import FileMissingError
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.barrier import STOP, Barrier, try_place, wait_until_blocked
 from monolith.wire.controller_pb2 import ControllerHooksProto
 
@@ -61,7 +61,7 @@ class ControllerHook(Hook):
         """Save after the current step; asking twice before that saves once."""
         self._save.set()
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if self._stop.is_set():
             self._stop.clear()
             self._halt_workers()
@@ -99,7 +99,7 @@ class ActionFileHook(Hook):
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if run.model_dir and self._thread is None:
             self._closed.clear()
             self._thread = threading.Thread(

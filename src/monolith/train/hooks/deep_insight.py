@@ -29,7 +29,7 @@ from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.filesystem.paths import is_url
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.metric_sinks import MessageCounts, MessageQueue, MessageSink
 
 _log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class DeepInsightHook(Hook):
         self._generator = generator
         self._silent = False
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if not self._sinks or not self._ratio:
             return
         chosen = torch.rand(result.examples, generator=self._generator) < self._ratio
@@ -446,10 +446,10 @@ class FileMetricHook(Hook):
     def put(self, messages: Sequence[str]) -> None:
         self._queue.put(messages)
 
-    def begin(self, run: Run) -> None:  # noqa: ARG002
+    def begin(self, run: TrainingRun) -> None:  # noqa: ARG002
         self._queue.start()
 
-    def end(self, run: Run) -> None:  # noqa: ARG002
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         self.close()
 
     def close(self) -> None:
@@ -554,10 +554,10 @@ class KafkaMetricHook(Hook):
         if self._open:
             self._queue.put(messages)
 
-    def begin(self, run: Run) -> None:  # noqa: ARG002
+    def begin(self, run: TrainingRun) -> None:  # noqa: ARG002
         self._queue.start()
 
-    def end(self, run: Run) -> None:  # noqa: ARG002
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         self.close()
 
     def close(self) -> None:

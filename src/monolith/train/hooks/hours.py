@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from monolith.errors import ConfigError
-from monolith.train.hook import Hook, Run
+from monolith.train.hook import Hook, TrainingRun
 
 _log = logging.getLogger(__name__)
 
@@ -83,11 +83,11 @@ class StopOutsideHoursHook(Hook):
         self._window = window
         self._clock = clock
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         stop_outside(run, self._window, self._clock())
 
 
-def stop_outside(run: Run, window: DailyHours | None, now: float) -> bool:
+def stop_outside(run: TrainingRun, window: DailyHours | None, now: float) -> bool:
     """Ask the run to stop if `now` is outside of its window; return whether it is."""
     if window is None or window.contains(now):
         return False
@@ -134,7 +134,7 @@ class SlowStartHook(Hook):
         target_step: int,
         *,
         global_step: Callable[[], int],
-        idle: Sequence[Callable[[Run], None]] = (),
+        idle: Sequence[Callable[[TrainingRun], None]] = (),
         hours: DailyHours | None = None,
         max_wait: timedelta = timedelta(minutes=10),
         grace: timedelta = timedelta(minutes=30),
@@ -154,7 +154,7 @@ class SlowStartHook(Hook):
         self._rng = rng or random.Random()
         self._started = False
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         if self._started:
             return
         now = self._timer()

@@ -22,7 +22,7 @@ from monolith.model import EmbeddingCollection
 from monolith.nn import Dense, IRazor, SeNet, feature_insight, watch_segments
 from monolith.observe.summaries import Groups, SummaryWriter, TensorSummary, insight_data, nas_data
 from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.summaries import FOLDER as SUMMARIES
 
 FOLDER = "summaries/insight"
@@ -114,19 +114,19 @@ class FeatureInsightHook(Hook):
         self._watch: RemovableHandle | None = None
         self._parts: Tensor | None = None
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if run.model_dir and self._writer is None:
             self._writer = SummaryWriter(join(run.model_dir, FOLDER))
             self._writer.start(run.step)
         self._every.begin(run.step)
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         if self._writer is not None and self._every.crossed(run.step + 1):
             self._watch = watch_segments(
                 self._layer, list(self._segments.values()), self._keep, aggregate=self._label is None
             )
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if self._watch is None:
             return
         self._unwatch()
@@ -198,18 +198,18 @@ class ModelInsightHook(Hook):
         self._watches: list[RemovableHandle] = []
         self._moved: dict[str, Tensor] = {}
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if run.model_dir and self._writer is None:
             self._writer = SummaryWriter(join(run.model_dir, FOLDER))
             self._writer.start(run.step)
         self._collections = [one for one in run.model.modules() if isinstance(one, EmbeddingCollection)]
         self._every.begin(run.step)
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         if self._writer is not None and self._every.crossed(run.step + 1):
             self._watches = [one.register_forward_hook(self._watch) for one in self._collections]
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if not self._watches:
             return
         self._unwatch()
@@ -323,21 +323,21 @@ class NasDataHook(Hook):
         self._writer: SummaryWriter | None = None
         self._written: int | None = None
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if run.model_dir and self._writer is None:
             self._writer = SummaryWriter(join(run.model_dir, SUMMARIES))
             self._writer.start(run.step)
         self._every.begin(run.step)
         self._watched.begin(run.step)
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         if self._writer is not None and self._watched.crossed(run.step + 1):
             self._watches = [
                 gate.excite.register_forward_hook(partial(self._keep, name))
                 for name, gate in self._gates.items()
             ]
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._unwatch()
         counts, self._counts = self._counts, {}
         if self._writer is not None:
@@ -347,7 +347,7 @@ class NasDataHook(Hook):
         if self._every.crossed(result.step):
             self._write(result.step)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         if self._written != run.step:
             self._write(run.step)
 

@@ -13,7 +13,7 @@ from monolith.errors import ConfigError
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
-from monolith.train.hook import Hook, Run
+from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks.barrier import Barrier, BarrierHook, MachineHealth, PsHealthHook, memory_health
 from monolith.train.hooks.config import DeepInsightConfig, HooksConfig
 from monolith.train.hooks.deep_insight import DeepInsightHook, FileMetricHook, KafkaMetricHook, KafkaProducer
@@ -41,7 +41,7 @@ class Others(Protocol):
         """Ask one server for its health. From any thread."""
 
 
-class TrainedRun(Run, Protocol):
+class TrainedRun(TrainingRun, Protocol):
     """A run as its trainer made it."""
 
     @property
@@ -119,7 +119,7 @@ def _memory_hooks(
     run: TrainedRun,
     metrics: Metrics,
     others: Others | None,
-    idle: Sequence[Callable[[Run], None]],
+    idle: Sequence[Callable[[TrainingRun], None]],
 ) -> list[Hook]:
     """Return what checks the memory of all processes with rows, and what holds the chief at the barrier."""
     counter = metrics.counter("out_of_memory", "Processes found above their memory limit", ["process"])

@@ -28,7 +28,7 @@ from monolith.observe.progress import (
 )
 from monolith.table import TableStats
 from monolith.train.evaluate_config import LOSS, headlines
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ SPAN_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class TrainStatus:
     """How a run stands at one moment."""
 
     step: int
@@ -102,7 +102,7 @@ class LiveLineHook(Hook):
 
     def __init__(
         self,
-        show: Callable[[Standing], None],
+        show: Callable[[TrainStatus], None],
         *,
         every: timedelta,
         stats: Callable[[], Mapping[str, TableStats]],
@@ -139,12 +139,12 @@ class LiveLineHook(Hook):
         self._seen: deque[tuple[float, int]] = deque()
         """When, and after how many examples, it was shown of late."""
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._outlook.begin(run.step)
         self._shown = self._timer()
         self._seen = deque([(self._shown, self._examples)])
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._examples += result.examples
         self._event_time = max(self._event_time, result.batch.ids.event_time)
         loss = result.loss.detach().double()
@@ -157,7 +157,7 @@ class LiveLineHook(Hook):
         if now - self._shown >= self._every:
             self._tell(result.step, now)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         if self._spoke and self._losses:
             self._tell(run.step, self._timer())
 
@@ -165,7 +165,7 @@ class LiveLineHook(Hook):
         tables, ahead = self._stats(), self._outlook.look(step)
         stats = tables.values()
         self._show(
-            Standing(
+            TrainStatus(
                 step=step,
                 last_step=ahead.last_step,
                 seconds_left=ahead.seconds_left,
@@ -211,7 +211,7 @@ def _said(metrics: Mapping[str, float]) -> dict[str, float]:
 # What becomes of it
 
 
-def describe_standing(standing: Standing) -> dict[str, str]:
+def describe_status(standing: TrainStatus) -> dict[str, str]:
     """Return what a person wants to know besides the step, by name; what says nothing is left out."""
     facts = {
         "speed": describe_rate(standing.examples_per_s, "examples"),
@@ -249,9 +249,9 @@ def _shown(evaluated: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(name, evaluated[name]) for name in headlines(evaluated) or [LOSS] if name in evaluated]
 
 
-def log_standing(standing: Standing) -> None:
+def log_status(standing: TrainStatus) -> None:
     """Write a line to the log; a log of JSON has the numbers as they are, too."""
-    facts = ", ".join(f"{name} {value}" for name, value in describe_standing(standing).items())
+    facts = ", ".join(f"{name} {value}" for name, value in describe_status(standing).items())
     done = describe_amount(standing.step, standing.last_step, "").rstrip()
     numbers = {
         name: getattr(standing, name)
@@ -282,7 +282,7 @@ TABLE_GAUGES = {
 """Of each table: the number -> what Prometheus calls it, after "table_"."""
 
 
-def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
+def gauge_status(metrics: Metrics) -> Callable[[TrainStatus], None]:
     """Return what keeps Prometheus gauges as the run stands."""
     numbers = {
         "step": metrics.gauge("train_step", "Steps the model has taken in all its runs"),
@@ -315,7 +315,7 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
         for attribute, (name, about) in TABLE_GAUGES.items()
     }
 
-    def show(standing: Standing) -> None:
+    def show(standing: TrainStatus) -> None:
         for name, gauge in numbers.items():
             gauge.set(getattr(standing, name))
         if standing.lag_seconds is not None:
@@ -428,16 +428,16 @@ class StepCountsHook(Hook):
         self.event_time = 0
         """The newest event trained on, in Unix seconds; 0 where the data does not say."""
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._on_begin(run.step)
         self.step = run.step
         self.state = "training"
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.step = result.step
         self.steps += 1
         self.examples += result.examples
         self.event_time = max(self.event_time, result.batch.ids.event_time)
 
-    def end(self, run: Run) -> None:  # noqa: ARG002
+    def end(self, run: TrainingRun) -> None:  # noqa: ARG002
         self.state = "ending"

@@ -26,7 +26,7 @@ from torch import Tensor
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
 from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 
 _log = logging.getLogger(__name__)
 
@@ -139,10 +139,10 @@ class CustomMetricHook(Hook):
         self._every = Every(every_steps, "custom metrics: every_steps")
         self._tags = tags
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._every.begin(run.step)
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if not self._every.crossed(result.step):
             return
         for name, read in self._scalars.items():
@@ -311,7 +311,7 @@ class HeartBeatHook(Hook):
         self._stop = threading.Event() if stop is None else stop
         self._thread: threading.Thread | None = None
 
-    def after_create(self, run: Run) -> None:  # noqa: ARG002
+    def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
         if self._thread is None:
             self._thread = threading.Thread(target=self._beat, name="heart-beat", daemon=True)
             self._thread.start()
@@ -363,13 +363,13 @@ class ThroughputHook(Hook):
         self._clock, self._timer = clock, timer
         self._last: tuple[float, int] | None = None
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if self._last is None:
             waited = max(self._clock() - self._started_at, 0.0)
             self._client.emit_timer(MetricName.RUN_START_ELAPSED_TIME, waited, self._tags)
         self._last = (self._timer(), run.step)
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         assert self._last is not None
         now, (then, step) = self._timer(), self._last
         if now - then < self._every:

@@ -25,7 +25,7 @@ import torch
 
 from monolith import filesystem
 from monolith.errors import ConfigError, ProfilerBusyError, TrainingError
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 
 _log = logging.getLogger(__name__)
 
@@ -105,10 +105,10 @@ class ProfilerHook(Hook):
         self._seen = 0
         """Steps of the current window that were taken."""
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._next_step = run.step + self._offset
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         if self._profiler is not None or not run.model_dir or not self._is_due(run.step):
             return
         self._began, self._seen = run.step, 0
@@ -120,13 +120,13 @@ class ProfilerHook(Hook):
         self._profiler = self._make()
         self._profiler.start()
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if self._profiler is not None:
             self._seen += 1
             if run.step >= self._began + self._length:
                 self._dump(run)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         if self._profiler is not None and self._seen:
             self._dump(run)
 
@@ -140,7 +140,7 @@ class ProfilerHook(Hook):
             return step >= self._next_step
         return self._next_time is not None and self._clock() >= self._next_time
 
-    def _dump(self, run: Run) -> None:
+    def _dump(self, run: TrainingRun) -> None:
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
         profiler.stop()

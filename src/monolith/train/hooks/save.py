@@ -41,7 +41,7 @@ from monolith.errors import (
 from monolith.filesystem import FileReserve, is_out_of_files
 from monolith.observe import Metrics, yield_to_others
 from monolith.observe.progress import describe_bytes
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.hours import DailyHours
 from monolith.train.hooks.save_timing import SaveListener, SaveMemory, SaveTimer
 
@@ -253,7 +253,7 @@ class SaveHook(Hook):
             "save_checkpoint_failures_in_a_row", "Saves that failed since the last one that did not", ["mode"]
         )
         self._turn = threading.RLock()  # guards what is below: several threads may step
-        self._run: Run | None = None
+        self._run: TrainingRun | None = None
         self._trainer: int | None = None
         self._first_step: int | None = None
         self._inside = False
@@ -303,13 +303,13 @@ class SaveHook(Hook):
 
     # The life of a run
 
-    def begin(self, run: Run) -> None:  # noqa: ARG002
+    def begin(self, run: TrainingRun) -> None:  # noqa: ARG002
         if self._dense_only:
             self._memory.note_dense_only()
         for listener in (*self._guards, *self._listeners):
             listener.begin()
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         with self._turn:
             self._run = run
             self._trainer = threading.get_ident()
@@ -320,16 +320,16 @@ class SaveHook(Hook):
                 self._save(run, timed=True)
                 self._raise_late()
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: TrainingRun) -> None:
         """Serve what other threads asked for. A thread that holds training back may call this, too."""
         with self._turn:
             if self._requests and not self._is_writing():
                 self._save(run, timed=False)
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self.look(run)
 
-    def look(self, run: Run, *, wanted: bool = False) -> None:
+    def look(self, run: TrainingRun, *, wanted: bool = False) -> None:
         """Save if it is time to, or `wanted`; for a training thread that has no steps to take, too."""
         with self._turn:
             self._look_back(run.step)
@@ -343,7 +343,7 @@ class SaveHook(Hook):
             self._save(run, timed=True)
             self._raise_late()
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         """Wait for the save being written, write the last one, and tell the listeners."""
         with ExitStack() as later, self._turn:
             for listener in reversed((*self._guards, *self._listeners)):
@@ -409,7 +409,7 @@ class SaveHook(Hook):
 
     # One save
 
-    def _save(self, run: Run, *, timed: bool, wait_for_it: bool = False) -> None:
+    def _save(self, run: TrainingRun, *, timed: bool, wait_for_it: bool = False) -> None:
         """Save the state as it is; leave the error, if it is the run's, in `_late_error`."""
         try:
             with self._memory.waiting(), ExitStack() as held:
@@ -420,7 +420,7 @@ class SaveHook(Hook):
                 raise
             self._drop(run.step, error)
 
-    def _save_last(self, run: Run, give_up: float) -> None:
+    def _save_last(self, run: TrainingRun, give_up: float) -> None:
         """Write the last checkpoint of a run; one that others spoiled, or a full disk, is tried again."""
         pause, attempts = FIRST_LAST_RETRY_SECS, LAST_ATTEMPTS
         while True:
@@ -469,7 +469,7 @@ class SaveHook(Hook):
         self.timer.stamp(step)
         self.timer.rearm(self.config.retry_secs)
 
-    def _save_here(self, run: Run, held: ExitStack, *, timed: bool, wait_for_it: bool) -> None:
+    def _save_here(self, run: TrainingRun, held: ExitStack, *, timed: bool, wait_for_it: bool) -> None:
         """Save, and let go of what is `held` once the state is cut."""
         with self._lock:
             requests, self._requests = self._requests, []
@@ -506,7 +506,7 @@ class SaveHook(Hook):
         finally:
             self._inside = False
 
-    def _finish(self, run: Run, save: _Save, moment: Snapshot) -> None:
+    def _finish(self, run: TrainingRun, save: _Save, moment: Snapshot) -> None:
         """Do what remains once the state is cut; on either thread."""
         written = False
         try:
@@ -638,7 +638,7 @@ class SaveHook(Hook):
             *(save.step, folder, attempt, room, error, pause, self._newest()),
         )
 
-    def _final(self, run: Run, error: TransientFilesystemError, how_often: str) -> Exception:
+    def _final(self, run: TrainingRun, error: TransientFilesystemError, how_often: str) -> Exception:
         """Return the error that ends a run whose saves keep failing."""
         failure = TransientFilesystemError(
             f"the run ends at step {run.step} without a checkpoint of it: saving failed {how_often}: {error} "
@@ -654,7 +654,7 @@ class SaveHook(Hook):
 
     # Beside the training
 
-    def _start_writing(self, run: Run, save: _Save, moment: Snapshot) -> None:
+    def _start_writing(self, run: TrainingRun, save: _Save, moment: Snapshot) -> None:
         def write() -> None:
             yield_to_others()
             try:

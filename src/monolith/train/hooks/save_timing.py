@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from monolith import filesystem
 from monolith.errors import ConfigError, FileMissingError
 from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.hours import DailyHours
 
 
@@ -280,10 +280,10 @@ class RequestTimeHook(Hook):
         self._every = Every(step_interval, "request time: step_interval")
         self._request_time = request_time
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._every.begin(run.step)
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         if not self._every.crossed(run.step) or not run.model_dir:
             return
         limit = read_limit(run.model_dir)
@@ -344,10 +344,10 @@ class ForceDumpHook(Hook):
         self._window = window
         self._clock = clock
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._every.begin(run.step)
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         reached = self._every.multiples(run.step)
         if not run.model_dir or not reached:
             return
@@ -372,20 +372,20 @@ class OnlineFileHook(Hook):
         self._timer = timer
         self._every = Every(step_interval, "operator files: step_interval")
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         self._every.begin(run.step)
         self._look(run)
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         if self._every.crossed(run.step):
             self._look(run)
 
-    def _look(self, run: Run) -> None:
+    def _look(self, run: TrainingRun) -> None:
         if run.model_dir:
             self._timer.enabled = filesystem.exists(filesystem.join(run.model_dir, "ONLINE"))
 
 
-def _found(run: Run, word: str, steps: range) -> int | None:
+def _found(run: TrainingRun, word: str, steps: range) -> int | None:
     """Return the first of these steps for which there is a file."""
     paths = {step: filesystem.join(run.model_dir, f"{word}_{step}") for step in steps}
     return next((step for step, path in paths.items() if filesystem.exists(path)), None)

@@ -18,7 +18,7 @@ from monolith.errors import ConfigError, MissingExtraError
 from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.every import Every
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.config import TrackingConfig
 
 
@@ -64,7 +64,7 @@ class SummaryHook(Hook):
         self._sinks: list[ScalarSink] = []
         self._begin_span()
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if not self._sinks:
             for opened in self._open:
                 if (sink := opened(run)) is not None:
@@ -73,7 +73,7 @@ class SummaryHook(Hook):
         self._every.begin(run.step)
         self._begin_span()
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         loss = result.loss.detach().double()
         self._loss = loss if self._loss is None else self._loss + loss
         self._steps += 1
@@ -81,7 +81,7 @@ class SummaryHook(Hook):
         if self._every.crossed(result.step):
             self._write(result.step)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         if self._steps:
             self._write(run.step)
 
@@ -137,7 +137,7 @@ class ScalarSink(Protocol):
     def close(self) -> None: ...
 
 
-OpenSink = Callable[[Run], ScalarSink | None]
+OpenSink = Callable[[TrainingRun], ScalarSink | None]
 """Opens a sink when a run begins; None where there is nowhere to write."""
 
 
@@ -294,15 +294,15 @@ def sink_openers(config: TrackingConfig, task_name: str) -> list[OpenSink]:
     """
     project, name = config.project or task_name, config.run_name or task_name
 
-    def tensorboard(run: Run) -> ScalarSink | None:
+    def tensorboard(run: TrainingRun) -> ScalarSink | None:
         return SummaryWriter(filesystem.join(run.model_dir, FOLDER)) if run.model_dir else None
 
-    def mlflow(run: Run) -> ScalarSink:
+    def mlflow(run: TrainingRun) -> ScalarSink:
         sink = MlflowSink(config.mlflow_uri or None, project, name, _kept(run, "mlflow"))
         _keep(run, "mlflow", sink.run_id)
         return sink
 
-    def wandb(run: Run) -> ScalarSink:
+    def wandb(run: TrainingRun) -> ScalarSink:
         folder = "." if not run.model_dir or "://" in run.model_dir else run.model_dir
         sink = WandbSink(project, name, folder, offline=config.wandb_offline, run_id=_kept(run, "wandb"))
         _keep(run, "wandb", sink.run_id)
@@ -320,7 +320,7 @@ def sink_openers(config: TrackingConfig, task_name: str) -> list[OpenSink]:
     return found
 
 
-def _kept(run: Run, kind: str) -> str | None:
+def _kept(run: TrainingRun, kind: str) -> str | None:
     """Return the id of the tracker's run that this one began earlier."""
     path = filesystem.join(run.model_dir, f"{kind}_run")
     if not run.model_dir or not filesystem.exists(path):
@@ -329,7 +329,7 @@ def _kept(run: Run, kind: str) -> str | None:
         return file.read().decode().strip() or None
 
 
-def _keep(run: Run, kind: str, run_id: str) -> None:
+def _keep(run: TrainingRun, kind: str, run_id: str) -> None:
     if run.model_dir:
         with filesystem.atomic_write(filesystem.join(run.model_dir, f"{kind}_run")) as file:
             file.write(run_id.encode())
@@ -358,7 +358,7 @@ class TableInfoHook(Hook):
         self._clock = clock
         self._last: float | None = None
 
-    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         now = self._clock()
         if self._last is not None and now < self._last + self._every_secs:
             return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monolith.sync.messages import LearnedUpTo
 from monolith.sync.publish_config import PublishConfig
-from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.model import Model
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.train.publishing.hold_file import HoldFile
@@ -59,7 +59,7 @@ class PublishHook(Hook):
                 holders, config.guard, lambda: guard.bad, every=self._every, hold_file=hold_file
             )
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         if run.step:  # rows were restored: servers may ask for them before the first step is done
             self.holders.note(LearnedUpTo(step=run.step))
         self._bring(run.step)
@@ -67,17 +67,17 @@ class PublishHook(Hook):
         if self._steward is not None:
             self._steward.start()
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         self._guard.update(result.predictions, result.batch.labels, step=run.step)
         if self._timer() - self._brought >= self._every or run.step < self._step:  # which went back
             self._bring(run.step)
 
-    def idle(self, run: Run) -> None:
+    def idle(self, run: TrainingRun) -> None:
         """Bring the weights of the last step, where there is no data to take another."""
         if run.step != self._step:
             self._bring(run.step)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: TrainingRun) -> None:
         if self._steward is not None:
             self._steward.close()
         self._refresh()

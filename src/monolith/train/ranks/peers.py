@@ -36,7 +36,7 @@ from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, re
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.buffers import merge_buffers
-from monolith.train.hook import Run
+from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier, MachineHealth
 from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
@@ -424,10 +424,10 @@ class RankPeers:
     def wait_for_more(self, me: Stepper, look: Callable[[], None]) -> bool:  # noqa: ARG002
         return False
 
-    def leaves_work(self, run: Run) -> bool:  # noqa: ARG002
+    def leaves_work(self, run: TrainingRun) -> bool:  # noqa: ARG002
         return False
 
-    def gather(self, me: Stepper, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+    def gather(self, me: Stepper, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
         if not self._joined:
             return None
         if self._stop is None:
@@ -436,7 +436,7 @@ class RankPeers:
         gathered = self._gather_states(me)
         return gathered if self.leads else None
 
-    def leave(self, run: Run, state: WorkerState) -> bool:  # noqa: ARG002
+    def leave(self, run: TrainingRun, state: WorkerState) -> bool:  # noqa: ARG002
         if not self._joined:
             return False
         assert self._me is not None

@@ -32,7 +32,7 @@ from rich.text import Text
 from monolith.checkpoint import read_checkpoint_state
 from monolith.errors import ConfigError, MissingExtraError, MonolithError, TrainingError
 from monolith.run.config import ExportConfig
-from monolith.run.servables import how_to_export, task_exporter
+from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve.client import open_asker
 from monolith.ui import Feed, Page
 from monolith.wire.ports import bound_socket

@@ -24,15 +24,15 @@ from typing import Self
 
 import torch
 
-from monolith.cli.control import control_place, tracer_of
-from monolith.cli.own_status import OwnStatus
-from monolith.cli.stop_signals import StopSignals
-from monolith.cli.train import GAUGE_EVERY, control_hooks, line_hook, serve_metrics
+from monolith.cli.terminal import StopSignals
 from monolith.errors import TrainingError
 from monolith.observe import Metrics, configure_logging
-from monolith.run.publishing import publish_plan
-from monolith.train import Hook, LocalRun, Run, StepResult, Trainer, WindowRow
-from monolith.train.hooks.live_line import gauge_standing
+from monolith.runtime.control import control_hooks, control_place, tracer_of
+from monolith.runtime.process import GAUGE_EVERY, line_hook, serve_metrics
+from monolith.runtime.publish import publish_plan
+from monolith.runtime.status import OwnStatus
+from monolith.train import Hook, LocalRun, StepResult, Trainer, TrainingRun, WindowRow
+from monolith.train.hooks.live_line import gauge_status
 from monolith_bench.examples.demo.live_stream import LiveScript
 from monolith_bench.examples.demo.task import DemoJob, LiveTask
 
@@ -187,10 +187,10 @@ class _Teller(Hook):
         self._run = run
         return [self]
 
-    def after_create(self, run: Run) -> None:
+    def after_create(self, run: TrainingRun) -> None:
         _tell(Started(at=time.time(), step=run.step, next_record=self._next_record()))
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:
         end = self._next_record()
         first = end - result.examples
         _tell(Stepped(at=time.time(), step=run.step, first=first, end=end, loss=float(result.loss)))
@@ -238,8 +238,8 @@ def main(arguments: list[str]) -> None:
 
         def hooks(local: LocalRun) -> list[Hook]:
             return [
-                *control_hooks(local, run, place, status),
-                line_hook(local, run.train, gauge_standing(metrics), GAUGE_EVERY),
+                *control_hooks(local, run, place, status, _log.info),
+                line_hook(local, run.train, gauge_status(metrics), GAUGE_EVERY),
                 status.watch_worker(local),
                 *teller.hooks(local),
             ]

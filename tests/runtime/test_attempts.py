@@ -1,0 +1,97 @@
+"""A worker whose others were lost joins again: as often as it may where they were replaced, else for free."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from monolith.errors import UnavailableError
+from monolith.observe import Metrics
+from monolith.run import FailoverConfig
+from monolith.runtime.attempts import STEADY, UNCOUNTED, Retries
+
+LOST = UnavailableError("server 1 is gone")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Worker:
+    """One that is let down again and again."""
+
+    def __init__(self, retries: int, *, stopped: bool = False) -> None:
+        self.said: list[str] = []
+        self.paused: list[float] = []
+        self.metrics = Metrics()
+        self.clock = Clock()
+        self._stopped = stopped
+        self._failover = Retries(
+            FailoverConfig(max_retries=retries, wait=timedelta(seconds=5)),
+            self.metrics,
+            say=self.said.append,
+            pause=self._pause,
+            clock=self.clock,
+        )
+
+    def train(self, *servers: str, seconds: float = 0.0) -> None:
+        """Join these servers, train for a while and lose them."""
+        self._failover.joined(servers)
+        self.clock.now += seconds
+        self._failover.lost(LOST)
+
+    def _pause(self, seconds: float) -> bool:
+        self.paused.append(seconds)
+        return self._stopped
+
+
+def test_a_worker_joins_again_as_often_as_servers_may_be_replaced() -> None:
+    worker = Worker(2)
+    worker.train("a", "b")
+    worker.train("a", "c")
+    worker.train("d", "c")
+    with pytest.raises(UnavailableError, match="server 1 is gone"):
+        worker.train("d", "e")
+    assert worker.paused == [5.0] * 3
+    assert worker.said[-1] == ("server 1 is gone\nretrying in 5 s (servers replaced so far: 2, at most 2)")
+    assert "monolith_worker_failovers_total 3.0" in worker.metrics.render().decode()
+
+
+def test_a_retry_with_the_same_servers_does_not_count() -> None:
+    worker = Worker(1)
+    for _ in range(50):
+        worker.train("a", "b")
+    worker.train("a", "c")
+    assert worker.said[-1].endswith("(servers replaced so far: 1, at most 1)")
+
+
+def test_retries_that_do_not_count_have_an_end_too() -> None:
+    worker = Worker(1)
+    for _ in range(UNCOUNTED + 1):
+        worker.train("a")
+    with pytest.raises(UnavailableError):
+        worker.train("a")
+
+
+def test_who_trained_for_a_while_may_be_let_down_anew() -> None:
+    worker = Worker(1)
+    for _ in range(2 * UNCOUNTED):
+        worker.train("a", seconds=STEADY.total_seconds())
+    assert len(worker.paused) == 2 * UNCOUNTED
+
+
+def test_without_retries_the_first_loss_is_the_end() -> None:
+    worker = Worker(0)
+    with pytest.raises(UnavailableError):
+        worker.train("a")
+    assert (worker.said, worker.paused) == ([], [])
+
+
+def test_who_is_asked_to_stop_while_it_waits_does_not_join_again() -> None:
+    worker = Worker(5, stopped=True)
+    with pytest.raises(UnavailableError):
+        worker.train("a")

@@ -1,0 +1,79 @@
+"""From what a config says of publishing to the channel of each share."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from monolith.cluster.addresses import Address
+from monolith.cluster.run_token import TOKEN_FILE, read_token
+from monolith.cluster.security import Guard
+from monolith.errors import ConfigError
+from monolith.observe import Metrics
+from monolith.run import load_run_config
+from monolith.runtime.publish import address_of, publish_plan
+from monolith.sync import LogPlace, ShareLog
+from monolith.sync.channels import open_reader
+from monolith.sync.run_identity import run_identity
+
+
+def test_a_run_that_says_nothing_has_no_plan() -> None:
+    assert publish_plan(load_run_config(), Metrics()) is None
+
+
+def test_a_plan_has_the_settings_and_names_the_run_by_its_folder_and_id(tmp_path) -> None:
+    run = load_run_config(code={"publish.to": str(tmp_path / "log"), "train.model_dir": f"{tmp_path}/runs/1"})
+    plan = publish_plan(run, Metrics())
+    assert plan is not None
+    assert plan.config == run.publish
+    assert plan.run == run_identity(f"{tmp_path}/runs/1")
+    assert publish_plan(run, Metrics()).run == plan.run, "a run that is started again is the same"
+    log = ShareLog(plan.run, (0, 1), LogPlace("e", 0), 1, {"item": 4})
+    with closing(plan.open_writer((0, 1))) as writer, closing(open_reader(str(tmp_path / "log"))) as reader:
+        writer.open(log, lambda buckets=None: iter(()))  # noqa: ARG005
+        assert [one.run for one in reader.shares()] == [plan.run]
+
+
+def test_each_share_has_a_port_of_its_own_and_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("pyarrow")
+    caplog.set_level("INFO")
+    plan = publish_plan(load_run_config(code={"publish.to": "grpc://127.0.0.1:0"}), Metrics())
+    assert plan is not None
+    with closing(plan.open_writer((0, 2))) as first, closing(plan.open_writer((1, 2))) as second:
+        assert f"share 0 of 2 is published at grpc://{first.address}" in caplog.text
+        assert f"share 1 of 2 is published at grpc://{second.address}" in caplog.text
+        assert first.address != second.address
+
+
+def test_a_port_of_a_run_that_was_given_no_token_demands_the_one_in_its_folder(tmp_path) -> None:
+    pytest.importorskip("pyarrow")
+    code = {"publish.to": "grpc://127.0.0.1:0", "train.model_dir": str(tmp_path)}
+    plan = publish_plan(load_run_config(code=code), Metrics())
+    assert plan is not None
+    log = ShareLog(plan.run, (0, 1), LogPlace("e", 0), 1, {"item": 4})
+    with closing(plan.open_writer((0, 1))) as writer:
+        writer.open(log, lambda buckets=None: iter(()))  # noqa: ARG005
+        url = f"grpc://{writer.address}"
+        guard = Guard(token=read_token(tmp_path / TOKEN_FILE))
+        with closing(open_reader(url, guard=guard)) as reader:
+            assert [one.run for one in reader.shares()] == [plan.run]
+        with (
+            closing(open_reader(url)) as reader,
+            pytest.raises(ConfigError, match="refused the shared token"),
+        ):
+            reader.shares()
+
+
+def test_holders_listen_at_the_addresses_they_are_given_or_at_ports_that_follow() -> None:
+    assert address_of(("a:1", "b:2"), (1, 2)) == Address("b", 2)
+    assert address_of(("a:7900",), (0, 3)) == Address("a", 7900)
+    assert address_of(("a:7900",), (2, 3)) == Address("a", 7902)
+    assert address_of(("a:0",), (2, 3)) == Address("a", 0)
+    with pytest.raises(ConfigError, match="2 addresses for 3 holders"):
+        address_of(("a:1", "b:2"), (0, 3))
+
+
+def test_what_is_no_channel_is_refused_before_anything_is_trained() -> None:
+    with pytest.raises(ConfigError, match=r"publish\.to: cannot open the delta channel 'grcp://h:1'"):
+        publish_plan(load_run_config(code={"publish.to": "grcp://h:1"}), Metrics())
