@@ -7,6 +7,8 @@
 4. Every page of docs/decisions has one row in the table of its README, and every row a page.
 5. A figure of the README names the command that gives it: its row of a table, or its paragraph. Those of a
    table stand in benchmarks/README.md too, under that command: there is one source.
+6. A field of a run's config in code quotes, such as `train.save.steps`, exists under that name.
+7. "Not yet" is said only on the pages of `NOT_YET`: what is built since must not be called missing.
 
 Prints `path:line: message` for each finding and exits with 1 if there is one.
 """
@@ -37,6 +39,16 @@ RATE = re.compile(r"(?<![\w.,])\d[\d,.]* ?(?:[kMG] ?)?(?:[a-zA-Z]+/s|ms|GB|MB)\b
 """What is measured and could be another number tomorrow: so many things a second, milliseconds, bytes."""
 BENCH = re.compile(r"`(monolith bench \w+)[^`]*`")
 SOURCE_OF_FIGURES = re.compile(r"`(monolith bench \w+|make demo|make bench)[^`]*`")
+
+
+FIELD = re.compile(r"`(?:--)?(?P<path>[a-z_]+(?:\.[a-z_-]+)+)(?=[` =])")
+FILE_ENDINGS = ("py", "md", "toml", "json", "jsonl", "csv", "parquet", "txt")
+LATER = re.compile(r"\bnot (?:(?:built|implemented|supported|there) )?yet\b", re.IGNORECASE)
+NOT_YET = {
+    "docs/scale.md": "a limit that is not reached yet",
+    "docs/seed-map.md": "compared with the code by tests/tools/test_seed_map.py",
+}
+"""Page -> why it may say "not yet". Decisions may, too: they are of their day."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,7 +86,13 @@ def check(root: Path) -> list[Finding]:
     findings = [
         finding
         for page in pages
-        for found in (check_links(page, root), check_paths(page, root), check_commands(page))
+        for found in (
+            check_links(page, root),
+            check_paths(page, root),
+            check_commands(page),
+            check_fields(page),
+            check_not_yet(page),
+        )
         for finding in found
     ]
     readme = next((page for page in pages if page.path == "README.md"), None)
@@ -249,6 +267,44 @@ def section_of(text: str, command: str) -> str:
     begin = headings[-1]
     after = [found for found in HEADING.finditer(text, begin.end()) if len(found[1]) <= len(begin[1])]
     return text[begin.end() : after[0].start() if after else len(text)]
+
+
+# 6. Fields
+
+
+def check_fields(page: Page) -> Iterator[Finding]:
+    """Yield the quoted fields of a run's config that do not exist. Decisions keep the names of their day."""
+    if page.path.startswith("docs/decisions/"):
+        return
+    known, groups = config_paths()
+    for match in FIELD.finditer(page.prose):
+        path = match["path"].replace("-", "_")
+        is_file = path.rpartition(".")[2] in FILE_ENDINGS
+        if path.partition(".")[0] in groups and path not in known and not is_file:
+            yield page.finding(match.start(), f"`{path}` is no field of a run's config")
+
+
+@cache
+def config_paths() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the dotted paths of a run's fields and tables, and the groups whose fields are all known."""
+    from monolith.config.fields import describe_fields
+    from monolith.run import RunConfig
+
+    fields_of_run = [info.path for info in describe_fields(RunConfig)]
+    known = {path.rsplit(".", above)[0] for path in fields_of_run for above in range(path.count(".") + 1)}
+    return frozenset(known), frozenset(path.partition(".")[0] for path in fields_of_run if "." in path)
+
+
+# 7. Not yet
+
+
+def check_not_yet(page: Page) -> Iterator[Finding]:
+    if page.path in NOT_YET or page.path.startswith("docs/decisions/"):
+        return
+    for match in LATER.finditer(page.prose):
+        yield page.finding(
+            match.start(), f'"{match[0]}": is it still missing? If so, add the page to NOT_YET of the check'
+        )
 
 
 def main(arguments: list[str]) -> int:

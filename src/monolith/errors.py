@@ -50,12 +50,12 @@ One tree, so that a caller can catch as much or as little as it means to:
     ├── QueueClosedError        the queue was closed, and holds nothing more
     ├── ListenError             a port is taken or may not be listened on            (also OSError)
     ├── WrongThreadError        only the main thread may make this call              (also RuntimeError)
-    ├── TrainingError           a run cannot go on, or cannot do what was asked      (also RuntimeError)
+    ├── TrainingError           a run cannot continue, or cannot do what was asked   (also RuntimeError)
     │   ├── DivergedError       the loss is NaN, infinite or exploding
     │   │   └── NonFiniteError  of one batch: nothing of it was applied
     │   ├── NothingTrainedError  all data was skipped, and no step was taken
-    │   ├── BarrierAlreadyPlacedError  somebody else holds the workers back
-    │   └── ProfilerBusyError   the process is being profiled for somebody else
+    │   ├── BarrierAlreadyPlacedError  another caller has paused the workers
+    │   └── ProfilerBusyError   another caller is profiling the process
     ├── ModelDirLockedError     another process writes to this model_dir; names it
     ├── ExportError             a model or checkpoint cannot become a servable           (also ValueError)
     ├── SaveError               state is of a kind that a checkpoint cannot hold         (also ValueError)
@@ -113,7 +113,7 @@ class MissingExtraError(MonolithError, ImportError):
 
 
 class FilesystemError(MonolithError, OSError):
-    """A path could not be read, written, copied or renamed; `errno` is the cause's, where it had one."""
+    """A path could not be read, written, copied or renamed; `errno` is the cause's, if it had one."""
 
 
 class FileMissingError(FilesystemError, FileNotFoundError):
@@ -252,7 +252,7 @@ class DiscoveryError(ClusterError, OSError):
 
 
 class RetryableError(ClusterError):
-    """Something that may pass by itself; whoever runs the job may try again. All else is final."""
+    """A failure that may pass by itself: the job may retry. All other errors are final."""
 
 
 class UnavailableError(RetryableError, ConnectionError):
@@ -260,7 +260,7 @@ class UnavailableError(RetryableError, ConnectionError):
 
 
 class FailedPeerError(UnavailableError):
-    """Another process has said why it cannot go on."""
+    """Another process reported why it cannot continue."""
 
 
 class LostStateError(UnavailableError):
@@ -300,7 +300,7 @@ class MetricError(MonolithError, ValueError):
 
 
 class QueueClosedError(MonolithError):
-    """The queue was closed, and what it held has been taken."""
+    """The queue was closed, and all its items were taken."""
 
 
 class ListenError(MonolithError, OSError):
@@ -312,11 +312,11 @@ class WrongThreadError(MonolithError, RuntimeError):
 
 
 class TrainingError(MonolithError, RuntimeError):
-    """A run cannot go on, or cannot do what was asked of it."""
+    """A run cannot continue, or cannot do what was asked of it."""
 
 
 class DivergedError(TrainingError):
-    """The loss is NaN, infinite or exploding: what this run goes on to learn is worth nothing."""
+    """The loss is NaN, infinite or exploding: nothing that this run learns from now on is of use."""
 
 
 class NonFiniteError(DivergedError):
@@ -328,11 +328,11 @@ class NothingTrainedError(TrainingError):
 
 
 class BarrierAlreadyPlacedError(TrainingError):
-    """A barrier is placed already: somebody else holds the workers back."""
+    """A barrier is placed already: another caller has paused the workers."""
 
 
 class ProfilerBusyError(TrainingError):
-    """The process is being profiled already, for somebody else."""
+    """The process is being profiled already, by another caller."""
 
 
 class ModelDirLockedError(MonolithError):

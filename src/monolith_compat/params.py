@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from enum import Enum
 from typing import Any, Self, TypeVar
 
-from monolith.config.naming import UniqueNames
+from monolith.config.text import UniqueNames
 from monolith.errors import FrozenParamsError, InvalidParamError, UnknownParamError
 
 allowed_kwargs = frozenset(

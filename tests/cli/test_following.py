@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from monolith.cli.main import main
-from monolith.observe.summary_files import read_summaries
+from monolith.observe.summaries import read_summaries
 
 TASK = "train.tasks:Clicks"
 SMALL = ("--set", "batch_size=16")

@@ -13,8 +13,7 @@ import pytest
 from monolith.cli.insight import run
 from monolith.cli.options.jobs import InsightOptions
 from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
-from monolith.observe.summaries import insight_data, nas_data
-from monolith.observe.summary_files import SummaryWriter
+from monolith.observe.summaries import SummaryWriter, insight_data, nas_data
 
 NAMES = ["user", "item", "hour"]
 

@@ -10,8 +10,7 @@ import pytest
 
 from monolith.cli.insight import Insight, insights
 from monolith.errors import DataError
-from monolith.observe.summaries import TensorSummary, insight_data, nas_data
-from monolith.observe.summary_files import StoredSummary
+from monolith.observe.summaries import StoredSummary, TensorSummary, insight_data, nas_data
 
 RANDOM = np.random.default_rng(0)
 ROWS = 4000

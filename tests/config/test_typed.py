@@ -544,6 +544,6 @@ PLAIN = st.recursive(
 
 @given(st.dictionaries(st.text(st.characters(codec="utf-8")), PLAIN, max_size=4))
 def test_any_plain_data_survives_toml(data):
-    from monolith.config.toml import write_toml
+    from monolith.config.text import write_toml
 
     assert tomllib.loads(write_toml(data)) == data

@@ -8,7 +8,7 @@ import pytest
 
 from monolith.errors import RequestError
 from monolith.observe import Metrics
-from monolith.observe.scraped import Scraped
+from monolith.observe.metrics import Scraped
 
 
 def test_what_a_process_counts_is_read_back() -> None:

@@ -16,8 +16,7 @@ from tensorboard.context import RequestContext
 from tensorboard.data.provider import RunTagFilter
 
 from monolith.errors import FilesystemError, MissingExtraError
-from monolith.observe.summaries import insight_data, nas_data
-from monolith.observe.summary_files import SummaryWriter, read_summaries, summary_metadata
+from monolith.observe.summaries import SummaryWriter, insight_data, nas_data, read_summaries, summary_metadata
 
 NAMES = ["f1", "f2", "f3"]
 WEIGHT = torch.linspace(-1, 1, 17)

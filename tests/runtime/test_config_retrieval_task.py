@@ -17,7 +17,7 @@ from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec, IdFeature, SequenceFeature
 from monolith.model import TwoTower
 from monolith.model.by_name import ModelConfig
-from monolith.run.reading import read_run
+from monolith.run.loading import read_run
 from monolith.run.settling import RETRIEVAL_TASK
 from monolith.runtime import Trainer
 from monolith.runtime.config_task import ConfigRetrievalTask

@@ -20,7 +20,7 @@ from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
 from monolith.model import DeepFM
 from monolith.model.by_name import ModelConfig
-from monolith.run.reading import read_run
+from monolith.run.loading import read_run
 from monolith.run.settling import CONFIG_TASK
 from monolith.runtime import Trainer
 from monolith.runtime.config_task import ConfigTask

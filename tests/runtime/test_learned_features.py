@@ -12,7 +12,7 @@ from run.config_files import write_clicks, write_project
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature, Label
 from monolith.run.config import RunConfig
-from monolith.run.reading import read_run
+from monolith.run.loading import read_run
 from monolith.runtime import Trainer
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_setup import SPEC_FILE, take_learned, with_learned_features

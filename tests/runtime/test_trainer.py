@@ -521,7 +521,7 @@ def test_an_operator_ends_a_run_at_a_time_of_the_data(tmp_path: Path) -> None:
 
 def test_what_each_feature_brings_is_written_on_request(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from monolith.observe.summary_files import read_summaries
+    from monolith.observe.summaries import read_summaries
 
     train(TASK, model_dir=str(tmp_path), insight_every_steps=5)
     files = [str(path) for path in (tmp_path / "summaries" / "insight").iterdir()]
@@ -549,7 +549,7 @@ class OwnModel(Clicks):
 
 def test_the_label_is_written_next_to_what_each_feature_brings_on_request(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from monolith.observe.summary_files import read_summaries
+    from monolith.observe.summaries import read_summaries
 
     for name, task in (("ready", TASK), ("own", OwnModel())):
         folder = str(tmp_path / name)

@@ -21,7 +21,7 @@ from monolith.errors import ConfigError
 from monolith.observe import Progress, progress
 from monolith.observe.progress import describe_bytes
 from monolith.run import RunConfig
-from monolith.run.export_config import ExportConfig, RowCoding
+from monolith.run.config import ExportConfig, RowCoding
 from monolith.runtime.export import export_folder, how_to_export, task_exporter
 from monolith.runtime.report import read_run_manifest
 from monolith.serve.exporter import ExportedServable

@@ -26,8 +26,15 @@ from monolith.cli.options.jobs import InsightOptions
 from monolith.cli.task_config import load_reading_run
 from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
 from monolith.observe import Progress, progress
-from monolith.observe.summaries import INSIGHT_LEAF, NAS_LEAF, PLUGIN_NAME, SummaryType
-from monolith.observe.summary_files import EVENT_FILE_MARK, StoredSummary, read_summaries
+from monolith.observe.summaries import (
+    EVENT_FILE_MARK,
+    INSIGHT_LEAF,
+    NAS_LEAF,
+    PLUGIN_NAME,
+    StoredSummary,
+    SummaryType,
+    read_summaries,
+)
 from monolith.runtime import Trainer
 from monolith.train.importance import FeatureImportance
 

@@ -24,7 +24,7 @@ from monolith import __version__
 from monolith.cli.commands import ADDED_BY, COMMANDS, RENAMED, Command, all_commands
 from monolith.cli.options.flags import check_flags, split_run_flags
 from monolith.errors import ConfigError, MonolithError, RetryableError
-from monolith.observe.own_code import describe_own_error
+from monolith.observe.stacks import describe_own_error
 
 TRACEBACK = "--traceback"
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -1,12 +1,11 @@
 """Configuration: frozen dataclasses read strictly from files, environment and flags; and hyper-parameters."""
 
-from monolith.config.aliases import Aliases, Dropped, Moved, Renamed, Unsupported
 from monolith.config.fields import FieldInfo, describe_fields
-from monolith.config.naming import UniqueNames, to_snake_case
 from monolith.config.problems import Checked, ConfigProblemsError, Problem, UnreadableConfigError, problems_in
 from monolith.config.secret import MASK, Secret, is_secret_name, looks_secret, masked, masked_words
+from monolith.config.text import UniqueNames, format_duration, parse_bytes, parse_duration, to_snake_case
+from monolith.config.tree import Aliases, Dropped, Moved, Renamed, Unsupported
 from monolith.config.typed import config_from_mapping, differences, load_config, to_dict, to_toml
-from monolith.config.units import format_duration, parse_bytes, parse_duration
 
 __all__ = [
     "MASK",

@@ -15,21 +15,24 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Annotated, Any, get_args
 
-from monolith.config.aliases import Moved, former_path
-from monolith.config.fields import default_of, default_text, field_docs, leaf_paths, nested_class
-from monolith.config.hints import (
+from monolith.config.fields import (
     dataclass_members,
+    default_of,
+    default_text,
     describe,
+    field_docs,
     field_hints,
     is_collection,
     is_mapping,
+    leaf_paths,
     mapping_member,
     mapping_types,
     members,
+    nested_class,
 )
 from monolith.config.reading import TAG, nearest
 from monolith.config.secret import looks_secret
-from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
+from monolith.config.tree import Branch, Leaf, Moved, Node, former_path, grow, overlay, plant
 
 _NOT_GIVEN = ("\0",)  # no shell can pass it
 _Shadow = Any  # a dataclass made on the fly
@@ -55,7 +58,7 @@ def flags_tree(
 ) -> tuple[Node, list[str]]:
     """What `args` say about the fields of `cls`, and what is wrong with their names.
 
-    `--help` prints and exits, as tyro does. `old` names are known, too, to whoever mistypes one.
+    `--help` prints and exits, as tyro does. A mistyped flag is compared with `old` names, too.
     """
     import tyro
 
@@ -114,7 +117,7 @@ def environment_tree(
     Args:
         ignore: Variables that begin with `prefix` and are not config.
         foreign: Variables of others -> the path of the field that one sets. Ours win over them.
-        old: Old names of fields, which stand in the tree as they are.
+        old: Old names of fields, which stay in the tree as they are.
         moved: Former dotted paths of fields, which do, too.
     """
     tree: Node = Branch({}, "the environment")
@@ -182,7 +185,7 @@ def _shadow(
 
     Args:
         above: The fields that lead here, each with the class that has it.
-        named: Flags that were given; the others are left out, since each takes a millisecond to prepare. None
+        named: Flags that were given; all else is left out, since each takes a millisecond to prepare. None
             has all of them, with the texts of the fields, which take longer to find than everything else.
     """
     hints, docs = field_hints(cls), field_docs(cls) if named is None else {}

@@ -1,13 +1,14 @@
-"""What is wrong with a config: all of it, not only the first thing.
+"""The problems of a config: all of them, not only the first.
 
 A config that derives from `Checked` lists its problems, each with the fields it is about. The reader of
-files and flags then goes on without those fields, and finds what is wrong with the others, too.
+files and flags then continues without those fields, and finds the problems of the others, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from monolith.errors import ConfigError
 
@@ -70,3 +71,26 @@ class Checked:
         found = tuple(self.problems())
         if found:
             raise ConfigProblemsError(type(self).__name__, found)
+
+
+def not_negative(config: object, *names: str) -> Iterator[Problem]:
+    """Fields that must be None or at least 0."""
+    yield from at_least(0, config, *names)
+
+
+def at_least(least: int, config: object, *names: str) -> Iterator[Problem]:
+    """Fields that must be None or at least so many; a duration counts in seconds."""
+    for name in names:
+        given = getattr(config, name)
+        if given is None:
+            continue
+        number = given.total_seconds() if isinstance(given, timedelta) else given
+        if number < least:
+            yield Problem((name,), f"must be at least {least}, got {given}")
+
+
+def at_most_one(config: object, *names: str) -> Iterator[Problem]:
+    """Fields of which no two may be set."""
+    given = tuple(name for name in names if getattr(config, name) is not None)
+    if len(given) > 1:
+        yield Problem(given, "only one of them may be set")

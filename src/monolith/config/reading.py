@@ -13,12 +13,12 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin
 
-from monolith.config.fields import default_of
-from monolith.config.hints import (
+from monolith.config.fields import (
     NONE_TYPE,
     allows_none,
     bare,
     dataclass_members,
+    default_of,
     describe,
     field_hints,
     is_collection,
@@ -30,9 +30,8 @@ from monolith.config.hints import (
 )
 from monolith.config.problems import ConfigProblemsError, Problem
 from monolith.config.secret import MASK, Secret, is_secret_name, looks_secret
-from monolith.config.toml import NONE
+from monolith.config.text import NONE, parse_bytes, parse_duration
 from monolith.config.tree import Branch, Leaf, Node, find, grow
-from monolith.config.units import parse_bytes, parse_duration
 from monolith.errors import ConfigError
 
 TAG = "type"
@@ -43,7 +42,7 @@ _FALSE = {"false", "0", "no", "off"}
 
 
 class _Invalid(Enum):
-    """Stands for a value that could not be read; its problem is already noted."""
+    """Marks a value that could not be read; its problem is already noted."""
 
     VALUE = 0
 
@@ -144,7 +143,7 @@ class Reader:
         return self._construct(cls, values, table, path)
 
     def _absent(self, hint: Any, path: str) -> Any:
-        """A required field nobody set: a dataclass whose own fields have defaults needs no value."""
+        """Return the value of a required field that no source sets: a dataclass with defaults needs none."""
         if is_dataclass_type(bare(hint)):
             return self._read_dataclass(bare(hint), Branch({}, "defaults"), path)
         text = f"{path} is required: expected {describe(hint)}; {self._how_to_set(path)}"
@@ -291,7 +290,7 @@ class Reader:
         return origin(values) if origin in {list, set, frozenset} else tuple(values)
 
     def _parsed(self, node: Node, path: str) -> Node | None:
-        """`node`, with JSON text opened up; None, and a problem noted, where that is malformed."""
+        """`node`, with JSON text opened up; None, and a problem noted, if that is malformed."""
         if not isinstance(node, Leaf) or not node.is_text or not _looks_like_json(node):
             return node
         try:
@@ -311,7 +310,7 @@ class Reader:
 
 
 def _meant(classes: Iterable[type], node: Branch) -> type | None:
-    """The class of which a table has most keys, and lacks fewest; None where it has none of any."""
+    """The class of which a table has most keys, and lacks fewest; None if it has none of any."""
 
     def fits(cls: type) -> tuple[int, int]:
         given = node.children.keys()
@@ -332,7 +331,7 @@ HIDDEN = "something else, which is not shown"
 
 
 def _may_be_secret(hint: Any, path: str) -> bool:
-    """Whether a value may be a secret that was put in a wrong place: beside one, or by its name."""
+    """Whether a value may be a secret that was given for another field: by its neighbours, or by its name."""
     if is_secret_name(path):
         return True
     kinds = [kind for kind in members(hint) if is_dataclass_type(kind)]
@@ -351,7 +350,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _scalar(hint: Any, leaf: Leaf, *, is_size: bool) -> Any:
-    """The value as a `hint`; ValueError or TypeError where it is not one."""
+    """Return the value as a `hint`; raise ValueError or TypeError if it is not one."""
     value = leaf.value
     text = value if isinstance(value, str) else None
     if get_origin(hint) is Literal:

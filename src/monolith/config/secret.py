@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "********"
-"""What is shown in place of a secret. Read as a secret it is refused: somebody copied what was printed."""
+"""Shown in place of a secret. As the value of a secret it is refused: it was copied from printed output."""
 
 _SECRET_NAME = re.compile(
     r"token|secret|passw|auth|credential|private_?key|api_?key|access_?key", re.IGNORECASE
@@ -29,7 +29,7 @@ class Secret:
         self._text = text
 
     def reveal(self) -> str:
-        """Return the text. For whoever sends or compares it, and nobody else."""
+        """Return the text, for code that sends or compares it."""
         return self._text
 
     def __repr__(self) -> str:
@@ -50,13 +50,13 @@ class Secret:
         return hash((Secret, self._text))
 
     def __reduce__(self) -> str:
-        raise TypeError("a secret is not pickled: whoever reads the bytes would read it")
+        raise TypeError("a secret cannot be pickled: the bytes would contain it")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what stands under a name, of a flag, a variable or a field, is better not shown.
+    """Whether the value of a flag, a variable or a field with this name must not be shown.
 
-    A name that ends in file, path, dir or folder says where a secret is, which is none.
+    A name that ends in file, path, dir or folder is the location of a secret, and not a secret itself.
     """
     last = re.split(r"[.\[\]]|__", name.strip("-"))[-1].replace("-", "_")
     return bool(_SECRET_NAME.search(last)) and not _WHERE_IT_IS.search(last)
@@ -88,7 +88,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def masked(values: Any, name: str = "") -> Any:
-    """Return plain values with a mask in place of what stands under the name of a secret."""
+    """Return plain values with a mask in place of each value with the name of a secret."""
     if isinstance(values, Mapping):
         return {key: masked(value, str(key)) for key, value in values.items()}
     if isinstance(values, (list, tuple)):

@@ -11,7 +11,7 @@ Understood are nested dataclasses, None, unions, lists, tuples, sets, dicts,
 `Literal`, `Enum`, `Path`, `timedelta` ("10m"), and sizes ("64GiB") in
 int fields whose name ends in `_bytes`. For a field that may be None the text "none"
 means None, since TOML and shells have no null. A field that may be one of several
-dataclasses names its class in the key `type`, where the keys alone do not tell.
+dataclasses names its class in the key `type`, if the keys alone do not tell.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from monolith.config.aliases import Aliases, Moved, Renamed, old_flags, relocate, rename
-from monolith.config.flags import environment_tree, flag_name, flags_tree, variable_name
-from monolith.config.hints import (
+from monolith.config.fields import (
     allows_none,
     dataclass_members,
     field_hints,
@@ -38,12 +36,27 @@ from monolith.config.hints import (
     mapping_types,
     members,
 )
+from monolith.config.flags import environment_tree, flag_name, flags_tree, variable_name
 from monolith.config.problems import UnreadableConfigError
 from monolith.config.reading import TAG, Reader
 from monolith.config.secret import MASK, Secret
-from monolith.config.toml import NONE, write_toml
-from monolith.config.tree import Branch, Leaf, Node, cut, find, grow, overlay, plant
-from monolith.config.units import format_duration
+from monolith.config.text import NONE, format_duration, write_toml
+from monolith.config.tree import (
+    Aliases,
+    Branch,
+    Leaf,
+    Moved,
+    Node,
+    Renamed,
+    cut,
+    find,
+    grow,
+    old_flags,
+    overlay,
+    plant,
+    relocate,
+    rename,
+)
 from monolith.errors import ConfigError
 
 T = TypeVar("T")

@@ -47,10 +47,10 @@ class Backend(Protocol):
     def open_read(self, path: str) -> BinaryIO: ...
 
     def create(self, path: str, *, private: bool = False) -> BinaryIO:
-        """Open a new file for writing; a private one for its owner alone, where the store can."""
+        """Open a new file for writing; a private one for its owner alone, if the store can."""
 
     def sync(self, file: BinaryIO, path: str) -> None:
-        """Do not return before what was written survives a crash, where the store can promise it."""
+        """Return when the written bytes survive a crash, if the store can promise it."""
 
     def make_dirs(self, path: str) -> None: ...
 
@@ -103,7 +103,7 @@ def errors_as(doing: str, path: AnyPath) -> Iterator[None]:
 
 
 def filesystem_error(doing: str, path: AnyPath, cause: OSError) -> FilesystemError:
-    """The error to raise for `cause`, with advice where there is some."""
+    """The error to raise for `cause`, with advice if there is some."""
     kind: type[FilesystemError] = FilesystemError
     if isinstance(cause, FileNotFoundError):
         kind = FileMissingError

@@ -1,6 +1,6 @@
 """Copies of files and of whole folders, between any two filesystems.
 
-A folder is copied beside its destination and renamed into place when it is
+A folder is copied next to its destination and renamed into place when it is
 complete. Object stores cannot rename a folder; there a failed copy is removed again,
 and only a kill can leave a part of one.
 """

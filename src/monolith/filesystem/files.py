@@ -126,7 +126,7 @@ def atomic_write(path: AnyPath, *, private: bool = False) -> Iterator[BinaryIO]:
     once the block has ended. The folder must exist.
 
     Args:
-        private: For what may hold a secret: on a local disk nobody but the owner can read or write it.
+        private: For a file with secrets: on a local disk only its owner can read or write it.
 
     Raises:
         FilesystemError: The disk is full, the folder is missing or may not be written.

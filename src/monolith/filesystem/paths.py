@@ -57,12 +57,12 @@ def parent(path: AnyPath) -> str:
 
 
 def temporary(path: AnyPath) -> str:
-    """A new name beside `path` for something unfinished: `<path>-tmp-<random>`."""
+    """Return a new name next to `path` for an unfinished file: `<path>-tmp-<random>`."""
     return f"{os.fspath(path).rstrip('/')}-tmp-{secrets.token_hex(6)}"
 
 
 def is_temporary(path: AnyPath) -> bool:
-    """Whether `path` is what a write or copy left unfinished; if nobody is writing, it may go."""
+    """Whether `path` is an unfinished write or copy, which may be deleted if no process is writing it."""
     return bool(_TEMPORARY.search(base_name(path)))
 
 

@@ -1,10 +1,16 @@
 """What a running system says about itself: logs, progress, metrics and stack dumps."""
 
-from monolith.observe.clock_watch import ClockWatch, Sightings
 from monolith.observe.logs import Doublings, configure_logging, only_warnings, say_repeats
-from monolith.observe.memory import MemoryUse, MemoryWatch, memory_use
+from monolith.observe.machine import (
+    ClockWatch,
+    MemoryUse,
+    MemoryWatch,
+    Resting,
+    Sightings,
+    memory_use,
+    yield_to_others,
+)
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
-from monolith.observe.priority import Resting, yield_to_others
 from monolith.observe.progress import Progress, progress
 from monolith.observe.stacks import install_stack_dump, print_stack_trace
 

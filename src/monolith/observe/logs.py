@@ -1,4 +1,4 @@
-"""Logs: one handler on the root logger, dressed for whoever reads it.
+"""Logs: one handler on the root logger, formatted for its reader.
 
 A person at a terminal gets colours, a file gets plain lines, a collector gets
 one JSON object per line. Rooms only ever write
@@ -40,7 +40,7 @@ def configure_logging(level: str | int, json: bool = False, stream: TextIO | Non
         level: A name such as "info", in either case, or a number of `logging`.
         json: One JSON object per line: time, level, logger, message, what was
             passed as `extra`, and the traceback if there is one.
-        stream: Standard error by default. Colours only where it is a terminal.
+        stream: Standard error by default. Colours only if it is a terminal.
 
     Raises:
         ConfigError: No level of that name.

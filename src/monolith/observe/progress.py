@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 """Seconds that never run backwards."""
 
 Fraction = Callable[[], float | None]
-"""Which part is done, from 0 to 1; None where nobody knows."""
+"""Which part is done, from 0 to 1; None if it is unknown."""
 
 
 class Progress(Protocol):
@@ -50,7 +50,7 @@ def progress(
     """Show how far `label` has come, how fast it runs and how long it will still take.
 
     Args:
-        total: How much there is to do; None when nobody knows, which leaves out the time left.
+        total: How much there is to do; None if unknown; then the time left is not shown.
         unit: What is counted, in the plural: "rows", "bytes".
         stream: Standard error by default.
         every: Time between two lines where `stream` is not a terminal; None keeps silent there. A process
@@ -140,7 +140,7 @@ def describe_part(part: float) -> str:
 
 
 def describe_amount(done: float, total: float | None, unit: str) -> str:
-    """`250/1,000 rows (25%)`, or `250 rows` where the total is unknown."""
+    """`250/1,000 rows (25%)`, or `250 rows` if the total is unknown."""
     if total is None:
         return f"{done:,.0f} {unit}".rstrip()
     share = f" ({done / total:.0%})" if total > 0 else ""

@@ -1,8 +1,12 @@
-"""Stack dumps: ask a running process what every thread is doing, without stopping it.
+"""Stacks: what every thread of a running process does, and the user's own line in a traceback.
 
-`kill -USR1 <pid>` prints one stack per thread. Python runs signal handlers between
-two bytecodes of the main thread, so a main thread that is stuck in native code
-answers when it comes back.
+`kill -USR1 <pid>` prints one stack per thread without stopping the process. Python runs signal handlers
+between two bytecodes of the main thread, so a main thread that is stuck in native code answers when it
+returns.
+
+A task runs deep inside a trainer and torch, so its errors come with thirty frames of other code. The
+innermost frame of a file that is neither ours, nor Python's, nor an installed package's is the one to read
+first.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ import contextlib
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+import monolith
 from monolith.errors import WrongThreadError
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -48,7 +55,7 @@ def install_stack_dump(signum: int = signal.SIGUSR1, file: TextIO | None = None)
     Installing again takes the place of the earlier dump: one signal, one dump.
 
     Returns:
-        Puts the earlier handler back, unless someone else has taken the signal since.
+        Puts the earlier handler back, unless other code has taken the signal since.
 
     Raises:
         WrongThreadError: Not called from the main thread. The same holds for the
@@ -65,7 +72,7 @@ def install_stack_dump(signum: int = signal.SIGUSR1, file: TextIO | None = None)
     def uninstall() -> None:
         _require_main_thread(signum)
         if signal.getsignal(signum) is dump:
-            # None stands for a handler that C code installed and Python cannot name.
+            # None means a handler that C code installed and Python cannot name.
             signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
 
     return uninstall
@@ -108,3 +115,37 @@ def _require_main_thread(signum: int) -> None:
             "Python allows that in the main thread only. Call install_stack_dump from main(), before "
             "starting threads."
         )
+
+
+def describe_own_error(error: BaseException) -> str | None:
+    """Return one line on an error in a person's own code: file, line, function and what was wrong.
+
+    Returns:
+        None if no frame is theirs: then the mistake is ours.
+    """
+    frame = own_frame(error)
+    if frame is None:
+        return None
+    said = next((line for line in str(error).splitlines() if line.strip()), "")
+    what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {what}"
+
+
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of a person's own file, in the error or in what it was raised from."""
+    folders = tuple(_others())
+    seen: BaseException | None = error
+    while seen is not None:
+        for frame in reversed(traceback.extract_tb(seen.__traceback__)):
+            path = Path(frame.filename)
+            if path.exists() and not any(folder in path.resolve().parents for folder in folders):
+                return frame
+        seen = seen.__cause__
+    return None
+
+
+def _others() -> Iterator[Path]:
+    """Folders of code that the person did not write."""
+    yield Path(monolith.__file__).resolve().parent
+    for name in ("stdlib", "platstdlib", "purelib", "platlib"):
+        yield Path(sysconfig.get_path(name)).resolve()

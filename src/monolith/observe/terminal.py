@@ -94,9 +94,9 @@ class Bar:
 
 
 class LiveLine:
-    """Facts about something that runs, drawn in one place, under a bar where one knows how far it will go.
+    """Facts about a running job, redrawn in place, under a bar if the total is known.
 
-    Draws when it is told to, and only then: whoever has the facts knows how often they are worth it.
+    Draws only when `show` is called: the caller knows how often the facts change.
     """
 
     def __init__(self, label: str, unit: str, stream: TextIO) -> None:
@@ -114,7 +114,7 @@ class LiveLine:
         """Draw these facts in place of the last ones.
 
         Args:
-            part: Which part is done, where nobody knows the total.
+            part: The fraction that is done, if the total is unknown.
         """
         head = Table.grid(padding=(0, 1))
         cells: list[ProgressBar | Text] = [Text(self._label, style="bold")]

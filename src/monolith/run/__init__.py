@@ -3,13 +3,11 @@
 Nothing here needs torch, so that a launcher, `monolith config` and `--help` answer at once.
 """
 
-from monolith.run.config import RunConfig
-from monolith.run.loading import load_run_config
+from monolith.run.config import MetricsConfig, ProfileConfig, RunConfig, ThreadsConfig
+from monolith.run.loading import check_run, load_run_config, read_run, refused
 from monolith.run.old_names import ALIASES, FLAGS_OF_OTHERS, OLD_NAMES
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
-from monolith.run.reading import check_run, read_run, refused
 from monolith.run.settling import settle
-from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 
 __all__ = [
     "ALIASES",

@@ -1,26 +1,25 @@
-"""A whole run as one value: it contains the configs of the rooms, and adds what is between them.
+"""A whole run as one value: the configs of the packages that a run uses, and the checks between them.
 
-A field is said once, in the config of the room that obeys it: `train` is the `TrainConfig` that a trainer
-takes, `kafka` the `KafkaConfig` that a source takes, `security` what listeners ask for. So a file, a flag
-(--train.save.steps), a variable (MONOLITH_TRAIN__SAVE__STEPS) and Python code all use the same names.
+Each field exists once, in the config of the package that obeys it: `train` is the `TrainConfig` that a
+trainer takes, `kafka` the `KafkaConfig` of a source, `security` the credentials of listeners. So a file, a
+flag (--train.save.steps), a variable (MONOLITH_TRAIN__SAVE__STEPS) and Python code use the same names.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from monolith.cluster.security import SecurityConfig
 from monolith.config import Checked, Problem, problems_in
+from monolith.config.problems import at_least, not_negative
 from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
 from monolith.errors import ConfigError
-from monolith.run.examples import ExamplesConfig
-from monolith.run.export_config import ExportConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
-from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.serve.config import ServeConfig
 from monolith.store.dense_cache import DenseConfig
 from monolith.sync.publish_config import PublishConfig
@@ -32,6 +31,111 @@ from monolith.wire.ports import Limits
 if TYPE_CHECKING:
     from monolith.feature import FeatureSpec
     from monolith.model.by_name import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreadsConfig(Checked):
+    """How many threads torch uses; None leaves it to torch."""
+
+    intra_op: int | None = None
+    """Threads that share one operation of torch; None is as many as there are cores."""
+    inter_op: int | None = None
+    """Operations of torch that run at a time; None leaves it to torch."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from at_least(1, self, "intra_op", "inter_op")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsConfig(Checked):
+    """The metrics of this process for Prometheus, and its status for `monolith status watch`."""
+
+    prefix: str | None = None
+    """What names of metrics begin with; None means monolith."""
+    port: int | None = None
+    """The port on which metrics are served to Prometheus; 0 takes a free one, None serves none."""
+    host: str = "127.0.0.1"
+    """The address of the metrics port. One that others can reach needs certificates or a token: see
+    security."""
+    status_every: timedelta | None = None
+    """How often this process writes its status to status/ of the model_dir, for `monolith status`; 0 writes
+    nothing, None takes 2 s, and 15 s in a model_dir that is remote."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from not_negative(self, "port", "status_every")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig(Checked):
+    """Which steps are recorded with torch's profiler."""
+
+    from_step: int | None = None
+    """The first of ten steps that are profiled; the profile is a file in the model_dir."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from not_negative(self, "from_step")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExamplesConfig:
+    """Settings of the examples that features are read of; see `FeatureSpec`."""
+
+    event_time: str | None = None
+    """The column of each example's time, by which rows expire and time gaps are measured: texts in ISO 8601,
+    which are UTC without a zone, timestamps, dates, or Unix times. An example without one does not move the
+    clock."""
+    event_time_unit: Literal["auto", "iso", "s", "ms", "us", "ns"] = "auto"
+    """What numbers in columns of times count: seconds, milliseconds, microseconds or nanoseconds; or "iso"
+    for texts in ISO 8601 alone. "auto" recognises each by its size or form, and a line of the log says so."""
+    group: str | None = None
+    """The feature of ids that groups examples for metrics by group, such as the user."""
+    fids: bool = False
+    """Whether ids carry the slot of their feature in their high bits, as fids of version 2."""
+    optional: tuple[str, ...] = ()
+    """Columns that the data may lack: they then read as empty cells, and a label is not there. A label that
+    is not optional must be in every record: one without it is bad."""
+    max_bad: float = 0.1
+    """The fraction of records that may be bad, 0 to 1: left out and counted. More end the run."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of it by name, as a FeatureSpec takes it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+RowCoding = Literal["fp32", "fp16", "int8"]
+
+EXPORTED = "exported_models"
+"""The folder of servables, in the model_dir, where nobody says another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig(Checked):
+    """Servables of a run's checkpoints, for `monolith serve`."""
+
+    when_saving: bool = False
+    """Whether every checkpoint is exported when it is saved. An export that fails is logged and counted, and
+    training continues."""
+    dir: str | None = None
+    """The folder that versions are written to, on a disk of this machine; None is exported_models in the
+    model_dir."""
+    keep: int | None = None
+    """How many versions to keep, in addition to those that a server has loaded; None keeps the versions of
+    all kept checkpoints."""
+    coding: RowCoding = "fp32"
+    """How the numbers of rows are written: fp16 takes half the memory, int8 a quarter, and the error that
+    they make is measured."""
+    codings: Mapping[str, RowCoding] = field(default_factory=dict)
+    """The coding of single tables that differ from `coding`."""
+    shards: int = 0
+    """How many serving servers the rows are split over; 0 keeps them with the rest of the model."""
+    missing_rows: Literal["refuse", "default"] = "refuse"
+    """Whether a server answers with zeros in place of rows whose serving server does not answer, and says so;
+    refuse answers with an error."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from at_least(1, self, "keep")
+        yield from not_negative(self, "shards")
 
 
 INPUTS = ("data", "kafka", "data_service", "admission", "candidates")

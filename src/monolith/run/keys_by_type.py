@@ -61,7 +61,7 @@ def _of_models() -> Iterator[TypedKey]:
 
 
 def _of_features() -> Iterator[TypedKey]:
-    from monolith.config.hints import members
+    from monolith.config.fields import members
     from monolith.feature.spec import AnyFeature
 
     for kind in members(AnyFeature):

@@ -245,8 +245,8 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "reload_alias_map": Renamed("train.restore.alias_map", turned_round),
     "enable_alias_map_auto_gen": Renamed("train.restore.auto_alias"),
     "enable_model_dump": Unsupported(
-        "no model is written beside its checkpoints; `monolith checkpoint inspect` shows what one holds, "
-        "`monolith checkpoint export` writes it out"
+        "set export.when_saving, which writes a servable with each checkpoint; `monolith checkpoint inspect` "
+        "shows the content of a checkpoint"
     ),
     "enable_resource_constrained_roughsort": Unsupported(_ITEMS),
     "roughsort_candidate_items_path": Unsupported(_ITEMS),

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Literal
 
 from monolith.config import Checked, Problem, Secret
-from monolith.run.checks import at_least, not_negative
+from monolith.config.problems import at_least, not_negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class JobConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig(Checked):
-    """The processes of a run and the place of this one among them."""
+    """The processes of a run, and the role and index of this one."""
 
     role: Literal["worker", "ps", "dispatcher", "data_worker"] = "worker"
     """What this process is: a worker, a parameter server; or, of the data service of the run, the dispatcher
@@ -60,12 +60,12 @@ class ClusterConfig(Checked):
     num_workers: int = 1
     """Workers that the run is started with, the chief included."""
     max_workers: int = 0
-    """The most workers there may be at a time, where the data hands out work: those beyond num_workers come
-    when they like. 0 allows num_workers."""
+    """The most workers at a time, if the data is a work queue: workers beyond num_workers may join at any
+    time. 0 allows num_workers."""
     mode: Literal["async", "sync"] = "async"
     """How workers train one model: `async`, each at its own pace, with rows and weights on parameter servers;
-    or `sync`, all in step as ranks, each of which holds all of the weights, and a share of the rows unless
-    num_ps parameter servers hold them."""
+    or `sync`, all in step as ranks, each of which has all weights, and a shard of the rows unless num_ps
+    parameter servers have them."""
     num_redundant_ps: int = 0
     """Parameter servers started in addition to those that are used: the run begins with those that register
     first, and the others are spares."""
@@ -89,7 +89,7 @@ class ClusterConfig(Checked):
     """Whether parameter servers send rows as half floats, at half the bytes: each is rounded by at most one
     part in 2,048 on its way. What they hold, and gradients, stay whole."""
     kind: Literal["stable", "tide", "k8s"] = "stable"
-    """Whose machines these are; a label of the metrics."""
+    """The kind of machines; a label of the metrics."""
     listen: str = ""
     """The host that this process listens on, by which others reach it; empty takes the machine's own
     address."""
@@ -136,12 +136,12 @@ class ClusterConfig(Checked):
 
     @property
     def num_spares(self) -> int:
-        """Parameter servers that start without a share."""
+        """Parameter servers that start without a shard."""
         return self.num_redundant_ps + self.num_extra_ps + self.num_standbys
 
     @property
     def num_standbys(self) -> int:
-        """Parameter servers that keep the copy of a share."""
+        """Parameter servers that keep the copy of a shard."""
         return self.standbys * self.num_ps
 
     @property
@@ -216,10 +216,10 @@ class FailoverConfig(Checked):
     wait: timedelta = timedelta(seconds=5)
     """The pause before a worker joins again."""
     recovery: Literal["exact", "keep_going"] = "exact"
-    """What becomes of the others when a process is lost. With `exact` all go back to the last checkpoint, and
-    nothing is lost or trained twice. With `keep_going` they keep what they learned: only the share of a lost
-    server is restored from the last checkpoint, a lost worker resumes from its position there, and what was
-    lost is reported."""
+    """What happens when a process is lost. With `exact` all processes roll back to the last checkpoint, and
+    nothing is lost or trained twice. With `keep_going` they continue: only the shard of a lost server is
+    restored from the last checkpoint, a lost worker resumes from its position there, and the lost updates
+    are reported."""
     spare_after: timedelta = timedelta(seconds=5)
     """How long a lost server may take to come back before a spare one takes its place, where
     cluster.num_redundant_ps provides spares."""
@@ -234,7 +234,7 @@ NO_LIMIT = timedelta(days=36500)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeoutsConfig(Checked):
-    """How long to wait for others."""
+    """How long processes of a run wait for each other."""
 
     operation: timedelta | None = None
     """The longest that one call of a server may take, other than a lookup; None takes timeouts.lookup.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from monolith.config import FieldInfo, describe_fields
-from monolith.config.toml import toml_value
+from monolith.config.text import toml_value
 from monolith.errors import ConfigError
 from monolith.run.config import RunConfig
 

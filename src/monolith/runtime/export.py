@@ -23,7 +23,7 @@ from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
-from monolith.run.export_config import EXPORTED, ExportConfig
+from monolith.run.config import EXPORTED, ExportConfig
 from monolith.runtime import Trainer
 from monolith.serve.export_tables import TableCodings
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel

@@ -35,8 +35,7 @@ from monolith.cluster.run_token import RUN_TOKEN
 from monolith.config import differences, to_dict
 from monolith.errors import ConfigError
 from monolith.run import RunConfig, refused
-from monolith.run.loading import FOREIGN_VARIABLES, NOT_CONFIG
-from monolith.run.reading import listed_problems
+from monolith.run.loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems
 from monolith.run.runtime import listen_address
 from monolith.runtime.context import Launch, MakeTask, RunContext, RunResult
 

@@ -28,7 +28,7 @@ from monolith.errors import CorruptFileError, ExportError, MonolithError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection
 from monolith.model.collection import StandIn
-from monolith.observe.own_code import own_frame
+from monolith.observe.stacks import own_frame
 from monolith.serve.dense import DenseGraph, clean_graph
 
 Predict = Callable[[nn.Module, Batch], Mapping[str, Tensor]]

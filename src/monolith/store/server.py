@@ -48,7 +48,7 @@ from monolith.wire.flight_server import Exchange, Handlers, Server, typed_exchan
 from monolith.wire.messages import Bounds, Call, Count, Name, Nothing, typed
 from monolith.wire.ports import Limits
 
-SERVICE = Service(
+SERVICE: Service = Service(
     name="parameter server",
     peers="parameter servers and workers",
     failure=ClusterError,

@@ -18,7 +18,7 @@ from typing import Any
 
 from monolith import filesystem
 from monolith.errors import CorruptFileError, FileMissingError, TransientFilesystemError
-from monolith.observe.summary_files import SummaryWriter
+from monolith.observe.summaries import SummaryWriter
 
 FOLDER = "eval"
 """Below the model's folder; TensorBoard shows it as a run of its own."""

@@ -28,8 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from monolith.config.fields import FieldInfo, argument_docs, describe_fields, field_docs
-from monolith.config.hints import field_hints, members
+from monolith.config.fields import FieldInfo, argument_docs, describe_fields, field_docs, field_hints, members
 from monolith.config.reading import Reader
 from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
 from monolith.errors import ConfigError, UnknownTaskError

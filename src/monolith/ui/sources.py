@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.cluster.status import FAILED, STATUS_PATH, JobStatus, ProcessStatus, Rates
 from monolith.errors import ConfigError, RequestError, UnavailableError
+from monolith.observe.metrics import Scraped
 from monolith.observe.progress import describe_seconds
-from monolith.observe.scraped import Scraped
 from monolith.ui.board import PageSource
 from monolith.ui.figures import (
     STAGE_HISTOGRAMS,

@@ -28,7 +28,7 @@ from monolith.feature import (
 )
 from monolith.model import EmbeddingCollection
 from monolith.nn import Dense
-from monolith.observe.summary_files import StoredSummary, read_summaries
+from monolith.observe.summaries import StoredSummary, read_summaries
 from monolith.runtime import Trainer
 from monolith.table import Sgd
 from monolith.train import Hook, StepResult, TrainConfig, TrainingRun, drive

@@ -24,7 +24,7 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.nn import IRazor, SeNet
 from monolith.observe import Metrics
-from monolith.observe.summary_files import read_summaries
+from monolith.observe.summaries import read_summaries
 from monolith.runtime import LocalRun, Trainer, TrainReport
 from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.hooks import DeepInsightConfig, HooksConfig

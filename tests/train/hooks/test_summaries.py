@@ -17,7 +17,7 @@ from train.tasks import Clicks
 
 from monolith.errors import ConfigError, MissingExtraError
 from monolith.feature import Batch, FeatureIds
-from monolith.observe.summary_files import read_summaries
+from monolith.observe.summaries import read_summaries
 from monolith.runtime import Trainer
 from monolith.table import TableStats
 from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, drive

@@ -147,14 +147,14 @@ def _known() -> Mapping[str, str]:
 
 def _tables() -> Collection[str]:
     """The groups of a run's config whose keys depend on the model, the features or the task."""
-    from monolith.config.hints import field_hints, mapping_member
+    from monolith.config.fields import field_hints, mapping_member
     from monolith.run import RunConfig
 
     return [name for name, hint in field_hints(RunConfig).items() if mapping_member(hint)]
 
 
 def _takes(hint: Any) -> str:
-    from monolith.config.hints import is_collection, is_mapping, members
+    from monolith.config.fields import is_collection, is_mapping, members
 
     kinds = members(hint)
     if any(is_collection(kind) or is_mapping(kind) for kind in kinds):

@@ -28,93 +28,103 @@ class TrainOptions:
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
     """The task: package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns
-    one; by default job.task of the config."""
+    one; by default job.task of the config. Sets job.task."""
     launch: Literal["local", "ray"] | None = None
     """Start all processes of the run: as children of this one, or on a Ray cluster."""
     mode: Literal["async", "sync", "train", "eval", "infer", "train_and_eval"] | None = None
-    """How several processes train: async, each at its own pace, on parameter servers; or sync, all in step as
-    ranks, which hold the rows themselves. The other words set job.command, whose old name is mode."""
+    """How several processes train: async, each at its own speed, on parameter servers; or sync, all in step
+    as ranks, which also store the rows. Other words set job.command, the former job.mode. Sets
+    cluster.mode."""
     num_ps: int | None = None
-    """The number of parameter servers, which hold rows and weights; by default 0: the worker does."""
+    """The number of parameter servers, which hold rows and weights; by default 0: the worker does. Sets
+    cluster.num_ps."""
     num_workers: int | None = None
-    """The number of processes that train, each on its share of the data; by default 1."""
+    """The number of worker processes, each of which trains on a shard of the data; by default 1. Sets
+    cluster.num_workers."""
     ray_address: str | None = None
     """The Ray cluster for --launch ray: auto, host:port or ray://host:port; by default one is started on this
     machine for as long as the run lasts."""
     model_dir: str | None = None
-    """The folder of checkpoints, summaries and the run's manifest; without it nothing is kept."""
+    """The folder of checkpoints, summaries and the run's manifest; without it nothing is stored. Sets
+    train.model_dir."""
     config: Path | None = None
     """A TOML or JSON file with the settings of the run; flags and variables win over it."""
     set: Settings = ()
     """A setting of the task, as key=value; may be given several times."""
     steps: int | None = None
-    """End the run after this many more steps."""
+    """End the run after this many more steps. Sets train.steps."""
     max_steps: int | None = None
-    """End the run when the model has taken this many steps in all its runs."""
+    """End the run when the model has taken this many steps in all its runs. Sets train.max_steps."""
     max_time: str | None = None
-    """End the run after this long: seconds, or as in 90m or 1h30m."""
+    """End the run after this long: seconds, or as in 90m or 1h30m. Sets train.max_time."""
     epochs: int | None = None
-    """Read the training data this often, in another order each time."""
+    """Read the training data this often, in another order each time. Sets train.epochs."""
     evaluate_every_steps: int | None = None
-    """Evaluate the model on the task's evaluation data every so many steps, and keep the best checkpoint."""
+    """Evaluate the model on the task's evaluation data every N steps, and keep the best checkpoint. Sets
+    train.evaluate.every_steps."""
     patience: int | None = None
-    """Stop after this many evaluations in a row that were no better than the best."""
+    """Stop after this many evaluations in a row that were no better than the best. Sets
+    train.evaluate.patience."""
     seed: int | None = None
-    """The seed of the first weights and of random numbers."""
+    """The seed of the first weights and of random numbers. Sets train.seed."""
     deterministic: bool = False
-    """Let nothing depend on time: the same data gives the same bits, also through restarts."""
+    """Let nothing depend on time: the same data gives the same bits, also through restarts. Sets
+    train.deterministic."""
     save_steps: int | None = None
-    """Save every so many steps; by default 1000."""
+    """Save every N steps; by default 1000. Sets train.save.steps."""
     save_secs: float | None = None
-    """Save every so many seconds instead."""
+    """Save every N seconds instead. Sets train.save.secs."""
     max_to_keep: int | None = None
-    """How many checkpoints to keep; 0 keeps all."""
+    """How many checkpoints to keep; 0 keeps all. Sets train.keep.max_to_keep."""
     full_every: int | None = None
-    """How many checkpoints there are to one that is full; the others hold only the rows that changed."""
+    """Write a full checkpoint every N saves; the others are incremental. Sets train.keep.full_every."""
     from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN")] = None
     """Start a changed model from another run: RUN, RUN/best, RUN/latest, RUN/STEP or the path of a
     checkpoint; RUN alone is its best, if it was evaluated, or its latest. What fits is loaded, the rest
     starts fresh, and a table says which is which. The new run needs a --model-dir of its own, from which it
     resumes later."""
     restore_dir: str | None = None
-    """Another model_dir to start from, where this one has no checkpoint of its own."""
+    """Another model_dir to start from, if this one has no checkpoint of its own. Sets train.restore.dir."""
     restore_checkpoint: str | None = None
-    """The checkpoint to go back to, or to start from with --restore-dir: model.ckpt-30, 30, or the whole
-    prefix of its files; any that is on disk and sound. A run goes back to a checkpoint once, so that a
-    restart with the same flags goes on from what was saved since."""
+    """The checkpoint to roll back to, or to start from with --restore-dir: model.ckpt-30, 30, or the whole
+    prefix of its files; any that is on disk and sound. A run rolls back to a checkpoint once, so that a
+    restart with the same flags resumes from the newest save. Sets train.restore.checkpoint."""
     optimizer_state: Literal["keep", "reset", "auto"] | None = None
-    """What to do with the optimizer state of restored rows; auto resets it where the optimizer changed."""
+    """What to do with the optimizer state of restored rows; auto resets it if the optimizer changed. Sets
+    train.restore.optimizer_state."""
     no_strict: bool = False
-    """Initialize tables and variables that the checkpoint lacks, instead of failing."""
+    """Initialize tables and variables that the checkpoint lacks, instead of failing. Sets
+    train.restore.strict."""
     reset_dense: bool = False
-    """Initialize the dense weights again, once, and restore only rows."""
+    """Initialize the dense weights again, once, and restore only rows. Sets train.restore.reset_dense."""
     continue_training: bool = False
-    """Keep the step of the checkpoint with --reset-dense, instead of counting from 0."""
+    """Keep the step of the checkpoint with --reset-dense, instead of counting from 0. Sets
+    train.restore.continue_training."""
     prefetch: int | None = None
-    """The number of batches that are read and prepared ahead; 0 for none."""
+    """The number of batches that are read and prepared ahead; 0 for none. Sets train.prefetch."""
     no_async_push: bool = False
-    """Update rows before the next batch is computed, instead of beside it."""
+    """Update rows before the next batch is computed, instead of at the same time. Sets train.async_push."""
     evict_every_steps: int | None = None
-    """Drop expired rows every so many steps."""
+    """Evict expired rows every N steps. Sets train.evict_every_steps."""
     threads: int | None = None
-    """Threads of torch's own operations; by default as many as there are cores."""
+    """Threads of torch's own operations; by default as many as there are cores. Sets threads.intra_op."""
     metric_window: str | None = None
     """The examples, or the event time, that each reported metric is computed of: 100000, 1h; by default
-    100000."""
+    100000. Sets train.metric_window."""
     summaries: bool = False
     """Write TensorBoard summaries even if the config file says not to."""
     no_summaries: bool = False
-    """Write no TensorBoard summaries."""
+    """Write no TensorBoard summaries. Sets train.summary_every_steps."""
     profile: bool = False
     """Record a few steps with torch's profiler, for chrome://tracing, into profile/ of the model_dir."""
     control: bool = False
     """Let the run be controlled: halt, resume, save and stop it by the controller or the file monolith_action
     in the model_dir, and profile any of its processes with `monolith status profile`."""
     metrics_port: int | None = None
-    """Serve Prometheus metrics on this port; 0 chooses a free one."""
+    """Serve Prometheus metrics on this port; 0 chooses a free one. Sets metrics.port."""
     metrics_host: str | None = None
     """The address of the metrics port, by default 127.0.0.1. Another one needs certificates or a token: see
-    the group security of the config."""
+    the group security of the config. Sets metrics.host."""
     quiet: bool = False
     """Show the result alone, and on standard error only warnings and errors."""
     json: bool = False

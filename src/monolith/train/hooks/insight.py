@@ -20,8 +20,7 @@ from monolith.feature import LayoutKind, LayoutSpec
 from monolith.filesystem import join
 from monolith.model import EmbeddingCollection
 from monolith.nn import Dense, IRazor, SeNet, feature_insight, watch_segments
-from monolith.observe.summaries import Groups, TensorSummary, insight_data, nas_data
-from monolith.observe.summary_files import SummaryWriter
+from monolith.observe.summaries import Groups, SummaryWriter, TensorSummary, insight_data, nas_data
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.summaries import FOLDER as SUMMARIES
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from monolith import filesystem
 from monolith.errors import ConfigError, MissingExtraError
-from monolith.observe.summary_files import SummaryWriter
+from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.config import TrackingConfig

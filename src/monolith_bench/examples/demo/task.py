@@ -14,7 +14,7 @@ from monolith.data.synthetic.drift import FEATURES, SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.run import RunConfig
-from monolith.run.surroundings import MetricsConfig
+from monolith.run.config import MetricsConfig
 from monolith.sync import PublishConfig
 from monolith.sync.publish_config import GuardConfig
 from monolith.table import Adagrad
