@@ -48,6 +48,7 @@ check: setup  ## Lint, format, types, imports, names, documentation
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/python tools/check_imports.py
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/check_words.py
 
 docs: setup  ## The documentation as a site, in build/site
 	$(BIN)/python tools/reference.py
