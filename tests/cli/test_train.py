@@ -29,6 +29,7 @@ from monolith.cli import train as command
 from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
 from monolith.cli.options.train import TrainOptions
+from monolith.cli.terminal import warn
 from monolith.cli.train_report import MARK, _describe_lost
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
@@ -112,14 +113,14 @@ def test_a_run_that_an_error_ends_says_its_last_checkpoint(
     run = load_run_config(code={"train.model_dir": model_dir})
 
     def failing(error: Exception, environ: dict[str, str]) -> str:
-        with pytest.raises(type(error)), command.last_checkpoint_said(run, environ):
+        with pytest.raises(type(error)), process.last_checkpoint_reported(run, environ, warn):
             raise error
         return capsys.readouterr().err
 
     assert failing(DataError("torn"), {}) == ""  # there is none
     Trainer(Clicks(), TrainConfig(model_dir=model_dir, steps=2)).train()
     capsys.readouterr()
-    said = f"the last checkpoint is {model_dir}/model.ckpt-2; the same command goes on from it\n"
+    said = f"the last checkpoint is {model_dir}/model.ckpt-2; the same command resumes from it\n"
     assert failing(DataError("torn"), {}) == said
     assert failing(ConfigError("no such thing"), {}) == ""
     assert failing(DataError("torn"), {MARK: "its launcher says so"}) == ""

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 from services import warm
 
-import monolith.runtime
+import monolith.train
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
 from monolith.cluster import FilesConfig, FilesDiscovery, Waiting
 from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
 from monolith.run import RunConfig, load_run_config
+from monolith.runtime import attempts
 from monolith.runtime.context import Output
 from monolith.runtime.parameter_server import ServerEnd
 from monolith.runtime.process import StoppedWhileWaitingError, Stopper, reported_to_yarn, serve_metrics
@@ -55,7 +56,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked.append({"task": task, "config": config, "discovery": discovery, **given})
         return ServerEnd("the run is over", finished=True)
 
-    monkeypatch.setattr(monolith.runtime, "serve_parameters", serve)
+    monkeypatch.setattr(monolith.train, "serve_parameters", serve)
     return asked
 
 
@@ -103,14 +104,14 @@ def test_a_signal_ends_a_server_with_its_status(tmp_path: Path, monkeypatch: pyt
         assert stop.wait(30)
         return ServerEnd("stopped")
 
-    monkeypatch.setattr(monolith.runtime, "serve_parameters", serve)
+    monkeypatch.setattr(monolith.train, "serve_parameters", serve)
     assert run(tmp_path, "--cluster.role", "ps", "--cluster.listen", "127.0.0.1") == 143
 
 
 def test_a_server_of_a_run_that_is_not_finished_wants_to_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monolith.runtime, "serve_parameters", lambda *_, **__: ServerEnd("stopped"))
+    monkeypatch.setattr(monolith.train, "serve_parameters", lambda *_, **__: ServerEnd("stopped"))
     assert run(tmp_path, "--cluster.role", "ps", "--cluster.listen", "127.0.0.1") == os.EX_TEMPFAIL
 
 
@@ -134,7 +135,7 @@ def test_a_worker_joins_with_what_the_config_says(tmp_path: Path, monkeypatch: p
         asked.append(given)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("monolith.runtime.attempts.join_fleet", join)
+    monkeypatch.setattr(attempts, "join_fleet", join)
     more = ["--num-workers", "3", "--cluster.index", "2", "--job.id", "run7", "--timeouts.start", "5m"]
     more += ["--timeouts.lookup", "8s"]
     with pytest.raises(ConfigError, match="enough"):
@@ -396,7 +397,7 @@ def test_a_chief_that_cannot_join_kills_the_job(
     def join(*_: Any, **__: Any) -> Any:
         raise DeadlineExceededError("servers did not come")
 
-    monkeypatch.setattr("monolith.runtime.attempts.join_fleet", join)
+    monkeypatch.setattr(attempts, "join_fleet", join)
     with pytest.raises(DeadlineExceededError):
         run(tmp_path, environ=environ)
     assert told == [("kill", "DeadlineExceededError: servers did not come")]

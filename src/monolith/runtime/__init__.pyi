@@ -1,5 +1,6 @@
 """The runtime: what runs a task, in one process, on parameter servers or across ranks."""
 
+from monolith.runtime.context import Launch, Output, RunResult
 from monolith.runtime.coordinator import Coordinator
 from monolith.runtime.fleet import Fleet, join_fleet
 from monolith.runtime.fleet_placement import FleetCoordinator
@@ -8,6 +9,7 @@ from monolith.runtime.local import LocalCoordinator
 from monolith.runtime.parameter_server import serve_parameters
 from monolith.runtime.prefetch import PrefetchPipeline
 from monolith.runtime.report import TrainReport
+from monolith.runtime.run import Run
 from monolith.runtime.session import Session
 from monolith.runtime.trainer import LocalRun, Trainer
 
@@ -17,9 +19,13 @@ __all__ = [
     "FleetCoordinator",
     "FollowConfig",
     "Follower",
+    "Launch",
     "LocalCoordinator",
     "LocalRun",
+    "Output",
     "PrefetchPipeline",
+    "Run",
+    "RunResult",
     "Session",
     "TrainReport",
     "Trainer",

@@ -113,7 +113,7 @@ def run_process(run: RunContext) -> RunResult:
             return RunResult(outcome="finished")
         task = open_things.enter_context(served_task(task, config, run))
         process = replace(process, task=task)
-        open_things.enter_context(last_checkpoint_reported(process))
+        open_things.enter_context(last_checkpoint_reported(config, environ, output.warn))
         try:
             return _train_or_serve(process, gauges=served is not None)
         except StoppedWhileWaitingError as stopped:
@@ -170,20 +170,23 @@ def may_be_paused(config: RunConfig, output: Output) -> bool:
 
 
 @contextmanager
-def last_checkpoint_reported(process: Process) -> Iterator[None]:
+def last_checkpoint_reported(
+    config: RunConfig, environ: Mapping[str, str], warn: Callable[[str], None]
+) -> Iterator[None]:
     """If an error ends the chief, name the checkpoint to resume from; a launcher does so itself."""
     try:
         yield
     except (ConfigError, StoppedWhileWaitingError):
         raise  # the same command would fail again
     except Exception:
-        model_dir = process.config.train.model_dir
-        if process.chief and model_dir and not process.environ.get(MARK):
+        model_dir = config.train.model_dir
+        chief = config.cluster.role == "worker" and not config.cluster.index
+        if chief and model_dir and not environ.get(MARK):
             with suppress(MonolithError):
                 state = read_checkpoint_state(model_dir)
                 if state is not None:
                     last = state.model_checkpoint_path
-                    process.output.warn(f"the last checkpoint is {last}; the same command resumes from it")
+                    warn(f"the last checkpoint is {last}; the same command resumes from it")
         raise
 
 
