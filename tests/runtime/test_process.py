@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from services import warm
 
-import monolith.train
+import monolith.runtime
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
 from monolith.cluster import FilesConfig, FilesDiscovery, Waiting
@@ -56,7 +56,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked.append({"task": task, "config": config, "discovery": discovery, **given})
         return ServerEnd("the run is over", finished=True)
 
-    monkeypatch.setattr(monolith.train, "serve_parameters", serve)
+    monkeypatch.setattr(monolith.runtime, "serve_parameters", serve)
     return asked
 
 
@@ -104,14 +104,14 @@ def test_a_signal_ends_a_server_with_its_status(tmp_path: Path, monkeypatch: pyt
         assert stop.wait(30)
         return ServerEnd("stopped")
 
-    monkeypatch.setattr(monolith.train, "serve_parameters", serve)
+    monkeypatch.setattr(monolith.runtime, "serve_parameters", serve)
     assert run(tmp_path, "--cluster.role", "ps", "--cluster.listen", "127.0.0.1") == 143
 
 
 def test_a_server_of_a_run_that_is_not_finished_wants_to_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monolith.train, "serve_parameters", lambda *_, **__: ServerEnd("stopped"))
+    monkeypatch.setattr(monolith.runtime, "serve_parameters", lambda *_, **__: ServerEnd("stopped"))
     assert run(tmp_path, "--cluster.role", "ps", "--cluster.listen", "127.0.0.1") == os.EX_TEMPFAIL
 
 
