@@ -37,7 +37,7 @@ from monolith.store import (
     ServerGroup,
     Store,
 )
-from monolith.store.dense_cache import DenseConfig
+from monolith.store.dense_config import DenseConfig
 from monolith.table import Adagrad, SlotThresholds, TableConfig
 from monolith.train import Mode, Task
 from monolith.train.model import LookedUp, Model

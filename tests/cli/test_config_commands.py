@@ -271,7 +271,7 @@ def test_keys_of_a_model_are_explained_for_each_type_that_has_them(run):
     first, second, third = out.split("\n\n")
     assert (status, first) == (
         0,
-        "model.dim\n  Width of each feature's vector, beside its bias.\n  of type:  deepfm\n"
+        "model.dim\n  Width of each feature's vector, in addition to its bias.\n  of type:  deepfm\n"
         "  type:     int\n  default:  16",
     )
     assert "of type:  dcnv2, mmoe, din, two_tower\n" in second
@@ -341,7 +341,7 @@ def test_show_spells_out_defaults_and_decisions_and_masks_secrets(run, tmp_path,
     status, out, _ = run("config", "show", str(file))
     assert status == 0
     assert "max_retries = 6" in out
-    assert "[train.save.tide]" in out  # with an interval outside of the window, the run goes on there
+    assert "[train.save.hours]" in out  # with an interval outside of the window, the run goes on there
     assert 'token = "********"' in out
     assert "hunter2" not in out
     monkeypatch.setenv("MONOLITH_TRAIN__KEEP__MAX_TO_KEEP", "77")

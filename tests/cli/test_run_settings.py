@@ -60,9 +60,9 @@ def problems(file: Path | None = None, *flags: str, environ: dict[str, str] | No
 
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
-    "job": ("runtime/*.py", "run/runtime.py", "run/reading.py"),
+    "job": ("runtime/*.py", "run/runtime.py", "run/loading.py"),
     "train": ("train/*.py", "train/*/*.py", "runtime/*.py", "cli/train.py"),
-    "train.restore": ("train/*.py", "train/*/*.py", "checkpoint/*.py", "checkpoint/*/*.py"),
+    "train.restore": ("train/*.py", "train/*/*.py", "runtime/*.py", "checkpoint/*.py", "checkpoint/*/*.py"),
     "task": ("runtime/task_setup.py",),
     "data": ("data/config.py", "data/splitting.py"),
     **dict.fromkeys(
@@ -70,9 +70,10 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     ),
     "features": ("run/config.py",),
     "labels": ("run/config.py",),
-    "examples": ("feature/spec/*.py", "data/spec_batches.py"),
+    "examples": ("feature/spec/*.py", "data/batches.py"),
     "model": ("run/config.py",),
     "candidates": ("runtime/config_task.py",),
+    "serve": ("serve/*.py", "serve/*/*.py", "cli/serve*.py"),
     "export": ("runtime/export.py", "cli/export.py"),
     "kafka": ("data/kafka/config.py", "data/kafka/source.py"),
     "data_service": ("data/config.py", "runtime/*.py"),
@@ -562,7 +563,10 @@ def test_modes_that_are_not_training_are_refused_with_what_to_use_instead() -> N
 
 def test_the_short_flag_for_a_mode_gives_the_same_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "train.tasks:Clicks", "--mode", "train_and_eval"]) == 2
-    assert "'train_and_eval' is not supported: a run of mode train evaluates" in capsys.readouterr().err
+    assert (
+        "'train_and_eval' is not supported: `monolith train` evaluates while it trains"
+        in capsys.readouterr().err
+    )
 
 
 def test_xla_is_refused_without_torch_xla_and_among_several_processes() -> None:

@@ -165,7 +165,7 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         assert "version 3" in server.said("model")
         assert server.said("model").endswith("(the newest)")
         words = shlex.split(server.said("ask it"))
-        assert words[:2] == ["monolith", "ask"]
+        assert words[:2] == ["monolith", "query"]
         assert main([*words[1:], "--json"]) == 0  # the very line that it told us to type
         first = json.loads(capsys.readouterr().out)
         assert (first["version"], first["step"]) == ("3", 3)

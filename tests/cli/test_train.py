@@ -36,7 +36,7 @@ from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
 from monolith.run import RunConfig, load_run_config
 from monolith.runtime import Trainer, process
-from monolith.runtime.report import LostServer
+from monolith.runtime.losses import LostServer
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
 from monolith.sync.run_identity import run_identity

@@ -69,7 +69,7 @@ def test_servers_whose_chief_is_killed_and_does_not_come_back_end_with_an_error(
         why, what_to_do = fleet.output.splitlines()[-2:]
         assert "worker 0 was killed by SIGKILL" in why
         assert re.search(
-            r"the last checkpoint is \S+/model\.ckpt-\d+; this goes on from it: monolith train ", what_to_do
+            r"the last checkpoint is \S+/model\.ckpt-\d+; this resumes from it: monolith train ", what_to_do
         )
         assert [fleet.pid(place) for place in MEMBERS] == [None] * 4
 

@@ -33,7 +33,7 @@ from monolith.runtime.fleet_placement import FleetCoordinator
 from monolith.runtime.parameter_server import ABANDONED_AFTER, ServedShard, ServerEnd
 from monolith.runtime.service import LOST_AFTER
 from monolith.store import ServerGroup
-from monolith.store.dense_cache import DenseConfig
+from monolith.store.dense_config import DenseConfig
 from monolith.table import AdmissionConfig, Sgd, Zeros, iterate
 from monolith.train import Hook, Mode, Outputs, SaveConfig, Task, TrainConfig
 from monolith.train.hooks import HooksConfig

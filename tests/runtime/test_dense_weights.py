@@ -22,7 +22,7 @@ from monolith.nn import Adamom, RateSchedule
 from monolith.nn.optimizers import EagerAdam
 from monolith.runtime import Trainer
 from monolith.runtime.checkpoints import newest_checkpoint
-from monolith.store.dense_cache import DenseConfig
+from monolith.store.dense_config import DenseConfig
 from monolith.table import PolynomialDecay
 from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.model import Model as TrainedModel

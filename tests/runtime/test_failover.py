@@ -17,7 +17,7 @@ from monolith.checkpoint import Checkpointer, CustomRestore, RestoreOptions, Sav
 from monolith.errors import UnavailableError
 from monolith.runtime import FleetCoordinator
 from monolith.runtime.coordinator import Start, WorkerState
-from monolith.runtime.report import Lost
+from monolith.runtime.losses import Lost
 from monolith.table import iterate
 from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.hook import DATA_ENDED

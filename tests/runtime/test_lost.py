@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monolith.runtime.report import LostServer
+from monolith.runtime.losses import LostServer
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from monolith.errors import ConfigError, FeatureError, UnavailableError
 from monolith.store import DenseShard, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
-from monolith.store.dense_cache import DenseCache, DenseConfig
+from monolith.store.dense_cache import DenseCache
+from monolith.store.dense_config import DenseConfig
 
 SECONDS = 30.0
 BOTH = DenseConfig(prefetch=True, postpush=True)

@@ -38,6 +38,7 @@ REQUIRED = {
     "torch": "2.10",
     "numpy": "1.26",
     "fsspec": "2024.6",
+    "msgspec": "0.19",
     "prometheus-client": "0.20",
     "protobuf": "7.35",
     "rich": "13.7",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from monolith.cli.options.train import TrainOptions
 from monolith.observe.progress import describe_rate, describe_seconds
 from monolith.runtime.launch import MARK
-from monolith.runtime.report import describe_uncounted
+from monolith.runtime.losses import describe_uncounted
 from monolith.train.evaluate_config import LOSS, headlines
 from monolith.train.hook import DATA_ENDED
 

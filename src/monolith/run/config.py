@@ -21,7 +21,7 @@ from monolith.data.kafka.config import KafkaConfig
 from monolith.errors import ConfigError
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.serve.config import ServeConfig
-from monolith.store.dense_cache import DenseConfig
+from monolith.store.dense_config import DenseConfig
 from monolith.sync.publish_config import PublishConfig
 from monolith.table.config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig

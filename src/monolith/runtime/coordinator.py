@@ -36,8 +36,8 @@ from monolith.checkpoint import Part, RestoreOptions
 from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.model import Together, WeightOptimizer
+from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
-from monolith.runtime.report import Lost
 from monolith.store import MakeStore
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig

@@ -45,6 +45,7 @@ from monolith.errors import (
 )
 from monolith.observe import Metrics
 from monolith.runtime.coordinator import LastCheckpoint, WorkerState
+from monolith.runtime.losses import Lost, LostServer, LostWorker
 from monolith.runtime.messages import (
     AllLostUpdates,
     AskLostUpdates,
@@ -64,7 +65,6 @@ from monolith.runtime.messages import (
     TakeOverShard,
 )
 from monolith.runtime.push_counts import PushCounts
-from monolith.runtime.report import Lost, LostServer, LostWorker
 from monolith.runtime.server_calls import ask, on_each, run_job, tell
 from monolith.runtime.standbys import Standbys
 from monolith.store import ServerGroup

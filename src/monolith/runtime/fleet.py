@@ -36,6 +36,7 @@ from monolith.observe import Metrics
 from monolith.runtime.coordinator import LastCheckpoint, Start, WorkerState
 from monolith.runtime.failover import LOOK_EVERY, KeepGoing, ServerRecovery, WorkerReturn, restore_dense
 from monolith.runtime.fleet_news import Departures, FleetNews, LostServerPolicy
+from monolith.runtime.losses import Lost, LostServer
 from monolith.runtime.messages import (
     Arrive,
     AskGathered,
@@ -66,7 +67,6 @@ from monolith.runtime.messages import (
     Stop,
 )
 from monolith.runtime.push_counts import PushCounts
-from monolith.runtime.report import Lost, LostServer
 from monolith.runtime.server_calls import POLL, ServerCalls, TableWork, ask, on_each, tell
 from monolith.runtime.server_choice import RESERVE_EVERY, PsBenchmark, ServerChoice, Spares, StepMeasure
 from monolith.runtime.standbys import ShardStandbys, Standbys, UsedServer

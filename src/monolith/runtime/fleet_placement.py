@@ -29,13 +29,14 @@ from monolith.model import WeightOptimizer
 from monolith.runtime.coordinator import Gathered, LastCheckpoint, RunState, Staleness, Start, WorkerState
 from monolith.runtime.failover import LOOK_EVERY
 from monolith.runtime.fleet import Fleet
+from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
-from monolith.runtime.report import Lost
 from monolith.runtime.server_calls import TableWork
 from monolith.runtime.standbys import describe_standbys
 from monolith.store import MakeStore, ParameterServerStore, ServerGroup
 from monolith.store.dense import pack_tensors, unpack_tensors
-from monolith.store.dense_cache import DenseCache, DenseConfig
+from monolith.store.dense_cache import DenseCache
+from monolith.store.dense_config import DenseConfig
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import DATA_ENDED, TrainingRun

@@ -25,8 +25,8 @@ from monolith.runtime.coordinator import (
     Start,
     WorkerState,
 )
+from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
-from monolith.runtime.report import Lost
 from monolith.store import LocalStore, MakeStore, Store
 from monolith.sync.guard import RecoveringGuard
 from monolith.table import TableConfig

@@ -54,10 +54,10 @@ from monolith.model import WeightOptimizer
 from monolith.runtime.coordinator import Gathered, LastCheckpoint, Staleness, Start, Stepper, WorkerState
 from monolith.runtime.fleet_placement import merge_buffers
 from monolith.runtime.local import ScheduledOptimizer
+from monolith.runtime.losses import Lost
 from monolith.runtime.messages import NOTHING, Word
 from monolith.runtime.prefetch import SILENT, Silence
 from monolith.runtime.rank_placement import AveragedGradients, RankDense, RankRows, RowsOnRanks, RowsOnServers
-from monolith.runtime.report import Lost
 from monolith.store import MakeStore, RankGroups, ServerGroup
 from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, read_dense, unpack_tensors
 from monolith.store.rank_calls import RankPort

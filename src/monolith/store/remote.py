@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from monolith.errors import ConfigError, FeatureError, RetryableError, TableArgumentError, TableClosedError
 from monolith.store.dense import check_optimizer_covers
-from monolith.store.dense_cache import DenseCache, DenseConfig
+from monolith.store.dense_cache import DenseCache
+from monolith.store.dense_config import DenseConfig
 from monolith.store.row_requests import Floats, PartitionedRequest, RequestPartitioner, RowFlags, read_answer
 from monolith.store.server_group import Request, ServerGroup
 from monolith.store.store import TableIds, add_stats

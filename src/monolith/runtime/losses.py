@@ -1,0 +1,97 @@
+"""Lost processes of a run that kept going: servers, workers, and the updates lost with them.
+
+The command line describes them without importing torch, so they are apart from the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostServer:
+    """A parameter server was lost, and its share restored in another process."""
+
+    server: int
+    rows: int | None
+    """Rows that it had and the restored share has not, at least: its last known number of rows, at most a
+    second old, less those restored. None where the chief restarted meanwhile and never knew."""
+    updates: int
+    """Pushes of rows or weights that it had acknowledged and that are not in the checkpoint which its share
+    was restored from, or in the copy of its standby: what they taught it is gone. Of all workers, those who
+    left included, but for `uncounted`."""
+    seconds: float
+    """From the moment the chief missed it until everybody could go on."""
+    restored_from: str | None
+    """The checkpoint; None where there was none, so that the share starts as at the first start, and where a
+    standby took over."""
+    standby: str | None = None
+    """Where the standby is that took over, with its copy of the share; None where there was none."""
+    behind: float = 0.0
+    """Seconds from the newest change that the standby has until the chief missed the server."""
+    uncounted: tuple[int, ...] | None = ()
+    """Workers whose updates are not among those counted, because they were lost as well or did not answer;
+    None where it is not known of any but the chief."""
+    uncounted_why: str = ""
+    """Which workers are not counted and why, in words; empty if all are."""
+
+    def describe(self) -> str:
+        rows = "an unknown number of" if self.rows is None else f"{self.rows:,}"
+        source = (
+            f"restored from {self.restored_from}" if self.restored_from else "started anew: nothing was saved"
+        )
+        if self.standby is not None:
+            source = f"taken over by its standby at {self.standby}, {self.behind:.2f} s behind"
+        return (
+            f"parameter server {self.server} is back after {self.seconds:.1f} s, its share {source}. Lost: "
+            f"{rows} rows, {self.updates:,} updates{self._besides()}"
+        )
+
+    def _besides(self) -> str:
+        return describe_uncounted(self.uncounted, self.uncounted_why)
+
+
+def describe_uncounted(workers: Sequence[int] | None, why: str) -> str:
+    """Return whose lost updates are not among those counted, and why; empty if all are."""
+    if workers is None:
+        return f", and those of all workers but the chief, which could not be counted: {why or 'not known'}"
+    if workers:
+        who = ", ".join(map(str, workers))
+        return f", and those of workers {who}, which could not be counted: {why or 'not known'}"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostWorker:
+    """A worker was lost, and another process took its place; or the others have its work."""
+
+    worker: int
+    records: int
+    """Records that it had trained since its last saved position, as far as it had said, which it does every
+    second: they are trained again."""
+    seconds: float
+    """From the moment it was missed until it joined again, or others could have its work; 0 where it was back
+    before."""
+    by_others: bool = False
+    """Whether others train them, since the data hands out work."""
+
+    def describe(self) -> str:
+        if self.by_others:
+            return (
+                f"worker {self.worker} was lost, and its work given back after {self.seconds:.1f} s. The "
+                f"others train the records since its last saved position again: {self.records:,} as far as "
+                "it had said"
+            )
+        return (
+            f"worker {self.worker} is back after {self.seconds:.1f} s. It trains the records since its last "
+            f"saved position again: {self.records:,} as far as it had said"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """All of it, of one run."""
+
+    servers: tuple[LostServer, ...] = ()
+    workers: tuple[LostWorker, ...] = ()
