@@ -35,7 +35,7 @@ def seen(stretches: Iterator[Stretch[int]]) -> list[tuple[int, int, list[int], i
 def test_batches_go_across_blocks_and_say_where_they_end() -> None:
     batcher: Batcher[int] = Batcher(3)
     assert [(values(batch), place) for batch, place in batcher.add(block(0, 1))] == []
-    assert batcher.holds_some
+    assert not batcher.is_empty
     found = [(values(batch), place) for batch, place in batcher.add(block(2, 3, 4, 5, 6))]
     assert found == [([0, 1, 2], 3), ([3, 4, 5], 6)]
     rest = batcher.rest()

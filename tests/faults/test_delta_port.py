@@ -259,5 +259,5 @@ def test_a_publisher_that_answers_nothing_is_a_line_a_second_at_most(
         until(lambda: silent.calls > 30)
         subscriber.close()
     assert 1 <= len(caplog.records) <= 1 + (time.monotonic() - began)
-    assert "answered nothing, or something else" in caplog.text
+    assert "sent no answer, or one that is not of this service" in caplog.text
     assert caplog.text.count("Traceback") == 0

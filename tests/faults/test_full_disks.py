@@ -226,7 +226,7 @@ def test_a_publisher_keeps_changed_rows_while_its_folder_has_no_room_and_subscri
     folder = str(disk.path / "log")
     table, copy, numbers = make_table(dim=8), make_table(dim=8), random.Random(7)
     publisher = Publisher(
-        {"item": table}, FolderDeltaWriter(folder, check_every=0.05), run="run", interval=0.01
+        {"item": table}, FolderDeltaWriter(folder, look_every=0.05), run="run", interval=0.01
     )
     subscriber = Subscriber(
         lambda: FolderDeltaReader(folder, poll_every=0.01), TableTarget({"item": copy}), wait=0.1

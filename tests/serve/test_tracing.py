@@ -153,9 +153,6 @@ def test_a_model_that_is_never_given_its_labels_may_still_compute_a_loss():
     [
         (lambda x, batch: x + batch.ids.first("item"), r"reads the ids of feature 'item' outside of its"),
         (lambda x, batch: x + batch.ids["item"].row_lengths(), r"reads the ids of feature 'item' outside"),
-            lambda x, batch: x + batch.ids["item"].row_lengths(),
-            r"reads the ids of feature 'item' outside of its",
-        ),
         (lambda x, batch: x + len(batch.ids.ids), r"reads the ids of all features, by batch\.ids\.ids"),
         (lambda x, batch: x + len(batch), r"asks for len\(batch\).*batch\.ids\.batch_size"),
         (lambda x, _: x if float(x.sum()) > 0 else -x, r"torch\.export cannot trace Own: "),

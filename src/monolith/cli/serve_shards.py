@@ -131,7 +131,7 @@ def serve_config(options: ServeOptions) -> ServeConfig:
     given: dict[str, Any] = {
         path: value
         for name, path in SERVE_FIELDS.items()
-        if (value := getattr(options, name)) is not None and value is not False and value != ()
+        if (value := getattr(options, name)) is not None and value is not False and value not in ((), "")
     }
     for name in ("http_port", "grpc_port"):
         text = given.get(f"serve.{name}")

@@ -578,7 +578,7 @@ def test_a_worker_whose_lease_ran_out_leaves_the_file_to_others(caplog: pytest.L
     others = iter(other)
     assert next(others)["id"].flat_values.tolist() == [1, 2]  # never reported: read again
     assert next(batches)["id"].flat_values.tolist() == [7]
-    assert "lease on a ran out" in caplog.text
+    assert "lease on a expired" in caplog.text
     assert next(others)["id"].flat_values.tolist() == [3, 4]
     assert next(others)["id"].flat_values.tolist() == [5, 6]
 

@@ -99,7 +99,7 @@ def test_a_dispatcher_that_nobody_knows_yet_is_waited_for_and_then_given_up(stac
         DataWorker(where, open_split, patience=timedelta())
     with ThreadPoolExecutor(1) as pool:
         share = pool.submit(read, DataServiceSource(where, "one", patience=SOON))
-        until(lambda: "nobody is registered as dataservice_dispatcher 0; trying for 20 s" in caplog.text)
+        until(lambda: "nobody is registered as dataservice_dispatcher 0; retrying for 20 s" in caplog.text)
         dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path)))
         registry.register(DATA_DISPATCHER, 0, dispatcher.address)
         stack.enter_context(DataWorker(where, open_split, chunk_records=5))

@@ -90,9 +90,9 @@ class ServeOptions:
     port: int | None = None
     """One port for both HTTP and gRPC, instead of the two below; 0 chooses a free one. For --role ps, its
     port (serve.port)."""
-    http_port: str | None = None
+    http_port: str = ""
     """Port for HTTP; 0 chooses a free one, None serves no HTTP; by default 8000 (serve.http_port)."""
-    grpc_port: str | None = None
+    grpc_port: str = ""
     """Port for gRPC; 0 chooses a free one, None serves no gRPC; by default 8001 (serve.grpc_port)."""
     metrics_port: int | None = None
     """The port on which a serving server (--role ps) shows its metrics, at /metrics; 0 chooses a free one. By
