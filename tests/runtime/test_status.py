@@ -55,7 +55,7 @@ def trained(
             standbys=standbys,
             live=live,
             config=TrainConfig(max_steps=max_steps),
-            data=SimpleNamespace(below=SimpleNamespace(trouble="the queue cannot be written")),
+            data=SimpleNamespace(trouble="the queue cannot be written"),
             fraction_read=lambda: None if read is None else next(read),
         ),
         barrier=LocalBarrier(1),

@@ -43,7 +43,7 @@ def test_the_command_is_one_that_monolith_understands(container):
 def test_ports_are_those_that_the_server_listens_on(documents, container):
     options = options_of(container)
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
-    assert ports == {"http": options.http_port, "grpc": options.grpc_port}
+    assert ports == {"http": int(options.http_port), "grpc": int(options.grpc_port)}
     service = documents["Service"]["spec"]
     assert {one["name"]: one["port"] for one in service["ports"]} == ports
     labels = documents["Deployment"]["spec"]["template"]["metadata"]["labels"]

@@ -187,7 +187,7 @@ def test_every_answer_says_how_new_it_is_and_metrics_say_where_time_went(root: P
     trainer.publisher.close()
     for stage in ("read", "train", "publish", "wire", "apply", "total"):
         assert f'serve_event_to_served_seconds_count{{model="served",stage="{stage}"}}' in text
-    assert 'monolith_serve_follow_sequence{model="served",share="0"}' in text
+    assert 'monolith_serve_follow_sequence{model="served",shard="0"}' in text
     assert 'monolith_serve_followed_rows_total{by="delta",model="served"}' in text
     assert "monolith_serve_follow_resyncs_total" in text
     assert 'monolith_serve_staleness_seconds{model="served"}' in text

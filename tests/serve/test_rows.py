@@ -156,5 +156,5 @@ def test_a_message_from_the_future_is_as_old_as_its_arrival_and_says_that_clocks
 
 def test_the_difference_of_clocks_is_a_metric() -> None:
     metrics = Metrics()
-    FollowMetrics(metrics, "clicks").stands(6.0, 0, 0, DAY)
+    FollowMetrics(metrics, "clicks").set_gauges(6.0, 0, 0, DAY)
     assert 'serve_follow_clock_offset_seconds{model="clicks"} 86400.0' in metrics.render().decode()

@@ -116,7 +116,7 @@ def test_a_version_that_is_there_is_the_same_or_in_the_way(tmp_path):
     assert found is not None
     assert found.version == "1"
     assert existing_version(str(tmp_path), "2", "d") is None
-    with pytest.raises(ExportError, match=r"there already.*--version"):
+    with pytest.raises(ExportError, match=r"exists already.*--version"):
         existing_version(str(tmp_path), "1", "other")
 
 

@@ -70,4 +70,4 @@ def test_work_that_was_never_begun_is_dropped_and_said(
     behind.close()
     gate_opener.join()
     assert done == []
-    assert "some work: 1 were dropped" in caplog.text
+    assert "some work: dropped 1" in caplog.text

@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     with pytest.raises(RestoreError, match="the state of Adam: the optimizer here is SGD"):
         share.load(dump_dense(small_module(), torch.optim.Adam(weights.values())))
     groups = [{"params": [weights["bias"]]}, {"params": [weights["kernel"], weights["scale"]]}]
-    with pytest.raises(RestoreError, match="an optimizer of 2 groups of weights: there are 1 here"):
+    with pytest.raises(RestoreError, match="an optimizer of 2 parameter groups: there are 1 here"):
         share.load(dump_dense(small_module(), torch.optim.SGD(groups, lr=1.0)))
     assert_close(share.pull(), {name: weight.detach() for name, weight in small_module().items()})
 
@@ -227,5 +227,5 @@ def test_tensors_of_any_type_are_packed_and_found_again() -> None:
     ]
     data = pack_tensors(tensors)
     assert_close(unpack_tensors(data, tensors), tensors)
-    with pytest.raises(FeatureError, match="and 8 came"):
+    with pytest.raises(FeatureError, match="got 8"):
         unpack_tensors(data[:8], tensors)

@@ -81,7 +81,7 @@ def test_a_push_that_failed_in_the_middle_is_not_applied_again() -> None:
 
     with pytest.raises(RuntimeError):
         applied.once("a", 1, fail, lambda: "from memory")
-    with pytest.raises(ClusterError, match=r"push 1 failed when it came first: .*half of it was done"):
+    with pytest.raises(ClusterError, match=r"push 1 failed when it first arrived: .*half of it was done"):
         push(applied, "a", 1)
 
 

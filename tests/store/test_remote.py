@@ -105,7 +105,7 @@ def test_servers_of_another_task_are_refused(stack: ExitStack) -> None:
         ParameterServerStore(group, 0, more)
     with pytest.raises(ConfigError, match=r"'item' has rows of 2 floats there, .* needs no such table"):
         ParameterServerStore(group, 0, {})
-    with pytest.raises(ConfigError, match="has 1 stores, and this model asks for number 1"):
+    with pytest.raises(ConfigError, match="has 1 stores, and this model needs number 1"):
         ParameterServerStore(group, 1, CONFIGS)
     weights = {"a": nn.Parameter(torch.zeros(5))}
     with pytest.raises(FeatureError, match=r"'a' is float32 of shape \(4,\) there, and .* \(5,\) here"):

@@ -58,7 +58,7 @@ def test_calls_that_others_plug_in_are_answered_and_their_errors_too(stack: Exit
         raise TrainingError(f"no, {body['name']}")
 
     calls = {"double": lambda body: {"twice": 2 * body["n"]}, "refuse": refuse}
-    group = group_of(stack, *serve(stack, CONFIGS, 2, server={"calls": calls}))
+    group = group_of(stack, *serve(stack, CONFIGS, 2, server={"extra": Handlers(calls=calls)}))
     assert group.call(1, "double", n=4) == {"twice": 8}
     assert group.call_all("double", n=1) == [{"twice": 2}, {"twice": 2}]
     with pytest.raises(TrainingError, match="no, worker"):
@@ -93,7 +93,7 @@ def test_eight_calls_that_wait_keep_neither_lookups_nor_each_other(stack: ExitSt
         waiting.release()
         return {"went_on": go_on.wait(60)}
 
-    servers = serve(stack, CONFIGS, 1, server={"calls": {"wait": wait}})
+    servers = serve(stack, CONFIGS, 1, server={"extra": Handlers(calls={"wait": wait})})
     group = group_of(stack, *servers)
     store = ParameterServerStore(group, 0, CONFIGS)
     with ThreadPoolExecutor(8) as pool:
@@ -167,7 +167,7 @@ def test_bytes_that_are_not_a_request_are_refused(stack: ExitStack) -> None:
     honest = RowHeader(RowCall.LOOKUP, store=0, batches=1, ids=2)
     with pytest.raises(ClusterError, match="there is no call 'look'"):
         group.exchange("look", {0: ({}, b"")})
-    with pytest.raises(TableArgumentError, match="5 bytes came for 2 ids and 0 floats, which take 24"):
+    with pytest.raises(TableArgumentError, match="received 5 bytes for 2 ids and 0 floats, expected 24"):
         group.exchange("lookup", {0: (honest, b"12345")})
     for wrong, message in [
         ({"batches": 0}, "batches must be a whole number from 1"),

@@ -78,7 +78,7 @@ def test_an_answer_that_was_overtaken_does_not_set_the_step_back(
     group = group_of(stack, server)
     pulled = pool.submit(group.exchange, "pull_dense", {0: ({}, b"")})
     assert asked.wait(LONG.total_seconds())  # it has read the step, which is 0
-    group.push("push_dense", {0: ({"names": [], "brings": False}, b"")})
+    group.push("push_dense", {0: ({"names": [], "wants_weights": False}, b"")})
     gate.set()
     assert pulled.result()[0].body["step"] == 0
     assert group.step == 1
@@ -134,7 +134,7 @@ def test_a_server_that_is_silent_for_longer_than_that_is_too_late(stack: ExitSta
     store = ParameterServerStore(group, 0, CONFIGS)
     store.lookup(keys(1))
     stop(process)
-    with pytest.raises(DeadlineExceededError, match=f"0 of 1 at {address}: nobody answers"):
+    with pytest.raises(DeadlineExceededError, match=f"0 of 1 at {address}: no answer"):
         store.apply_gradients(keys(1), torch.ones(2))
     assert losses.servers == [0]
 
@@ -218,7 +218,7 @@ def test_a_push_on_its_way_goes_to_the_server_that_replaces_a_silent_one(
     store.lookup(keys(1))
     stop(process)
     pushed = pool.submit(store.apply_gradients, keys(1), torch.ones(2))
-    assert wait_until(lambda: group._lines._held.busy)
+    assert wait_until(lambda: group._connections._busy)
     group.replace(0, spare.address, spare.incarnation)
     pushed.result(60)
     assert store.lookup(keys(1)).tolist() == [-1, -1]
@@ -244,7 +244,7 @@ def test_an_answer_counts_when_it_is_here_and_only_while_its_server_serves(
     group = group_of(stack, served(0), served(1, Slow), replacement_timeout=LONG)
     spares = served(0), served(1)
     group.describe()
-    request = {"names": [], "brings": False}, b""
+    request = {"names": [], "wants_weights": False}, b""
     pushed = pool.submit(group.push, "push_dense", {0: request, 1: request})
     assert asked.wait(LONG.total_seconds())
     assert wait_until(lambda: not group.pushes[0].unanswered), "whatever server 1 takes"
@@ -282,7 +282,7 @@ def test_a_server_that_answers_again_can_be_lost_again(stack: ExitStack) -> None
     for number in range(1, 3):
         group.replace(0, nobody(), server.incarnation)
         for _ in range(2):
-            with pytest.raises(UnavailableError, match="nobody answers"):
+            with pytest.raises(UnavailableError, match="no answer"):
                 store.lookup(keys(1))
         assert losses.servers == [0] * number
         group.replace(0, server.address, server.incarnation)
@@ -317,7 +317,7 @@ def test_without_hold_a_server_that_lost_its_state_is_refused_at_once(stack: Exi
 
 def test_the_hold_has_an_end(stack: ExitStack) -> None:
     group = group_of(stack, nobody(), replacement_timeout=SHORT)
-    with pytest.raises(UnavailableError, match="nobody answers"):
+    with pytest.raises(UnavailableError, match="no answer"):
         group.exchange("pull_dense", {0: ({}, b"")})
 
 

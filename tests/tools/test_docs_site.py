@@ -56,7 +56,7 @@ def test_a_link_leads_to_the_same_page_on_the_site(
 
 
 def test_a_lazy_room_is_shown_with_what_its_stub_offers(pages: dict[str, str]) -> None:
-    assert "::: monolith.runtime.trainer.Trainer" in pages["train"]
+    assert "::: monolith.runtime.trainer.Trainer" in pages["runtime"]
     assert "::: monolith.data.source.Source" in pages["data"]
     assert "::: monolith.table.config.TableConfig" in pages["table"]
 

@@ -285,7 +285,7 @@ def test_a_run_is_up_while_a_process_of_it_is_and_says_how_it_is_otherwise(tmp_p
     board.write(process(time=now))
     assert read().state == "up"
     board.write(process(time=now - 600))
-    assert (read().state, "no process was heard of for 10:0" in read().note) == ("silent", True)
+    assert (read().state, "no process wrote its status for 10:0" in read().note) == ("silent", True)
     board.write(process(time=now - 600, state=FAILED))
     assert read().state == "failed"
     board.remove("worker", 0)

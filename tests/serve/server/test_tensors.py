@@ -144,7 +144,7 @@ def test_a_value_that_is_missing_in_a_row_is_left_out_or_nan_among_numbers():
 
 def test_items_and_where_rows_begin_cannot_be_missing():
     items = listed_tensor("tags", "BYTES", [2], ["a", None])
-    with pytest.raises(RequestError, match=r"no item can be null beside 'tags\.row_splits'"):
+    with pytest.raises(RequestError, match=r"no item can be null with 'tags\.row_splits'"):
         columns_of([items, listed_tensor("tags.row_splits", "INT64", [2], [0, 2])], SIGNATURE)
     items = listed_tensor("tags", "BYTES", [1], ["a"])
     with pytest.raises(RequestError, match="row_splits"):
