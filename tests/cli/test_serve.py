@@ -174,7 +174,7 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         shapes = {one["name"]: one["shape"] for one in about["inputs"]}
         assert (shapes["item"], shapes["history"]) == ([-1], [-1, -1])  # one value, and a list
         with open_client(server.said("grpc")) as asker:
-            told = {one.name: list(one.shape) for one in asker._wire.inputs(first["model"], "")}
+            told = {one.name: list(one.shape) for one in asker._transport.inputs(first["model"], "")}
         assert told == shapes
         row = json.loads(words[words.index("--row") + 1])
         for wrong, says in (({"item": [1, 2]}, "reads one value"), ({}, None)):

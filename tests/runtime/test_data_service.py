@@ -90,7 +90,7 @@ class MlpJob:
                         "-m",
                         "monolith",
                         "train",
-                        "cli.test_data_roles:FromFiles",
+                        "runtime.test_data_service:FromFiles",
                         "--dataset_use_dataservice",
                     ),
                     *("--model-dir", str(self.folder / "model"), "--data.path", str(self._files)),

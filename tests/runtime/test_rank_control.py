@@ -116,6 +116,6 @@ def test_the_log_has_the_rows_of_all_ranks_together_and_once(
     caplog.set_level(logging.INFO, "monolith.train.hooks.summaries")
     caplog.clear()
     train_ranks(tasks(size), config)
-    told = [one.getMessage() for one in caplog.records if one.name.endswith("table_info")]
+    told = [one.getMessage() for one in caplog.records if one.name.endswith("summaries")]
     assert len(told) == 1
     assert told[0].startswith(f"step 2: table f: {5 * (size + 1)} rows")

@@ -89,6 +89,8 @@ def read_message(kind: type[B], body: object) -> B:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise _request_error(kind, body, str(error)) from None
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no text
+        raise RequestError(f"{kind.__name__}: a text of it is not valid Unicode") from None
 
 
 def write_message(message: object) -> dict[str, Json]:

@@ -182,8 +182,8 @@ def test_numbers_that_make_no_sense_are_refused(untouched: Path, how: dict[str, 
         (RowHeader(RowCall.LOOKUP, 1, 1, 1), 24, "answers lookups, and nothing else"),
         (RowHeader(RowCall.LOOKUP, 0, 1, 1, flags=RowFlags.TIMES), 32, "answers lookups, and nothing else"),
         (RowHeader(RowCall.LOOKUP, 0, 1, 1001), 24, "limits.ids allows 1,000"),
-        (RowHeader(RowCall.LOOKUP, 0, 1, 2), 24, "which take 32"),
-        (RowHeader(RowCall.LOOKUP, 0, 1 << 20, 1), 24, "which take"),
+        (RowHeader(RowCall.LOOKUP, 0, 1, 2), 24, "expected 32"),
+        (RowHeader(RowCall.LOOKUP, 0, 1 << 20, 1), 24, "expected"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_next_is_answered(
