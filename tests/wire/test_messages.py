@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -167,3 +170,24 @@ def test_a_call_without_a_declared_body_is_not_served() -> None:
         typed_calls({}, {"a": lambda body: body})
     with pytest.raises(KeyError):
         typed_polls({}, {"a": lambda body, _: body})
+
+
+def test_several_threads_may_be_the_first_to_read_a_kind_of_message() -> None:
+    values = {f"f{number}": number for number in range(30)}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(50):
+            inner = make_dataclass(f"Inner{number}", [(name, int) for name in values])
+            outer = make_dataclass(f"Outer{number}", [("one", inner), ("many", list[inner])])  # type: ignore[valid-type]
+            gate = threading.Barrier(6)
+
+            def read(kind: type = outer, gate: threading.Barrier = gate) -> object:
+                gate.wait(60)
+                return read_message(kind, {"one": values, "many": [values]})
+
+            with ThreadPoolExecutor(6) as pool:
+                found = [call.result(60) for call in [pool.submit(read) for _ in range(6)]]
+            assert all(one == found[0] for one in found)
+    finally:
+        sys.setswitchinterval(interval)

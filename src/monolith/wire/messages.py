@@ -19,9 +19,11 @@ own gets the default bounds of this module, so that no field of a message is unb
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
+import threading
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -85,7 +87,7 @@ def read_message(kind: type[B], body: object) -> B:
         RequestError: They do not match. Names the field, and shows at most the beginning of its value.
     """
     try:
-        msgspec.convert(body, _strict(typing.cast("Any", kind), None))
+        msgspec.convert(body, _prepared(kind))
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise _request_error(kind, body, str(error)) from None
@@ -155,6 +157,22 @@ def _plain(value: object) -> Json:
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     return value
+
+
+_PREPARING = threading.Lock()
+"""Held while msgspec analyses a type for the first time. It stores the analysis on the type before it is
+complete, and another thread that reads a message of that type meanwhile crashes the process."""
+
+
+@cache
+def _prepared(kind: Any) -> Any:
+    """Return the strict type of a kind of message; msgspec has analysed both, so that threads may use them."""
+    with _PREPARING:
+        strict = _strict(kind, None)
+        for one in (strict, kind):
+            with contextlib.suppress(msgspec.ValidationError):
+                msgspec.convert({}, one)
+    return strict
 
 
 @cache
