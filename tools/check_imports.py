@@ -85,7 +85,7 @@ OWNERS = {
 
 PURE_CALLS = """
     TypeVar ParamSpec TypeVarTuple ContextVar NewType NamedTuple namedtuple TypedDict Enum auto field cast
-    property bool bytes dict enumerate float frozenset int len list max min object
+    Lock property bool bytes dict enumerate float frozenset int len list max min object
     range set sorted str sum tuple type vars zip
     items keys values join split strip format encode removeprefix removesuffix
     Decimal Fraction MappingProxyType Path PurePath PurePosixPath Struct

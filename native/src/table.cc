@@ -133,7 +133,8 @@ void Table::clear(std::size_t rows) {
   {
     // All that can fail comes before the new body is in place: a clear() that throws has changed nothing.
     const Hold held(*this, Hold::kAlone);
-    if (cut_ != nullptr) throw std::invalid_argument("clear: a snapshot of this table is open; close it first");
+    if (cut_ != nullptr)
+      throw std::invalid_argument("clear: a snapshot of this table is open; close it first");
     auto changes = changes_ != nullptr ? std::make_unique<TableChanges>() : nullptr;
     const TableStats kept = stats();
     Body* old = body_.load();

@@ -9,7 +9,8 @@ namespace monolith {
 
 TableCut::TableCut(Table& table) : table_(table) {
   const Table::Hold held(table_);
-  if (table_.cut_ != nullptr) throw std::invalid_argument("table: a snapshot is open already; close it first");
+  if (table_.cut_ != nullptr)
+    throw std::invalid_argument("table: a snapshot is open already; close it first");
   stats_ = table_.stats();
   scales_ = table_.scales();
   if (table_.changes_ != nullptr) {

@@ -87,7 +87,7 @@ def read_message(kind: type[B], body: object) -> B:
         RequestError: They do not match. Names the field, and shows at most the beginning of its value.
     """
     try:
-        msgspec.convert(body, _prepared(kind))
+        msgspec.convert(body, _prepared(typing.cast("Any", kind)))
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         raise _request_error(kind, body, str(error)) from None
@@ -166,7 +166,7 @@ complete, and another thread that reads a message of that type meanwhile crashes
 
 @cache
 def _prepared(kind: Any) -> Any:
-    """Return the strict type of a kind of message; msgspec has analysed both, so that threads may use them."""
+    """Return the strict type of a kind of message, after msgspec has analysed both for all threads."""
     with _PREPARING:
         strict = _strict(kind, None)
         for one in (strict, kind):
