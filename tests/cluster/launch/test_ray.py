@@ -93,13 +93,18 @@ def host_of(pid: int) -> int:
 # Runs that go well
 
 
-def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end(run):
+def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end(run, tmp_path):
+    served = f"{tmp_path}/served"  # on a busy machine the worker could end before the server has begun
     outcome, lines = run(
-        shell("ps", 0, "echo serving; exec sleep 100"),
+        shell("ps", 0, f"echo serving; touch {served}; exec sleep 100"),
         Member(
             role="worker",
             index=10,
-            command=("/bin/sh", "-c", "echo $WHO; printf 'no newline at the end'"),
+            command=(
+                "/bin/sh",
+                "-c",
+                f"until [ -e {served} ]; do sleep 0.02; done; echo $WHO; printf 'no newline at the end'",
+            ),
             environment={"WHO": "me"},
         ),
         grace=timedelta(seconds=0.5),
