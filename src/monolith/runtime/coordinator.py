@@ -1,26 +1,26 @@
-"""The peers seam: those who train the same model together with this process.
+"""The coordinator seam: the processes that train one model together, as one of them sees the others.
 
 A session does not know whether it trains alone, as a worker of a fleet on parameter servers, or as one of
-several ranks. It tells its peers where it stands, and they tell it what to do about the others:
+several ranks. It reports its progress to its coordinator, which tells it what to do:
 
-    begin        everything is about to be made or restored
-    go_to        the model is at a step now: new, or restored
-    open         go on from a step and a place in the data; or the run is over
-    meet         between steps, and while there is no data: stand still where all do, hear who was lost, give
-                 back the work of who is gone where the data hands it out, or deal it out anew
-    refresh      before a step that came after a wait: take the newest weights
-    count        which step of the model this one was
-    halted       the others are held back, and have said where they stand, while a moment is cut
-    go_back      all go on from an earlier checkpoint, which was restored while they are held back
-    note_saved   that moment is on disk, so every source may forget what came before it
-    wait_for_more  the data has ended here: others may be lost, or leave, and leave work to this process
-    gather       this process has no more to do: wait for the others
-    leave        the clean end; or fail, the other one
+    begin          prepare for creating or restoring the model
+    go_to          the model is at this step: new, or restored
+    open           start from a step and a position in the data; or the run has ended
+    meet           between steps, and while there is no data: pause if all processes pause, learn which
+                   process was lost, return the work of a lost worker to the queue, or reassign it
+    refresh        before a step that followed a wait: fetch the newest weights
+    count          the number of the step just taken
+    halted         all processes are quiesced and have reported their state while a snapshot is taken
+    go_back        all processes roll back to an earlier checkpoint, restored while they are quiesced
+    note_saved     the snapshot is on disk, so each source may commit its position
+    wait_for_more  the data has ended here: a worker may be lost, or leave, and leave work to this process
+    gather         this process has finished: wait for the other processes
+    leave          a clean end; `fail` ends with an error
 
-One process leads: it restores, saves, expires rows and says when the run is over. What is lost, a process or
-a machine, is an error of the next call: a `RetryableError`, after which whoever made the peers makes others
-and begins again from the last checkpoint. Coordinator that keep going bring it back themselves, from where
-`restore_from` says, and say what was `lost`; only what was being saved then is dropped (`outlives`).
+One process, the chief, restores, saves, evicts rows and decides when the run ends. A lost process or machine
+is a `RetryableError` of the next call: the caller then makes a new coordinator and restarts from the last
+checkpoint. A fleet that keeps going replaces a lost server itself, from the checkpoint that `restore_from`
+returns, and reports it in `lost`; only a save under way is dropped (`outlives`).
 
 Every implementation passes `tests/contracts/test_coordinator.py`.
 """
