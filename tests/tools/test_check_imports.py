@@ -192,7 +192,7 @@ def test_definitions_constants_and_guards_are_no_effects(findings: Findings) -> 
         "@register('adagrad')\nclass Adagrad: pass",
         "@app.route\ndef f(): pass",
         "def f(clock=time.time()): pass",
-        "class A:\n    lock = threading.Lock()",
+        "class A:\n    pool = ThreadPoolExecutor()",
         "if __name__ == '__main__':\n    run()",
     ],
 )

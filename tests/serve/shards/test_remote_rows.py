@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from serve.shards.shard_folders import IDS, MODEL, TABLES, all_ids, table_ids, values_of, wanted, write_shards
@@ -26,6 +27,8 @@ from monolith.errors import (
     UnavailableError,
 )
 from monolith.serve.shards import RemoteRows, ServingServer, ShardsConfig, open_remote_rows
+from monolith.serve.shards.hedging import Leg, Minder
+from monolith.serve.shards.replicas import HedgeDelay, ShardReplicas
 from monolith.store import TableIds
 from monolith.wire.ports import Limits
 
@@ -532,3 +535,13 @@ def test_closing_ends_a_lookup_that_waits(two: Shards, stack: ExitStack) -> None
     rows.close()
     thread.join(SOON)
     assert len(failed) == 1
+
+
+def test_a_request_that_was_sent_while_the_entry_closed_is_given_up() -> None:
+    """Between sending and waiting, `close` may have seen no leg to end."""
+    minder = Minder(lambda _: None)
+    minder.close()
+    shard = ShardReplicas(0, "ps", HedgeDelay(0.01, 1.0))
+    leg = Leg(shard, b"", np.empty(0, np.uint8), 1, time.monotonic() + SOON, hedged=False)
+    minder.watch(leg)
+    assert leg.late

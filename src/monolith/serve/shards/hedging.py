@@ -140,8 +140,11 @@ class Minder:
         due = min(leg.hedge_at, leg.deadline)
         with self._changed:
             self._legs.add(leg)
+            stopped = self._stopped
             if due < self._wakes_at:  # seldom: others that are waited for are due before
                 self._changed.notify()
+        if stopped:  # the thread has ended, and `close` did not see this leg
+            leg.give_up()
 
     def forget(self, leg: Leg) -> None:
         with self._changed:
