@@ -24,10 +24,10 @@ import torch
 
 from monolith.errors import MonolithError, UnavailableError
 from monolith.runtime import LocalRun, Trainer
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.sync.channels import open_writer
 from monolith.sync.publish_config import PublishConfig
 from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
-from monolith.train.publishing.share import PublishPlan
 from monolith_bench.marked_events import FreshnessJob, MarkedClicks, MarkedEvents
 
 COMMAND = "import sys; from monolith_bench.marked_trainer import main; sys.exit(main(sys.argv[1:]))"

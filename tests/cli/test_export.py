@@ -26,11 +26,11 @@ from monolith.observe import Metrics
 from monolith.runtime import Trainer
 from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
+from monolith.runtime.publish_pause import NAME, PublishPause
 from monolith.serve import Predictor
 from monolith.serve.versions import LockedVersion, list_versions, withheld_versions
 from monolith.sync.run_identity import run_identity
 from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig
-from monolith.train.publishing.hold_file import NAME, KeptHold
 
 TASK = "serve.served_tasks:Served"
 
@@ -305,13 +305,13 @@ def test_a_pause_marks_the_versions_of_its_run_and_a_rollback_those_after_its_ve
     other = trained(tmp_path / "other")
     exported(other, tmp_path / "to", step=3)
     marks = VersionMarks.of(ExportConfig(dir=str(tmp_path / "to")), config)
-    marks.withhold(KeptHold("labels went wrong", 0.0, first_bad_step=4))
+    marks.withhold(PublishPause("labels went wrong", 0.0, first_bad_step=4))
     assert withheld(tmp_path / "to") == ["4", "6"]
-    marks.withhold(KeptHold("rolled back", 0.0, version="4", first_bad_step=3))
+    marks.withhold(PublishPause("rolled back", 0.0, version="4", first_bad_step=3))
     assert withheld(tmp_path / "to") == ["6"], "an operator who names a version has judged it"
-    marks.withhold(KeptHold("rolled back", 0.0, version="2"))
+    marks.withhold(PublishPause("rolled back", 0.0, version="2"))
     assert withheld(tmp_path / "to") == ["4", "6"]
     marks.release()
     assert withheld(tmp_path / "to") == []
-    marks.withhold(KeptHold("of an older release", 0.0))
+    marks.withhold(PublishPause("of an older release", 0.0))
     assert withheld(tmp_path / "to") == ["2", "4", "6"], "all that was exported since"

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train.publishing.test_holders import STANDING
+from runtime.test_publish_supervisor import STANDING
 from train.runs import FakeRun
 
 from monolith.cli.main import main
+from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.train.hooks import ControlServerHook, LocalBarrier
-from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 
 pytest.importorskip("grpc")
 
@@ -25,10 +25,10 @@ class Run:
     def __init__(self, model_dir: Path) -> None:
         self.orders: list[PublishOrder] = []
         self.standing = replace(STANDING, shares=1)
-        self.hook = ControlServerHook(LocalBarrier(1), Future, publish=self.obey, grace=0.1)
+        self.hook = ControlServerHook(LocalBarrier(1), Future, publish=self.execute, grace=0.1)
         self.hook.after_create(FakeRun(model_dir))
 
-    def obey(self, order: PublishOrder) -> Sequence[ShareStanding]:
+    def execute(self, order: PublishOrder) -> Sequence[ShardPublishStatus]:
         self.orders.append(order)
         if order.action != "status":
             held = order.action != "resume"
@@ -48,7 +48,7 @@ def job(tmp_path: Path) -> Iterator[Run]:
 def test_a_run_is_held_resumed_and_taken_back(job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = str(tmp_path)
     assert main(["publish", "status", folder]) == 0
-    assert capsys.readouterr().out.startswith("share 0 of 1: publishing. Step 1, delta 1 of epoch e; 1 rows")
+    assert capsys.readouterr().out.startswith("shard 0 of 1: publishing. Step 1, delta 1 of epoch e; 1 rows")
     assert main(["publish", "pause", folder, "--reason", "a bad upstream"]) == 0
     assert "HELD since 2001-09-09 01:46:40 UTC: a bad upstream." in capsys.readouterr().out
     assert main(["publish", "rollback", folder, "1200"]) == 0

@@ -90,7 +90,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "threads": ("runtime/task_setup.py",),
     "metrics": ("runtime/*.py",),
     "profile": ("runtime/process.py",),
-    "publish": ("sync/*.py", "train/publishing/*.py", "train/fleet/*.py", "runtime/*.py"),
+    "publish": ("sync/*.py", "runtime/*.py"),
 }
 """Group -> the modules that obey its fields."""
 

@@ -38,13 +38,13 @@ from monolith.runtime import Trainer, process
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.losses import LostServer
+from monolith.runtime.publish_pause import PauseFile, when_utc
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
 from monolith.sync.run_identity import run_identity
 from monolith.train import Hook, Mode, StepResult, TrainConfig, TrainingRun
 from monolith.train.hooks import ControlClient, LiveLineHook
 from monolith.train.hooks.live_line import log_status
-from monolith.train.publishing.hold_file import HoldFile, when_utc
 from monolith.ui.publishing import RunPublishing, orders_of
 
 TASK = "train.tasks:Clicks"
@@ -822,14 +822,14 @@ def test_a_run_that_was_killed_while_it_was_held_is_held_from_its_next_start_on(
     since = json.loads(Path(model_dir, "held.json").read_text())
     assert since > 0
     assert train(*flags, task="cli.test_train:WatchedClicks") == 0
-    said = f"held since {when_utc(since)}: a bad upstream"
-    assert f"publishing share 0 of 1 is {said}" in caplog.text
-    assert said in capsys.readouterr().out.replace("HELD", "held"), "monolith publish status"
+    said = f"paused since {when_utc(since)}: a bad upstream"
+    assert f"publishing of shard 0 of 1 is {said}" in caplog.text
+    assert said in capsys.readouterr().out.replace("PAUSED", "paused"), "monolith publish status"
     assert json.loads(Path(model_dir, "page.json").read_text()) == [True, "a bad upstream", since]
     assert json.loads(Path(model_dir, "resumed.json").read_text()) == [0, False], "nothing was let out before"
     with closing(open_reader(log)) as reader:
         assert reader.shares()[0].newest.sequence > 0
-    assert HoldFile(model_dir).read() is None, "who resumes means it for the next start as well"
+    assert PauseFile(model_dir).read() is None, "who resumes means it for the next start as well"
 
 
 @pytest.mark.parametrize(

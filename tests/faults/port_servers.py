@@ -27,11 +27,12 @@ from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
 from monolith.runtime.parameter_server import ServedShard
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.serve.shards import ServingServer
 from monolith.store import ParameterServer
 from monolith.sync import MemoryChannel, PublishConfig
 from monolith.sync.flight_channel import DeltaPort
-from monolith.train import PublishPlan, TrainConfig
+from monolith.train import TrainConfig
 from monolith.train.hooks import ControlServerHook, LocalBarrier
 from monolith.wire.ports import Limits
 

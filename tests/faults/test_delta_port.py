@@ -33,7 +33,7 @@ from monolith.wire.flight import Caller
 flight = pytest.importorskip("pyarrow.flight")
 
 TESTS = Path(__file__).parents[1]
-PUBLISHED = re.compile(r"share 0 of 1 is published at grpc://(\S+)")
+PUBLISHED = re.compile(r"shard 0 of 1 is published at grpc://(\S+)")
 FILES = 256
 """The open files that the run of a test may have."""
 

@@ -15,10 +15,10 @@ from serve.server.serving import ask_http
 from services import warm
 
 from monolith.errors import MonolithError
+from monolith.runtime.publish_pause import PauseFile
 from monolith.serve import Predictor
 from monolith.serve.versions import list_versions, withheld_versions
 from monolith.train.hooks import ControlClient
-from monolith.train.publishing.hold_file import HoldFile
 
 TASK, MODEL = "faults.poisoned_clicks:PoisonedClicks", "poisoned_clicks"
 TESTS = Path(__file__).parents[1]
@@ -106,7 +106,7 @@ class PoisonedRun:
     def train_until_paused(self) -> None:
         """Train on until publishing is paused."""
         step = max(self.reached, BAD_FROM)
-        while HoldFile(self.model_dir).read() is None:
+        while PauseFile(self.model_dir).read() is None:
             step += 1
             self.allow(step)
             time.sleep(0.06)
@@ -172,7 +172,7 @@ def test_no_server_serves_a_version_of_the_bad_steps(stack: ExitStack, tmp_path:
 
     # The guard pauses publishing; versions from the first bad step on are withheld, old and new.
     run.train_until_paused()
-    kept = HoldFile(run.model_dir).read()
+    kept = PauseFile(run.model_dir).read()
     assert kept is not None
     assert kept.by_guard
     assert kept.first_bad_step is not None
@@ -235,7 +235,7 @@ def test_no_entry_and_no_serving_server_serves_a_version_of_the_bad_steps(
     until(lambda: entry.version == good)
     run.train_until_paused()
     last = run.train_on(5)
-    kept = HoldFile(run.model_dir).read()
+    kept = PauseFile(run.model_dir).read()
     assert kept is not None
     assert kept.first_bad_step is not None
     assert kept.first_bad_step <= BAD_FROM

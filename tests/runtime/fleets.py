@@ -31,6 +31,7 @@ from monolith.runtime.coordinator import Start, WorkerState
 from monolith.runtime.fleet import Fleet
 from monolith.runtime.fleet_placement import FleetCoordinator
 from monolith.runtime.parameter_server import ABANDONED_AFTER, ServedShard, ServerEnd
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.runtime.service import LOST_AFTER
 from monolith.store import ServerGroup
 from monolith.store.dense_config import DenseConfig
@@ -38,7 +39,6 @@ from monolith.table import AdmissionConfig, Sgd, Zeros, iterate
 from monolith.train import Hook, Mode, Outputs, SaveConfig, Task, TrainConfig
 from monolith.train.hooks import HooksConfig
 from monolith.train.model import Model as TrainedModel
-from monolith.train.publishing.share import PublishPlan
 
 RECORD = "record"
 TALLY = "tally"

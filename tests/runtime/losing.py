@@ -20,10 +20,11 @@ from monolith.observe import Metrics
 from monolith.runtime import Fleet, FleetCoordinator, Trainer, TrainReport
 from monolith.runtime.failover import KeepGoing
 from monolith.runtime.parameter_server import ServedShard
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.runtime.server_calls import ServerCalls
 from monolith.runtime.standbys import CopyPlan, Standbys, UsedServer
 from monolith.store import ParameterServer, ServerGroup
-from monolith.train import Hook, PublishPlan, SaveConfig, TrainConfig
+from monolith.train import Hook, SaveConfig, TrainConfig
 
 SOON = timedelta(seconds=0.1)
 

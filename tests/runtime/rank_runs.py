@@ -13,12 +13,12 @@ from runtime.fleets import SOON, serving
 from store.ranks import all_at_once, connected
 
 from monolith.runtime import LocalRun, Trainer, TrainReport
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.runtime.ranks import RankCoordinator
 from monolith.store import RankGroups, ServerGroup
 from monolith.train import Hook, Task, TrainConfig
 from monolith.train.accelerator import Accelerator
 from monolith.train.config import RanksConfig
-from monolith.train.publishing.share import PublishPlan
 
 Hooks = Callable[[int, LocalRun], Sequence[Hook]]
 

@@ -41,8 +41,8 @@ def test_each_share_has_a_port_of_its_own_and_the_log_says_which(caplog: pytest.
     plan = publish_plan(load_run_config(code={"publish.to": "grpc://127.0.0.1:0"}), Metrics())
     assert plan is not None
     with closing(plan.open_writer((0, 2))) as first, closing(plan.open_writer((1, 2))) as second:
-        assert f"share 0 of 2 is published at grpc://{first.address}" in caplog.text
-        assert f"share 1 of 2 is published at grpc://{second.address}" in caplog.text
+        assert f"shard 0 of 2 is published at grpc://{first.address}" in caplog.text
+        assert f"shard 1 of 2 is published at grpc://{second.address}" in caplog.text
         assert first.address != second.address
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from train.publishing.test_holders import STANDING
+from runtime.test_publish_supervisor import STANDING
 
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
@@ -75,7 +75,7 @@ def test_the_worker_that_leads_says_how_publishing_stands() -> None:
     assert status.status().publishing == ""
     held = replace(STANDING, held=True, reason="a bad upstream", since=5.0)
     watched.publish = SimpleNamespace(standing=[held])
-    assert status.status().publishing == "publishing held since 1970-01-01 00:00:05 UTC: a bad upstream"
+    assert status.status().publishing == "publishing paused since 1970-01-01 00:00:05 UTC: a bad upstream"
 
 
 FLEET = {"cluster.num_ps": 2, "cluster.num_workers": 3, "train.model_dir": "m"}

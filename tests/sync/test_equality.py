@@ -35,7 +35,7 @@ ILL = ChannelFaults(drop=0.15, repeat=0.15, reorder=0.15, delay=0.15)
 
 
 class Fleet:
-    """Holders of rows that publish their shares, and one copy that follows them."""
+    """Publishers of rows that publish their shares, and one copy that follows them."""
 
     def __init__(self, channel: MemoryChannel, cls: Any, *, shares: int, **options: Any) -> None:
         self.channel = channel

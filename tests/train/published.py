@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from monolith.observe import Metrics
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.sync import Delta, MemoryChannel, PublishState, ShareLog, Subscriber, TableTarget, TakeSnapshot
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.table import NativeTable, iterate
 from monolith.train import Mode, Task
 from monolith.train.model import Model
-from monolith.train.publishing.share import PublishPlan
 
 OFTEN = PublishConfig(
     to="memory",

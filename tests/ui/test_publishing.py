@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from train.publishing.test_holders import STANDING
+from runtime.test_publish_supervisor import STANDING
 from train.runs import FakeRun
 
 from monolith.errors import ConfigError, TrainingError
+from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.train.hooks import ControlServerHook, LocalBarrier
-from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.ui.publishing import ASK_EVERY, RunPublishing, orders_of, publish_figures
 
 
@@ -109,12 +109,12 @@ def test_a_run_is_held_where_one_share_is_with_all_reasons() -> None:
 def test_buttons_reach_a_run_through_its_control_server(tmp_path: Path) -> None:
     orders: list[PublishOrder] = []
 
-    def obey(order: PublishOrder) -> Sequence[ShareStanding]:
+    def execute(order: PublishOrder) -> Sequence[ShardPublishStatus]:
         orders.append(order)
         held = order.action in ("hold", "rollback")
         return [replace(STANDING, held=held, reason=order.reason, version=order.version, since=5.0)]
 
-    hook = ControlServerHook(LocalBarrier(1), Future, publish=obey, grace=0.1)
+    hook = ControlServerHook(LocalBarrier(1), Future, publish=execute, grace=0.1)
     hook.after_create(FakeRun(tmp_path))
     try:
         publishing = RunPublishing(orders_of(str(tmp_path), None))

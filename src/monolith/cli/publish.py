@@ -15,8 +15,8 @@ from monolith.cli.options.jobs import (
 )
 from monolith.cluster.security import SecurityConfig
 from monolith.observe.progress import describe_bytes
-from monolith.train.publishing.bodies import ShareStanding
-from monolith.train.publishing.hold_file import when_utc
+from monolith.runtime.publish_pause import when_utc
+from monolith.sync.publish_messages import ShardPublishStatus
 from monolith.wire.messages import write_message
 
 _ADDRESS = re.compile(r"[^/\\]+:[0-9]{1,5}")
@@ -60,23 +60,23 @@ def _order(options: PublishStatusOptions, *actions: str, reason: str = "", versi
     return 0
 
 
-def describe(shares: Sequence[ShareStanding]) -> list[str]:
+def describe(shares: Sequence[ShardPublishStatus]) -> list[str]:
     """Return a line for each share, for people."""
     if not shares:
         return ["nothing is published yet: the run is starting"]
     return [_line(one) for one in shares]
 
 
-def _line(one: ShareStanding) -> str:
+def _line(one: ShardPublishStatus) -> str:
     state = "publishing"
     if one.held:
-        state = f"HELD since {when_utc(one.since)}: {one.reason}" if one.since else f"HELD: {one.reason}"
+        state = f"PAUSED since {when_utc(one.since)}: {one.reason}" if one.since else f"PAUSED: {one.reason}"
     if one.version is not None:
         state += f"; servers that have version {one.version} serve it"
     if one.held and one.version is None and one.first_bad_step is not None:
         state += f"; exported versions from step {one.first_bad_step:,} on are withheld"
     return (
-        f"share {one.share} of {one.shares}: {state}. Step {one.step:,}, delta {one.sequence:,} of epoch "
+        f"shard {one.share} of {one.shares}: {state}. Step {one.step:,}, delta {one.sequence:,} of epoch "
         f"{one.epoch[:8] or 'none'}; {one.rows:,} rows, {describe_bytes(one.bytes)}, {one.errors:,} errors, "
         f"{one.resyncs:,} resyncs"
     )

@@ -108,7 +108,7 @@ def control_hooks(
         local.barrier,
         local.save.trigger_save,
         tracer=place.tracer,
-        publish=None if local.publish is None else local.publish.obey,
+        publish=None if local.publish is None else local.publish.execute,
         address=place.address,
         security=place.security,
         limits=config.limits,

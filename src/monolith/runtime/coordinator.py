@@ -38,6 +38,8 @@ from monolith.data.source import Position
 from monolith.model import Together, WeightOptimizer
 from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
+from monolith.runtime.publish_shard import PublishPlan
+from monolith.runtime.publishers import Publishers
 from monolith.store import MakeStore
 from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
@@ -45,8 +47,6 @@ from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
-from monolith.train.publishing.holders import Holders
-from monolith.train.publishing.share import PublishPlan
 from monolith.wire.bulk import Traffic
 from monolith.wire.messages import Count
 
@@ -236,7 +236,7 @@ class Coordinator(Protocol):
     def dense_part(self, model: Model) -> Part:
         """Return what a checkpoint keeps of the weights."""
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Publishers | None:
         """Return who publishes the rows of an attached model, as this process has to do with them; None where
         it has nothing to do.
 

@@ -25,6 +25,7 @@ from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
 from monolith.runtime import Trainer
 from monolith.runtime.config import EXPORTED, ExportConfig
+from monolith.runtime.publish_pause import PauseFile, PublishPause
 from monolith.serve.export_tables import TableCodings
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel
 from monolith.serve.manifest import draw_requests, read_servable
@@ -43,7 +44,6 @@ from monolith.serve.versions import (
 from monolith.sync.run_identity import is_same_run, run_identity
 from monolith.train import Mode, Task, TrainConfig
 from monolith.train.hooks.save_timing import SaveListener
-from monolith.train.publishing.hold_file import HoldFile, KeptHold
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class VersionMarks:
     def of(cls, export: ExportConfig, train: TrainConfig) -> VersionMarks:
         return cls(train.model_dir, version_roots(export_folder(export, train), export.shards))
 
-    def withhold(self, kept: KeptHold) -> None:
+    def withhold(self, kept: PublishPause) -> None:
         """Mark the versions of the first bad step or later; of a rollback, those later than its version."""
         run = identity_of(self.model_dir)
         for root in self.roots:
@@ -133,7 +133,7 @@ def withheld_export(model_dir: str) -> Callable[[int, float], Withheld | None]:
     """
 
     def look(step: int, saved_at: float) -> Withheld | None:
-        kept = HoldFile(model_dir).read() if model_dir else None
+        kept = PauseFile(model_dir).read() if model_dir else None
         if kept is None:
             return None
         bad = kept.first_bad_step is not None and step >= kept.first_bad_step
@@ -142,7 +142,7 @@ def withheld_export(model_dir: str) -> Callable[[int, float], Withheld | None]:
     return look
 
 
-def _mark(kept: KeptHold, first: int | None) -> Withheld:
+def _mark(kept: PublishPause, first: int | None) -> Withheld:
     return Withheld(reason=kept.reason or "publishing is paused", first_bad_step=first or 0)
 
 

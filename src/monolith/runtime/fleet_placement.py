@@ -31,6 +31,8 @@ from monolith.runtime.failover import LOOK_EVERY
 from monolith.runtime.fleet import Fleet
 from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
+from monolith.runtime.publish_shard import PublishPlan
+from monolith.runtime.publishers import Publishers, ServerPublishers
 from monolith.runtime.server_calls import TableWork
 from monolith.runtime.standbys import describe_standbys
 from monolith.store import MakeStore, ParameterServerStore, ServerGroup
@@ -43,9 +45,6 @@ from monolith.train.hook import DATA_ENDED, TrainingRun
 from monolith.train.hooks.barrier import Barrier, Placement
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
-from monolith.train.publishing.holders import Holders
-from monolith.train.publishing.served_rows import RowsOfServers
-from monolith.train.publishing.share import PublishPlan
 from monolith.wire.bulk import Traffic
 
 _log = logging.getLogger(__name__)
@@ -438,11 +437,11 @@ class FleetCoordinator:
         assert self._served is not None, "attach a model first"
         return self._served
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Publishers | None:  # noqa: ARG002
         if not self.leads:
             return None  # servers hold the rows, and the chief tells them
         every = plan.config.dense_interval.total_seconds()
-        return RowsOfServers(self._fleet.group, lambda: self._fleet.run, every=every)
+        return ServerPublishers(self._fleet.group, lambda: self._fleet.run, every=every)
 
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
         self._fleet.last_checkpoint = last

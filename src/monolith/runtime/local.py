@@ -27,6 +27,8 @@ from monolith.runtime.coordinator import (
 )
 from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
+from monolith.runtime.publish_shard import PublishPlan, ShardPublisher
+from monolith.runtime.publishers import LocalPublisher, Publishers
 from monolith.store import LocalStore, MakeStore, Store
 from monolith.sync.guard import RecoveringGuard
 from monolith.table import TableConfig
@@ -35,8 +37,6 @@ from monolith.train.config import TrainConfig
 from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.model import Model
-from monolith.train.publishing.holders import Holders, OwnRows
-from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.wire.bulk import Traffic
 
 
@@ -87,10 +87,10 @@ class LocalCoordinator:
     def dense_part(self, model: Model) -> Part:
         return model.dense_part()
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
-        share = SharePublisher(model.tables, (0, 1), plan, guards=[guard])
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Publishers | None:
+        share = ShardPublisher(model.tables, (0, 1), plan, guards=[guard])
         model.restoring = share.restoring
-        return OwnRows(share)
+        return LocalPublisher(share)
 
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
         """Do nothing: there is nobody to lose."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from monolith.checkpoint.report import RestoreReport
 from monolith.data.source import Position
 from monolith.runtime.coordinator import Start, WorkerState
-from monolith.train.publishing.bodies import HoldersTold, PublishOrder
+from monolith.sync.publish_messages import PublishOrder, PublishProgress
 from monolith.wire.messages import (
     Bounds,
     Count,
@@ -643,7 +643,7 @@ CALLS: Mapping[str, type] = {
     "server.end": EndRun,
     "server.health": OfRun,
     "publish.obey": PublishOrder,
-    "publish.told": HoldersTold,
+    "publish.told": PublishProgress,
     "publish.flush": OfRun,
     "tables.cut": OfSnapshot,
     "tables.close": CloseSnapshot,

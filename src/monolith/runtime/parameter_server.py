@@ -72,6 +72,7 @@ from monolith.runtime.messages import (
     TakeOverShard,
     WriteTables,
 )
+from monolith.runtime.publish_shard import PublishPlan, ShardPublisher
 from monolith.runtime.server_calls import Jobs
 from monolith.runtime.service import LONGEST_WAIT, LOST_AFTER, RETURN_WITHIN, CoordinationService
 from monolith.runtime.standbys import CopiedShard, CopyPlan, StandbyCopy
@@ -79,18 +80,17 @@ from monolith.store import DenseShard, LocalStore, ParameterServer
 from monolith.store.dense import unpack_tensors
 from monolith.store.server import NewestPush
 from monolith.sync.messages import LearnedUpTo
+from monolith.sync.publish_messages import (
+    PublishedWeights,
+    PublishOrder,
+    PublishProgress,
+    PublishStatus,
+    ShardPublishStatus,
+    checked_order,
+)
 from monolith.train.config import TrainConfig
 from monolith.train.hooks.barrier import MachineHealth, memory_health
 from monolith.train.model import Model
-from monolith.train.publishing.bodies import (
-    HoldersTold,
-    PublishedShares,
-    PublishOrder,
-    ShareStanding,
-    WeightsTold,
-    sound,
-)
-from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.train.task import Mode, Task
 from monolith.wire.bulk import Bytes, Traffic
 from monolith.wire.flight_server import Handlers, typed_exchange
@@ -114,15 +114,15 @@ class PublishedShard:
         self._share = share
         self._plan = plan
         self._newest = newest
-        self._told: HoldersTold | None = None
+        self._told: PublishProgress | None = None
         self._stale = (0, 0)
         """The steps that were told and pushed last before rows were restored, and say nothing of these."""
         self._weights: Mapping[str, Tensor] | None = None
         self._lock = threading.Lock()  # guards the publisher
-        self._publisher: SharePublisher | None = None
+        self._publisher: ShardPublisher | None = None
         self._over = False
 
-    def hear(self, told: HoldersTold) -> None:
+    def hear(self, told: PublishProgress) -> None:
         """Hear how far the run is."""
         self._told = told
         with self._lock:
@@ -130,23 +130,23 @@ class PublishedShard:
                 return
             publisher = self._publisher
             if publisher is None:
-                self._publisher = publisher = SharePublisher(
+                self._publisher = publisher = ShardPublisher(
                     self._model.tables, self._share, self._plan, learned=self._learned
                 )
                 self._model.restoring = self._restoring
                 if self._weights is not None:
-                    publisher.bring(self._weights)
+                    publisher.send_weights(self._weights)
             publisher.start()  # which failed, perhaps, the last time
 
     def bring(self, weights: Mapping[str, Tensor]) -> None:
         """Take the dense weights."""
         self._weights = weights
         if (publisher := self._publisher) is not None:
-            publisher.bring(weights)
+            publisher.send_weights(weights)
 
-    def obey(self, order: PublishOrder) -> tuple[ShareStanding, ...]:
+    def execute(self, order: PublishOrder) -> tuple[ShardPublishStatus, ...]:
         publisher = self._publisher
-        return () if publisher is None else publisher.obey(order)
+        return () if publisher is None else publisher.execute(order)
 
     def flush(self) -> None:
         if (publisher := self._publisher) is not None:
@@ -397,7 +397,7 @@ class ServedShard:
                 calls=typed_calls(CALLS, calls, longest=longest)
                 | typed_calls(STANDBY_CALLS, self.standby_calls),
                 polls=typed_polls(CALLS, polls, longest=longest),
-                exchanges={"publish.weights": typed_exchange(WeightsTold, self._take_weights)},
+                exchanges={"publish.weights": typed_exchange(PublishedWeights, self._take_weights)},
             ),
             limits=limits,
         )
@@ -647,21 +647,21 @@ class ServedShard:
             if held.publishing is not None:
                 held.publishing.close()
 
-    def _obey(self, body: PublishOrder) -> PublishedShares:
-        order = sound(body)
+    def _obey(self, body: PublishOrder) -> PublishStatus:
+        order = checked_order(body)
         with self._publishing() as publishing:
-            return PublishedShares(() if publishing is None else publishing.obey(order))
+            return PublishStatus(() if publishing is None else publishing.execute(order))
 
-    def _hear(self, body: HoldersTold) -> PublishedShares:
+    def _hear(self, body: PublishProgress) -> PublishStatus:
         """Hear how far the run is; the first time, everything is restored, and publishing begins."""
         self._check_run(body.run)
         with self._publishing() as publishing:
             if publishing is None:
-                return PublishedShares(())
+                return PublishStatus(())
             publishing.hear(body)
-            return PublishedShares(publishing.obey(PublishOrder("status")))
+            return PublishStatus(publishing.execute(PublishOrder("status")))
 
-    def _take_weights(self, body: WeightsTold, data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _take_weights(self, body: PublishedWeights, data: Bytes) -> tuple[dict[str, Any], Any]:
         """Take all dense weights, of which this server publishes a copy."""
         with self._working(body.run) as held:
             if held.publishing is not None:

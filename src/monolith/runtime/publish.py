@@ -16,20 +16,20 @@ from monolith.errors import ConfigError
 from monolith.observe import Metrics
 from monolith.runtime.config import RunConfig
 from monolith.runtime.export import VersionMarks
+from monolith.runtime.publish_pause import PauseFile
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.sync.channel import DeltaWriter
 from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url
 from monolith.sync.run_identity import run_identity
-from monolith.train.publishing.hold_file import HoldFile
-from monolith.train.publishing.share import PublishPlan
 
 _log = logging.getLogger(__name__)
 
 
 def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None = None) -> PublishPlan | None:
-    """Return how this process of a run publishes; None where the run publishes nothing.
+    """Return how this process of a run publishes; None if the run publishes nothing.
 
     Args:
-        discovery: Where it registers a port that it listens on, for those who find it there.
+        discovery: The registry at which it registers its port, so that subscribers find it.
 
     Raises:
         ConfigError: `publish.to` is no URL of a channel.
@@ -50,20 +50,20 @@ def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None =
         config=run.publish,
         run=_name_of(run),
         open_writer=opening,
-        hold_file=hold_file_of(run) if model_dir else None,
+        pause_file=pause_file_of(run) if model_dir else None,
         metrics=metrics,
     )
 
 
-def hold_file_of(run: RunConfig) -> HoldFile:
+def pause_file_of(run: RunConfig) -> PauseFile:
     """Return the file that says whether publishing is paused; it marks the versions that a pause covers."""
     marks = VersionMarks.of(run.export, run.train)
-    return HoldFile(run.train.model_dir, withhold=marks.withhold, release=marks.release)
+    return PauseFile(run.train.model_dir, withhold=marks.withhold, release=marks.release)
 
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """Opens the channel of a share of one run."""
+    """Opens the channel of one shard of a run."""
 
     run: RunConfig
     url: str
@@ -91,28 +91,28 @@ class _Opening:
         where = url
         if isinstance(writer, ListeningWriter):
             where = f"{'grpc+tls' if run.security.uses_tls else 'grpc'}://{writer.address}"
-        _log.info("share %d of %d is published at %s", *share, where)
+        _log.info("shard %d of %d is published at %s", *share, where)
         return writer
 
 
 def run_host(run: RunConfig) -> str:
-    """Return the host that a process listens on where no URL names one."""
+    """Return the host that a process listens on if no URL names one."""
     return run.cluster.listen or "127.0.0.1"
 
 
 def address_of(addresses: tuple[str, ...], share: IdShare) -> Address:
-    """Return where one of several holders listens: each has an address, or all follow one, port by port.
+    """Return where one of several publishers listens: each has an address, or all follow one, port by port.
 
     Raises:
-        ConfigError: There are several addresses, and not as many as holders.
+        ConfigError: There are several addresses, and not as many as publishers.
     """
     number, count = share
     if len(addresses) == count:
         return Address.parse(addresses[number])
     if len(addresses) != 1:
         raise ConfigError(
-            f"publish.to: there are {len(addresses)} addresses for {count} holders of rows; name one "
-            "for each, in order, or the first alone: the others listen at the ports after it"
+            f"publish.to: there are {len(addresses)} addresses for {count} publishers; name one "
+            "for each, in order, or the first alone: the next ones listen at the ports after it"
         )
     first = Address.parse(addresses[0])
     return Address(first.host, first.port + number if first.port else 0)

@@ -48,6 +48,8 @@ from monolith.runtime.messages import (
     TablesRestored,
     WriteRankSnapshot,
 )
+from monolith.runtime.publish_shard import PublishPlan, ShardPublisher
+from monolith.runtime.publishers import Publishers, RankPublishers, ServerPublishers
 from monolith.runtime.server_calls import POLL, TableWork, ask, on_each, tell
 from monolith.store import (
     AllToAllStore,
@@ -66,10 +68,6 @@ from monolith.table import SlotThresholds, TableConfig
 from monolith.train.config import RanksConfig, TrainConfig
 from monolith.train.hooks.barrier import HealthStatus, MachineHealth
 from monolith.train.model import Model
-from monolith.train.publishing.holders import Holders
-from monolith.train.publishing.rank_rows import RowsOfRanks
-from monolith.train.publishing.served_rows import RowsOfServers
-from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.wire.bulk import Traffic
 from monolith.wire.messages import Json, read_message, write_message
 
@@ -359,7 +357,7 @@ class RankRows(Protocol):
     def tables_part(self) -> Part:
         """Return the tables of all, as the part of a checkpoint that rank 0 makes."""
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Publishers | None:
         """See `Coordinator.holders`."""
 
     def server_health(self, server: int) -> MachineHealth:
@@ -438,12 +436,12 @@ class RowsOnRanks:
     def tables_part(self) -> Part:
         return RankTables(self._groups.calls)
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Publishers | None:
         groups = self._groups
         guards = [guard] if groups.rank == 0 else []
-        share = SharePublisher(model.tables, (groups.rank, groups.size), plan, guards=guards)
+        share = ShardPublisher(model.tables, (groups.rank, groups.size), plan, guards=guards)
         model.restoring = share.restoring
-        return RowsOfRanks(groups, share)
+        return RankPublishers(groups, share)
 
     def server_health(self, server: int) -> MachineHealth:
         raise ConfigError(f"there is no parameter server {server}: rows are on ranks")
@@ -530,11 +528,11 @@ class RowsOnServers:
     def tables_part(self) -> Part:
         return ServedTables(self)
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Publishers | None:  # noqa: ARG002
         if self._groups.rank:
             return None  # servers hold the rows, and rank 0 tells them
         every = plan.config.dense_interval.total_seconds()
-        return RowsOfServers(self._group, lambda: self._run, every=every)
+        return ServerPublishers(self._group, lambda: self._run, every=every)
 
     def server_health(self, server: int) -> MachineHealth:
         found = ask(self._group, server, "server.health", OfRun(self._run), ServerHealth)

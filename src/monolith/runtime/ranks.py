@@ -57,6 +57,8 @@ from monolith.runtime.local import ScheduledOptimizer
 from monolith.runtime.losses import Lost
 from monolith.runtime.messages import NOTHING, Word
 from monolith.runtime.prefetch import SILENT, Silence
+from monolith.runtime.publish_shard import PublishPlan
+from monolith.runtime.publishers import Publishers
 from monolith.runtime.rank_placement import AveragedGradients, RankDense, RankRows, RowsOnRanks, RowsOnServers
 from monolith.store import MakeStore, RankGroups, ServerGroup
 from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, read_dense, unpack_tensors
@@ -69,8 +71,6 @@ from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier, MachineHealth, Placement
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
-from monolith.train.publishing.holders import Holders
-from monolith.train.publishing.share import PublishPlan
 from monolith.wire.bulk import Traffic
 from monolith.wire.messages import read_message, write_message
 
@@ -535,7 +535,7 @@ class RankCoordinator:
     def dense_part(self, model: Model) -> Part:
         return RankDense(model.dense_part(), self._saving_buffers)
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Publishers | None:
         return self._rows.holders(model, plan, guard)
 
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:

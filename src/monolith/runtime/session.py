@@ -41,13 +41,13 @@ from monolith.runtime.progress import (
     same_order,
     split_position,
 )
+from monolith.runtime.publish_shard import Learned, newest_event
 from monolith.sync.messages import LearnedUpTo
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Every, StepResult, TrainingRun
 from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
-from monolith.train.publishing.learning import Learned, newest_event
 from monolith.train.task import Mode, Outputs, Task
 from monolith.wire.bulk import Traffic
 

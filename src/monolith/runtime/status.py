@@ -102,8 +102,8 @@ class OwnStatus:
 
     def watch_worker(self, local: LocalRun) -> Hook:
         """Return what counts the steps of an attempt to train, which is looked at from now on."""
+        from monolith.runtime.publish_pause import describe_publishing
         from monolith.train.hooks.live_line import Outlook, StepCountsHook
-        from monolith.train.publishing.hold_file import describe_publishing
 
         config = local.session.config
         outlook = Outlook(
@@ -146,7 +146,7 @@ class OwnStatus:
                 seconds_left=None if ahead is None else ahead.seconds_left,
                 saved_at=None if local.save is None else local.save.saved_at,
                 save_trouble="; ".join(filter(None, troubles)),
-                publishing="" if local.publish is None else describe_publishing(local.publish.standing),
+                publishing="" if local.publish is None else describe_publishing(local.publish.statuses),
                 standbys=local.session.standbys,
             )
 

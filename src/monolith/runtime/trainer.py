@@ -45,7 +45,10 @@ from monolith.observe import Metrics
 from monolith.runtime.checkpoints import RunCheckpoints, newest_checkpoint
 from monolith.runtime.coordinator import Coordinator
 from monolith.runtime.local import LocalCoordinator, holding, store_maker
+from monolith.runtime.metric_guard import MetricGuard
 from monolith.runtime.progress import check_not_all_skipped
+from monolith.runtime.publish_hook import PublishHook
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.runtime.report import (
     BestEvaluation,
     FirstAndLastSteps,
@@ -77,9 +80,6 @@ from monolith.train.hooks.summaries import sink_openers
 from monolith.train.importance import Importances, permutation_importance
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model, OwnRandom
-from monolith.train.publishing.hook import PublishHook
-from monolith.train.publishing.metric_guard import MetricGuard
-from monolith.train.publishing.share import PublishPlan
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.task import Mode, Outputs, Task
 
@@ -540,13 +540,13 @@ class Trainer:
             plan.config,
             guard,
             leads=leads,
-            hold_file=plan.hold_file,
+            pause_file=plan.pause_file,
             refresh=self._peers.refresh,
         )
         session.learned = holders.note
         session.idle = lambda: hook.idle(run)
         if leads:
-            session.log_places = hook.places
+            session.log_places = hook.positions
         return [hook]
 
     def _epochs(self) -> Epochs | None:

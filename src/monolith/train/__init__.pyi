@@ -8,7 +8,6 @@ from monolith.train.evaluation_log import Evaluation
 from monolith.train.hook import Hook, StepResult, TrainingRun, drive
 from monolith.train.hooks import AlertConfig, DailyHours, SaveConfig
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
-from monolith.train.publishing.share import PublishPlan
 from monolith.train.rate_schedule import ScheduleConfig
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.task import Mode, Outputs, Task
@@ -29,7 +28,6 @@ __all__ = [
     "MetricSet",
     "Mode",
     "Outputs",
-    "PublishPlan",
     "RestoreConfig",
     "RetrievalTask",
     "SaveConfig",

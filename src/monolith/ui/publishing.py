@@ -9,7 +9,7 @@ from typing import Protocol
 
 from monolith.cluster.security import SecurityConfig
 from monolith.errors import MonolithError
-from monolith.train.publishing.bodies import ShareStanding
+from monolith.sync.publish_messages import ShardPublishStatus
 from monolith.ui.figures import PublishFigures
 
 ASK_EVERY = 2.0
@@ -20,7 +20,9 @@ ANSWER_SECONDS = 10.0
 class PublishOrders(Protocol):
     """Passes an order on to a run (status, hold, resume, rollback); returns where each share stands then."""
 
-    def __call__(self, action: str, *, reason: str = "", version: str = "") -> Sequence[ShareStanding]: ...
+    def __call__(
+        self, action: str, *, reason: str = "", version: str = ""
+    ) -> Sequence[ShardPublishStatus]: ...
 
 
 class RunPublishing:
@@ -59,13 +61,13 @@ class RunPublishing:
         with self._lock:
             return self._known
 
-    def _note(self, shares: Sequence[ShareStanding]) -> None:
+    def _note(self, shares: Sequence[ShardPublishStatus]) -> None:
         with self._lock:
             self._asked = self._timer()
             self._known = publish_figures(shares)
 
 
-def publish_figures(shares: Sequence[ShareStanding]) -> PublishFigures | None:
+def publish_figures(shares: Sequence[ShardPublishStatus]) -> PublishFigures | None:
     """Return the state of a run's publishing: paused if one shard is, with all reasons."""
     if not shares:
         return None
@@ -82,7 +84,7 @@ def publish_figures(shares: Sequence[ShareStanding]) -> PublishFigures | None:
 def orders_of(model_dir: str, security: SecurityConfig | None) -> PublishOrders:
     """Return what reaches the run of a model_dir, wherever that listens at the time."""
 
-    def order(action: str, *, reason: str = "", version: str = "") -> Sequence[ShareStanding]:
+    def order(action: str, *, reason: str = "", version: str = "") -> Sequence[ShardPublishStatus]:
         from monolith.train.hooks import ControlClient
 
         with ControlClient(model_dir, security=security, timeout=ANSWER_SECONDS) as job:

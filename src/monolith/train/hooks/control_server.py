@@ -47,10 +47,10 @@ from monolith.errors import (
     RetryableError,
     TrainingError,
 )
+from monolith.sync.publish_messages import PublishOrder, PublishStatus, ShardPublishStatus, operator_order
 from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks.barrier import Barrier, unblocked_indices
 from monolith.train.hooks.profiling import MOST_SECONDS, Trace, Tracer
-from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding, person_order
 from monolith.wire import controller_pb2 as wire
 from monolith.wire.messages import read_message, write_message
 from monolith.wire.ports import ConnectionGuard, Limits
@@ -78,7 +78,7 @@ _METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     "Publish": (wire.PublishRequest, wire.PublishResponse),
 }
 
-Obey = Callable[[PublishOrder], Sequence[ShareStanding]]
+Obey = Callable[[PublishOrder], Sequence[ShardPublishStatus]]
 """Has all who hold rows do something with their publishing, and says where each stands."""
 
 
@@ -347,7 +347,7 @@ class ControlServerHook(Hook):
 
 def _publish(obey: Obey | None, request: Any) -> wire.PublishResponse:
     try:
-        order = person_order(request.action, reason=request.reason, version=request.version)
+        order = operator_order(request.action, reason=request.reason, version=request.version)
     except RequestError as error:
         raise _RefusedError("INVALID_ARGUMENT", str(error)) from error
     if obey is None:
@@ -358,7 +358,7 @@ def _publish(obey: Obey | None, request: Any) -> wire.PublishResponse:
         raise _RefusedError("FAILED_PRECONDITION", str(error)) from error
     except RetryableError as error:
         raise _RefusedError("UNAVAILABLE", str(error)) from error
-    return wire.PublishResponse(shares=json.dumps(write_message(PublishedShares(tuple(shares)))))
+    return wire.PublishResponse(shares=json.dumps(write_message(PublishStatus(tuple(shares)))))
 
 
 def control_token(model_dir: str) -> Secret:
@@ -464,7 +464,7 @@ class ControlClient:
         found = self._call("Profile", {"steps": steps, "seconds": seconds}, timeout=2 * MOST_SECONDS)
         return Trace(found.path, int(found.steps), found.seconds)
 
-    def publish(self, action: str, *, reason: str = "", version: str = "") -> Sequence[ShareStanding]:
+    def publish(self, action: str, *, reason: str = "", version: str = "") -> Sequence[ShardPublishStatus]:
         """Have the run hold, resume or take back what it publishes, or say how that stands.
 
         Raises:
@@ -472,7 +472,7 @@ class ControlClient:
             TrainingError: The run publishes nothing, or a holder of rows could not be told.
         """
         found = self._call("Publish", {"action": action, "reason": reason, "version": version})
-        return read_message(PublishedShares, json.loads(found.shares)).shares
+        return read_message(PublishStatus, json.loads(found.shares)).shares
 
     def close(self) -> None:
         self._channel.close()

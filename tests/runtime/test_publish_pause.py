@@ -6,39 +6,44 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train.publishing.test_holders import STANDING, TwoHolders
+from runtime.test_publish_supervisor import STANDING, TwoHolders
 
 from monolith.errors import FilesystemError, RequestError
+from monolith.runtime.publish_pause import (
+    NAME,
+    PauseFile,
+    PublishPause,
+    PublishSupervisor,
+    describe_publishing,
+)
+from monolith.runtime.publish_shard import PublishPlan, ShardPublisher
 from monolith.sync import Delta, LearnedUpTo, MemoryChannel
 from monolith.sync.publish_config import GuardConfig, PublishConfig
-from monolith.train.publishing.bodies import PublishOrder
-from monolith.train.publishing.hold_file import NAME, HoldFile, KeptHold, describe_publishing
-from monolith.train.publishing.holders import Steward
-from monolith.train.publishing.share import PublishPlan, SharePublisher
+from monolith.sync.publish_messages import PublishOrder
 
 HELD = replace(STANDING, held=True, reason="a bad upstream", since=5.0)
 
 
 def test_what_is_held_is_kept_and_what_goes_on_is_not(tmp_path: Path) -> None:
-    file = HoldFile(str(tmp_path / "not" / "there yet"))
+    file = PauseFile(str(tmp_path / "not" / "there yet"))
     assert file.read() is None
     file.note([STANDING, HELD])
-    assert HoldFile(str(tmp_path / "not" / "there yet")).read() == KeptHold("a bad upstream", 5.0)
+    assert PauseFile(str(tmp_path / "not" / "there yet")).read() == PublishPause("a bad upstream", 5.0)
     file.note([replace(HELD, version="1200", by_guard=True)])
-    assert file.read() == KeptHold("a bad upstream", 5.0, "1200", by_guard=True)
+    assert file.read() == PublishPause("a bad upstream", 5.0, "1200", by_guard=True)
     file.note([STANDING])
     assert file.read() is None
 
 
 def test_where_nobody_knows_how_it_stands_what_was_kept_stays(tmp_path: Path) -> None:
-    file = HoldFile(str(tmp_path))
+    file = PauseFile(str(tmp_path))
     file.note([HELD])
     file.note([])
     assert file.read() is not None
 
 
 def test_the_same_is_not_written_again(tmp_path: Path) -> None:
-    file = HoldFile(str(tmp_path))
+    file = PauseFile(str(tmp_path))
     file.note([HELD])
     (tmp_path / NAME).unlink()
     file.note([HELD])
@@ -48,7 +53,7 @@ def test_the_same_is_not_written_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"reason": 3}', '{"reason": "", "since": -1}', "null"])
 def test_a_file_that_nobody_can_read_holds_as_well(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
-    kept = HoldFile(str(tmp_path)).read()
+    kept = PauseFile(str(tmp_path)).read()
     assert kept is not None
     assert "cannot be read" in kept.reason
 
@@ -57,38 +62,38 @@ def test_a_file_that_cannot_be_written_keeps_nobody_from_holding(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    HoldFile(str(tmp_path / "file")).note([HELD])
+    PauseFile(str(tmp_path / "file")).note([HELD])
     assert "the next start of this run" in caplog.text
 
 
 def test_what_a_guard_or_a_person_holds_is_kept_by_who_leads(tmp_path: Path) -> None:
-    holders, file = TwoHolders(), HoldFile(str(tmp_path))
-    steward = Steward(holders, GuardConfig(), lambda: None, every=60.0, hold_file=file)
+    holders, file = TwoHolders(), PauseFile(str(tmp_path))
+    steward = PublishSupervisor(holders, GuardConfig(), lambda: None, every=60.0, pause_file=file)
     holders.hold(1, by_guard=True, since=7.0)
-    steward.look()
+    steward.check()
     kept = file.read()
     assert kept is not None
     assert kept.by_guard
-    assert [one.held for one in steward.standing] == [True, True]
-    steward.obey(PublishOrder("resume"))
+    assert [one.held for one in steward.statuses] == [True, True]
+    steward.execute(PublishOrder("resume"))
     assert file.read() is None
-    steward.obey(PublishOrder("hold", "for a while"))
-    assert file.read() == KeptHold("for a while", 0.0)
+    steward.execute(PublishOrder("hold", "for a while"))
+    assert file.read() == PublishPause("for a while", 0.0)
 
 
 @pytest.mark.parametrize("by_guard", [True, False])
 def test_a_share_that_starts_is_held_as_it_was_before(tmp_path: Path, by_guard: bool) -> None:
-    file = HoldFile(str(tmp_path))
+    file = PauseFile(str(tmp_path))
     file.note([replace(HELD, version="1200", by_guard=by_guard)])
     channel = MemoryChannel()
     plan = PublishPlan(
-        config=PublishConfig(to="memory"), run="r", open_writer=lambda _: channel.writer(), hold_file=file
+        config=PublishConfig(to="memory"), run="r", open_writer=lambda _: channel.writer(), pause_file=file
     )
-    share = SharePublisher({}, (0, 1), plan)
+    share = ShardPublisher({}, (0, 1), plan)
     share.start()
     try:
         share.publish()
-        (found,) = share.obey(PublishOrder("status"))
+        (found,) = share.execute(PublishOrder("status"))
         assert (found.held, found.reason, found.since, found.version, found.by_guard, found.deltas) == (
             True,
             "a bad upstream",
@@ -97,7 +102,7 @@ def test_a_share_that_starts_is_held_as_it_was_before(tmp_path: Path, by_guard: 
             by_guard,
             0,
         )
-        (found,) = share.obey(PublishOrder("resume"))
+        (found,) = share.execute(PublishOrder("resume"))
         assert (found.held, found.version) == (False, None)
     finally:
         share.close()
@@ -107,30 +112,32 @@ def test_how_publishing_stands_in_a_few_words() -> None:
     assert describe_publishing([]) == ""
     assert describe_publishing([STANDING]) == "publishing"
     said = describe_publishing([STANDING, replace(HELD, version="1200")])
-    assert said == ("publishing held since 1970-01-01 00:00:05 UTC: a bad upstream; servers at version 1200")
+    assert said == (
+        "publishing paused since 1970-01-01 00:00:05 UTC: a bad upstream; servers at version 1200"
+    )
 
 
 def test_a_pause_withholds_versions_from_the_earliest_bad_step_of_all_shares_once(tmp_path: Path) -> None:
-    marked: list[KeptHold] = []
-    file = HoldFile(str(tmp_path), withhold=marked.append)
+    marked: list[PublishPause] = []
+    file = PauseFile(str(tmp_path), withhold=marked.append)
     shares = [replace(HELD, first_bad_step=7), replace(HELD, share=1, first_bad_step=5)]
     file.note(shares)
     file.note(shares)
     assert [one.first_bad_step for one in marked] == [5]
-    kept = HoldFile(str(tmp_path)).read()
+    kept = PauseFile(str(tmp_path)).read()
     assert kept is not None
     assert kept.first_bad_step == 5
 
 
 def test_versions_that_could_not_be_marked_are_marked_at_the_next_look(tmp_path: Path) -> None:
-    tries: list[KeptHold] = []
+    tries: list[PublishPause] = []
 
-    def withhold(kept: KeptHold) -> None:
+    def withhold(kept: PublishPause) -> None:
         tries.append(kept)
         if len(tries) == 1:
             raise FilesystemError("the disk is full")
 
-    file = HoldFile(str(tmp_path), withhold=withhold)
+    file = PauseFile(str(tmp_path), withhold=withhold)
     for _ in range(3):
         file.note([HELD])
     assert len(tries) == 2
@@ -138,7 +145,7 @@ def test_versions_that_could_not_be_marked_are_marked_at_the_next_look(tmp_path:
 
 def test_versions_are_released_by_an_operator_after_the_pause(tmp_path: Path) -> None:
     released: list[bool] = []
-    file = HoldFile(str(tmp_path), release=lambda: released.append(True))
+    file = PauseFile(str(tmp_path), release=lambda: released.append(True))
     file.note([HELD])
     with pytest.raises(RequestError, match="resume it first"):
         file.release()
@@ -169,13 +176,13 @@ def test_a_share_whose_guard_of_metrics_speaks_first_says_since_when_the_model_i
         config=PublishConfig(to="memory"),
         run="r",
         open_writer=lambda _: channel.writer(),
-        hold_file=HoldFile(str(tmp_path)),
+        pause_file=PauseFile(str(tmp_path)),
     )
-    share = SharePublisher({}, (0, 1), plan, learned=lambda: LearnedUpTo(step=9), guards=[Worse()])
+    share = ShardPublisher({}, (0, 1), plan, learned=lambda: LearnedUpTo(step=9), guards=[Worse()])
     share.start()
     try:
         share.publish()
-        (found,) = share.obey(PublishOrder("status"))
+        (found,) = share.execute(PublishOrder("status"))
         assert (found.held, found.by_guard, found.first_bad_step) == (True, True, 3)
     finally:
         share.close()

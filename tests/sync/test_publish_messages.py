@@ -1,13 +1,13 @@
 import pytest
 
 from monolith.errors import RequestError
-from monolith.train.publishing.bodies import PublishOrder, person_order
+from monolith.sync.publish_messages import PublishOrder, operator_order
 
 
 def test_what_a_person_asks_for_becomes_an_order() -> None:
-    assert person_order("status") == PublishOrder("status")
-    assert person_order("hold", reason="lunch") == PublishOrder("hold", "lunch")
-    assert person_order("rollback", version="1200") == PublishOrder("rollback", version="1200")
+    assert operator_order("status") == PublishOrder("status")
+    assert operator_order("hold", reason="lunch") == PublishOrder("hold", "lunch")
+    assert operator_order("rollback", version="1200") == PublishOrder("rollback", version="1200")
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_what_a_person_asks_for_becomes_an_order() -> None:
 )
 def test_what_makes_no_sense_is_refused(action: str, how: dict[str, str], says: str) -> None:
     with pytest.raises(RequestError, match=says):
-        person_order(action, **how)
+        operator_order(action, **how)

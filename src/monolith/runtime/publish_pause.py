@@ -1,17 +1,18 @@
-"""Whether publishing is paused, kept next to the checkpoints of a run.
+"""The pause file: it records next to the checkpoints of a run that publishing is paused.
 
-A person who holds publishing back, or takes servers back to a version, means it until somebody says
-otherwise, whatever becomes of the processes meanwhile. So the process that leads writes it down, and whoever
-holds rows reads it before it lets anything out:
+An operator's pause or rollback lasts until an operator resumes publishing, even if all processes restart in
+the meantime. So the process that leads writes a file, and every process that publishes reads it before its
+first
+delta:
 
-    not there ──a hold or a rollback, by a person or a guard──► there ──resume──► not there
-                                                               │  ▲
-                                       a process starts again──┘  └──held from its first moment
+    no file ──pause or rollback, by an operator or a guard──► file ──resume──► no file
+                                                             │   ▲
+                                        a process restarts ──┘   └── paused from its start
 
-What cannot be read holds as well: somebody meant something by it.
+A file that cannot be read pauses publishing as well: it exists because publishing was paused.
 
-A pause covers the exported versions, too: those of the first bad step or later are withheld from servers. The
-process that writes this file marks those that exist; exports that are made while it is there mark themselves.
+A pause also covers exported versions: those of the first bad step or later are withheld from servers. The
+process that writes the file marks the versions that exist; exports made during the pause mark themselves.
 """
 
 from __future__ import annotations
@@ -24,40 +25,40 @@ from datetime import UTC, datetime
 
 from monolith import filesystem
 from monolith.errors import FilesystemError, MonolithError, RequestError
-from monolith.train.publishing.bodies import Reason, ShareStanding
+from monolith.sync.publish_messages import Reason, ShardPublishStatus
 from monolith.wire.messages import Count, Name, Seconds, read_message, write_message
 
 _log = logging.getLogger(__name__)
 
 NAME = "publish_hold.json"
-"""In the model_dir."""
+"""The name of the file in the model_dir."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptHold:
-    """Why publishing is held, and since when."""
+class PublishPause:
+    """Why publishing is paused, and since when."""
 
     reason: Reason
     since: Seconds
-    """Unix seconds; 0 where nobody knows."""
+    """Unix seconds; 0 if unknown."""
     version: Name | None = None
-    """The exported version that servers were taken back to."""
+    """The exported version that servers were rolled back to."""
     by_guard: bool = False
-    """Whether a guard holds it, and not a person."""
+    """Whether a guard paused it, and not an operator."""
     first_bad_step: Count | None = None
     """The first step whose rows are not trusted; None in the file of an older release."""
 
     def describe(self) -> str:
         when = f"since {when_utc(self.since)}" if self.since else "already"
-        return f"held {when}: {self.reason or 'no reason was given'}"
+        return f"paused {when}: {self.reason or 'no reason was given'}"
 
 
-class HoldFile:
-    """The file in a run's model_dir. One process writes it, of all that read it.
+class PauseFile:
+    """The file in a run's model_dir. The process that leads writes it, and all publishing processes read it.
 
     Args:
         withhold: Marks the exported versions that a pause covers; called whenever a pause begins or changes,
-            and at the first look after a start.
+            and at the first check after a start.
         release: Removes the marks of all exported versions.
     """
 
@@ -65,29 +66,30 @@ class HoldFile:
         self,
         model_dir: str,
         *,
-        withhold: Callable[[KeptHold], None] = lambda _: None,
+        withhold: Callable[[PublishPause], None] = lambda _: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self._withhold = withhold
         self._release = release
         self._folder = model_dir
         self._path = filesystem.join(model_dir, NAME)
-        self._written: KeptHold | None = None
+        self._written: PublishPause | None = None
         self._known = False
-        """Whether the file is as `_written` says."""
+        """Whether the content of the file is `_written`."""
 
-    def read(self) -> KeptHold | None:
-        """Return what was held when the run last ended, or was; None where nothing is."""
+    def read(self) -> PublishPause | None:
+        """Return the recorded pause; None if publishing is not paused."""
         try:
             if not filesystem.exists(self._path):
                 return None
-            return read_message(KeptHold, json.loads(filesystem.read_bytes(self._path)))
+            return read_message(PublishPause, json.loads(filesystem.read_bytes(self._path)))
         except (FilesystemError, RequestError, ValueError) as error:
-            reason = f"{self._path}, which says whether publishing is held, cannot be read: {error}"
-            return KeptHold(reason[:4096], since=0.0)
+            reason = f"{self._path}, which records a pause of publishing, cannot be read: {error}"
+            return PublishPause(reason[:4096], since=0.0)
 
-    def note(self, shares: Sequence[ShareStanding]) -> None:
-        """Keep whether shares are held, where that is something new; what fails is tried the next time."""
+    def note(self, shares: Sequence[ShardPublishStatus]) -> None:
+        """Record whether shards are paused, if that has changed; a write that fails is retried the next
+        time."""
         if not shares:
             return
         held = [one for one in shares if one.held]
@@ -95,7 +97,7 @@ class HoldFile:
         if held:
             first = held[0]
             steps = [one.first_bad_step for one in held if one.first_bad_step is not None]
-            kept = KeptHold(
+            kept = PublishPause(
                 first.reason, first.since, first.version, first.by_guard, min(steps, default=None)
             )
         if self._known and kept == self._written:
@@ -105,7 +107,7 @@ class HoldFile:
         except MonolithError as error:
             self._known = False
             _log.warning(
-                "a pause of publishing could not be written down, retrying; the next start of this run, or "
+                "a pause of publishing could not be recorded, retrying; the next start of this run, or "
                 "servers that take its exports, may not know of it: %s",
                 error,
             )
@@ -122,7 +124,7 @@ class HoldFile:
             )
         self._release()
 
-    def _write(self, kept: KeptHold | None) -> None:
+    def _write(self, kept: PublishPause | None) -> None:
         if kept is None:
             filesystem.remove(self._path)  # versions stay withheld: see `release`
         else:
@@ -134,8 +136,8 @@ class HoldFile:
         self._written, self._known = kept, True
 
 
-def describe_publishing(shares: Sequence[ShareStanding]) -> str:
-    """Return in a few words how the publishing of a run stands; empty where nothing is known of it."""
+def describe_publishing(shares: Sequence[ShardPublishStatus]) -> str:
+    """Return the state of publishing in a few words; empty if it is unknown."""
     if not shares:
         return ""
     held = next((one for one in shares if one.held), None)
@@ -144,11 +146,11 @@ def describe_publishing(shares: Sequence[ShareStanding]) -> str:
         return f"publishing fails, and is retried: {failing}"
     if held is None:
         return "publishing"
-    kept = KeptHold(held.reason[:200], held.since, held.version)
+    kept = PublishPause(held.reason[:200], held.since, held.version)
     back = "" if held.version is None else f"; servers at version {held.version}"
     return f"publishing {kept.describe()}{back}"
 
 
 def when_utc(seconds: float) -> str:
-    """Return a moment in Unix seconds for a person."""
+    """Return a time in Unix seconds as text in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from train.runs import FakeClock
 
+from monolith.runtime.metric_guard import LOOK_EVERY, MetricGuard
 from monolith.sync.publish_config import GuardConfig
-from monolith.train.publishing.metric_guard import LOOK_EVERY, MetricGuard
 
 CONFIG = GuardConfig(window=200, warm_up=600, auc_fall=0.1, calibration_rise=0.5)
 LABELS = (torch.arange(100) % 4 == 0).float()

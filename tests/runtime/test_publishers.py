@@ -11,8 +11,8 @@ from runtime.rank_runs import quiet, train_ranks
 from train.published import Following
 
 from monolith.runtime import LocalRun
+from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.train import Hook, SaveConfig, TrainConfig
-from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 
 TASK = Tallied(batches=16)
 
@@ -32,16 +32,16 @@ class Watch(Hook):
 
     def __init__(self, run: LocalRun) -> None:
         self._run = run
-        self.found: list[list[ShareStanding]] = []
+        self.found: list[list[ShardPublishStatus]] = []
 
     def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
         publishing = self._run.publish
         assert publishing is not None
         if run.step < 4 + 2 * len(self.found) or len(self.found) == 2:
             return
-        wait_for(lambda: len(publishing.obey(PublishOrder("status"))) == 2, "all to publish")
+        wait_for(lambda: len(publishing.execute(PublishOrder("status"))) == 2, "all to publish")
         order = PublishOrder("resume") if self.found else PublishOrder("hold", "for a moment")
-        self.found.append(list(publishing.obey(order)))
+        self.found.append(list(publishing.execute(order)))
 
     def check(self) -> None:
         """See that both shares were held, and let go."""

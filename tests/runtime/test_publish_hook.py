@@ -22,11 +22,11 @@ from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.nn import Target
 from monolith.runtime import LocalRun, Trainer
+from monolith.runtime.publish_hook import copied
 from monolith.sync import GuardConfig, LogPlace, Subscriber, TableTarget
+from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 from monolith.table import NativeTable, Sgd, iterate
 from monolith.train import AlertConfig, Hook, Mode, SaveConfig, TrainConfig
-from monolith.train.publishing.bodies import PublishOrder, ShareStanding
-from monolith.train.publishing.hook import copied
 
 TASK = Clicks(batches=12)
 QUIET = TrainConfig(summary_every_steps=None)
@@ -52,11 +52,11 @@ class Last(Hook):
         self.weights = copied(self._run.session.model.published())
 
 
-def publish(run: LocalRun) -> ShareStanding:
+def publish(run: LocalRun) -> ShardPublishStatus:
     """Have all that is trained by now published, as if the interval had passed; return how it stands."""
     assert run.publish is not None
     run.publish.holders._share.publish()  # type: ignore[attr-defined]
-    (standing,) = run.publish.obey(PublishOrder("status"))
+    (standing,) = run.publish.execute(PublishOrder("status"))
     return standing
 
 
@@ -261,7 +261,7 @@ def test_nothing_of_a_poisoned_batch_is_let_out_and_training_goes_on() -> None:
 
 def test_a_model_that_gets_worse_is_held_and_accepted_by_who_resumes() -> None:
     following = Following(TASK, replace(OFTEN, guard=GuardConfig()))
-    standings: list[ShareStanding] = []
+    standings: list[ShardPublishStatus] = []
 
     def gets_worse(run: LocalRun) -> None:
         assert run.publish is not None
@@ -272,7 +272,7 @@ def test_a_model_that_gets_worse_is_held_and_accepted_by_who_resumes() -> None:
 
     def resume(run: LocalRun) -> None:
         assert run.publish is not None
-        standings.extend(run.publish.obey(PublishOrder("resume")))
+        standings.extend(run.publish.execute(PublishOrder("resume")))
         assert run.publish._guard._heads["click"].examples == 0
 
     last = train(following, between={4: gets_worse, 8: resume})
@@ -291,7 +291,7 @@ def test_what_is_held_is_collected_and_published_when_somebody_resumes() -> None
         def call(run: LocalRun) -> None:
             publish(run)
             assert run.publish is not None
-            (standing,) = run.publish.obey(PublishOrder(action, **how))
+            (standing,) = run.publish.execute(PublishOrder(action, **how))
             assert standing.held == (action != "resume")
             assert standing.version == how.get("version")
             following.catch_up()

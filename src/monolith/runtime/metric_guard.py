@@ -1,13 +1,14 @@
-"""Holds publishing back when the model gets worse: its AUC falls, or its calibration error rises.
+"""Pauses publishing when the model gets worse: its AUC falls, or its calibration error rises.
 
 Every batch is predicted before it is trained on, so the latest examples say how good the model is that would
-be published. They are compared with what has been usual in this run:
+be published. The guard compares them with the usual level of this run:
 
     warming up ──warm_up examples──► watching ──past a bound──► out of bounds
         ▲                               ▲                           │
         └────────── accept ─────────────┴──── within half of it ────┘
 
-A running level follows slowly, and not at all while publishing is held: what is bad does not become usual.
+The usual level is a slow running mean that stops while publishing is paused, so that bad values never become
+usual.
 
 Labels are bad for a while before the metrics of a whole window say so. So the guard also knows the first step
 that may be bad: all examples of the last window that was found well had been trained on since. Some labels of
@@ -64,7 +65,7 @@ class _Head:
     levels: dict[str, float] = field(default_factory=dict)
     """auc, and the calibration error."""
     examples: int = 0
-    """Since the last start, or since somebody accepted things as they are."""
+    """Examples since the start, or since an operator accepted the current level."""
     unseen: int = 0
     """Examples since the last look."""
     seen: int = 0
@@ -102,18 +103,18 @@ class MetricGuard:
         self._lock = threading.Lock()  # guards what follows
         self._heads: dict[str, _Head] = {}
         self._reasons: dict[str, str] = {}
-        """Head and metric -> why publishing is held."""
+        """Head and metric -> why publishing is paused."""
         self._looked = -math.inf
         self._step = 0
 
     @property
     def looks(self) -> bool:
-        """Whether it has anything to look at."""
+        """Whether the config sets a bound to check."""
         return self._config.auc_fall is not None or self._config.calibration_rise is not None
 
     @property
     def reason(self) -> str | None:
-        """Why publishing is to be held; None where everything is within bounds."""
+        """Why publishing must pause; None while all metrics are within bounds."""
         with self._lock:
             return next(iter(self._reasons.values()), None)
 
@@ -133,7 +134,7 @@ class MetricGuard:
     def update(
         self, predictions: Mapping[str, Tensor], labels: Mapping[str, Tensor], *, step: int = 0
     ) -> None:
-        """Take in a batch as it was predicted, on the training thread.
+        """Add the predictions of a batch, on the training thread.
 
         Args:
             step: The step that trained on it.
@@ -141,7 +142,7 @@ class MetricGuard:
         if not self.looks:
             return
         with self._lock:
-            if step < self._step:  # the run went back: steps of before mean nothing any more
+            if step < self._step:  # the run rolled back: earlier steps no longer count
                 for head in self._heads.values():
                     head.restart(min(head.clean_step, max(step - 1, 0)))
             self._step = step

@@ -1,4 +1,4 @@
-"""What is said about publishing from one process to another: orders, where shares stand."""
+"""Messages about publishing between processes: orders, and the status of each shard."""
 
 from __future__ import annotations
 
@@ -9,47 +9,49 @@ from monolith.errors import RequestError
 from monolith.wire.messages import Bounds, Count, Name, Seconds, read_message
 
 Reason = Annotated[str, Bounds(0, 4096)]
-"""In words for a person."""
+"""A sentence for the operator."""
 Action = Literal["status", "hold", "resume", "rollback", "release"]
 LONGEST_VERSION = 255
 
 
 @dataclass(frozen=True, slots=True)
 class PublishOrder:
-    """What a holder of rows is to do with its publishing; it answers with where it stands then."""
+    """An order to a process that publishes rows; the process answers with its status."""
 
     action: Action
     reason: Reason = ""
-    """Why it is to be held."""
+    """Why it is to be paused."""
     version: Name | None = None
-    """The exported version that servers go back to."""
+    """The exported version that servers roll back to."""
     by_guard: bool = False
-    """Whether a guard holds it, and not a person."""
+    """Whether a guard paused it, and not an operator."""
     first_bad_step: Count | None = None
-    """The first step whose rows are not trusted; None if a share decides by what it has published."""
+    """The first step whose rows are not trusted; None if a shard decides by its published step."""
 
 
-def person_order(action: str, *, reason: str = "", version: str = "") -> PublishOrder:
-    """Return what somebody asks for from outside, if it makes sense.
+def operator_order(action: str, *, reason: str = "", version: str = "") -> PublishOrder:
+    """Return an operator's order, checked.
 
     Raises:
-        RequestError: It does not; says why.
+        RequestError: The order makes no sense; the message says why.
     """
     if action not in get_args(Action):
         raise RequestError(f"publish: {action[:60]!r} is none of {', '.join(get_args(Action))}")
     body = {"action": action, "reason": reason, "version": version or None}
-    return sound(read_message(PublishOrder, body))
+    return checked_order(read_message(PublishOrder, body))
 
 
-def sound(order: PublishOrder) -> PublishOrder:
-    """Return an order that came from elsewhere, if it makes sense.
+def checked_order(order: PublishOrder) -> PublishOrder:
+    """Return an order from another process, checked.
 
     Raises:
-        RequestError: It does not; says why.
+        RequestError: The order makes no sense; the message says why.
     """
     version = order.version
     if (order.action == "rollback") != (version is not None):
-        raise RequestError("publish: a rollback, and nothing else, names the exported version to go back to")
+        raise RequestError(
+            "publish: a rollback, and nothing else, names the exported version to roll back to"
+        )
     if version is not None and not _is_version(version):
         raise RequestError(
             f"publish: {version[:60]!r} is no exported version: those are names of folders, such as 1200"
@@ -64,22 +66,22 @@ def _is_version(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareStanding:
-    """Where the publishing of one share stands."""
+class ShardPublishStatus:
+    """The publishing status of one shard."""
 
     share: Count
     shares: Count
     held: bool
     reason: Reason
     since: Seconds
-    """Unix seconds since when it is held, or goes on."""
+    """Unix seconds since when it is paused, or publishing."""
     version: Name | None
-    """The exported version that servers were taken back to."""
+    """The exported version that servers were rolled back to."""
     epoch: Annotated[str, Bounds(0, 1024)]
     sequence: Count
-    """Of the newest delta in that epoch."""
+    """The number of the newest delta in that epoch."""
     step: Count
-    """That the newest delta has learned up to."""
+    """The step up to which the newest delta has learned."""
     watermark: Count
     """Event time that nearly all events trained on had reached."""
     published_at: Seconds
@@ -89,30 +91,31 @@ class ShareStanding:
     """Published so far, removed ones included."""
     bytes: Count
     errors: Count
-    """Deltas that could not be handed over, and were tried again."""
+    """Failed attempts to write a delta; each is retried."""
     resyncs: Count
-    """Epochs after the first: each has subscribers take a snapshot, or the difference to it."""
+    """Epochs after the first: in each, subscribers fetch a snapshot or the difference to it."""
     by_guard: bool = False
-    """Whether a guard holds it, and not a person."""
+    """Whether a guard paused it, and not an operator."""
     recovered: bool = False
-    """Whether what the guard held back is within bounds again."""
+    """Whether the metrics for which the guard paused are within bounds again."""
     first_bad_step: Count | None = None
     """While publishing is paused, the first step whose rows are not trusted."""
     trouble: Reason = ""
-    """Why deltas cannot be handed over now; they are kept and retried."""
+    """Why deltas cannot be written now; they are retried."""
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedShares:
-    """Where the publishing of a run stands."""
+class PublishStatus:
+    """The publishing status of all shards of a run."""
 
-    shares: tuple[ShareStanding, ...]
-    """In order; empty where the run publishes nothing."""
+    shares: tuple[ShardPublishStatus, ...]
+    """In order; empty if the run publishes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class HoldersTold:
-    """Tells a server, again and again, how far the run is: what it does not see by itself."""
+class PublishProgress:
+    """Tells a parameter server, at intervals, the step and watermark of the run, which it cannot see
+    itself."""
 
     run: Name
     step: Count
@@ -120,11 +123,11 @@ class HoldersTold:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsTold:
-    """Tells the server of share 0 all dense weights, whose bytes come beside it, in its model's order."""
+class PublishedWeights:
+    """Sends all dense weights to the server of shard 0, whose bytes follow it, in the order of its model."""
 
     run: Name
     weights: Count
     """How many there are."""
     incarnation: Name | None = None
-    """Names what the caller takes the server to hold."""
+    """The incarnation of the server that the caller expects."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from monolith.errors import UnavailableError
 from monolith.observe import Metrics
+from monolith.runtime.publish_shard import CountedWriter
 from monolith.sync import Delta, LearnedUpTo, LogPlace, Message, PublishState, ShareLog, TakeSnapshot
 from monolith.sync.messages import SnapshotRows
 from monolith.table import Rows
-from monolith.train.publishing.counted_writer import CountedWriter
 
 
 class Kept:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from store.fleets import wait_until
 
+from monolith.runtime.publish_shard import PublishPlan, ShardPublisher, seconds_between
 from monolith.sync import LearnedUpTo, MemoryChannel
 from monolith.sync.publish_config import PublishConfig
 from monolith.table import NativeTable, Segment, Sgd, TableConfig
-from monolith.train.publishing.share import PublishPlan, SharePublisher, seconds_between
 
 INTERVAL = 1.0
 
@@ -26,7 +26,7 @@ def learn() -> Iterator[Callable[[int], float]]:
     config = PublishConfig(
         to="memory", interval=timedelta(seconds=INTERVAL), dense_interval=timedelta(hours=1)
     )
-    share = SharePublisher(
+    share = ShardPublisher(
         {"item": table},
         (0, 1),
         PublishPlan(config=config, run="run", open_writer=lambda _: channel.writer()),
