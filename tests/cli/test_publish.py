@@ -50,7 +50,7 @@ def test_a_run_is_held_resumed_and_taken_back(job: Run, tmp_path: Path, capsys: 
     assert main(["publish", "status", folder]) == 0
     assert capsys.readouterr().out.startswith("shard 0 of 1: publishing. Step 1, delta 1 of epoch e; 1 rows")
     assert main(["publish", "pause", folder, "--reason", "a bad upstream"]) == 0
-    assert "HELD since 2001-09-09 01:46:40 UTC: a bad upstream." in capsys.readouterr().out
+    assert "PAUSED since 2001-09-09 01:46:40 UTC: a bad upstream." in capsys.readouterr().out
     assert main(["publish", "rollback", folder, "1200"]) == 0
     assert "servers that have version 1200 serve it" in capsys.readouterr().out
     assert main(["publish", "resume", folder, "--json"]) == 0

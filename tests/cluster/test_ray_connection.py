@@ -7,8 +7,8 @@ import pytest
 from services.ray import RayCluster, need_ray
 from services.servers import free_port
 
-from monolith.cluster import ray_connection
-from monolith.cluster.ray_connection import LOCAL, connected, import_ray
+from monolith.cluster import ray_discovery
+from monolith.cluster.ray_discovery import LOCAL, connected, import_ray
 from monolith.errors import AddressError, MissingExtraError, UnavailableError
 
 
@@ -29,7 +29,7 @@ def test_who_is_connected_stays_so(ray_cluster: RayCluster):
 
 STRANGER = """
 import signal, sys
-from monolith.cluster.ray_connection import connected
+from monolith.cluster.ray_discovery import connected
 
 mine = lambda *_: None
 signal.signal(signal.SIGTERM, mine)
@@ -56,7 +56,7 @@ def unconnected(monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_connection, "_LISTENING_WITHIN", timedelta(seconds=0.1))
+    monkeypatch.setattr(ray_discovery, "_LISTENING_WITHIN", timedelta(seconds=0.1))
     return ray
 
 

@@ -21,13 +21,12 @@ from monolith.cluster import (
     FilesDiscovery,
     MemoryDiscovery,
     MemoryRegistry,
-    MLPDiscovery,
-    MLPEnv,
-    TfConfigDiscovery,
     ZooKeeperConfig,
     ZooKeeperDiscovery,
 )
 from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
+from monolith_compat.mlp import MLPDiscovery, MLPEnv
+from monolith_compat.tf_config import TfConfigDiscovery
 
 Join = Callable[[], Discovery]
 """Makes the discovery of one more process."""

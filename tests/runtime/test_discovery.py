@@ -1,4 +1,5 @@
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -6,23 +7,25 @@ from services.consul import Agent
 
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.files_discovery import FilesDiscovery
-from monolith.cluster.mlp import MLPDiscovery
 from monolith.cluster.mpi import MPI_VARIABLES
-from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.zookeeper import ZooKeeperConfig
 from monolith.errors import ConfigError
 from monolith.runtime import discovery
+from monolith.runtime.cluster_config import DiscoveryConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import load_run_config, read_run
 from monolith.runtime.discovery import (
     Role,
+    assign_role,
     discovery_defaults,
     dispatcher_address,
+    installed_schedulers,
     listen_address,
     open_discovery,
-    place,
-    role_from_environment,
 )
+from monolith_compat.mlp import MLPDiscovery
+from monolith_compat.tf_config import TfConfigDiscovery
+from monolith_compat.yarn import application_master
 
 CLUSTER = {
     "chief": ["host0:2222"],
@@ -46,6 +49,14 @@ def tf_config(kind: str, index: int) -> str:
     return json.dumps({"cluster": CLUSTER, "task": {"type": kind, "index": index}})
 
 
+def role_of(environ: Mapping[str, str]) -> Role:
+    """The role that the scheduler of this environment names."""
+    kind = discovery_defaults(environ)["discovery.kind"]
+    return installed_schedulers()[kind].role(
+        DiscoveryConfig(kind=kind, tf_config=environ.get("TF_CONFIG")), environ
+    )
+
+
 def load(**values: object) -> RunConfig:
     return load_run_config(code=values)
 
@@ -62,40 +73,39 @@ def load(**values: object) -> RunConfig:
     ],
 )
 def test_tf_config_names_role_index_address_and_counts(kind, index, expected):
-    role = role_from_environment({"TF_CONFIG": tf_config(kind, index)})
-    assert role is not None
+    role = role_of({"TF_CONFIG": tf_config(kind, index)})
     assert (role.kind, role.index, role.address) == expected
     assert (role.num_ps, role.num_workers, role.source) == (2, 3, "TF_CONFIG")
-    assert role.is_chief == (kind == "chief")
 
 
-def test_on_yarn_there_is_an_application_master_to_tell():
-    environ = {"TF_CONFIG": tf_config("ps", 0), "PRIMUS_AM_RPC_HOST": "h", "PRIMUS_AM_RPC_PORT": "1"}
-    role = role_from_environment(environ)
-    assert role is not None
-    assert role.on_yarn
+def test_on_yarn_there_is_an_application_master_to_report_to():
+    environ = {"PRIMUS_AM_RPC_HOST": "h", "PRIMUS_AM_RPC_PORT": "1"}
+    assert application_master(environ) is not None
+    assert application_master({}) is None
 
 
 def test_mlp_names_role_and_index():
-    assert role_from_environment(MLP) == Role(
+    assert role_of(MLP) == Role(
         kind="worker", index=1, source="MLP", address="w:2000", num_ps=1, num_workers=2
     )
 
 
-def test_a_rank_is_a_worker():
-    assert role_from_environment(RANK) == Role(kind="worker", index=2, source="torchrun", num_workers=4)
-    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
-    role = role_from_environment(mpi)
-    assert role is not None
-    assert (role.source, role.is_chief) == ("MPI", True)
+@pytest.mark.parametrize("environ", [RANK, {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}])
+def test_a_rank_is_a_worker(environ):
+    run = read_run(None, environ, flags=("--cluster.mode", "sync", "--train.model-dir", "m"))
+    assert (run.cluster.role, run.cluster.index, run.cluster.num_workers) == ("worker", 2, 4)
 
 
 def test_tf_config_counts_more_than_mlp_and_mlp_more_than_ranks():
     everything = {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}
-    assert [
-        getattr(role_from_environment(environ), "source", None)
-        for environ in (everything, {**MLP, **RANK}, RANK, {})
-    ] == ["TF_CONFIG", "MLP", "torchrun", None]
+    kinds = [discovery_defaults(environ) for environ in (everything, {**MLP, **RANK}, RANK, {})]
+    assert kinds == [{"discovery.kind": "tf_config"}, {"discovery.kind": "mlp"}, {}, {}]
+
+
+def test_without_the_package_of_a_scheduler_an_error_names_it(monkeypatch):
+    monkeypatch.setattr(discovery, "installed_schedulers", dict)
+    with pytest.raises(ConfigError, match="'mlp' needs the package monolith_compat"):
+        assign_role(load_run_config(code={"discovery.kind": "mlp"}), MLP)
 
 
 def test_ranks_of_mpirun_meet_in_a_folder_of_the_model_dir_that_is_gone_after_them(tmp_path):
@@ -137,7 +147,7 @@ def test_another_registry_may_be_named_for_ranks_of_mpirun():
 def test_what_makes_no_sense_is_refused():
     for environ in ({"TF_CONFIG": "{"}, {"TF_CONFIG": tf_config("worker", 9)}, {"MLP_ROLE": "worker"}):
         with pytest.raises(ConfigError):
-            role_from_environment(environ)
+            role_of(environ)
 
 
 # The config of this process
@@ -145,15 +155,15 @@ def test_what_makes_no_sense_is_refused():
 
 def test_discovery_by_tf_config_says_who_this_is():
     config = load(tf_config=tf_config("chief", 0), discovery_type="primus", model_dir="m", num_ps=2)
-    placed = place(config, {})
+    placed = assign_role(config, {})
     assert (placed.cluster.role, placed.cluster.index) == ("worker", 0)
     assert placed.cluster.num_workers == 3
-    placed = place(load(tf_config=tf_config("ps", 1), discovery_type="primus", model_dir="m"), {})
+    placed = assign_role(load(tf_config=tf_config("ps", 1), discovery_type="primus", model_dir="m"), {})
     assert (placed.cluster.role, placed.cluster.index, placed.cluster.num_ps) == ("ps", 1, 2)
 
 
 def test_discovery_by_mlp_says_who_this_is():
-    placed = place(load(discovery_type="mlp", model_dir="m"), MLP)
+    placed = assign_role(load(discovery_type="mlp", model_dir="m"), MLP)
     assert (placed.cluster.role, placed.cluster.index) == ("worker", 1)
     assert (placed.cluster.num_ps, placed.cluster.num_workers) == (1, 2)
 
@@ -161,14 +171,14 @@ def test_discovery_by_mlp_says_who_this_is():
 @pytest.mark.parametrize(("role", "placed"), [("dispatcher", "dispatcher"), ("DSWORKER", "data_worker")])
 def test_a_process_that_mlp_started_to_read_data_does_so(role, placed):
     environ = {**MLP, "MLP_ROLE": role, f"MLP_{role.upper()}_NUM": "3", "MLP_ROLE_INDEX": "2"}
-    cluster = place(load(discovery_type="mlp", model_dir="m"), environ).cluster
+    cluster = assign_role(load(discovery_type="mlp", model_dir="m"), environ).cluster
     assert (cluster.role, cluster.index) == (placed, 2)
 
 
 def test_a_role_that_a_run_does_not_have_is_refused_with_the_nearest():
     environ = {**MLP, "MLP_ROLE": "dispacher", "MLP_DISPACHER_NUM": "1"}
     with pytest.raises(ConfigError, match="did you mean dispatcher"):
-        place(load(discovery_type="mlp", model_dir="m"), environ)
+        assign_role(load(discovery_type="mlp", model_dir="m"), environ)
 
 
 def test_the_dispatcher_is_where_the_config_or_mlp_says():
@@ -201,12 +211,12 @@ def test_an_mlp_port_that_contradicts_what_others_are_told_is_refused():
 
 def test_flags_say_who_this_is_with_every_other_registry():
     config = load(num_ps=1, num_workers=3, index=2, model_dir="m", uuid="u")
-    assert place(config, {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}) == config
+    assert assign_role(config, {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}) == config
 
 
 def test_a_local_run_is_left_alone():
     config = load(is_local=True, discovery_type="mlp")
-    assert place(config, MLP) == config
+    assert assign_role(config, MLP) == config
 
 
 # The registry
@@ -299,5 +309,5 @@ def test_the_config_has_the_last_word_on_where_to_listen():
 
 def test_of_the_servers_that_tf_config_names_the_spare_ones_are_not_used():
     config = load(tf_config=tf_config("ps", 1), discovery_type="primus", model_dir="m", num_redundant_ps=1)
-    placed = place(config, {})
+    placed = assign_role(config, {})
     assert (placed.cluster.num_ps, placed.cluster.index) == (1, 1)

@@ -29,7 +29,7 @@ from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.context import Output
 from monolith.runtime.parameter_server import ServerEnd
-from monolith.runtime.process import StoppedWhileWaitingError, Stopper, reported_to_yarn, serve_metrics
+from monolith.runtime.process import StoppedWhileWaitingError, Stopper, reported_outcome, serve_metrics
 from monolith.train import Hook
 
 TASK = "train.tasks:Clicks"
@@ -353,7 +353,7 @@ def master(tmp_path: Path) -> Iterator[tuple[list[tuple[str, str]], dict[str, st
 
 def test_the_chief_reports_success(master: Any) -> None:
     told, environ = master
-    with reported_to_yarn(RunConfig(), environ):
+    with reported_outcome(RunConfig(), environ):
         pass
     assert told == [("succeed", "")]
 
@@ -368,14 +368,14 @@ def test_the_chief_reports_success(master: Any) -> None:
 )
 def test_no_end_but_a_clean_one_is_a_success(master: Any, error: BaseException, reason: str) -> None:
     told, environ = master
-    with pytest.raises(type(error)), reported_to_yarn(RunConfig(), environ):
+    with pytest.raises(type(error)), reported_outcome(RunConfig(), environ):
         raise error
     assert told == [("kill", reason)]
 
 
 def test_a_chief_that_was_stopped_has_not_succeeded(master: Any) -> None:
     told, environ = master
-    with reported_to_yarn(RunConfig(), environ) as outcome:
+    with reported_outcome(RunConfig(), environ) as outcome:
         outcome.problem = "stopped"
     assert told == [("kill", "stopped")]
 
@@ -385,7 +385,7 @@ def test_only_the_chief_reports_and_only_where_there_is_a_master(master: Any) ->
     worker = load_run_config(
         code={"cluster.index": 1, "cluster.num_workers": 2, "train.model_dir": "m", "job.id": "i"}
     )
-    with reported_to_yarn(worker, environ), reported_to_yarn(RunConfig(), {}):
+    with reported_outcome(worker, environ), reported_outcome(RunConfig(), {}):
         pass
     assert told == []
 

@@ -9,11 +9,11 @@ import pytest
 from runtime.test_publish_supervisor import STANDING, TwoHolders
 
 from monolith.errors import FilesystemError, RequestError
+from monolith.runtime.publish_hook import PublishSupervisor
 from monolith.runtime.publish_pause import (
     NAME,
     PauseFile,
     PublishPause,
-    PublishSupervisor,
     describe_publishing,
 )
 from monolith.runtime.publish_shard import PublishPlan, ShardPublisher

@@ -41,7 +41,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ray_cluster() -> Iterator[RayCluster]:
     """With this process connected to it, as only one Ray can be."""
     need_ray()
-    from monolith.cluster.ray_connection import connected
+    from monolith.cluster.ray_discovery import connected
 
     cluster = RayCluster()
     cluster.start()

@@ -1,4 +1,4 @@
-"""How the processes of a job find each other, and know who is alive."""
+"""Cluster: how the processes of a run find each other, which of them are alive, and who may connect."""
 
 from monolith.cluster.addresses import (
     Address,
@@ -35,9 +35,7 @@ from monolith.cluster.manager import (
     fetch_ps_cluster,
     save_ps_cluster,
 )
-from monolith.cluster.mlp import MLPDiscovery, MLPEnv
 from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
-from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.zookeeper import (
     ZooKeeperConfig,
     ZooKeeperDiscovery,
@@ -60,8 +58,6 @@ __all__ = [
     "Discovery",
     "FilesConfig",
     "FilesDiscovery",
-    "MLPDiscovery",
-    "MLPEnv",
     "MemoryDiscovery",
     "MemoryRegistry",
     "NodeAliveChecker",
@@ -70,7 +66,6 @@ __all__ = [
     "RayDiscovery",
     "RayDiscoveryConfig",
     "Registration",
-    "TfConfigDiscovery",
     "Waiting",
     "ZooKeeperConfig",
     "ZooKeeperDiscovery",

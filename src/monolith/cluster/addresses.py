@@ -15,7 +15,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Self
 
-from monolith.cluster.waiting import Clock, Sleep, poll
+from monolith.cluster.liveness import Clock, Sleep, poll
 from monolith.errors import AddressError, ClusterError, DeadlineExceededError
 
 Resolve = Callable[..., list[Any]]

@@ -29,7 +29,7 @@ from monolith.cluster.discovery import (
     check_registration,
     closed_error,
 )
-from monolith.cluster.waiting import Clock, Sleep, poll
+from monolith.cluster.liveness import Clock, Sleep, poll
 from monolith.errors import ClusterError, DiscoveryError, RetryableError
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from monolith.cluster.addresses import concat_ip_and_port
 from monolith.cluster.discovery import (
     Closing,
 )
-from monolith.cluster.waiting import Clock
+from monolith.cluster.liveness import Clock
 from monolith.errors import (
     ConfigError,
     DeadlineExceededError,

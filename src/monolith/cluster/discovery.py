@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from monolith.cluster.addresses import Address
-from monolith.cluster.waiting import Clock
+from monolith.cluster.liveness import Clock
 from monolith.errors import ConfigError, DiscoveryError, RetryableError, UnavailableError
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from monolith.cluster.discovery import (
     check_role,
     closed_error,
 )
-from monolith.cluster.waiting import Clock
+from monolith.cluster.liveness import Clock
 from monolith.errors import AddressError, ConfigError, FilesystemError
 from monolith.filesystem import atomic_write
 from monolith.observe import Sightings

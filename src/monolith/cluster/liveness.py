@@ -1,15 +1,18 @@
-"""Liveness: who of many nodes answers.
+"""Liveness: whether other processes answer, and waiting until they do.
 
-A node is alive when its port accepts a connection. All are asked at the same time, so one that
-has vanished costs its timeout once.
+A node is alive if its port accepts a connection. `NodeAliveChecker` connects to all nodes at the same time,
+so a lost one costs its timeout once. The processes of a run start in any order, so each polls for its peers;
+clock and sleep are arguments, so that a test waits for an hour in no time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import TypeVar
 
 from monolith.cluster.addresses import Address, connect_error
 from monolith.errors import AddressError, NodeAliveCheckerError
@@ -18,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 
 class NodeAliveChecker:
-    """Connects to every address once; when it is made, the answers are there.
+    """Connects to every address once, in its constructor.
 
-    An address that cannot be read, refuses or stays silent is dead; nothing is raised for it here.
+    An address that is malformed, refuses or does not answer is dead; the constructor raises nothing for it.
 
     Args:
         addrs: `host:port` or `[v6]:port`. A name may have IPv4 and IPv6 addresses; one that
@@ -69,3 +72,36 @@ def _why_dead(addr: str, timeout: timedelta) -> str | None:
     except AddressError as cause:
         return str(cause)
     return None if error is None else str(error) or type(error).__name__
+
+
+Clock = Callable[[], float]
+"""Seconds. Monotonic to measure durations, Unix time to compare processes."""
+
+Sleep = Callable[[float], object]
+"""Waits for a number of seconds."""
+
+T = TypeVar("T")
+
+
+def poll(
+    ask: Callable[[], T | None],
+    *,
+    timeout: timedelta | None,
+    every: timedelta,
+    clock: Clock = time.monotonic,
+    sleep: Sleep = time.sleep,
+) -> T | None:
+    """Ask until the answer is not None and return it; return None when `timeout` is over.
+
+    Asks at least once, and once more at the very end. A timeout of zero asks once and never sleeps.
+
+    Args:
+        timeout: None waits for as long as it takes.
+    """
+    start = clock()
+    while (answer := ask()) is None:
+        left = None if timeout is None else timeout.total_seconds() - (clock() - start)
+        if left is not None and left <= 0:
+            return None
+        sleep(every.total_seconds() if left is None else min(every.total_seconds(), left))
+    return answer

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from monolith.cluster.discovery import Discovery
-from monolith.cluster.waiting import Clock, Sleep, poll
+from monolith.cluster.liveness import Clock, Sleep, poll
 from monolith.errors import (
     ClusterError,
     ConfigError,

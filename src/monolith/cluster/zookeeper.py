@@ -29,7 +29,7 @@ from monolith.cluster.discovery import (
     check_role,
     closed_error,
 )
-from monolith.cluster.waiting import Clock
+from monolith.cluster.liveness import Clock
 from monolith.errors import ClusterError, ConfigError, DiscoveryError, MissingExtraError, UnavailableError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from monolith.config.fields import leaf_paths
 from monolith.config.tree import is_table_text
 from monolith.errors import ConfigError
 from monolith.runtime.config import RunConfig, as_cpu_test, settle
-from monolith.runtime.discovery import discovery_defaults, place
+from monolith.runtime.discovery import assign_role, discovery_defaults
 from monolith.train.config import TrainConfig
 
 _log = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def read_run(
         defaults=discovery_defaults(environ),
         warn=warn,
     )
-    return settle(place(as_cpu_test(run), environ))
+    return settle(assign_role(as_cpu_test(run), environ))
 
 
 def refused(run: RunConfig) -> Iterator[str]:

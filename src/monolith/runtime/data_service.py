@@ -21,17 +21,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monolith import filesystem
-from monolith.cluster import DATA_DISPATCHER, MLPEnv, check_port, concat_ip_and_port, locator
+from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, locator
 from monolith.cluster.addresses import Address, connect_error
+from monolith.cluster.liveness import poll
 from monolith.cluster.run_token import TOKEN_FILE, read_token, run_security, shared_security, user_security
 from monolith.cluster.security import SecurityConfig, derive_token, guard_caller, guard_listener
 from monolith.cluster.status import StatusBoard
-from monolith.cluster.waiting import poll
 from monolith.data.config import DataServiceConfig
 from monolith.errors import ConfigError, DeadlineExceededError, MonolithError, RetryableError
 from monolith.observe import progress
 from monolith.runtime.config import RunConfig
-from monolith.runtime.discovery import dispatcher_address, listen_address, open_discovery
+from monolith.runtime.discovery import (
+    CheckPort,
+    dispatcher_address,
+    installed_schedulers,
+    listen_address,
+    open_discovery,
+)
 
 if TYPE_CHECKING:
     from monolith.data.service import Dispatcher
@@ -283,16 +289,12 @@ def dispatcher_of(run: RunConfig, environ: Mapping[str, str], open_things: ExitS
 
 
 def stop_with_chief(
-    stop: threading.Event,
-    environ: Mapping[str, str],
-    check: Callable[[str, int, timedelta], bool] | None = None,
+    stop: threading.Event, environ: Mapping[str, str], check: CheckPort | None = None
 ) -> None:
-    """Set an event when the chief is gone, if MLP started this process to help it: nobody else ends it."""
-    env = MLPEnv(environ)
-    if not env.available or env.role in ("", "WORKER", "PS") or env.get_host("worker", 0) is None:
-        return
-    options = {"leave": lambda _: stop.set(), "check": check or check_port, "sleep": stop.wait}
-    threading.Thread(target=env.join, kwargs=options, name="mlp-join", daemon=True).start()
+    """Set `stop` when the chief ends, if a scheduler started this process as its helper and does not end
+    it."""
+    for scheduler in installed_schedulers().values():
+        scheduler.stop_with_chief(stop, environ, check)
 
 
 # The workers

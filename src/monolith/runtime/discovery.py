@@ -1,32 +1,35 @@
-"""Already launched: what a scheduler says about this process, in place of flags.
+"""The role and the registry of this process: from its config, its launcher, or a scheduler.
 
-Primus and Kubeflow write TF_CONFIG, MLP has variables of its own, mpirun and torchrun count ranks.
-Nothing here waits, writes or exits: a config and an environment go in, a config comes out.
+Flags and files set role and index, unless a launcher does: torchrun and mpirun count ranks, and a scheduler
+(TF_CONFIG of Primus and Kubeflow, MLP) names every process. Schedulers are found through entry points.
+`open_discovery` then opens the registry in which the processes of the run find each other.
 """
 
 from __future__ import annotations
 
 import difflib
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from monolith import filesystem
-from monolith.cluster.addresses import Address, concat_ip_and_port, get_local_host
+from monolith.cluster.addresses import Address, get_local_host
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.consul_client import ConsulConfig
 from monolith.cluster.discovery import Discovery
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
-from monolith.cluster.mlp import MLPDiscovery, MLPEnv
 from monolith.cluster.mpi import is_under_mpi, job_of_mpi, world_from_environment, world_or_alone
 from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
-from monolith.cluster.tf_config import TfConfigDiscovery
-from monolith.cluster.yarn import application_master_address
 from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery
 from monolith.errors import ConfigError
+from monolith.runtime.cluster_config import DiscoveryConfig
 from monolith.runtime.config import RunConfig
 
 ROLES: Mapping[str, Literal["worker", "ps", "dispatcher", "data_worker"]] = {
@@ -35,82 +38,124 @@ ROLES: Mapping[str, Literal["worker", "ps", "dispatcher", "data_worker"]] = {
     "dispatcher": "dispatcher",
     "dsworker": "data_worker",
 }
-"""What schedulers call the processes of a run -> what we do."""
+"""A scheduler's name of a process -> the value of cluster.role."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """What this process is."""
+    """The role of this process, as a scheduler names it."""
 
     kind: str
-    """worker, ps, or what else a scheduler starts: dispatcher, dsworker."""
+    """worker, ps, or another process that a scheduler starts: dispatcher, dsworker."""
     index: int
     source: str
-    """Who said so: TF_CONFIG, MLP, MPI or torchrun."""
+    """The system that set it: TF_CONFIG or MLP."""
     address: str | None = None
-    """Where this process is to listen, if that was said."""
+    """The address that this process listens on, if the scheduler sets it."""
     num_ps: int | None = None
-    """How many there are of each, if that was said."""
     num_workers: int | None = None
-    on_yarn: bool = False
-    """An application master wants to hear how the job ends."""
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is the worker that the others wait for."""
-        return self.kind == "worker" and self.index == 0
+    """How many processes of each kind there are, if the scheduler says so."""
 
 
-def role_from_environment(environ: Mapping[str, str]) -> Role | None:
-    """Return what the scheduler says; None where it says nothing, and flags decide.
+class Scheduler:
+    """A system that starts all processes of a run and tells each its role and the addresses of its peers.
 
-    TF_CONFIG counts most, since it names every process; then MLP, then ranks.
+    A package adds one by an entry point of the group `monolith.schedulers`, whose name is a value of
+    `discovery.kind`. `monolith_compat` adds tf_config and mlp, and passes `tests/contracts/test_discovery.py`
+    with the registries that they open.
+    """
+
+    def has_started(self, environ: Mapping[str, str]) -> bool:
+        """Whether the environment says that this scheduler started the process."""
+        raise NotImplementedError
+
+    def role(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> Role:
+        """Return the role of this process.
+
+        Raises:
+            ConfigError: The scheduler did not start this process, or contradicts itself.
+        """
+        raise NotImplementedError
+
+    def open(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> AbstractContextManager[Discovery]:
+        """Return the registry with the addresses of all processes."""
+        raise NotImplementedError
+
+    def listen_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str | None:
+        """Return the address at which the other processes look for this one, if the scheduler sets it."""
+        return self.role(config, environ).address
+
+    def dispatcher_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str:
+        """Return the address of the data service's dispatcher.
+
+        Raises:
+            ConfigError: The scheduler names none.
+        """
+        raise NotImplementedError
+
+    def extra_data_workers(self, environ: Mapping[str, str], count: int) -> tuple[int, list[int]]:
+        """Return the first index and the ports of data workers that this worker starts; port 0 is any."""
+        del environ
+        return 0, [0] * count
+
+    def stop_with_chief(
+        self, stop: threading.Event, environ: Mapping[str, str], check: CheckPort | None = None
+    ) -> None:
+        """Set `stop` when the chief ends, if the scheduler itself does not end its helper processes."""
+
+
+CheckPort = Callable[[str, int, timedelta], bool]
+"""Whether a connection to a host and port succeeds in time."""
+
+SCHEDULERS = ("tf_config", "mlp")
+"""Kinds of discovery that are schedulers. TF_CONFIG counts first, since it names every process."""
+
+
+@cache
+def installed_schedulers() -> Mapping[str, Scheduler]:
+    """Return the schedulers that installed packages add, by their kind."""
+    return {point.name: point.load()() for point in metadata.entry_points(group="monolith.schedulers")}
+
+
+def scheduler_of(config: DiscoveryConfig) -> Scheduler | None:
+    """Return the scheduler that the config names; None if its kind is a registry.
 
     Raises:
-        ConfigError: What it says makes no sense.
+        ConfigError: No installed package has it.
     """
-    if environ.get("TF_CONFIG"):
-        return _from_tf_config(environ["TF_CONFIG"], environ)
-    if environ.get("MLP_ROLE", "").strip():
-        return _from_mlp(environ)
-    world = world_from_environment(environ)
-    if world is None:
+    if config.kind not in SCHEDULERS:
         return None
-    return Role(
-        kind="worker",
-        index=world.rank,
-        source="MPI" if is_under_mpi(environ) else "torchrun",
-        num_workers=world.size,
-        on_yarn=application_master_address(environ) is not None,
-    )
+    if config.kind not in installed_schedulers():
+        raise ConfigError(
+            f"discovery.kind = {config.kind!r} needs the package monolith_compat, which is not installed; "
+            "install it, or name a registry such as zookeeper"
+        )
+    return installed_schedulers()[config.kind]
 
 
 def discovery_defaults(environ: Mapping[str, str]) -> dict[str, object]:
-    """Return the `defaults` of a config: whoever started all processes says how they find each other."""
-    if environ.get("TF_CONFIG"):
-        return {"discovery.kind": "tf_config"}
-    if environ.get("MLP_ROLE", "").strip():
-        return {"discovery.kind": "mlp"}
+    """Return the `defaults` of a config: the scheduler that started this process sets discovery.kind."""
+    schedulers = installed_schedulers()
+    for kind in SCHEDULERS:
+        if kind in schedulers and schedulers[kind].has_started(environ):
+            return {"discovery.kind": kind}
     return {"discovery.kind": "mpi"} if is_under_mpi(environ) else {}
 
 
-def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
-    """Return the config with role and index as whoever launched this process says.
+def assign_role(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+    """Return the config with the role and index that the launcher of this process set.
 
-    That is the registry, where it is TF_CONFIG or MLP; of ranks, torchrun or mpirun. Otherwise role and index
-    are what flags, environment and file said. Counts that the config leaves at their defaults are taken over,
-    too.
+    A scheduler (TF_CONFIG, MLP) sets them for any role, torchrun and mpirun for ranks. Otherwise flags,
+    environment and file set them. The launcher also sets counts that the config leaves at their defaults.
 
     Raises:
-        ConfigError: The registry says nothing, or that this process does not train.
+        ConfigError: The scheduler names no role, or one that a run does not have.
     """
     if config.job.local:
         return config
     cluster = config.cluster
-    if config.discovery.kind == "tf_config":
-        role = _from_tf_config(config.discovery.tf_config or "", environ)
-    elif config.discovery.kind == "mlp":
-        role = _from_mlp(environ)
+    if (scheduler := scheduler_of(config.discovery)) is not None:
+        role = scheduler.role(config.discovery, environ)
     elif cluster.mode == "sync" and (world := world_from_environment(environ)) is not None:
         return replace(config, cluster=replace(cluster, index=world.rank, num_workers=world.size))
     else:
@@ -122,14 +167,14 @@ def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
             + (f"did you mean {near[0]}? " if near else "")
             + f"Its processes are {', '.join(ROLES)}"
         )
-    placed = replace(
+    assigned = replace(
         cluster,
         role=ROLES[role.kind],
         index=role.index,
         num_ps=cluster.num_ps or max(0, (role.num_ps or 0) - cluster.num_spares) // (1 + cluster.standbys),
         num_workers=max(1, role.num_workers or 1) if cluster.num_workers == 1 else cluster.num_workers,
     )
-    return replace(config, cluster=placed)
+    return replace(config, cluster=assigned)
 
 
 def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractContextManager[Discovery | None]:
@@ -142,10 +187,8 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
     if config.job.local:
         return nullcontext(None)
     discovery = config.discovery
-    if discovery.kind == "tf_config":
-        return TfConfigDiscovery.from_json(discovery.tf_config or "")
-    if discovery.kind == "mlp":
-        return MLPDiscovery(MLPEnv(environ))
+    if (scheduler := scheduler_of(discovery)) is not None:
+        return scheduler.open(discovery, environ)
     if discovery.kind == "mpi":
         return _met_in_model_dir(config, environ)
     if discovery.kind == "files":
@@ -197,20 +240,18 @@ def _met_in_model_dir(config: RunConfig, environ: Mapping[str, str]) -> Iterator
 def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port that this process is to listen on; port 0 is any free one.
 
-    What the config says counts most. Then where the registry says that others look for this
-    process, if it is one that a scheduler wrote; then the machine's own address, or, where mpirun started
-    all of them on this machine, one that no other machine reaches.
+    The config comes first; then the address at which a scheduler tells the other processes to look for this
+    one; then the machine's own address, or, if mpirun started all of them on this machine, one that no other
+    machine reaches.
 
     Raises:
-        ConfigError: The registry says nothing of this process.
+        ConfigError: The scheduler names no address for this process.
         ClusterError: This machine's address cannot be found.
     """
     cluster, kind = config.cluster, config.discovery.kind
     given: str | None = None
-    if kind == "tf_config":
-        given = _from_tf_config(config.discovery.tf_config or "", environ).address
-    elif kind == "mlp":
-        given = _mlp_address(environ)
+    if (scheduler := scheduler_of(config.discovery)) is not None:
+        given = scheduler.listen_address(config.discovery, environ)
     elif kind == "mpi" and (world := world_or_alone(environ)).size == world.local_size:
         given = "127.0.0.1:0"
     if given is None:
@@ -220,78 +261,13 @@ def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, 
 
 
 def dispatcher_address(config: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Return where the dispatcher of the run's data service is, if the config or a scheduler says so.
+    """Return the address of the run's dispatcher, if the config or a scheduler names it.
 
     Raises:
-        ConfigError: The scheduler is asked, and says nothing of a dispatcher.
+        ConfigError: The scheduler names no dispatcher.
     """
     service = config.data_service
     if service is not None and service.dispatcher is not None:
         return service.dispatcher
-    if config.discovery.kind == "tf_config":
-        found = TfConfigDiscovery.from_json(config.discovery.tf_config or "").query("dispatcher")
-        if not found:
-            raise ConfigError("data service: TF_CONFIG's cluster has no dispatcher")
-        return found[min(found)]
-    if config.discovery.kind != "mlp":
-        return None
-    address = MLPEnv(environ).dispatcher_addr()
-    if address is None:
-        wanted = ("MLP_DISPATCHER_0_PRIMARY_HOST", "MLP_DISPATCHER_0_PORT")
-        missing = next(name for name in wanted if not environ.get(name))
-        near = difflib.get_close_matches(missing, [name for name in environ if name.startswith("MLP_")], n=1)
-        raise ConfigError(
-            f"data service: MLP's environment has no {missing}, so nobody can find the dispatcher"
-            + (f"; it has {near[0]}" if near else "")
-        )
-    return address
-
-
-def _mlp_address(environ: Mapping[str, str]) -> str | None:
-    """Return where MLP wants this process to listen: its own entry, and else MLP_PORT of this host.
-
-    Raises:
-        ConfigError: The two contradict each other: others would look for it where it is not.
-    """
-    env = MLPEnv(environ)
-    named = env.get_addr()
-    if not env.port:
-        return named
-    if named is None:
-        return concat_ip_and_port(env.host, env.port)
-    if Address.parse(named).port != env.port:
-        raise ConfigError(
-            f"MLP contradicts itself: by MLP_PORT this process, {env.role.lower()} {env.index}, listens on "
-            f"port {env.port}, and others are told {named}"
-        )
-    return named
-
-
-def _from_tf_config(text: str, environ: Mapping[str, str]) -> Role:
-    found = TfConfigDiscovery.from_json(text)
-    return Role(
-        kind=found.server_type,
-        index=found.index,
-        source="TF_CONFIG",
-        address=found.addr,
-        num_ps=len(found.query("ps")),
-        num_workers=len(found.query("worker")),
-        on_yarn=application_master_address(environ) is not None,
-    )
-
-
-def _from_mlp(environ: Mapping[str, str]) -> Role:
-    env = MLPEnv(environ)
-    if not env.available or not env.role:
-        raise ConfigError(
-            "MLP did not start this process: its environment has no MLP_ROLE or no MLP_<ROLE>_NUM"
-        )
-    return Role(
-        kind=env.role.lower(),
-        index=env.index,
-        source="MLP",
-        address=env.get_addr(),
-        num_ps=env.num_replicas("ps"),
-        num_workers=env.num_replicas("worker"),
-        on_yarn=application_master_address(environ) is not None,
-    )
+    scheduler = scheduler_of(config.discovery)
+    return None if scheduler is None else scheduler.dispatcher_address(config.discovery, environ)

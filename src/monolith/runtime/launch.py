@@ -27,7 +27,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from monolith import filesystem
-from monolith.cluster import MLPEnv
 from monolith.cluster.launch import Member, job_members, run_members, run_members_on_ray
 from monolith.cluster.launch.processes import Events, StopRequest
 from monolith.cluster.mpi import MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLES
@@ -37,7 +36,7 @@ from monolith.errors import ConfigError
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems, refused
 from monolith.runtime.context import Launch, MakeTask, RunContext, RunResult
-from monolith.runtime.discovery import listen_address
+from monolith.runtime.discovery import Scheduler, listen_address, scheduler_of
 
 if TYPE_CHECKING:
     from monolith.train import Task
@@ -366,14 +365,13 @@ def extra_members(
 ) -> list[Member]:
     """Return the processes to start: this one's command line, with the role of a data worker after it.
 
-    If MLP started this process, they listen on the ports that MLP reserves for them.
+    They listen on the ports that the scheduler reserves for them, if one does.
     """
     count = 0 if config.data_service is None else config.data_service.extra_workers
     if not count:
         return []
-    by_mlp = config.discovery.kind == "mlp"
-    ports = MLPEnv(environ).extra_dsworker_ports(count) if by_mlp else [0] * count
-    first = MLPEnv(environ).num_replicas("dsworker") if by_mlp else 0
+    scheduler = scheduler_of(config.discovery) or Scheduler()
+    first, ports = scheduler.extra_data_workers(environ, count)
     host, _ = listen_address(config, environ)
     # They are told everything they need: no scheduler knows of them, so its variables must not count.
     ranks = (*MPI_VARIABLES, *PMI_VARIABLES, *TORCHRUN_VARIABLES)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
 
@@ -21,7 +22,6 @@ from monolith.cluster import Discovery, Waiting
 from monolith.cluster.mpi import keys_are_named
 from monolith.cluster.security import guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
-from monolith.cluster.yarn import ApplicationMaster, application_master_address
 from monolith.errors import ConfigError, MonolithError
 from monolith.observe import ClockWatch, Metrics
 from monolith.observe.logs import name_process
@@ -150,7 +150,7 @@ def _train_or_serve(process: Process, *, gauges: bool) -> RunResult:
         assert discovery is not None  # the run is not local
         if config.cluster.role == "ps":
             return serve_rows(process, discovery)
-        with reported_to_yarn(config, environ) as yarn:
+        with reported_outcome(config, environ) as yarn:
             result = train(process, discovery, gauges=gauges)
             if result.exit_status:
                 yarn.problem = f"the chief was stopped, with status {result.exit_status}"
@@ -413,30 +413,35 @@ def serve_metrics(
     )
 
 
-class YarnReport:
-    """What the application master is told at the end: success, unless there is a problem."""
+class Outcome:
+    """How a run ended: with success, unless there is a problem."""
 
     problem: str | None = None
 
 
 @contextmanager
-def reported_to_yarn(config: RunConfig, environ: Mapping[str, str]) -> Iterator[YarnReport]:
-    """Tell the application master how the block ended, as the chief; only a clean end is a success."""
-    outcome = YarnReport()
-    if config.cluster.index != 0 or application_master_address(environ) is None:
+def reported_outcome(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Outcome]:
+    """Report the outcome of the block to the job's master, such as that of YARN, if this process is the
+    chief.
+
+    A package adds a master by an entry point of the group `monolith.job_masters`: a function that takes the
+    environment and returns an object with `finish()`, `kill(reason)` and `close()`, or None if there is none.
+    """
+    outcome = Outcome()
+    points = metadata.entry_points(group="monolith.job_masters") if config.cluster.index == 0 else ()
+    masters = [master for point in points if (master := point.load()(environ)) is not None]
+    try:
         yield outcome
-        return
-    with ApplicationMaster(environ) as master:
-        try:
-            yield outcome
-        except BaseException as error:
-            outcome.problem = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            if outcome.problem is None:
-                master.finish()
-            else:
-                master.kill(outcome.problem)
+    except BaseException as error:
+        outcome.problem = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        for master in masters:
+            with closing(master):
+                if outcome.problem is None:
+                    master.finish()
+                else:
+                    master.kill(outcome.problem)
 
 
 def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta) -> Hook:

@@ -15,7 +15,7 @@ from monolith.cli.run_settings import run_of
 from monolith.cluster.launch.ray import RayPlacement
 from monolith.runtime.config_loading import load_run_config, read_run, refused
 from monolith.runtime.context import Launch
-from monolith.runtime.discovery import place
+from monolith.runtime.discovery import assign_role
 from monolith.runtime.launch import check_launch
 
 DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
@@ -120,7 +120,7 @@ def test_the_job_of_primus_trains_with_a_config_for_each_role():
         config = load_run_config(
             file=PRIMUS.parent / "run.toml", environ={"TF_CONFIG": json.dumps(tf_config)}, args=words[5:]
         )
-        placed = place(config, {})
+        placed = assign_role(config, {})
         assert (placed.cluster.num_ps, placed.cluster.num_workers) == (2, 2)
         assert placed.cluster.role == ("ps" if role["roleName"] == "ps" else "worker")
 

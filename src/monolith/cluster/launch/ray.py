@@ -40,7 +40,7 @@ from monolith.cluster.launch.processes import (
     failure_of,
     signals_into,
 )
-from monolith.cluster.ray_connection import LOCAL, connected
+from monolith.cluster.ray_discovery import LOCAL, connected
 from monolith.errors import ConfigError, DeadlineExceededError, WrongThreadError
 
 _log = logging.getLogger(__name__)

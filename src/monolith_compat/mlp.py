@@ -11,6 +11,7 @@ parameter servers of a run end with it by themselves.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import sys
 import threading
@@ -26,8 +27,10 @@ from monolith.cluster.addresses import (
     wait_for_port,
 )
 from monolith.cluster.discovery import Callback, Closing, Registration, Watchers
-from monolith.cluster.waiting import Clock, Sleep, poll
+from monolith.cluster.liveness import Clock, Sleep, poll
 from monolith.errors import ConfigError
+from monolith.runtime.cluster_config import DiscoveryConfig
+from monolith.runtime.discovery import CheckPort, Role, Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +42,6 @@ DEFAULT_TRACE_FOLDER = "/tensorboard_logs/"
 
 RESOURCES = {"CPU", "GPU", "MEM"}
 """Have a MLP_<NAME>_NUM like roles, and are none."""
-
-CheckPort = Callable[[str, int, timedelta], bool]
 
 
 class MLPEnv:
@@ -392,3 +393,73 @@ def _integer(name: str, text: str | None) -> int | None:
         return int(text)
     except ValueError as cause:
         raise ConfigError(f"MLP: the environment's {name} must be a whole number, got {text!r}") from cause
+
+
+class MlpScheduler(Scheduler):
+    """MLP, whose variables name the role of each process and the addresses of its peers."""
+
+    def has_started(self, environ: Mapping[str, str]) -> bool:
+        return bool(environ.get("MLP_ROLE", "").strip())
+
+    def role(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> Role:  # noqa: ARG002
+        env = MLPEnv(environ)
+        if not env.available or not env.role:
+            raise ConfigError(
+                "MLP did not start this process: its environment has no MLP_ROLE or no MLP_<ROLE>_NUM"
+            )
+        return Role(
+            kind=env.role.lower(),
+            index=env.index,
+            source="MLP",
+            address=env.get_addr(),
+            num_ps=env.num_replicas("ps"),
+            num_workers=env.num_replicas("worker"),
+        )
+
+    def open(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> MLPDiscovery:  # noqa: ARG002
+        return MLPDiscovery(MLPEnv(environ))
+
+    def listen_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str | None:  # noqa: ARG002
+        """Return the address in MLP's entry for this process; without an entry, MLP_PORT of this host.
+
+        Raises:
+            ConfigError: The two differ: the other processes would look for this one at the wrong port.
+        """
+        env = MLPEnv(environ)
+        named = env.get_addr()
+        if not env.port:
+            return named
+        if named is None:
+            return concat_ip_and_port(env.host, env.port)
+        if Address.parse(named).port != env.port:
+            raise ConfigError(
+                f"MLP contradicts itself: by MLP_PORT this process, {env.role.lower()} {env.index}, listens "
+                f"on port {env.port}, and others are told {named}"
+            )
+        return named
+
+    def dispatcher_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str:  # noqa: ARG002
+        address = MLPEnv(environ).dispatcher_addr()
+        if address is None:
+            wanted = ("MLP_DISPATCHER_0_PRIMARY_HOST", "MLP_DISPATCHER_0_PORT")
+            missing = next(name for name in wanted if not environ.get(name))
+            known = [name for name in environ if name.startswith("MLP_")]
+            near = difflib.get_close_matches(missing, known, n=1)
+            raise ConfigError(
+                f"data service: MLP's environment has no {missing}, so nobody can find the dispatcher"
+                + (f"; it has {near[0]}" if near else "")
+            )
+        return address
+
+    def extra_data_workers(self, environ: Mapping[str, str], count: int) -> tuple[int, list[int]]:
+        env = MLPEnv(environ)
+        return env.num_replicas("dsworker"), env.extra_dsworker_ports(count)
+
+    def stop_with_chief(
+        self, stop: threading.Event, environ: Mapping[str, str], check: CheckPort | None = None
+    ) -> None:
+        env = MLPEnv(environ)
+        if not env.available or env.role in ("", "WORKER", "PS") or env.get_host("worker", 0) is None:
+            return
+        options = {"leave": lambda _: stop.set(), "check": check or check_port, "sleep": stop.wait}
+        threading.Thread(target=env.join, kwargs=options, name="mlp-join", daemon=True).start()

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from monolith.cluster.yarn import ApplicationMaster, application_master_address, get_local_host
 from monolith.errors import ClusterError
 from monolith.wire import primus_am_service_pb2 as pb
+from monolith_compat.yarn import ApplicationMaster, application_master_address, get_local_host
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from monolith.cluster import TfConfigDiscovery
 from monolith.errors import AddressError, ConfigError
+from monolith_compat.tf_config import TfConfigDiscovery
 
 CLUSTER = {
     "chief": ["host0:2222"],

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from monolith.cluster.addresses import get_local_host
+from monolith.cluster.liveness import Clock, Sleep
 from monolith.cluster.security import Guard, grpc_channel
-from monolith.cluster.waiting import Clock, Sleep
 from monolith.errors import MissingExtraError
 
 __all__ = ["ApplicationMaster", "application_master_address", "get_local_host"]
@@ -39,6 +39,11 @@ def application_master_address(environ: Mapping[str, str]) -> str | None:
     """
     host, port = environ.get("PRIMUS_AM_RPC_HOST"), environ.get("PRIMUS_AM_RPC_PORT")
     return f"{host}:{port}" if host and port else None
+
+
+def application_master(environ: Mapping[str, str]) -> ApplicationMaster | None:
+    """Return the application master to which the chief reports the end of the run; None if there is none."""
+    return None if application_master_address(environ) is None else ApplicationMaster(environ)
 
 
 class ApplicationMaster:

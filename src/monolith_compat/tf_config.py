@@ -1,4 +1,4 @@
-"""Discovery by TF_CONFIG: a scheduler such as Primus fixed all addresses before anybody started."""
+"""Discovery by TF_CONFIG: a scheduler such as Primus sets all addresses before any process starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Self
 from monolith.cluster.addresses import Address
 from monolith.cluster.discovery import Callback, Closing, Registration
 from monolith.errors import ConfigError
+from monolith.runtime.cluster_config import DiscoveryConfig
+from monolith.runtime.discovery import Role, Scheduler
 
 
 class TfConfigDiscovery(Closing):
@@ -115,3 +117,30 @@ class TfConfigDiscovery(Closing):
         if number < 0:
             raise ConfigError(f"TF_CONFIG: task.index must be a number, 0 or more, got {index!r}")
         return number
+
+
+class TfConfigScheduler(Scheduler):
+    """Primus, Kubeflow and other systems that write TF_CONFIG into the environment of each process."""
+
+    def has_started(self, environ: Mapping[str, str]) -> bool:
+        return bool(environ.get("TF_CONFIG"))
+
+    def role(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> Role:  # noqa: ARG002
+        found = TfConfigDiscovery.from_json(config.tf_config or "")
+        return Role(
+            kind=found.server_type,
+            index=found.index,
+            source="TF_CONFIG",
+            address=found.addr,
+            num_ps=len(found.query("ps")),
+            num_workers=len(found.query("worker")),
+        )
+
+    def open(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> TfConfigDiscovery:  # noqa: ARG002
+        return TfConfigDiscovery.from_json(config.tf_config or "")
+
+    def dispatcher_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str:  # noqa: ARG002
+        found = TfConfigDiscovery.from_json(config.tf_config or "").query("dispatcher")
+        if not found:
+            raise ConfigError("data service: TF_CONFIG's cluster has no dispatcher")
+        return found[min(found)]

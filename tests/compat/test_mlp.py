@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 from services.servers import free_port
 
-from monolith.cluster import MLPDiscovery, MLPEnv
 from monolith.errors import ConfigError, DeadlineExceededError
+from monolith_compat.mlp import MLPDiscovery, MLPEnv
 
 WORKER = {
     "MLP_ROLE": "worker",
