@@ -21,13 +21,15 @@ from datetime import timedelta
 
 from monolith.cluster.addresses import (
     Address,
+    Clock,
+    Sleep,
     check_port,
     concat_ip_and_port,
     get_local_host,
+    poll,
     wait_for_port,
 )
 from monolith.cluster.discovery import Callback, Closing, Registration, Watchers
-from monolith.cluster.liveness import Clock, Sleep, poll
 from monolith.errors import ConfigError
 from monolith.runtime.cluster_config import DiscoveryConfig
 from monolith.runtime.discovery import CheckPort, Role, Scheduler

@@ -16,8 +16,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from monolith.cluster.addresses import get_local_host
-from monolith.cluster.liveness import Clock, Sleep
+from monolith.cluster.addresses import Clock, Sleep, get_local_host
 from monolith.cluster.security import Guard, grpc_channel
 from monolith.errors import MissingExtraError
 

@@ -27,7 +27,7 @@ from monolith.cluster import (
     fetch_ps_cluster,
     open_discovery_url,
 )
-from monolith.cluster.liveness import Clock
+from monolith.cluster.addresses import Clock
 from monolith.errors import ConfigError, NodeAliveCheckerError
 from monolith.observe.progress import describe_seconds
 from monolith.runtime.config import RunConfig

@@ -3,6 +3,7 @@
 from monolith.cluster.addresses import (
     Address,
     AddressFamily,
+    NodeAliveChecker,
     check_port,
     concat_ip_and_port,
     get_local_host,
@@ -24,7 +25,6 @@ from monolith.cluster.discovery import (
 )
 from monolith.cluster.discovery_url import open_discovery_url
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
-from monolith.cluster.liveness import NodeAliveChecker
 from monolith.cluster.manager import (
     Cluster,
     ClusterManager,

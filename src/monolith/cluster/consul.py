@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from monolith.cluster.addresses import Address, concat_ip_and_port
+from monolith.cluster.addresses import Address, Clock, Sleep, concat_ip_and_port, poll
 from monolith.cluster.consul_client import (
     LOOKUP_TIMEOUT,
     QUERY_TIMEOUT,
@@ -29,7 +29,6 @@ from monolith.cluster.discovery import (
     check_registration,
     closed_error,
 )
-from monolith.cluster.liveness import Clock, Sleep, poll
 from monolith.errors import ClusterError, DiscoveryError, RetryableError
 
 _log = logging.getLogger(__name__)

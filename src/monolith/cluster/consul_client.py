@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import quote, urlsplit
 
-from monolith.cluster.addresses import concat_ip_and_port
+from monolith.cluster.addresses import Clock, concat_ip_and_port
 from monolith.cluster.discovery import (
     Closing,
 )
-from monolith.cluster.liveness import Clock
 from monolith.errors import (
     ConfigError,
     DeadlineExceededError,

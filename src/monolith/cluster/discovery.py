@@ -19,8 +19,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, Self
 
-from monolith.cluster.addresses import Address
-from monolith.cluster.liveness import Clock
+from monolith.cluster.addresses import Address, Clock
 from monolith.errors import ConfigError, DiscoveryError, RetryableError, UnavailableError
 
 _log = logging.getLogger(__name__)

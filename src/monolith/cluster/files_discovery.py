@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from monolith.cluster.addresses import Address
+from monolith.cluster.addresses import Address, Clock
 from monolith.cluster.discovery import (
     Callback,
     Closing,
@@ -33,7 +33,6 @@ from monolith.cluster.discovery import (
     check_role,
     closed_error,
 )
-from monolith.cluster.liveness import Clock
 from monolith.errors import AddressError, ConfigError, FilesystemError
 from monolith.filesystem import atomic_write
 from monolith.observe import Sightings

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+from monolith.cluster.addresses import Clock, Sleep, poll
 from monolith.cluster.discovery import Discovery
-from monolith.cluster.liveness import Clock, Sleep, poll
 from monolith.errors import (
     ClusterError,
     ConfigError,

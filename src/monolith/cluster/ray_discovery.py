@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from monolith.cluster.addresses import Address, check_port
+from monolith.cluster.addresses import Address, Clock, check_port
 from monolith.cluster.discovery import (
     Callback,
     Closing,
@@ -34,7 +34,6 @@ from monolith.cluster.discovery import (
     check_role,
     closed_error,
 )
-from monolith.cluster.liveness import Clock
 from monolith.errors import (
     ClusterError,
     ConfigError,

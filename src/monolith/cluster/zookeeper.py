@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from monolith.cluster.addresses import concat_ip_and_port
+from monolith.cluster.addresses import Clock, concat_ip_and_port
 from monolith.cluster.discovery import (
     Callback,
     Closing,
@@ -29,7 +29,6 @@ from monolith.cluster.discovery import (
     check_role,
     closed_error,
 )
-from monolith.cluster.liveness import Clock
 from monolith.errors import ClusterError, ConfigError, DiscoveryError, MissingExtraError, UnavailableError
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from monolith import filesystem
 from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, locator
-from monolith.cluster.addresses import Address, connect_error
-from monolith.cluster.liveness import poll
+from monolith.cluster.addresses import Address, connect_error, poll
 from monolith.cluster.run_token import TOKEN_FILE, read_token, run_security, shared_security, user_security
 from monolith.cluster.security import SecurityConfig, derive_token, guard_caller, guard_listener
 from monolith.cluster.status import StatusBoard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from monolith.cluster.liveness import poll
+from monolith.cluster.addresses import poll
 
 
 class Time:
