@@ -18,7 +18,7 @@ FILE = Path(__file__).parents[1] / "tests" / "config" / "fields.txt"
 def frozen_lines() -> list[str]:
     """Return one line for each field of a run, with its type and default; then one for each flag."""
     from monolith.cli.options.train import TrainOptions
-    from monolith.cli.run_settings import SHORT_FLAGS, SWITCHES
+    from monolith.cli.train import SHORT_FLAGS, SWITCHES
     from monolith.config import describe_fields
     from monolith.runtime.config import RunConfig
 

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from monolith.cli import embeddings
-from monolith.cli.embeddings import FaissIndex, HnswlibIndex, chosen_library, index_recall
+from monolith.cli import export
+from monolith.cli.export import FaissIndex, HnswlibIndex, chosen_library, index_recall
 from monolith.cli.main import main
 
 TASK = """
@@ -152,7 +152,7 @@ def test_an_index_is_written_with_its_recall_or_not_at_all(
     assert 0.5 < said["index_recall@10"] <= 1
     assert said["library"] == "faiss"
     (tmp_path / "i").unlink()
-    monkeypatch.setattr(embeddings, "index_recall", lambda *_: 0.4)
+    monkeypatch.setattr(export, "index_recall", lambda *_: 0.4)
     assert main([*common, "--min-recall", "0.5"]) == 1
     assert "finds 40.0% of the best 10" in capsys.readouterr().err
     assert not (tmp_path / "i").exists()

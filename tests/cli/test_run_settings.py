@@ -20,8 +20,8 @@ from services import warm
 import monolith
 from monolith.cli.main import main
 from monolith.cli.options.train import EvaluateOptions, TrainOptions
-from monolith.cli.run_settings import SHORT_FLAGS, SWITCHES, run_of
 from monolith.cli.task_config import load_reading
+from monolith.cli.train import SHORT_FLAGS, SWITCHES, run_of
 from monolith.config.fields import leaf_paths
 from monolith.data import DataConfig, KafkaConfig
 from monolith.errors import ConfigError

@@ -24,8 +24,7 @@ from sync.delta_channels import until as go_on_until
 from monolith.checkpoint import BestCheckpoint, write_best
 from monolith.cli.main import main, parse_options
 from monolith.cli.options.serve import ServeOptions
-from monolith.cli.serve import chosen_folder, chosen_text, command_of, peers_of, serve_config
-from monolith.cli.serve_shards import trainer_of
+from monolith.cli.serve import chosen_folder, chosen_text, command_of, peers_of, serve_config, trainer_of
 from monolith.cluster import open_discovery_url
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, UnavailableError

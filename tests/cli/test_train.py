@@ -30,7 +30,7 @@ from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.terminal import warn
-from monolith.cli.train_report import MARK, _describe_lost
+from monolith.cli.train import MARK, _describe_lost
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from monolith.cli.options.train import TrainOptions
-from monolith.cli.run_settings import SHORT_FLAGS, SWITCHES
+from monolith.cli.train import SHORT_FLAGS, SWITCHES
 from monolith.config.fields import field_docs
 
 TOOL = Path(__file__).parents[2] / "tools" / "list_fields.py"

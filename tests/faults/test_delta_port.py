@@ -19,7 +19,7 @@ from services import warm
 from sync.delta_channels import SmallPublisher
 from sync.shares import make_table
 
-from monolith.cli.serve_shards import guard_of_follower
+from monolith.cli.serve import guard_of_follower
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import Guard, SecurityConfig, derive_token
 from monolith.config import Secret

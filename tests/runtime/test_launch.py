@@ -21,7 +21,7 @@ from train.tasks import Clicks
 
 from monolith.checkpoint import read_checkpoint_state
 from monolith.cli.main import main, parse_options
-from monolith.cli.run_settings import run_of
+from monolith.cli.train import run_of
 from monolith.cluster.launch import LaunchOutcome
 from monolith.cluster.run_token import run_security
 from monolith.runtime import Trainer, launch

@@ -156,8 +156,8 @@ def _default(info: FieldInfo) -> str:
 
 
 def _explained_by_type(name: str, exact: Collection[str], task: str | None) -> str | None:
-    """What a key does whose table is of a type, such as model.dim or features.user.kind; or the keys of a
-    table. None where it is of no such table.
+    """Return the text for a key whose table depends on a type, such as model.dim or features.user.kind, or
+    for all keys of a table. None if there is no such table.
 
     Raises:
         ConfigError: There is no such key.

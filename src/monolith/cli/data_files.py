@@ -240,7 +240,7 @@ class FilesBar(ExitStack):
             self._before, self._reached = self._before + self._sizes[path], 0
 
     def part(self) -> float | None:
-        """Return which part of the bytes is read; None where there are none."""
+        """Return the fraction of the bytes that is read; None if there are none."""
         return (self._before + self._reached) / self._total if self._total else None
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
-"""Hosts to listen on that nobody can connect to."""
+"""Hosts to listen on to which no client can connect."""
 _LOOK_AGAIN = timedelta(seconds=0.5)
 
 
@@ -73,7 +73,7 @@ def dispatcher(options: DataDispatcherOptions) -> int:
         )
         address = concat_ip_and_port(reachable_host(options.host, options.advertise), running.port)
         if options.discovery is not None:
-            # Opened last and so closed first: nobody is sent to a dispatcher that has stopped.
+            # Opened last and so closed first: no client is sent to a dispatcher that has stopped.
             discovery = open_things.enter_context(open_discovery_url(options.discovery, os.environ))
             discovery.register(DATA_DISPATCHER, 0, address)
         say(f"dispatcher {address}")
@@ -191,8 +191,8 @@ def told_to_stop(
 ) -> Iterator[threading.Event]:
     """An event that SIGTERM, Ctrl-C and, under MLP, the end of the chief set, as long as the block lasts.
 
-    A handler may interrupt whoever waits for the event while it holds the event's lock, and would then wait
-    for itself. So it only leaves a note, and a thread sets the event.
+    A handler may interrupt the thread that waits for the event while that thread has the event's lock, and
+    would then wait for itself. So it only leaves a note, and a thread sets the event.
 
     Args:
         check: Whether a host accepts a connection at a port; by default asks there.

@@ -39,13 +39,13 @@ _HOW = "name the registry: --cluster zookeeper://host:2181/job, or the run's fil
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """One registration, and whether somebody is behind it."""
+    """One registration, and whether its process answers."""
 
     role: str
     index: int
     address: str
     age_s: float | None
-    """The seconds since it was registered; None where the registry keeps no times."""
+    """The seconds since it was registered; None if the registry keeps no times."""
     answers: bool
     problem: str
     """Why it does not answer; None if it does."""
@@ -54,7 +54,7 @@ class Registered:
 
 
 def run(options: DoctorOptions) -> int:
-    """Print who is there; return 1 when somebody is registered and does not answer."""
+    """Print the registered processes; return 1 if one of them does not answer."""
     with registry(options, os.environ) as (name, discovery, config):
         listed = [] if config is None else listed_servers(config)
         members = examine(discovery, timedelta(seconds=options.timeout), listed=listed)
@@ -89,7 +89,7 @@ def registry(
     if len(urls) > 1 or (urls and options.config is not None):
         raise ConfigError("doctor --cluster looks at one registry: give one URL, or --config")
     if urls:
-        # A doctor is asked by somebody who waits.
+        # A person waits for the answer.
         with open_discovery_url(urls[0], environ, connect_timeout=timedelta(seconds=5)) as discovery:
             yield urls[0], discovery, None
         return
@@ -132,7 +132,7 @@ def missing_servers(config: RunConfig, members: Sequence[Registered]) -> str:
 def examine(
     discovery: Discovery, timeout: timedelta, clock: Clock = time.time, *, listed: Sequence[str] = ()
 ) -> list[Registered]:
-    """Return everybody who is registered, by role and index.
+    """Return all registrations, by role and index.
 
     Args:
         timeout: For each of them to accept a connection.

@@ -1,7 +1,7 @@
-"""`monolith evaluate TASK` and `monolith predict TASK`: what a checkpoint is worth, and what it says.
+"""`monolith evaluate TASK` and `monolith predict TASK`: the metrics of a checkpoint, and its predictions.
 
-Both read checkpoints and change nothing of the training, so they may run beside it. Only `evaluate --follow`
-writes to the model_dir: to the folder eval in it.
+Both read checkpoints and change nothing of the training, so they may run at the same time. Only `evaluate
+--follow` writes to the model_dir: to the folder eval in it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from rich import box
@@ -21,11 +25,11 @@ from rich.table import Table
 from torch import Tensor
 
 from monolith.checkpoint import checkpoint_exists, named_checkpoint, read_best, read_manifest
-from monolith.cli.following import follow
 from monolith.cli.options.jobs import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
 from monolith.cli.task_config import load_reading
-from monolith.cli.terminal import say
+from monolith.cli.terminal import StopSignals, say
+from monolith.config import parse_duration
 from monolith.data import (
     Format,
     Records,
@@ -35,14 +39,16 @@ from monolith.data import (
 )
 from monolith.data.formats import ParquetFormat
 from monolith.data.records import LABEL, LINE_ID, known_columns
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, CorruptFileError, DataError, FileMissingError, RestoreError
 from monolith.feature import Batch
 from monolith.observe import Progress, progress
-from monolith.runtime import Trainer
+from monolith.runtime import FollowConfig, Follower, Trainer
 from monolith.runtime.checkpoints import newest_checkpoint
+from monolith.runtime.following import Found
 from monolith.runtime.local_profile import profiled_by_user
 from monolith.tensors import RaggedTensor
-from monolith.train import Mode, Task, TrainConfig
+from monolith.train import Evaluation, Mode, Task, TrainConfig
+from monolith.train.evaluation_log import EvaluationLog
 
 PREDICTION = "prediction"
 
@@ -193,7 +199,7 @@ def one_each(values: Tensor, *, drop_nan: bool = False) -> RaggedTensor:
 
 
 def writer(kind: Format, path: str, records: Records) -> AbstractContextManager[RecordWriter]:
-    if isinstance(kind, ParquetFormat):  # whoever reads it wants numbers, and not lists of one
+    if isinstance(kind, ParquetFormat):  # its readers expect numbers, not lists of one
         single = [name for name in records.columns if name.startswith((PREDICTION, LABEL))]
         kind = ParquetFormat(single=single)
     return kind.writer(path)
@@ -203,8 +209,7 @@ def writer(kind: Format, path: str, records: Records) -> AbstractContextManager[
 
 
 class ReadingBar(ExitStack):
-    """Shows how far reading has come, from when the data is opened: with percent and time left where
-    somebody knows how much data there is."""
+    """Shows the progress of reading, with percent and time left if the amount of data is known."""
 
     def __init__(self, options: EvaluateOptions | PredictOptions | EmbeddingsOptions, label: str) -> None:
         super().__init__()
@@ -246,3 +251,114 @@ class ReadingBar(ExitStack):
 def write_json(task: Task, checkpoint: str, step: int, **more: Any) -> None:
     said = {"task": task.name, "checkpoint": checkpoint, "step": step, **more}
     sys.stdout.write(json.dumps(said) + "\n")
+
+
+AGAIN = "run the same command again to continue with the checkpoints that are new"
+
+
+class ShownReading(Protocol):
+    """Shows how far an evaluation has come."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None: ...
+    def open(self, data: Stream[Batch]) -> None: ...
+    def advance(self, amount: float = 1) -> None: ...
+
+
+class _StoppedError(Exception):
+    """A signal asked to stop in the middle of an evaluation."""
+
+
+def follow(
+    options: EvaluateOptions,
+    task: Task,
+    config: TrainConfig,
+    watched: Callable[[], ShownReading],
+) -> int:
+    """Evaluate checkpoints as they come, write what was found, and return the exit status.
+
+    Args:
+        watched: Shows how far an evaluation has come.
+    """
+    if options.checkpoint is not None:
+        raise ConfigError("evaluate: --follow reads every new checkpoint, --checkpoint one; give one of them")
+    if options.part != "evaluate":
+        raise ConfigError("evaluate: --follow measures on what the task evaluates on; leave --part out")
+    settings = follow_config(options, config)
+    stop = threading.Event()
+    log = EvaluationLog(config.model_dir)
+    follower = Follower(config.model_dir, settings, wait=stop.wait, clock=time.monotonic, taken=log.taken())
+    trainer, done = Trainer(task, config), 0
+    with StopSignals(lambda _: stop.set(), say, doing="this batch", again=AGAIN) as signals:
+        for found in follower:
+            try:
+                evaluation = evaluated(trainer, found, options.steps, watched(), stop)
+            except _StoppedError:
+                break
+            except (FileMissingError, RestoreError, CorruptFileError):
+                if checkpoint_exists(found.prefix):
+                    raise
+                follower.passed_over(found)
+                continue
+            log.add(evaluation)
+            done += 1
+            tell(evaluation, as_json=options.json)
+        log.close()
+    skipped = f", {follower.skipped} skipped because they were deleted" if follower.skipped else ""
+    say(f"followed {config.model_dir}: {done} checkpoints{skipped}; {follower.why or 'stopped'}")
+    return 0 if signals.received is None else 128 + signals.received
+
+
+def follow_config(options: EvaluateOptions, config: TrainConfig) -> FollowConfig:
+    """Return how a run is followed.
+
+    Raises:
+        ConfigError: A duration makes no sense.
+    """
+    found: dict[str, timedelta] = {}
+    for name in ("poll", "timeout"):
+        try:
+            found[name] = parse_duration(getattr(options, name))
+        except ConfigError as cause:
+            raise ConfigError(f"--{name}: {cause}") from cause
+    return FollowConfig(
+        poll=found["poll"],
+        timeout=found["timeout"] or None,
+        last_step=config.max_steps if options.last_step is None else options.last_step,
+    )
+
+
+def evaluated(
+    trainer: Trainer, found: Found, steps: int | None, watched: ShownReading, stop: threading.Event
+) -> Evaluation:
+    """Evaluate one checkpoint, unless a signal stops it."""
+    began = time.monotonic()
+    with watched as shown:
+
+        def advance(examples: int) -> None:
+            shown.advance(examples)
+            if stop.is_set():
+                raise _StoppedError
+
+        values = trainer.evaluate(steps=steps, checkpoint=found.prefix, advance=advance, on_open=shown.open)
+    examples = int(values.pop("examples"))
+    return Evaluation(
+        step=found.step,
+        metrics=values,
+        examples=examples,
+        seconds=time.monotonic() - began,
+        checkpoint=found.name,
+        saved_at=found.saved_at,
+    )
+
+
+def tell(evaluation: Evaluation, *, as_json: bool) -> None:
+    """Print one evaluation, as a line."""
+    if as_json:
+        sys.stdout.write(json.dumps(evaluation.to_json()) + "\n")
+    else:
+        values = ", ".join(f"{name} {value:.6f}" for name, value in evaluation.metrics.items())
+        sys.stdout.write(f"step {evaluation.step:,}: {values}, over {evaluation.examples:,} examples\n")
+    sys.stdout.flush()

@@ -64,7 +64,7 @@ task = "task.py:{task}"
 
 [data]
 path = "data/clicks.csv"
-split = {{ evaluate = 0.1 }}  # held back from training
+split = {{ evaluate = 0.1 }}  # used for evaluation, not for training
 
 [task]
 batch_size = 100

@@ -38,7 +38,7 @@ SHOWN_WITHOUT_TERMINAL = 50
 LAGS = 600.0
 """Seconds behind the clock that are worth a colour."""
 GOES_ON = "publishing"
-"""How publishing stands that nobody holds."""
+"""The state of publishing that is not paused."""
 MISSING = "not seen yet"
 """The state of a process that others count on, and that has said nothing."""
 _CHROME = 7
@@ -64,7 +64,7 @@ def is_well(job: JobStatus) -> bool:
 
 
 def members(job: JobStatus) -> list[ProcessStatus]:
-    """Return the processes of a job, with those that the others count on and nobody has heard of.
+    """Return the processes of a job, with those that other processes expect and that have not reported yet.
 
     What a larger run left behind that had the folder before is left out.
     """
@@ -186,7 +186,7 @@ def frame(
 def totals(job: JobStatus) -> str:
     """Return the whole job in two lines."""
     processes, now = members(job), job.time
-    heard = [one for one in processes if severity(one, now) < 2]
+    reporting = [one for one in processes if severity(one, now) < 2]
     counts = []
     words = {
         "worker": "workers",
@@ -200,15 +200,15 @@ def totals(job: JobStatus) -> str:
             well = sum(severity(one, now) < 2 for one in of_role)
             counts.append(f"{well:,} of {len(of_role):,} {word}")
     saved = [one.saved_at for one in processes if one.saved_at is not None]
-    lag = [one.lag_seconds for one in heard if one.lag_seconds is not None]
-    stale = [one.staleness for one in heard if one.staleness is not None]
-    read = [one.data_read for one in heard if one.data_read is not None]
-    left = [one.seconds_left for one in heard if one.seconds_left is not None]
+    lag = [one.lag_seconds for one in reporting if one.lag_seconds is not None]
+    stale = [one.staleness for one in reporting if one.staleness is not None]
+    read = [one.data_read for one in reporting if one.data_read is not None]
+    left = [one.seconds_left for one in reporting if one.seconds_left is not None]
     first = [
         ", ".join(counts) or "no process",
         f"step {max((one.step for one in processes if one.step is not None), default=0):,}",
-        f"{_sum(one.examples_per_s for one in heard if one.role == 'worker')} examples/s",
-        f"{_sum(one.steps_per_s for one in heard if one.role == 'worker')} steps/s",
+        f"{_sum(one.examples_per_s for one in reporting if one.role == 'worker')} examples/s",
+        f"{_sum(one.steps_per_s for one in reporting if one.role == 'worker')} steps/s",
         f"{_count(sum(one.rows or 0 for one in processes))} rows",
         describe_bytes(sum(one.bytes or 0 for one in processes)),
     ]
@@ -217,7 +217,7 @@ def totals(job: JobStatus) -> str:
         f"{_time(max(left))} left" if left else "",
         f"behind {_time(max(lag))}" if lag else "",
         f"staleness up to {max(stale):.1f}" if stale else "",
-        f"wire {_wire(heard)}" if _wire(heard) else "",
+        f"wire {_wire(reporting)}" if _wire(reporting) else "",
         f"restarts {sum(one.restarts for one in processes):,}",
         f"failovers {max((one.failovers for one in processes), default=0):,}",
         f"checkpoint {_time(now - max(saved))} ago" if saved else "no checkpoint by this start yet",
@@ -302,7 +302,7 @@ _COLUMNS: Mapping[str, Callable[[ProcessStatus, float], str]] = {
     "failovers": lambda one, _: f"{one.failovers}" if one.failovers else "",
     "saved": lambda one, now: "" if one.saved_at is None else f"{_time(now - one.saved_at)} ago",
 }
-"""Heading -> what stands below it. A column in which nobody has anything to say is left out."""
+"""Heading -> the cell below it. A column without any value is left out."""
 _LEFT = frozenset({"process", "address", "state"})
 _FIRST_TO_GO = (
     "failovers",
@@ -369,7 +369,7 @@ def status(options: StatusOptions) -> int:
 
 
 def run(options: TopOptions) -> int:
-    """Show how a job stands, once or until somebody has seen enough."""
+    """Show the status of a job, once or until the user interrupts."""
     if options.every <= 0:
         raise ConfigError(f"status watch: --every must be more than 0, got {options.every:g}")
     if options.rows is not None and options.rows < 0:
@@ -395,7 +395,7 @@ def run(options: TopOptions) -> int:
 def watch(
     source: StatusSource, options: TopOptions, draw: Drawing, *, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Draw frames until somebody interrupts; a job that cannot be read is said to be, and tried again."""
+    """Draw frames until the user interrupts; reading a job that fails is shown and retried."""
     last: JobStatus | None = None
     while True:
         try:
@@ -405,7 +405,7 @@ def watch(
         width, height = draw.size
         job = JobStatus(time=time.time()) if last is None else last
         if problem is not None:
-            job = replace(job, time=time.time())  # what was heard grows old
+            job = replace(job, time=time.time())  # the latest status grows old
         draw.show(frame(job, options, source.name, width=width, height=height, problem=problem))
         try:
             sleep(options.every)
@@ -426,7 +426,7 @@ class StatusSource(Protocol):
         """Look now.
 
         Raises:
-            MonolithError: Nobody can tell. Says what to do.
+            MonolithError: The status cannot be read. Says what to do.
         """
 
 
@@ -444,7 +444,7 @@ class FolderSource:
             raise UnavailableError(
                 f"no process of a run says how it stands in {self.name!r}: "
                 + ("it has ended" if there else "there is no such folder")
-                + ". Give the --model-dir of a run that goes on (metrics.status_every of its config must not "
+                + ". Give the --model-dir of a run that is training (metrics.status_every of its config must not "
                 "be 0), or the URL of a process that was started with --metrics-port."
             )
         return job

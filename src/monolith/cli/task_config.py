@@ -1,4 +1,5 @@
-"""The task and the run that `monolith evaluate`, `predict` and others read, and lines for a person."""
+"""The task and the run that `monolith evaluate`, `predict` and others read, and the flags of a run that they
+take."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import Any
 from monolith import filesystem
 from monolith.cli.options.jobs import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
-from monolith.cli.reading_flags import check_reading_flags, flags_of_model, with_values
 from monolith.cli.terminal import say
+from monolith.config import Renamed
 from monolith.errors import ConfigError, MonolithError
 from monolith.runtime.config import RunConfig
-from monolith.runtime.config_loading import read_run
+from monolith.runtime.config_loading import old_names, read_run
 from monolith.runtime.report import read_run_manifest
 from monolith.runtime.task_setup import make_task, set_threads, with_learned_features
 from monolith.train import Task, TrainConfig
@@ -56,7 +57,7 @@ def load_reading_run(
     if before:
         say(f"with the flags of the training: {' '.join(word for one in before for word in one)}")
     flags = (*(word for one in before for word in one), *flags)
-    # What a data service hands out is for who trains.
+    # A data service feeds the processes that train.
     run = replace(read_run(options.config, os.environ, flags=flags, code=code), data_service=None)
     set_threads(run.threads)
     settings = options.set if trained is None else (*trained.set, *options.set)
@@ -97,3 +98,58 @@ def train_options(command: Sequence[str]) -> TrainOptions | None:
     except (MonolithError, SystemExit, IndexError):
         return None
     return found if isinstance(found, TrainOptions) else None
+
+
+READ = ("data", "kafka", "examples", "labels", "task", "candidates", "threads", "train.model_dir")
+"""Groups and fields that say what is read, and with which threads."""
+OF_MODEL = ("features", "model", "labels", "examples", "candidates", "task")
+"""Groups that say what the model is and how it reads its data."""
+REASONS: Mapping[str, str] = {
+    "train": "it says how a model is trained, and a checkpoint is only read here",
+    "features": "features are those of the training, whose flags are taken by themselves",
+    "model": "the model is the one that was trained, with its flags",
+    "admission": "it says which ids earn a row in training, and a checkpoint is only read here",
+    "job": "it says what is trained; give the task as the first word, or by --config",
+    "data_service": "a data service feeds the processes that train",
+}
+OTHERWISE = "it is for the processes that train, and one process reads a checkpoint"
+
+
+def check_reading_flags(flags: Sequence[str]) -> None:
+    """Refuse a flag that says nothing of what is read.
+
+    Raises:
+        ConfigError: Names it, and says why.
+    """
+    for word, *_ in with_values(flags):
+        given, path = word.partition("=")[0], _path(word)
+        if not any(path == one or path.startswith(f"{one}.") for one in READ):
+            reason = REASONS.get(path.partition(".")[0], OTHERWISE)
+            raise ConfigError(
+                f"{given} is a flag of monolith train: {reason}. Flags that are taken here say what is read: "
+                "--data.*, --examples.*, --labels; settings of the task are given by --set, as in --set "
+                "batch_size=1024 or --set scores=auc"
+            )
+
+
+def flags_of_model(flags: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return those flags of a training that say what its model is, each with its values."""
+    return [one for one in with_values(flags) if _path(one[0]).partition(".")[0] in OF_MODEL]
+
+
+def with_values(flags: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return each flag with the words that follow it."""
+    found: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--"):
+            found.append([word])
+        elif found:
+            found[-1].append(word)
+    return [tuple(one) for one in found]
+
+
+def _path(word: str) -> str:
+    """The dotted path of the field that a flag sets."""
+    name = word[2:].partition("=")[0].replace("-", "_")
+    alias = old_names().get(name)
+    return alias.path if isinstance(alias, Renamed) else name

@@ -7,14 +7,15 @@ its work to the other workers, which a work queue allows, ends well while they c
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from monolith import filesystem
 from monolith.checkpoint import read_checkpoint_state
@@ -39,7 +40,6 @@ from monolith.runtime.local_profile import profiled_by_user
 from monolith.runtime.publish import publish_plan
 from monolith.runtime.status import OwnStatus
 from monolith.runtime.task_setup import prepared_task, set_threads
-from monolith.runtime.train_report import report_as_json
 from monolith.train import Hook, Task, TrainConfig
 from monolith.train.hooks import LiveLineHook, ProfilerHook, TrainStatus
 from monolith.train.hooks.live_line import gauge_status
@@ -468,3 +468,45 @@ def profiled_steps(config: TrainConfig, first: int | None = None) -> tuple[int, 
         given = [limit for limit in (config.steps, config.max_steps) if limit is not None]
         first = min([FIRST_STEP, *(max(limit - WINDOW_STEPS, 0) // 2 for limit in given)])
     return first, first + WINDOW_STEPS
+
+
+def report_as_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, Any]:
+    """Return the report of a run, as JSON can hold it.
+
+    Its speed is that of the training steps: the time before the first step, saves and evaluations do not
+    count.
+    """
+    training = report.seconds - report.start_seconds - report.save_seconds - report.evaluate_seconds
+    return {
+        "task": task.name,
+        "model_dir": config.model_dir or None,
+        "step": report.step,
+        "steps": report.steps,
+        "examples": report.examples,
+        "skipped_batches": report.skipped,
+        "bad_records": dict(report.bad_records),
+        "dense_staleness": report.dense_staleness,
+        "seconds": round(report.seconds, 3),
+        "start_seconds": round(report.start_seconds, 3),
+        "save_seconds": round(report.save_seconds, 3),
+        "evaluate_seconds": round(report.evaluate_seconds, 3),
+        "examples_per_s": round(report.examples / training if training > 0 else 0.0, 1),
+        "loss": None if math.isnan(report.loss) else report.loss,
+        "stop_reason": report.stop_reason,
+        "finished": report.finished,
+        "restored_from": report.restored_from,
+        "checkpoint": report.checkpoint,
+        "save_trouble": report.save_trouble,
+        "refused": dict(report.refused),
+        "overdue": dict(report.overdue),
+        "lost_servers": [asdict(one) for one in report.lost.servers],
+        "lost_workers": [asdict(one) for one in report.lost.workers],
+        "metrics": {
+            name: None if math.isnan(rows[-1].value) else rows[-1].value
+            for name, rows in report.windows.items()
+            if rows
+        },
+        "evaluations": report.evaluations,
+        "evaluation": None if report.evaluation is None else report.evaluation.to_json(),
+        "best": None if report.best is None else asdict(report.best),
+    }

@@ -11,7 +11,7 @@ import yaml
 
 from monolith.cli.commands import COMMANDS
 from monolith.cli.main import parse_options, split_command
-from monolith.cli.run_settings import run_of
+from monolith.cli.train import run_of
 from monolith.cluster.launch.ray import RayPlacement
 from monolith.runtime.config_loading import load_run_config, read_run, refused
 from monolith.runtime.context import Launch

@@ -69,12 +69,12 @@ class DataValidateOptions:
     format: str | None = None
     """How the files are written; by default told by their names."""
     most: int = 20
-    """Faults to print; the others are only counted."""
+    """Faults to print; the rest are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataDispatcherOptions:
-    """Hand out splits of data to data workers, and their chunks to trainers, each once per epoch."""
+    """Assign splits of data to data workers, and their chunks to trainers, each once per epoch."""
 
     splits: tuple[str, ...]
     """Files, patterns with * in them, or whatever else the workers' source understands."""

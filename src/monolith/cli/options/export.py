@@ -61,4 +61,4 @@ class ExportOptions:
     quiet: bool = False
     """Show the result alone, and on standard error only warnings and errors."""
     json: bool = False
-    """Say what was exported as one JSON object on standard output."""
+    """Print a description of the export as one JSON object on standard output."""

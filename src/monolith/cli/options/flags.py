@@ -206,7 +206,7 @@ class SecurityOptions:
     tls_key: Path | None = None
     """The private key of that certificate, PEM."""
     tls_ca: Path | None = None
-    """The certificate authority that must have signed the certificates of the others, PEM."""
+    """The certificate authority that must have signed the certificates of peers, PEM."""
     tls_server_name: str | None = None
     """The name in the servers' certificates, where it is not the host they are reached by."""
     token_file: Path | None = None

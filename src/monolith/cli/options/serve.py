@@ -96,7 +96,7 @@ class ServeOptions:
     """Port for gRPC; 0 chooses a free one, None serves no gRPC; by default 8001 (serve.grpc_port)."""
     metrics_port: int | None = None
     """The port on which a serving server (--role ps) shows its metrics, at /metrics; 0 chooses a free one. By
-    default it shows none. The others show theirs on their port for HTTP."""
+    default it shows none. Other servers show theirs on their HTTP port."""
     allowed_hosts: tuple[str, ...] = ()
     """Other host names of the server over HTTP, such as that of a proxy; checked if neither a token nor
     certificates are required, or a page of another site could call the server (serve.allowed_hosts)."""
@@ -167,8 +167,9 @@ class ServeOptions:
     allow_module: bool = False
     """Import and run the Python code of a model that could not be exported as a graph."""
     compiled: bool = False
-    """Run what export --compile put beside the graph: quicker for few rows, and equal to the trainer but for
-    rounding. It is code of whoever exported it; a version without it is not served."""
+    """Run the code that export --compile put next to the graph: quicker for few rows, and equal to the
+    trainer but for rounding. It is machine code from the exporting process; a version without it is not
+    served."""
     access_log: float | None = None
     """Fraction of answered requests that are logged, 0 to 1; of refused ones, ten per second are; by default
     0 (serve.access_log)."""

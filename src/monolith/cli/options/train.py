@@ -18,7 +18,7 @@ Unparsed = Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """Train a task, from its data to checkpoints; started again, it goes on from the last one.
+    """Train a task, from its data to checkpoints; started again, it resumes from the last one.
 
     Ctrl-C or SIGTERM saves and ends a run after its current step, with status 130 or 143; a second one
     aborts it. `monolith config init` writes a config file to begin with. Every field of it is a flag, too,
@@ -77,7 +77,8 @@ class TrainOptions:
     max_to_keep: int | None = None
     """How many checkpoints to keep; 0 keeps all. Sets train.keep.max_to_keep."""
     full_every: int | None = None
-    """Write a full checkpoint every N saves; the others are incremental. Sets train.keep.full_every."""
+    """Write a full checkpoint every N saves; the saves between are incremental. Sets
+    train.keep.full_every."""
     from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN")] = None
     """Start a changed model from another run: RUN, RUN/best, RUN/latest, RUN/STEP or the path of a
     checkpoint; RUN alone is its best, if it was evaluated, or its latest. What fits is loaded, the rest
@@ -216,7 +217,7 @@ class PredictOptions:
     quiet: bool = False
     """Show the result alone, and on standard error only warnings and errors."""
     json: bool = False
-    """Say what was written as one JSON object on standard output."""
+    """Print a description of the output as one JSON object on standard output."""
     run_flags: Unparsed = ()
     """Flags that are fields of the run's config."""
     words: Unparsed = ()
