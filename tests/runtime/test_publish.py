@@ -70,7 +70,7 @@ def test_holders_listen_at_the_addresses_they_are_given_or_at_ports_that_follow(
     assert address_of(("a:7900",), (0, 3)) == Address("a", 7900)
     assert address_of(("a:7900",), (2, 3)) == Address("a", 7902)
     assert address_of(("a:0",), (2, 3)) == Address("a", 0)
-    with pytest.raises(ConfigError, match="2 addresses for 3 holders"):
+    with pytest.raises(ConfigError, match="2 addresses for 3 publishers"):
         address_of(("a:1", "b:2"), (0, 3))
 
 

@@ -74,7 +74,7 @@ def test_the_worker_that_leads_says_how_publishing_stands() -> None:
     status.watch_worker(watched)
     assert status.status().publishing == ""
     held = replace(STANDING, held=True, reason="a bad upstream", since=5.0)
-    watched.publish = SimpleNamespace(standing=[held])
+    watched.publish = SimpleNamespace(statuses=[held])
     assert status.status().publishing == "publishing paused since 1970-01-01 00:00:05 UTC: a bad upstream"
 
 

@@ -444,8 +444,8 @@ class FolderSource:
             raise UnavailableError(
                 f"no process of a run says how it stands in {self.name!r}: "
                 + ("it has ended" if there else "there is no such folder")
-                + ". Give the --model-dir of a run that is training (metrics.status_every of its config must not "
-                "be 0), or the URL of a process that was started with --metrics-port."
+                + ". Give the --model-dir of a run that is training (metrics.status_every of its config must "
+                "not be 0), or the URL of a process that was started with --metrics-port."
             )
         return job
 
