@@ -74,7 +74,7 @@ def settle(fleet: LosingFleet, places: tuple[int, ...] = (0, 1)) -> None:
 
 
 def has_reached(copy: StandbyCopy[_Held], source: Publisher) -> bool:
-    return copy.followed is not None and copy.followed.place == source.place
+    return copy.followed is not None and copy.followed.position == source.position
 
 
 def rows_of(held: _Held) -> dict[str, Rows]:

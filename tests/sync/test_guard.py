@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monolith.sync.guard import AllGuards, RowGuard
-from monolith.sync.messages import Delta, LearnedUpTo, LogPlace
+from monolith.sync.messages import Delta, LearnedUpTo, LogPosition
 from monolith.sync.publish_config import GuardConfig
 from monolith.table import Rows
 
@@ -25,8 +25,8 @@ def rows(*values: Sequence[float]) -> Rows:
 def delta(*values: Sequence[float], dense: dict[str, Tensor] | None = None) -> Delta:
     return Delta(
         run="r",
-        share=(0, 1),
-        place=LogPlace("e", 1),
+        shard=(0, 1),
+        position=LogPosition("e", 1),
         learned=LearnedUpTo(),
         rows={"item": rows(*values)} if values else {},
         dense=dense,

@@ -30,10 +30,10 @@ from monolith.table.dumps import inspect_dump, removed_basename
 from monolith.table.row_streams import DumpStep
 from monolith.table.shard_files import RowLayout, SegmentLayout
 
-IdShare = tuple[int, int]
+IdShard = tuple[int, int]
 """(k, n): the ids that are, as unsigned numbers, k modulo n."""
 
-WHOLE: IdShare = (0, 1)
+WHOLE: IdShard = (0, 1)
 
 SHARE_FOLDER = re.compile(r"ps-\d+-of-\d+", re.ASCII)
 
@@ -51,18 +51,18 @@ def assets_folder(prefix: str) -> str:
     return f"{prefix}.assets"
 
 
-def share_folder(prefix: str, share: IdShare = WHOLE) -> str:
+def share_folder(prefix: str, share: IdShard = WHOLE) -> str:
     """Return the folder that one of the writers of a checkpoint writes to."""
     folder, (number, shares) = assets_folder(prefix), share
     return folder if shares == 1 else filesystem.join(folder, f"ps-{number}-of-{shares}")
 
 
-def filter_basename(prefix: str, table: str, share: IdShare = WHOLE) -> str:
+def filter_basename(prefix: str, table: str, share: IdShard = WHOLE) -> str:
     """Return where the filter of a table lies."""
     return table_basename(share_folder(prefix, share), f"hash_filter_{table}")
 
 
-def check_share(what: str, share: IdShare) -> None:
+def check_share(what: str, share: IdShard) -> None:
     """Refuse a share that cannot be.
 
     Raises:
@@ -121,7 +121,7 @@ class SavedTable:
     def step(self, share: int) -> DumpStep:
         return DumpStep(self.basename(share), changes=self.changes, cleared=self.cleared[share])
 
-    def shares_for(self, share: IdShare) -> list[int]:
+    def shares_for(self, share: IdShard) -> list[int]:
         """Return the numbers of the saved shares that may hold ids of a share."""
         number, total = share
         apart = math.gcd(total, self.shares)

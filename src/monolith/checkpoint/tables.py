@@ -26,7 +26,7 @@ from monolith.checkpoint.part import Entry, RestoreOptions, SavedPart
 from monolith.checkpoint.report import RestoreReport
 from monolith.checkpoint.shares import (
     WHOLE,
-    IdShare,
+    IdShard,
     SavedTable,
     check_share,
     filter_basename,
@@ -87,7 +87,7 @@ class TablesPart:
         filters: Mapping[str, AdmissionFilter] | None = None,
         *,
         num_shards: int | None = None,
-        share: IdShare = WHOLE,
+        share: IdShard = WHOLE,
         incremental: bool = False,
         workers: int = 4,
         write_workers: int = 4,
@@ -354,7 +354,7 @@ class TablesCut:
         num_shards: int | None,
         workers: int,
         progress: Progress | None,
-        share: IdShare,
+        share: IdShard,
     ) -> None:
         self._cuts = dict(cuts)
         self._filters = dict(filters)
@@ -469,7 +469,7 @@ class _Slots:
         return {str(slot): int(self._counts[slot]) for slot in np.flatnonzero(self._counts).tolist()}
 
 
-def _only(table: str, share: IdShare) -> Callable[[Tensor], None]:
+def _only(table: str, share: IdShard) -> Callable[[Tensor], None]:
     """Return what refuses ids of another share."""
     in_share = kept_ids(share)
     assert in_share is not None
@@ -500,7 +500,7 @@ class _Source:
     def __str__(self) -> str:
         return f"table {self.name}"
 
-    def keep(self, share: IdShare) -> Keep | None:
+    def keep(self, share: IdShard) -> Keep | None:
         """Return which ids are those of a share and of the slot; None for all."""
         slot = self.slot
         if slot is None:
@@ -606,7 +606,7 @@ def _last_with_filter(chain: Sequence[SavedPart], table: str) -> SavedPart | Non
 
 
 def _filter_source(
-    admission: AdmissionFilter, chain: Sequence[SavedPart], table: str, share: IdShare
+    admission: AdmissionFilter, chain: Sequence[SavedPart], table: str, share: IdShard
 ) -> tuple[str | None, str]:
     """Return where to read what a filter has counted; None if nowhere, and why where it was saved.
 

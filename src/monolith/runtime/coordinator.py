@@ -39,7 +39,7 @@ from monolith.model import Together, WeightOptimizer
 from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
 from monolith.store import MakeStore
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier
@@ -236,7 +236,7 @@ class Coordinator(Protocol):
     def dense_part(self, model: Model) -> Part:
         """Return what a checkpoint keeps of the weights."""
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def holders(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         """Return who publishes the rows of an attached model, as this process has to do with them; None where
         it has nothing to do.
 

@@ -37,7 +37,7 @@ from monolith.store import MakeStore, ParameterServerStore, ServerGroup
 from monolith.store.dense import pack_tensors, unpack_tensors
 from monolith.store.dense_cache import DenseCache
 from monolith.store.dense_config import DenseConfig
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import DATA_ENDED, TrainingRun
 from monolith.train.hooks.barrier import Barrier, Placement
@@ -438,7 +438,7 @@ class FleetCoordinator:
         assert self._served is not None, "attach a model first"
         return self._served
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+    def holders(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:  # noqa: ARG002
         if not self.leads:
             return None  # servers hold the rows, and the chief tells them
         every = plan.config.dense_interval.total_seconds()

@@ -61,7 +61,7 @@ from monolith.store import (
 )
 from monolith.store.rank_calls import RankCalls
 from monolith.store.rank_groups import Collective
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.config import RanksConfig, TrainConfig
 from monolith.train.hooks.barrier import HealthStatus, MachineHealth
@@ -359,7 +359,7 @@ class RankRows(Protocol):
     def tables_part(self) -> Part:
         """Return the tables of all, as the part of a checkpoint that rank 0 makes."""
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def holders(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         """See `Coordinator.holders`."""
 
     def server_health(self, server: int) -> MachineHealth:
@@ -438,7 +438,7 @@ class RowsOnRanks:
     def tables_part(self) -> Part:
         return RankTables(self._groups.calls)
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def holders(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         groups = self._groups
         guards = [guard] if groups.rank == 0 else []
         share = SharePublisher(model.tables, (groups.rank, groups.size), plan, guards=guards)
@@ -530,7 +530,7 @@ class RowsOnServers:
     def tables_part(self) -> Part:
         return ServedTables(self)
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+    def holders(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:  # noqa: ARG002
         if self._groups.rank:
             return None  # servers hold the rows, and rank 0 tells them
         every = plan.config.dense_interval.total_seconds()

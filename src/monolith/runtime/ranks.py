@@ -63,7 +63,7 @@ from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, re
 from monolith.store.rank_calls import RankPort
 from monolith.store.rank_groups import Collective, RankOptions
 from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep_keys, prefixed, reach_keys
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.train.config import RanksConfig, TrainConfig
 from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier, MachineHealth, Placement
@@ -535,7 +535,7 @@ class RankCoordinator:
     def dense_part(self, model: Model) -> Part:
         return RankDense(model.dense_part(), self._saving_buffers)
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def holders(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         return self._rows.holders(model, plan, guard)
 
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:

@@ -18,7 +18,7 @@ from monolith.serve.manifest import MANIFEST_NAME, WARM_UP, Servable, read_serva
 from monolith.serve.predictor import Predictor
 from monolith.serve.rows import RowSource
 from monolith.serve.versions import ENTRY, describe_withheld, list_versions, withheld_versions
-from monolith.sync.run_identity import is_same_run, split_identity
+from monolith.sync.messages import is_same_run, split_identity
 
 OpenRows = Callable[[str], RowSource]
 """Opens the rows of a version, given its folder."""
