@@ -738,7 +738,7 @@ def test_what_a_run_publishes_is_read_from_where_its_config_says(
         (log,) = reader.logs()
     assert log.run == run_identity(model_dir)
     places = {0: LogPosition(log.newest.epoch, 0)}
-    with closing(Subscriber(lambda: open_reader(folder), following.target, places=places)) as subscriber:
+    with closing(Subscriber(lambda: open_reader(folder), following.target, positions=places)) as subscriber:
         subscriber.catch_up()
         assert subscriber.progress[0].learned.step == said["step"] == 6
     saved = read_model(Clicks(), Path(model_dir))

@@ -161,7 +161,7 @@ def serve(shard: tuple[int, int], folder: Path, addresses: list[str]) -> None:
     said = json.loads((folder / "places.json").read_text())
     places = {int(share): LogPosition(*place) for share, place in said.items()}
     target = FollowTarget("model", tables, FollowMetrics(Metrics(), "model"), go_to=lambda _: None)
-    subscriber = Subscriber(lambda: FlightDeltaReader(addresses), target, places=places, wait=0.2)
+    subscriber = Subscriber(lambda: FlightDeltaReader(addresses), target, positions=places, wait=0.2)
     subscriber.start()
     lines = heard()
     while True:

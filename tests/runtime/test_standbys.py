@@ -232,8 +232,8 @@ def test_increments_after_a_take_over_have_all_of_the_share(tmp_path: Path) -> N
 
         def lose() -> None:
             settle(fleet)
-            cut: Any = copy_of(fleet, 1).held.tables.cut(0)
-            assert all(one.cleared for one in cut._cuts.values()), (
+            cut: Any = copy_of(fleet, 1).held.tables.snapshot(0)
+            assert all(one.cleared for one in cut._snapshots.values()), (
                 "what was saved before and is gone, stays gone"
             )
             cut.close(saved=False)

@@ -16,7 +16,7 @@ import torch
 from serve.served_tasks import columns, exported, trained
 from serve.server.serving import ask_http
 
-from monolith.checkpoint.shares import WHOLE, IdShard
+from monolith.checkpoint.saved_tables import WHOLE, IdShard
 from monolith.errors import ConfigError
 from monolith.serve import Predictor
 from monolith.serve.config import ServeFollowConfig

@@ -13,7 +13,7 @@ import torch
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from sync.sample_messages import make_delta, make_rows
 
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.sync import (
     Delta,
     DeltaReader,

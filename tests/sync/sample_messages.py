@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.sync import Delta, LearnedUpTo, LogPosition, Message, SnapshotBegin, SnapshotEnd, SnapshotRows
 from monolith.table import Rows
 

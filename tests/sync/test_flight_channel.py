@@ -38,8 +38,10 @@ class Seconds:
         return self.now
 
 
-def open_port(stack: ExitStack, port: int = 0, *, clock: Any = time.monotonic, **limits: int) -> DeltaPort:
-    opened = DeltaPort(port=port, clock=clock, reader_limits=ReaderLimits(**limits))
+def open_port(
+    stack: ExitStack, port: int = 0, *, clock: Any = time.monotonic, wall: Any = time.time, **limits: int
+) -> DeltaPort:
+    opened = DeltaPort(port=port, clock=clock, wall=wall, reader_limits=ReaderLimits(**limits))
     stack.callback(opened.close)
     return opened
 
@@ -193,7 +195,7 @@ def test_a_snapshot_of_an_epoch_that_ended_is_given_up(stack: ExitStack) -> None
 def test_the_answer_to_a_chunk_may_be_lost_and_asked_for_again(stack: ExitStack) -> None:
     port = open_port(stack, answer_bytes=2000)
     many_rows(SmallPublisher(port.writer()))
-    body = {"reader": "r", "model": "", "shard": 0, "stream": "", "chunk": 0, "buckets": None}
+    body = {"reader": "r", "model": "", "share": 0, "stream": "", "chunk": 0, "buckets": None}
     with Caller(SERVICE, port.address) as caller:
         first = caller.fetch({"ask": "snapshot", "body": body})
         stream = first.schema.metadata[b"monolith.delta"].decode().split('"')[-2]
@@ -211,15 +213,15 @@ def test_the_answer_to_a_chunk_may_be_lost_and_asked_for_again(stack: ExitStack)
         {"ask": "deltas"},
         {
             "ask": "deltas",
-            "body": {"reader": "r", "model": "", "shard": -1, "after": None, "state": 0, "wait": 0},
+            "body": {"reader": "r", "model": "", "share": -1, "after": None, "state": 0, "wait": 0},
         },
         {
             "ask": "deltas",
-            "body": {"reader": "", "model": "", "shard": 0, "after": None, "state": 0, "wait": 0},
+            "body": {"reader": "", "model": "", "share": 0, "after": None, "state": 0, "wait": 0},
         },
         {
             "ask": "snapshot",
-            "body": {"reader": "r", "model": "", "shard": 0, "stream": "", "chunk": 0, "buckets": [5000]},
+            "body": {"reader": "r", "model": "", "share": 0, "stream": "", "chunk": 0, "buckets": [5000]},
         },
     ],
 )

@@ -59,7 +59,7 @@ def test_a_value_of_many_times_what_was_published_before_is_held_back() -> None:
     assert guard.check(delta([0.5])) is None
     assert guard.check(delta([4.0])) is None
     why = str(guard.check(delta([41.0])))
-    assert "41, where 4 was the largest that was published before: more than 10 times" in why
+    assert "41, and the largest published before was 4: more than 10 times" in why
     assert guard.check(delta([39.0])) is None, "what was held back is not usual"
 
 

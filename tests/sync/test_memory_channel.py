@@ -65,7 +65,7 @@ def test_what_is_not_published_or_broken_cannot_be_read() -> None:
         channel.reader().read(4, None, wait=0)
     start = published(channel, 1)
     channel.broken = True
-    for call in (channel.reader().shards, lambda: channel.reader().read(0, start, wait=0)):
+    for call in (channel.reader().logs, lambda: channel.reader().read(0, start, wait=0)):
         with pytest.raises(UnavailableError, match="cannot be reached"):
             call()
 

@@ -152,8 +152,8 @@ DELTA = make_delta(3, dense={"w": torch.zeros(2)})
             head["dense"]["w"].update(dtype="bool", shape=[8])
             or {**head, "dense": head["dense"], "removed": {"x": 1 << 40}}
         ),
-        lambda head: head.update(shard=[3, 3]),
-        lambda head: head["position"].update(sequence=-1),
+        lambda head: head.update(share=[3, 3]),
+        lambda head: head["place"].update(sequence=-1),
         lambda head: head.update(more=1),
         lambda head: head.pop("learned") and None,
         lambda head: head["learned"].update(event_at=float("nan")),

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint import DensePart, Part, RestoreOptions, SavedPart, merge_entries
-from monolith.checkpoint.part import Entry, PartCut
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import Entry, PartSnapshot, RestoreReport
 from monolith.data import Shard
 from monolith.data.source import Position
 from monolith.errors import BarrierAlreadyPlacedError, ClusterError, ConfigError, RetryableError
@@ -187,7 +186,7 @@ class ServedTables:
     def __init__(self, servers: TableServers) -> None:
         self._servers = servers
 
-    def cut(self, step: int) -> PartCut:
+    def snapshot(self, step: int) -> PartSnapshot:
         cut = _ServedCut(self._servers, secrets.token_hex(8))
         self._servers.note_cut(step)
         try:
@@ -257,11 +256,11 @@ class ServedDense:
         self._schedule = schedule
         self._buffers = buffers
 
-    def cut(self, step: int) -> PartCut:
+    def snapshot(self, step: int) -> PartSnapshot:
         if self._optimizer is not None:
             self._fleet.group.fetch_dense(self._parameters, self._optimizer, schedule=self._schedule)
         with self._buffers.merged():
-            return self._inner.cut(step)
+            return self._inner.snapshot(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         cleared = options.custom.clears(options.model_dir)

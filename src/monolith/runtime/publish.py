@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from monolith import filesystem
 from monolith.checkpoint import Saver
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.cluster import Discovery
 from monolith.cluster.addresses import Address
 from monolith.cluster.run_token import shared_security

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint import DensePart, Part, RestoreOptions, SavedPart, TablesPart, merge_entries
-from monolith.checkpoint.fitting import changes_from_json, changes_to_json
-from monolith.checkpoint.part import Entry, PartCut
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import Entry, PartSnapshot, RestoreReport, changes_from_json, changes_to_json
 from monolith.errors import (
     ClusterError,
     ConfigError,
@@ -201,7 +199,7 @@ class RankShard:
         self._part = part
         self._rows = rows
         self._model_dir = model_dir
-        self._cuts: dict[str, PartCut] = {}
+        self._cuts: dict[str, PartSnapshot] = {}
         calls.offer(
             {
                 "tables.cut": lambda body: self._cut(read_message(SnapshotRank, body)),
@@ -212,7 +210,7 @@ class RankShard:
         )
 
     def _cut(self, body: SnapshotRank) -> dict[str, Json]:
-        self._cuts[body.cut] = self._part.cut(0)
+        self._cuts[body.cut] = self._part.snapshot(0)
         return {}
 
     def _write(self, body: WriteRankSnapshot) -> dict[str, Json]:
@@ -253,7 +251,7 @@ class RankTables:
     def __init__(self, calls: RankCalls) -> None:
         self._calls = calls
 
-    def cut(self, step: int) -> PartCut:  # noqa: ARG002
+    def snapshot(self, step: int) -> PartSnapshot:  # noqa: ARG002
         cut = _RankCut(self._calls, secrets.token_hex(8))
         try:
             self._calls.ask_all("tables.cut", write_message(SnapshotRank(cut=cut.name)))
@@ -308,9 +306,9 @@ class RankDense:
         self._inner = inner
         self._merged = merged
 
-    def cut(self, step: int) -> PartCut:
+    def snapshot(self, step: int) -> PartSnapshot:
         with self._merged():
-            return self._inner.cut(step)
+            return self._inner.snapshot(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         return self._inner.restore(chain, options)

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import ClusterError, ConfigError, RequestError, RestoreError
 from monolith.observe import Metrics
 from monolith.runtime.messages import CopyOpened, FollowShard, OfRun, StandbyStatus

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from monolith.checkpoint.shares import WHOLE, IdShard
+from monolith.checkpoint.saved_tables import WHOLE, IdShard
 from monolith.observe.metrics import Metrics
 from monolith.serve.config import ServeFollowConfig
 from monolith.serve.manifest import Servable

@@ -28,7 +28,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import WHOLE, IdShard, check_share
+from monolith.checkpoint.saved_tables import WHOLE, IdShard, check_shard
 from monolith.errors import MonolithError, RestoreError, TableArgumentError
 from monolith.serve.metrics import FollowMetrics
 from monolith.serve.predictor import Predictor
@@ -52,7 +52,7 @@ class FollowedTables:
     """
 
     def __init__(self, share: IdShard = WHOLE) -> None:
-        check_share("share", share)
+        check_shard("shard", share)
         self._share = share
         # Taken by every writer of the overlay, and guards all below. The subscriber's thread applies
         # messages, other threads attach versions and compact: a delta must never be applied between the

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import MonolithError, UnavailableError
 from monolith.observe import Doublings
 from monolith.sync.messages import Delta, LogPosition, Message, PublishState, SnapshotBegin

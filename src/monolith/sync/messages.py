@@ -33,7 +33,7 @@ from pathlib import Path
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.table import Rows
 from monolith.table import digests as table_digests
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import WHOLE, IdShard, check_share
+from monolith.checkpoint.saved_tables import WHOLE, IdShard, check_shard
 from monolith.errors import TableClosedError, UnavailableError
 from monolith.sync.channel import DeltaWriter, ShardLog, delta_bytes
 from monolith.sync.messages import (
@@ -136,7 +136,7 @@ class Publisher:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_share("publisher: shard", config.shard)
+        check_shard("publisher: shard", config.shard)
         self._tables = dict(tables)
         self._writer = writer
         self._config = config

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import ConfigError, MonolithError
 from monolith.sync.channel import DeltaReader, OpenReader, ShardLog
 from monolith.sync.messages import (

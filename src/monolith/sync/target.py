@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.sync.messages import PublishState
 from monolith.table import Rows, Table, in_share, iterate, iterate_buckets
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from monolith import native
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import CorruptMessageError, RequestError
 from monolith.sync.channel import ShardLog
 from monolith.sync.messages import (

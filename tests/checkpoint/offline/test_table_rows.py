@@ -12,7 +12,7 @@ from checkpoint.small_servers import Servers, chain
 
 from monolith.checkpoint import read_chain
 from monolith.checkpoint.offline.reading import SavedTables
-from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
+from monolith.checkpoint.saved_tables import SavedHistory, describe_table, dumps_of
 from monolith.errors import RestoreError
 from monolith.table import Rows
 from monolith.table.hashing import mix

@@ -188,8 +188,9 @@ def test_a_checkpoint_says_from_where_on_its_rows_need_deltas(tmp_path: Path) ->
     config = replace(QUIET, model_dir=str(tmp_path), save=SaveConfig(steps=6))
     last = train(following, config=config, between={6: copy})
     said = read_manifest(str(tmp_path / "model.ckpt-6")).manifest.parts["log_places"]["value"]
-    places = {int(share): LogPosition(**place) for share, place in said.items()}
-    with closing(Subscriber(following.channel.reader, TableTarget(tables), places=places)) as subscriber:
+    positions = {int(shard): LogPosition(**position) for shard, position in said.items()}
+    subscriber = Subscriber(following.channel.reader, TableTarget(tables), positions=positions)
+    with closing(subscriber):
         subscriber.catch_up()
         assert subscriber.progress[0].snapshots == 0
     assert values_of(tables) == last.values

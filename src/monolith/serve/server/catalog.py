@@ -9,8 +9,7 @@ from typing import Any
 
 from monolith import filesystem
 from monolith.checkpoint import BestCheckpoint, read_best
-from monolith.checkpoint.folder.best import BEST, LATEST
-from monolith.checkpoint.folder.state_files import CHECKPOINT_FILE
+from monolith.checkpoint.folder.state_files import BEST, CHECKPOINT_FILE, LATEST
 from monolith.checkpoint.offline.listing import is_named
 from monolith.errors import ConfigError, FileMissingError, MonolithError
 from monolith.serve.config import ServedFolder, VersionPolicy

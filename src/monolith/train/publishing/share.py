@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShard
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import MonolithError
 from monolith.observe import Doublings, Metrics
 from monolith.sync.channel import DeltaWriter
