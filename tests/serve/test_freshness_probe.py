@@ -53,8 +53,7 @@ class Trainer:
 
 def probe_of(trainer: Trainer, column: str, **how: Any) -> FreshnessProbe:
     return FreshnessProbe(
-        trainer,
-        "ads",
+        lambda rows: trainer.ask("ads", rows),
         ROW,
         column,
         pause=0.5,
