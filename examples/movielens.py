@@ -12,8 +12,8 @@ or, from the folder that has the file, with checkpoints that a second start resu
 
 The first 90,000 ratings are trained on, the last 10,000 are the test. A rating of 4 or 5 is a like, as
 in the paper's own experiment 3.5 and above. Of the ratings in the test 71 % are by users who
-gave none before, so there is little to know of them but what is popular: unless one goes
-on learning. `main` prints three AUCs of the test:
+gave none before, so there is little to know of them but what is popular: unless the model continues
+to learn. `main` prints three AUCs of the test:
 
     0.722  a matrix factorisation in plain torch, 12 passes
     0.730  a DeepFM, one pass, as from a stream
