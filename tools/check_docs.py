@@ -354,7 +354,7 @@ def check_fields(page: Page) -> Iterator[Finding]:
 def config_paths() -> tuple[frozenset[str], frozenset[str]]:
     """Return the dotted paths of a run's fields and tables, and the groups whose fields are all known."""
     from monolith.config.fields import describe_fields
-    from monolith.run import RunConfig
+    from monolith.runtime.config import RunConfig
 
     fields_of_run = [info.path for info in describe_fields(RunConfig)]
     known = {path.rsplit(".", above)[0] for path in fields_of_run for above in range(path.count(".") + 1)}
