@@ -86,7 +86,7 @@ class Servers:
             TablesPart(
                 tables,
                 {"item": self.filters[k]} if filters else {},
-                share=(k, servers),
+                shard=(k, servers),
                 num_shards=2,
                 incremental=True,
             )

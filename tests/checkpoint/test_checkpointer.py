@@ -64,7 +64,7 @@ class Run:
                 self.tables,
                 {"item": self.filter},
                 incremental=self.full_every > 1,
-                share=self.share,
+                shard=self.share,
             ),
             DensePart(self.model, [self.optimizer]),
             StatePart("position", lambda: self.position, self.position.update),
@@ -268,7 +268,7 @@ def test_another_capacity_takes_the_rows_or_says_that_there_is_no_room(make: Cal
     prefix = run.checkpointer.save(1)
     make(item=replace(ITEM, initial_rows=100_000)).checkpointer.restore(prefix)
     small = make(item=replace(ITEM, capacity_bytes=100_000))
-    with pytest.raises(RestoreError, match="no room within capacity_bytes"):
+    with pytest.raises(RestoreError, match="do not fit into capacity_bytes"):
         small.checkpointer.restore(prefix)
 
 

@@ -450,7 +450,7 @@ def test_a_filter_that_remembers_no_ids_goes_on_from_any_share(folder: Path) -> 
     for k in (0, 1):
         admission = ProbabilisticFilter(SlotThresholds(3))
         admission.refuse(ids(*range(k + 5)))
-        part = TablesPart({"user": NativeTable(USER)}, {"user": admission}, share=(k, 2))
+        part = TablesPart({"user": NativeTable(USER)}, {"user": admission}, shard=(k, 2))
         entries.append(part.snapshot(1).write(prefix, full=True))
     chances = ProbabilisticFilter(SlotThresholds(3))
     part = TablesPart({"user": NativeTable(USER)}, {"user": chances})

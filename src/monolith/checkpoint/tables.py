@@ -71,6 +71,7 @@ class TablesPart:
     Args:
         tables: By name, which is also the name of their files.
         filters: Admission filters, by the name of their table.
+        num_shards: Files per table; by default one per million rows, up to 4.
         shard: The ids of these tables if they are those of one of several parameter servers: (k, n) for ids
             that are k modulo n; by default all. Each server writes its shard of a checkpoint into a folder of
             its own, and `merge_entries` makes one entry of the manifest of all that they return.
@@ -90,6 +91,7 @@ class TablesPart:
         tables: Mapping[str, Table],
         filters: Mapping[str, AdmissionFilter] | None = None,
         *,
+        num_shards: int | None = None,
         shard: IdShard = WHOLE,
         incremental: bool = False,
         write_workers: int = 4,
@@ -99,6 +101,7 @@ class TablesPart:
         check_shard("the shard of a checkpoint's tables", shard)
         self._tables = dict(tables)
         self._filters = dict(filters or {})
+        self._num_shards = num_shards
         self._shard = shard
         self._incremental = incremental
         self._write_workers = write_workers
@@ -119,6 +122,7 @@ class TablesPart:
         return TablesSnapshot(
             snapshots,
             filters,
+            num_shards=self._num_shards,
             workers=self._write_workers,
             progress=self._write_progress,
             shard=self._shard,
@@ -346,12 +350,14 @@ class TablesSnapshot:
         snapshots: Mapping[str, TableSnapshot],
         filters: Mapping[str, AdmissionFilter],
         *,
+        num_shards: int | None,
         workers: int,
         progress: Progress | None,
         shard: IdShard,
     ) -> None:
         self._snapshots = dict(snapshots)
         self._filters = dict(filters)
+        self._num_shards = num_shards
         self._workers = workers
         self._progress = progress
         self._shard = shard
@@ -375,8 +381,8 @@ class TablesSnapshot:
                 tables[name] = self._write_full(_Watched(one, *watchers), basename, slots)
             else:
                 tables[name] = self._write_changes(_Watched(one, *watchers), basename)
-        for name, one in self._filters.items():
-            one.save(filter_basename(prefix, name, shard))
+        for name, admission in self._filters.items():
+            admission.save(filter_basename(prefix, name, shard))
         entry: Entry = {"tables": tables, "filters": sorted(self._filters), "pieces": 1}
         if shard != WHOLE:
             entry["piece"] = list(shard)
@@ -389,6 +395,7 @@ class TablesSnapshot:
         done = dump_snapshot(
             snapshot,
             basename,
+            num_shards=self._num_shards,
             workers=self._workers,
             stamp=self._stamp,
             resume=True,

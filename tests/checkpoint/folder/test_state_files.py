@@ -13,6 +13,7 @@ from monolith.checkpoint.folder.state_files import (
     CheckpointState,
     CkptInfo,
     Journal,
+    LatestState,
     MonolithCheckpointState,
     SaveNames,
     TableKind,
@@ -328,6 +329,34 @@ def test_a_run_that_does_not_say_keeps_its_rows_as_the_checkpoint_has_them():
     assert choose_table_kind(None, MonolithCheckpointState((), 1, merged)) is merged
     assert choose_table_kind(single, MonolithCheckpointState((), 1, merged)) is single
     assert choose_table_kind(TableKind.UNKNOWN, None) is merged
+
+
+# The cache
+
+
+def test_a_state_is_read_again_when_the_step_moves_on():
+    reads = []
+
+    def read(folder):
+        reads.append(folder)
+        return CheckpointState(f"{folder}/{len(reads)}", (f"{folder}/{len(reads)}",))
+
+    latest = LatestState(read)
+    first = latest.get("/a", 10)
+    assert first is not None
+    assert latest.get("/a", 10) is first
+    assert latest.get("/a", 3) is first
+    second = latest.get("/a", 11)
+    assert second is not first
+    assert latest.get("/a", 11) is second
+    latest.get("/b", 1)
+    assert reads == ["/a", "/a", "/b"]
+
+
+def test_no_state_is_looked_for_each_time():
+    found: list[CheckpointState | None] = [None, None, CheckpointState("/a/1", ("/a/1",))]
+    latest = LatestState(lambda _: found.pop(0))
+    assert [latest.get("/a", step) is None for step in (5, 5, 3, 3)] == [True, True, False, False]
 
 
 # The journal

@@ -464,9 +464,12 @@ def capture_random() -> dict[str, Any]:
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        # Type: ignore[no-untyped-call].
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": _cuda_states(),
     }
+
+
+def _cuda_states() -> list[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
 def restore_random(state: dict[str, Any]) -> None:

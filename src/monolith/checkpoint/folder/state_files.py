@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 import zlib
 from collections import Counter
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from google.protobuf import text_format
+from google.protobuf import text_format  # type: ignore[import-untyped]
 
 from monolith import filesystem
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, FilesystemError
@@ -149,6 +150,32 @@ def check_latest_filename(latest_filename: str, save_path: str | None = None) ->
         raise ConfigError(
             f"'latest_filename' collides with 'save_path': {latest_filename!r} and {save_path!r}"
         )
+
+
+class LatestState:
+    """Remembers the state of each folder until the step moves on. Thread-safe.
+
+    Args:
+        read: Returns the state of a folder.
+    """
+
+    def __init__(self, read: Callable[[str], CheckpointState | None] = read_checkpoint_state) -> None:
+        self._read = read
+        self._lock = threading.Lock()  # guards _seen
+        self._seen: dict[str, tuple[int, CheckpointState]] = {}
+
+    def get(self, folder: str, step: int) -> CheckpointState | None:
+        """Return the state of a folder, read again if there was none or if `step` is a later one."""
+        with self._lock:
+            seen = self._seen.get(folder)
+            if seen is not None and step <= seen[0]:
+                return seen[1]
+            state = self._read(folder)
+            if state is None:
+                self._seen.pop(folder, None)
+            else:
+                self._seen[folder] = (step, state)
+            return state
 
 
 def _state_of(message: Any, folder: str, path: str) -> CheckpointState:
