@@ -340,7 +340,7 @@ def test_a_table_without_room_for_all_shares_is_left_empty(folder: Path) -> None
     prefix = run.save(1)
     config = TableConfig(name="user", segments=USER.segments, capacity_bytes=400_000)
     table = NativeTable(config)
-    with pytest.raises(RestoreError, match="found no room within"):
+    with pytest.raises(RestoreError, match="do not fit into"):
         TablesPart({"user": table}).restore(saved_parts(prefix), RestoreOptions())
     assert len(table) == 0
 
