@@ -246,7 +246,7 @@ def test_only_shares_that_may_hold_rows_of_the_share_are_read(
     assert rows_of(table) == expected
     for needed in read:
         shutil.move(f"{prefixes[0]}.assets/ps-{needed}-of-{writers}", folder / "aside")
-        with pytest.raises(RestoreError, match=f"share ps-{needed}-of-{writers} of model.ckpt-1"):
+        with pytest.raises(RestoreError, match=f"shard ps-{needed}-of-{writers} of model.ckpt-1"):
             TablesPart({"user": table}, shard=share).restore(saved_parts(prefixes[-1]), RestoreOptions())
         shutil.move(folder / "aside", f"{prefixes[0]}.assets/ps-{needed}-of-{writers}")
     assert rows_of(table) == expected
@@ -317,7 +317,7 @@ def test_shares_in_each_others_place_are_refused(folder: Path) -> None:
     (folder / "aside").rename(places[1])
     for readers in (1, 2):
         with pytest.raises(
-            RestoreError, match=r"2 rows in share ps-0-of-2 of model\.ckpt-1 have ids of other"
+            RestoreError, match=r"2 rows in shard ps-0-of-2 of model\.ckpt-1 have ids of other"
         ):
             restored(prefix, readers)
 
@@ -330,7 +330,7 @@ def test_a_share_of_another_save_is_refused(folder: Path, tmp_path: Path) -> Non
         prefixes.append(run.save(1))
     shutil.rmtree(f"{prefixes[0]}.assets/ps-1-of-2")
     shutil.copytree(f"{prefixes[1]}.assets/ps-1-of-2", f"{prefixes[0]}.assets/ps-1-of-2")
-    with pytest.raises(RestoreError, match=r"4 rows in share ps-0-of-2 of model\.ckpt-1 to 1, .* with 3"):
+    with pytest.raises(RestoreError, match=r"4 rows in shard ps-0-of-2 of model\.ckpt-1 to 1, .* with 3"):
         restored(prefixes[0], 1)
 
 
@@ -422,9 +422,7 @@ def test_counts_that_cannot_be_put_together_begin_anew_and_the_report_says_so(
     others = Servers(tmp_path / "other", readers, filters=True)
     others.train(*APART)  # what was counted before the restore is of another history
     report = others.restore(prefix)
-    why = (
-        f"starts counting from zero, because what {writers} servers counted cannot be put together for {whom}"
-    )
+    why = f"starts counting from zero, because the counts of {writers} servers cannot be merged for {whom}"
     assert report.reset == {"filter of item": why}
     assert "filter of item: starts counting from zero" in report.describe()
     assert set(map(sum, counts(*others.filters))) == {0}

@@ -77,5 +77,5 @@ def test_shares_of_two_models_are_refused(folder: Path) -> None:
         path.unlink()
     for path in list(share.glob("item.*")):
         path.rename(share / path.name.replace("item", "user"))
-    with pytest.raises(RestoreError, match=r"share ps-1-of-2 of model\.ckpt-1 has 3 values"):
+    with pytest.raises(RestoreError, match=r"shard ps-1-of-2 of model\.ckpt-1 has 3 values"):
         describe_table(history(prefix, "user"))
