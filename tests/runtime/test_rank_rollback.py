@@ -121,7 +121,7 @@ def test_a_rank_whose_data_hangs_loses_no_record_by_going_back(
     given[rank] = replace(given[rank], wait=lambda number: ends.wait(60) if number == 6 else None)
     try:
         with pytest.raises(
-            UnavailableError, match=f"rank {rank} cannot go back: its data is still being read"
+            UnavailableError, match=f"rank {rank} cannot roll back: its data is still being read"
         ):
             train_ranks(given, settings(tmp_path))
     finally:
