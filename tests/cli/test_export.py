@@ -23,8 +23,8 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec, IdFeature, Label
 from monolith.model import DeepFM
 from monolith.observe import Metrics
-from monolith.run.config import ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
 from monolith.serve.versions import LockedVersion, list_versions, withheld_versions

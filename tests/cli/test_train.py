@@ -34,8 +34,9 @@ from monolith.cli.train_report import MARK, _describe_lost
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
-from monolith.run import RunConfig, load_run_config
 from monolith.runtime import Trainer, process
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.losses import LostServer
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader

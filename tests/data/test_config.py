@@ -136,7 +136,7 @@ TOPICS = {"servers": ["k:9092"], "topics": ["clicks"], "group": "train"}
         ({"watch": "a/*.csv", "path": "b.csv"}, "both say what to train on"),
         ({"watch": "a/*.csv", "kafka": TOPICS, "train": "c"}, "all say what to train on"),
         ({"watch": "a/*.csv", "queue": "q"}, "a queue, days and a pattern are for files that are there"),
-        ({"kafka": TOPICS, "split": {"evaluate": 0.1}}, "nothing of them can be held back"),
+        ({"kafka": TOPICS, "split": {"evaluate": 0.1}}, "nothing of them can be withheld"),
         ({"path": "a.csv", "stop_after": "1s"}, "set watch"),
         ({"watch": "a/*.csv", "max_wait": "-1s"}, "must not be negative"),
         ({"kafka": {**TOPICS, "format": "csv"}}, "columns names the fields of messages in csv"),

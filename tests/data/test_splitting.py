@@ -115,7 +115,7 @@ def test_by_time_needs_times() -> None:
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ({}, "nothing is held back"),
+        ({}, "nothing is withheld"),
         ({"evaluate": 1.0}, "from 0 to below 1"),
         ({"evaluate": 0.6, "predict": 0.4}, "leave nothing to train on"),
         ({"evaluate_from": 3}, "set time"),

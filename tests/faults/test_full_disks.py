@@ -36,8 +36,8 @@ from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.errors import DataError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.observe import Metrics
-from monolith.run.config import ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import exports_when_saving
 from monolith.serve.versions import list_versions
 from monolith.sync import Publisher, Subscriber, TableTarget

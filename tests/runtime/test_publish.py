@@ -11,7 +11,7 @@ from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
-from monolith.run import load_run_config
+from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.publish import address_of, publish_plan
 from monolith.sync import LogPlace, ShareLog
 from monolith.sync.channels import open_reader

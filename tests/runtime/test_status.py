@@ -15,7 +15,7 @@ from train.publishing.test_holders import STANDING
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
 from monolith.cluster.status import JobStatus, StatusBoard
-from monolith.run import load_run_config
+from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.coordinator import CoordinatorStatus
 from monolith.runtime.parameter_server import ShardFigures
 from monolith.runtime.status import OwnStatus

@@ -21,8 +21,8 @@ from train.tasks import Clicks
 from monolith.checkpoint import Checkpointer, Saver, TablesPart, read_chain
 from monolith.checkpoint.offline.reading import SavedTables
 from monolith.errors import ConfigError, CorruptFileError, ExportError, FileMissingError
-from monolith.run.config import ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve import Predictor
 from monolith.serve import exporter as exporting

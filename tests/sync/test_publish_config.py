@@ -3,7 +3,7 @@ from datetime import timedelta
 import pytest
 
 from monolith.errors import ConfigError
-from monolith.run import load_run_config
+from monolith.runtime.config_loading import load_run_config
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 
 

@@ -38,7 +38,7 @@ from monolith.cli.options.checkpoint import (
 from monolith.cli.options.train import EvaluateOptions
 from monolith.errors import ConfigError, UnknownTableError
 from monolith.observe import Progress, progress
-from monolith.run import read_run
+from monolith.runtime.config_loading import read_run
 
 if TYPE_CHECKING:
     from monolith.checkpoint import Contents, Difference, FoundRow, Listed

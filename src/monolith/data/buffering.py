@@ -141,12 +141,12 @@ class BufferedStage(Stage[Records, Records]):
     def adopt(self, position: Position, end: Position | None = None) -> Position:
         if "then" in position:  # its detours were adopted already
             return {**position, "then": self._source.adopt(position["then"])}
-        # If records are buffered at the end, the upstream had come further, and no one knows how far.
+        # If records are buffered at the end, the upstream was further on, and it is unknown how far.
         until = None if end is None or end["skip"] or end.get("length") else end["source"]
         return {**position, "source": self._source.adopt(position["source"], until)}
 
     def _split_off_buffered(self, position: Position) -> list[Position]:
-        """Return what was buffered at a position as detours; and last, the position of the upstream after it.
+        """Return the records buffered at a position as detours; and last, the upstream position after them.
 
         To find that last position, the upstream is read from the old worker's position once more.
         """
@@ -219,7 +219,7 @@ class BufferedStage(Stage[Records, Records]):
         """Yield blocks from a cursor on: to the end of the data, or of the detour if the cursor is in one."""
         # After a restore the upstream is already there; after an iteration that stopped early it is not.
         if self._source.position() != here.source:
-            self._source.restore(here.source)  # it was read further than what was yielded
+            self._source.restore(here.source)  # it was read further than was yielded
         before, passed = here, 0
         with closed_after(self._source) as batches:
             for records in batches:

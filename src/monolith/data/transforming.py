@@ -41,7 +41,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What it takes to go on from a place between two batches of the source."""
+    """All that is needed to resume between two batches of the source."""
 
     source: Position
     number: int
@@ -51,7 +51,7 @@ class _Snapshot:
 
 
 class TransformedByContent(Stage[Records, Records]):
-    """Transforms that look at nothing but what is in a record."""
+    """Transforms that depend only on the values of a record."""
 
     def __init__(self, source: Stream[Records], transforms: Sequence[Transform]) -> None:
         super().__init__(source)
@@ -68,10 +68,10 @@ class TransformedByContent(Stage[Records, Records]):
 
 
 class Transformed(Stage[Records, Records]):
-    """Transforms that look at the number of a record, or remember what they saw. Owns them from here on.
+    """Transforms that depend on the number of a record, or have state. Owns them from now on.
 
     Args:
-        snapshot_every: Records, at least, between two snapshots of what is remembered.
+        snapshot_every: Records, at least, between two snapshots of the state.
     """
 
     def __init__(self, source: Stream[Records], transforms: Sequence[Transform], snapshot_every: int) -> None:
@@ -91,7 +91,7 @@ class Transformed(Stage[Records, Records]):
     def __iter__(self) -> Iterator[Records]:
         if self._torn:
             self.restore(self.position())
-        self._stand()
+        self._settled_base()
         with closed_after(self._source) as batches:
             for records in batches:
                 made = self._pass(records)
@@ -117,7 +117,7 @@ class Transformed(Stage[Records, Records]):
         self._torn = False
         self._again -= again
         self._since += len(rest)
-        if not self._again and (self._since >= self.snapshot_every or not self._waits):
+        if not self._again and (self._since >= self.snapshot_every or not self._snapshots_are_rare):
             self._base, self._since = self._snapshot(), 0
         return made
 
@@ -134,13 +134,13 @@ class Transformed(Stage[Records, Records]):
         return self._source.fraction_read(position["source"], position["skip"] + records)
 
     def position(self) -> Position:
-        base = self._stand()
+        base = self._settled_base()
         found: Position = {"stage": KIND, "source": base.source, "number": base.number, "skip": self._since}
         return found if base.state is None else {**found, "state": base.state}
 
     def restore(self, position: Position) -> None:
         base, since = self._read(position)
-        # Nothing moves unless both do. It is the state that is taken back: the place may be far away.
+        # Either both are restored or neither. The state is restored first because undoing that is cheap.
         earlier = self._state()
         self._remember(base.state)
         try:
@@ -176,8 +176,8 @@ class Transformed(Stage[Records, Records]):
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         if self._remembers:
             raise RestoreError(
-                f"{_named(self._remembers)} of a pipeline remembers what its worker saw, so what another "
-                "number of workers would make of the rest follows from nothing. Go on with "
+                f"{_named(self._remembers)} of a pipeline remembers what its worker saw, so its state "
+                "cannot be divided among another number of workers. Resume with "
                 f"{len(positions)} workers."
             )
         number = max(
@@ -189,16 +189,16 @@ class Transformed(Stage[Records, Records]):
     def adopt(self, position: Position, end: Position | None = None) -> Position:  # noqa: ARG002
         raise RestoreError(
             f"{_named(self.transforms)} of a pipeline decides by the number of a record, and a stage above "
-            "it held records back: read again by another worker they might have other numbers. Go on with as "
-            "many workers as before."
+            "it buffers records: read by another worker they might have other numbers. Resume with as many "
+            "workers as before."
         )
 
     @property
-    def _waits(self) -> bool:
-        """Whether a snapshot is worth waiting for, and the records since can be had again."""
+    def _snapshots_are_rare(self) -> bool:
+        """Whether snapshots may be far apart: the records since the last one come again in the same order."""
         return bool(self._remembers) and self.repeats_order
 
-    def _stand(self) -> _Snapshot:
+    def _settled_base(self) -> _Snapshot:
         if self._base is None:
             self._base = self._snapshot()
         return self._base
@@ -207,7 +207,7 @@ class Transformed(Stage[Records, Records]):
         return _Snapshot(self._source.position(), self._number, self._state())
 
     def _state(self) -> dict[str, Any] | None:
-        """Return a copy of the state, which never changes."""
+        """Return a copy of the state, which later records do not change."""
         if not self._remembers:
             return None
         state = self._transform.state()
@@ -241,7 +241,7 @@ def transformed(source: Stream[Records], transform: Transform, snapshot_every: i
     its number through all of them; see `Compose`.
 
     Raises:
-        ConfigError: It cannot go on exactly after a restart, and why.
+        ConfigError: It cannot resume exactly after a restart; the message says why.
     """
     added = list(_parts(transform))
     for one in added:
@@ -281,13 +281,13 @@ def _check_exact(transform: Transform) -> None:
     has = [method for method in ("state", "restore") if hasattr(transform, method)]
     if len(has) == 1:
         raise ConfigError(
-            f"pipeline: {name} has {has[0]}() alone; to go on exactly after a restart it needs state() and "
+            f"pipeline: {name} has {has[0]}() alone; to resume exactly after a restart it needs state() and "
             "restore()"
         )
     drawn = [what for what, one in getattr(transform, "__dict__", {}).items() if isinstance(one, _GENERATORS)]
     if drawn and not has:
         raise ConfigError(
-            f"pipeline: {name} draws from its {drawn[0]!r}, which would begin again after a restart. Give it "
+            f"pipeline: {name} draws from its {drawn[0]!r}, which would start over after a restart. Give it "
             "state() and restore(), or draw by the number of a record, as "
             "monolith.data.transforms.transform.draw does."
         )

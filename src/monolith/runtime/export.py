@@ -23,8 +23,8 @@ from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
-from monolith.run.config import EXPORTED, ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import EXPORTED, ExportConfig
 from monolith.serve.export_tables import TableCodings
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel
 from monolith.serve.manifest import draw_requests, read_servable

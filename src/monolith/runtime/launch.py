@@ -34,10 +34,10 @@ from monolith.cluster.mpi import MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLE
 from monolith.cluster.run_token import RUN_TOKEN
 from monolith.config import differences, to_dict
 from monolith.errors import ConfigError
-from monolith.run import RunConfig, refused
-from monolith.run.loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems
-from monolith.run.runtime import listen_address
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems, refused
 from monolith.runtime.context import Launch, MakeTask, RunContext, RunResult
+from monolith.runtime.discovery import listen_address
 
 if TYPE_CHECKING:
     from monolith.train import Task

@@ -27,13 +27,13 @@ from monolith.observe import ClockWatch, Metrics
 from monolith.observe.logs import name_process
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
-from monolith.run import RunConfig
-from monolith.run.runtime import listen_address, open_discovery
 from monolith.runtime import Coordinator, LocalRun, Trainer, TrainReport
 from monolith.runtime.attempts import Retries, SharedTraining
+from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output, RunContext, RunResult
 from monolith.runtime.control import ControlPlace, control_hooks, control_place, profiled_on_demand, tracer_of
 from monolith.runtime.data_service import data_security, read_for_workers, secured, served_task
+from monolith.runtime.discovery import listen_address, open_discovery
 from monolith.runtime.launch import MARK
 from monolith.runtime.local_profile import profiled_by_user
 from monolith.runtime.publish import publish_plan

@@ -14,7 +14,7 @@ from monolith.cluster.run_token import shared_security
 from monolith.cluster.security import guard_listener
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
-from monolith.run.config import RunConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.export import VersionMarks
 from monolith.sync.channel import DeltaWriter
 from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url

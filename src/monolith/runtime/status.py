@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from monolith.cluster.status import EVERY, ProcessStatus, Rates, StatusBoard, StatusPage, StatusWriter
 from monolith.errors import MonolithError
-from monolith.run import RunConfig
+from monolith.runtime.config import RunConfig
 
 if TYPE_CHECKING:
     from monolith.runtime import LocalRun

@@ -114,8 +114,8 @@ class DenseHeader:
 def write_tensors(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
     """Write tensors to a file that appears under its name when it is complete.
 
-    They must not change meanwhile: whoever trains on hands over copies. Tensors that do
-    not lie in one piece on the CPU are copied there, one at a time.
+    They must not change meanwhile: a caller that trains on passes copies. Tensors that are
+    not contiguous on the CPU are copied there, one at a time.
 
     Raises:
         SaveError: A tensor is of a kind that safetensors has no word for. Nothing was written.
@@ -157,7 +157,7 @@ def read_header(path: str) -> DenseHeader:
 
     Raises:
         FileMissingError: There is no such file.
-        CorruptFileError: It is no such file, or damaged in what was read of it.
+        CorruptFileError: It is no such file, or damaged in its header.
         RestoreError: It carries no checksums.
     """
     with filesystem.open_read(path) as file:
@@ -172,7 +172,7 @@ def read_tensors(
     """Return the tensors of a file, each checked, and read into memory of its own.
 
     Args:
-        record: What was recorded of the file; it is then read, and checked, as a whole.
+        record: The recorded size and checksum of the file; it is then read, and checked, as a whole.
         only: Which names to return; all by default.
 
     Raises:
@@ -208,7 +208,8 @@ def record_of(path: str) -> FileRecord:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return what two tensors have in common if they are one in memory; None where there is none."""
+    """Return what two tensors have in common if they are one in memory; None if there is no memory to
+    share."""
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return None
     place = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -70,7 +70,7 @@ class PrefetchQueue(Generic[Item]):
             raise self._error or QueueClosedError("cannot get: the queue was closed and is empty")
 
     def close(self, *, error: BaseException | None = None, discard: bool = False) -> None:
-        """Accept no more items, and wake whoever waits. Closing again changes nothing, but may discard.
+        """Accept no more items, and wake waiting threads. Closing again changes nothing, but may discard.
 
         Args:
             error: What `get` raises in place of QueueClosedError, after the last item.
@@ -131,7 +131,7 @@ def prefetch(
 
     Elements come in order and are any nesting of containers, tensors, ragged tensors and
     whatever else. An error of the source is raised here, after the elements before it.
-    The thread ends with the data, with `close`, and when nobody holds the result anymore.
+    The thread ends with the data, with `close`, and when the result is no longer referenced.
     It records gradients if the caller of this function does.
 
     Args:

@@ -18,7 +18,7 @@ from monolith.data.files.source import FileSource
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.parquet import ParquetFormat
-from monolith.data.sharding import Shard
+from monolith.data.source import Shard
 from monolith.errors import ConfigError, DataError, RestoreError
 
 TYPES = {"id": torch.int64, "name": torch.uint8}

@@ -50,7 +50,7 @@ def test_a_queue_is_filled_when_it_runs_dry_until_there_is_nothing() -> None:
         calls.append(1)
         return ["x", "y"] if len(calls) < 3 else []
 
-    queue = StrQueue(["a"], fill=fill)
+    queue = StrQueue(["a"], refill=fill)
     assert drained(queue) == ["a", "x", "y", "x", "y"]
     assert queue.dequeue() == ("", True)
     assert len(calls) == 3
@@ -67,7 +67,7 @@ def test_five_patterns_of_two_files_come_out_in_order(tmp_path: Path) -> None:
         pattern, ended = patterns.dequeue()
         return [] if ended else find_files(pattern)
 
-    files = drained(StrQueue(fill=files_of_the_next_pattern))
+    files = drained(StrQueue(refill=files_of_the_next_pattern))
     assert [str(Path(file).relative_to(tmp_path)) for file in files] == [
         f"{day}/{part}" for day in range(5) for part in "ab"
     ]
@@ -141,7 +141,7 @@ def test_a_finished_file_does_not_come_back(make: MakeQueue, clock: Clock) -> No
     assert queue.finish(lease)
     clock.now += 1000
     assert queue.take("w") is None
-    assert not queue.others_hold("v")
+    assert not queue.others_are_reading("v")
 
 
 def test_a_lease_that_runs_out_is_handed_out_again_from_what_was_reported(
@@ -154,12 +154,12 @@ def test_a_lease_that_runs_out_is_handed_out_again_from_what_was_reported(
     assert queue.report(lease, {"place": 7})
     clock.now += 59.9
     assert path_of(queue) == "b"
-    assert queue.others_hold("w")
+    assert queue.others_are_reading("w")
     clock.now += 0.2
     again = queue.take("w")
     assert again is not None
     assert (again.number, again.path, again.progress) == (0, "a", {"place": 7})
-    assert not queue.others_hold("w")
+    assert not queue.others_are_reading("w")
 
 
 def test_who_lost_a_lease_cannot_speak_for_it(make: MakeQueue, clock: Clock) -> None:
@@ -227,12 +227,12 @@ def test_nobody_waits_for_a_file_that_was_read_to_its_end(make: MakeQueue, clock
     queue = make(["a"])
     lease = queue.take("v")
     assert lease is not None
-    assert queue.others_hold("w")
+    assert queue.others_are_reading("w")
     queue.mark_read(lease)
-    assert not queue.others_hold("w")
+    assert not queue.others_are_reading("w")
     clock.now += 61
     assert path_of(queue) == "a"  # it never counted
-    assert queue.others_hold("v")
+    assert queue.others_are_reading("v")
 
 
 def test_all_leases_of_a_worker_can_be_taken_back(make: MakeQueue) -> None:

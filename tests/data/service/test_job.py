@@ -172,7 +172,7 @@ def test_what_a_dead_trainer_did_not_acknowledge_goes_to_others(tmp_path, clock)
     assert ids(job.turns("two", two, 0, 9)) == [(0, "a", 1), (0, "a", 2), (0, "a", 3)]
     with pytest.raises(DataError, match="shut out"):
         job.turns("one", one, 3, 1)
-    with pytest.raises(RestoreError, match="handed to others"):
+    with pytest.raises(RestoreError, match="went to other trainers"):
         job.attach("one", job.id, 3)
     job.attach("one", job.id, 1)
 
@@ -186,7 +186,7 @@ def test_what_is_acknowledged_is_forgotten_after_a_while(tmp_path):
     job.attach("one", job.id, 2)
     with pytest.raises(RestoreError, match="has turns 2 to 4 of it; its chunks were forgotten"):
         job.attach("one", job.id, 1)
-    with pytest.raises(RestoreError, match="cannot go on from turn 0"):
+    with pytest.raises(RestoreError, match="cannot resume from turn 0"):
         job.attach("one", None, 0)
 
 

@@ -11,9 +11,8 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
-from monolith.data.format import BadRecord, Format
+from monolith.data.format import BadRecord, Format, TextFormat
 from monolith.data.formats.compressed import OpenText
 from monolith.data.records import missing_rows
 from monolith.errors import ConfigError
@@ -62,17 +61,9 @@ _FINER = (64 << 10, 1 << 10, 1)
 _PIECE_BYTES = 1 << 20
 
 
-@runtime_checkable
-class LinedFormat(Protocol):
-    """A format of lines, whose places are bytes."""
-
-    def in_chunks_of(self, chunk_bytes: int) -> Format:
-        """Return the same with other chunks."""
-
-
 def locate_empty_cell(form: Format, path: str, column: str) -> str | None:
     """Return where the first record without a value in a column is: `line 7`, or `record 7` of a format
-    without lines; None where every record has one."""
+    without lines; None if every record has one."""
     place = records = 0
     for chunk in form.chunks(path, columns=[column]):
         there = chunk.records.columns.get(column)
@@ -80,15 +71,15 @@ def locate_empty_cell(form: Format, path: str, column: str) -> str | None:
             empty = missing_rows(chunk.records[column]).nonzero()
             if len(empty):
                 row = int(empty[0])
-                if isinstance(form, LinedFormat):
-                    return f"line {_line_of(form, path, column, place, row)}"
+                if form.text is not None:
+                    return f"line {_line_of(form.text, path, column, place, row)}"
                 return f"record {records + row + 1}"
         records += len(chunk.records) + len(chunk.bad)
         place = chunk.next
     return None
 
 
-def _line_of(form: LinedFormat, path: str, column: str, place: int, row: int) -> int:
+def _line_of(form: TextFormat, path: str, column: str, place: int, row: int) -> int:
     """Return the line of a record, the last one where it has several.
 
     Args:

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from monolith.data.files.work_queue import Progress
 from monolith.data.format import Chunk
-from monolith.data.sharding import Shard
 from monolith.data.shuffling import Block
-from monolith.data.source import Position
+from monolith.data.source import Position, Shard
 from monolith.errors import RestoreError
 
 

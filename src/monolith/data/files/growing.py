@@ -20,17 +20,16 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 from monolith import filesystem
 from monolith.data.files.cursors import FileCursor, Left, OldWorker
 from monolith.data.files.discovery import Watch, expand
 from monolith.data.files.order import Files, Step
-from monolith.data.format import Chunk, Format, RecordWriter
+from monolith.data.format import Chunk, Format, RecordWriter, TextFormat
 from monolith.data.formats.compressed import compression_of
 from monolith.data.records import Records
-from monolith.data.sharding import Shard
-from monolith.data.source import Position
+from monolith.data.source import Position, Shard
 from monolith.errors import ConfigError, DataError, FileMissingError, RestoreError
 from monolith.table.hashing import mix_one
 
@@ -49,41 +48,30 @@ _UNFINISHED_S = 30.0
 """Seconds after which a last line without a line break is worth a warning."""
 
 
-class _Text(Protocol):
-    """A format whose files may grow."""
-
-    name: str
-
-    def chunks(
-        self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
-    ) -> Iterator[Chunk]: ...
-    def finished_bytes(self, piece: bytes) -> int: ...
-
-
-def can_grow(form: object, patterns: Sequence[str]) -> bool:
-    """Return whether files of a format may be read while others append to them: plain text can."""
-    return hasattr(form, "finished_bytes") and not any(map(compression_of, patterns))
+def can_grow(form: Format, patterns: Sequence[str]) -> bool:
+    """Return whether files of a format may be read while other processes append to them: plain text can."""
+    return form.text is not None and not any(map(compression_of, patterns))
 
 
 def growing_text(form: Format, patterns: Sequence[str]) -> GrowingText:
-    """Return a format that reads what is finished of files of another.
+    """Return a format that reads the finished records of files of another format.
 
     Raises:
         ConfigError: Files of that format cannot grow.
     """
-    if not can_grow(form, patterns):
+    if form.text is None or not can_grow(form, patterns):
         raise ConfigError(
             f"file source: files of {', '.join(patterns)} cannot be read while they grow: their format is "
             f"{form.name}, and only CSV, TSV and JSON lines that are not compressed are text. Watch them "
             "without grows, and move each into the folder when it is whole."
         )
-    return GrowingText(cast(_Text, form))
+    return GrowingText(form.text)
 
 
-class GrowingText:
+class GrowingText(Format):
     """Reads the records of a file that are finished by now, and leaves a last one that is being written."""
 
-    def __init__(self, form: _Text) -> None:
+    def __init__(self, form: TextFormat) -> None:
         self._form = form
         self.name = form.name
 
@@ -98,7 +86,7 @@ class GrowingText:
                 start = end
 
     def writer(self, path: str) -> AbstractContextManager[RecordWriter]:
-        return cast(Format, self._form).writer(path)
+        return self._form.writer(path)
 
     def _finished(self, path: str, start: int) -> int:
         size = _PIECE_BYTES
@@ -174,7 +162,7 @@ class Growing(Files):
 
     def _look(self, now: float) -> None:
         """Look at all files there are."""
-        found = [path for path in self._watch.look() if _is_of(path, self._shard)]
+        found = [path for path in self._watch.list_files() if _is_of(path, self._shard)]
         for path in found:
             remote = filesystem.is_remote(path)
             with suppress(FileMissingError):  # it went since it was listed
@@ -279,7 +267,7 @@ class Growing(Files):
 
     def restore(self, saved: Position, spot: FileCursor) -> None:
         places = _read_places(saved)
-        there = set(self._watch.look())
+        there = set(self._watch.list_files())
         self._places = dict(places)
         for path in places.keys() - there:
             self._check_gone(path, places[path], RestoreError, "restore")

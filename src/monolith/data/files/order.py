@@ -16,9 +16,8 @@ from typing import Any
 
 from monolith.data.files.cursors import FileCursor, Left, OldWorker
 from monolith.data.files.discovery import Watch
-from monolith.data.sharding import Shard
 from monolith.data.shuffling import ShuffleConfig, permutation
-from monolith.data.source import Position
+from monolith.data.source import Position, Shard
 from monolith.errors import DataError, RestoreError
 
 _log = logging.getLogger(__name__)
@@ -328,7 +327,7 @@ class Watched(Files):
     def after(self, spot: FileCursor) -> FileCursor | Step:
         number = self._first if spot.file is None else self._seen.index(spot.file) + 1
         if number == len(self._seen):
-            mine = [path for path in self._watch.look() if _reader_of(path, self._shard) == self._shard]
+            mine = [path for path in self._watch.list_files() if _reader_of(path, self._shard) == self._shard]
             new = [path for path in mine if path not in self._known]
             self._seen += new
             self._known |= set(new)
@@ -368,7 +367,7 @@ class Watched(Files):
         number = first if spot.file is None else seen.index(spot.file) + at_end
         to_read = {*seen[number:], *left}
         if to_read:
-            _check_known(to_read, set(self._watch.look()))
+            _check_known(to_read, set(self._watch.list_files()))
         self._seen, self._known, self._first, self._parts = list(seen), set(seen), first, left
         self._waits_at = spot if at_end else FileCursor()
 

@@ -1,7 +1,7 @@
 """Shuffling a list of files: pieces of all of them in a random order, many of them open and dealt in turn.
 
 A file is read in pieces, which are row groups of Parquet and stretches of bytes of text; see
-`SplittableFormat`. Each epoch opens the pieces of all files of a worker in an order of its own. As many are
+`Format.bounds`. Each epoch opens the pieces of all files of a worker in an order of its own. As many are
 open at once as make up the buffer, each is put into a random order when it is read, and they give one record
 each in turn:
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,11 +38,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.data.format import Chunk, Format, SplittableFormat
+from monolith.data.format import Chunk, Format
 from monolith.data.records import Records, concat
-from monolith.data.sharding import Shard
 from monolith.data.shuffling import Block, ShuffleConfig, permutation
-from monolith.data.source import Position
+from monolith.data.source import Position, Shard
 from monolith.errors import DataError, RestoreError
 from monolith.tensors import RaggedTensor
 
@@ -175,9 +174,8 @@ class _PieceReader:
         )
 
     def close(self) -> None:
-        close = getattr(self.chunks, "close", None)
-        if close is not None:
-            close()
+        if isinstance(self.chunks, Generator):
+            self.chunks.close()
 
 
 class Pieces:
@@ -211,7 +209,7 @@ class Pieces:
         """How many pieces each file had, as a position says; negative for files that were not opened."""
         self.digest = zlib.crc32("\n".join(paths).encode())
         self._form = form
-        self._split = form.in_pieces(shuffle.piece_bytes) if isinstance(form, SplittableFormat) else None
+        self._split = form.in_pieces(shuffle.piece_bytes)
         self._columns = columns
         self._epochs = epochs
         self._shuffle = shuffle
@@ -248,7 +246,7 @@ class Pieces:
                     "source any more, and the checkpoint does not say how much of it was read. Put it back."
                 )
             return {-1 - piece: None for piece in range(self._counts[number])}  # places that are never read
-        bounds = None if self._split is None else self._split.bounds(self._paths[number])
+        bounds = self._split.bounds(self._paths[number])
         return {0: None} if bounds is None else dict(pairwise(bounds))
 
     def _piece(self, unopened: Unopened) -> tuple[int, int] | None:
@@ -443,7 +441,6 @@ class Pieces:
             return _PieceReader(
                 cursor, None, self._form.chunks(path, start=cursor.place, columns=self._columns)
             )
-        assert self._split is not None
         # Of a payload that is a batch, a cursor is inside a piece.
         begin = max((one for one in ends if one <= cursor.place), default=0)
         chunks = self._split.chunks(path, start=cursor.place, columns=self._columns)

@@ -11,8 +11,7 @@ from dataclasses import fields
 from monolith.data.files.cursors import FileCursor, Left, OldWorker
 from monolith.data.files.order import Files, Step
 from monolith.data.files.work_queue import FileQueue, Lease
-from monolith.data.sharding import Shard
-from monolith.data.source import Position
+from monolith.data.source import Position, Shard
 from monolith.errors import DataError, RestoreError, TransientFilesystemError
 
 _log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Queued(Files):
                     # Workers that wait for each other's files would wait for ever.
                     for held in self._held.values():
                         self._queue.mark_read(held)
-                    return Step.WAIT if self._queue.others_hold(self._worker) else Step.END
+                    return Step.WAIT if self._queue.others_are_reading(self._worker) else Step.END
             except TransientFilesystemError:  # a full disk: the queue has said so, and asks for patience
                 return Step.WAIT
             self._ended = False

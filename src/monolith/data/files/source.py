@@ -43,7 +43,6 @@ from monolith.data.files.queued import Queued
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.records import Records, known_columns
-from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.shuffling import (
     Batcher,
     Block,
@@ -54,7 +53,7 @@ from monolith.data.shuffling import (
     check_epochs_unset,
     permutation,
 )
-from monolith.data.source import Position, Source, WorkQueueSource, closed_after
+from monolith.data.source import Position, Shard, ShardChoice, Source, WorkQueueSource, closed_after
 from monolith.errors import (
     ConfigError,
     DataError,
@@ -270,12 +269,15 @@ class FileSource(Source, WorkQueueSource):
         return self._bytes.fraction(self._checked(position, share=False), records)
 
     def size(self) -> int | None:
-        """How many records a list of files has, for each time it is read; None where its format does not say
-        so without reading them, or there is no end."""
-        count = getattr(self._format, "count", None)
-        if self._paths is None or count is None or not self._alone or self._own_epochs is None:
+        """Return how many records a list of files has in all epochs; None if only reading them would tell."""
+        if self._paths is None or not self._alone or self._own_epochs is None:
             return None
-        return sum(int(count(path)) for path in self._pass.files) * self._own_epochs
+        total = 0
+        for path in self._pass.files:
+            if (count := self._format.count(path)) is None:
+                return None
+            total += count
+        return total * self._own_epochs
 
     def __iter__(self) -> Iterator[Records]:
         if self._closed:

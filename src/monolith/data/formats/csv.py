@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Self
 
 import torch
 
 from monolith import native
-from monolith.data.format import BadRecord, Chunk
+from monolith.data.format import BadRecord, Chunk, OddColumn, TextFormat
 from monolith.data.formats.compressed import OpenText, compression_of, write_text
 from monolith.data.records import DTYPES, Records, as_read
 from monolith.errors import ConfigError, CorruptFileError, DataError
@@ -59,16 +59,7 @@ _OTHER_DELIMITERS = ";\t|,"
 _DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
 
-class OddColumn(NamedTuple):
-    """A column that is text because of a few values."""
-
-    text: str
-    """Says which is the first, and what to do."""
-    is_slip: bool
-    """Whether they are so few that they must be mistakes."""
-
-
-class CsvFormat:
+class CsvFormat(TextFormat):
     """Reads and writes CSV, in UTF-8 or whatever bytes there are, compressed where the name ends so (.gz).
 
     Args:
@@ -113,20 +104,17 @@ class CsvFormat:
         self._header = header
         self._types = dict(types or {})
         self._infer_rows = infer_rows
-        self._chunk_bytes = chunk_bytes
+        super().__init__(chunk_bytes)
         self._record_bytes = record_bytes
         self._dialect = native.CsvDialect(delimiter, list_separator, record_bytes)
-        self._known: dict[str, _Layout | None] | None = None
-        """The heads of files, if they are remembered: a piece is small next to the head of its file."""
         self._looked_at: set[str] = set()
         """Columns that were read as text, and whether that was meant was looked into."""
 
     def chunks(
         self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
     ) -> Iterator[Chunk]:
-        """Yield the records of a file from byte `start` on, up to byte `end` if it is given; see `Format`."""
         with OpenText(path, end) as text:
-            layout = self._layout(text.file, path, columns)
+            layout = self._head(path, lambda: self._read_layout(text.file, path, columns))
             if layout is None:
                 return
             if not start:
@@ -179,28 +167,16 @@ class CsvFormat:
             at = before
         return end if end - at > self._record_bytes else at
 
-    def in_chunks_of(self, chunk_bytes: int) -> CsvFormat:
-        """Return the same with other chunks."""
-        other = copy.copy(self)
-        other._chunk_bytes = chunk_bytes
-        return other
-
-    def in_pieces(self, piece_bytes: int) -> CsvFormat:
-        """Return the same with smaller chunks; see `SplittableFormat`."""
-        other = self.in_chunks_of(min(piece_bytes, self._chunk_bytes))
-        other._known = {}
-        return other
-
     def bounds(self, path: str) -> list[int] | None:
-        """Return the bytes at which chunks begin, reading the file once; see `SplittableFormat`.
+        """Return the bytes at which chunks begin, reading the file once; see `Format`.
 
         A newline in quotes ends no record, so the native core finds the end of each chunk with a quote in it.
-        In the others, the next newline is the end: about ten times as fast.
+        Without a quote, the next newline is the end: about ten times as fast.
         """
         if compression_of(path) is not None:
             return None
         with OpenText(path) as text:
-            layout = self._layout(text.file, path)
+            layout = self._head(path, lambda: self._read_layout(text.file, path))
             if layout is None:
                 return []
             parser = native.CsvParser(self._dialect, len(layout.names), [])
@@ -217,8 +193,8 @@ class CsvFormat:
                 found.append(window.place)
 
     def _plain_end(self, data: bytes) -> int | None:
-        """Return where a chunk at the beginning of some bytes ends; None where that takes a parser: there is
-        a quote, a blank line at its end, nothing but blank lines, or maybe a record that is cut."""
+        """Return where a chunk at the beginning of some bytes ends; None if only a parser can tell: there is
+        a quote, a blank line at its end, nothing but blank lines, or maybe a truncated record."""
         end = data.find(b"\n", self._chunk_bytes - 1) + 1
         if not 0 < end < len(data) or b'"' in data or len(data) > self._record_bytes:
             return None
@@ -228,21 +204,18 @@ class CsvFormat:
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
-        """Open a file to write; see `Format`."""
         with write_text(path) as file:
             yield _Writer(file, self._delimiter, self._separator, self._header)
 
-    def inferring(self, records: int) -> CsvFormat:
-        """Return the same that gets types from so many records."""
+    def inferring(self, records: int) -> Self:
         other = copy.copy(self)
         other._infer_rows, other._looked_at = records, set()
         return other
 
     def odd_values(self, path: str) -> list[OddColumn]:
-        """Return what is odd in a file: columns that are text only because a few values are no numbers. They
-        are not logged any more when it is read."""
+        """Return the columns that are text only because of a few values; reading then logs them no more."""
         with OpenText(path) as text:
-            layout = self._layout(text.file, path)
+            layout = self._head(path, lambda: self._read_layout(text.file, path))
             self._looked_at |= set(() if layout is None else layout.names)
             return [] if layout is None else list(self._odd(text.file, layout, layout.names, _Lines(path)))
 
@@ -316,19 +289,12 @@ class CsvFormat:
             kinds[name] = ColumnKind(written, single=not bool((column.row_lengths() > 1).any()))
         return kinds
 
-    def _layout(self, file: BinaryIO, path: str, columns: Sequence[str] | None = None) -> _Layout | None:
+    def _read_layout(self, file: BinaryIO, path: str, columns: Sequence[str] | None = None) -> _Layout | None:
         """Return names and types from the head of a file; None for an empty one.
 
         Args:
             columns: Those whose types are wanted; None for all.
         """
-        if self._known is None:
-            return self._read_layout(file, path, columns)
-        if path not in self._known:
-            self._known[path] = self._read_layout(file, path, columns)
-        return self._known[path]
-
-    def _read_layout(self, file: BinaryIO, path: str, columns: Sequence[str] | None) -> _Layout | None:
         window = _Window(file, 0)
         window.fill(len(codecs.BOM_UTF8))
         if bytes(window.view).startswith(codecs.BOM_UTF8):  # spreadsheets put it before the first name

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.data.records import Records
-from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.shuffling import Epochs, check_epochs_unset, permutation
-from monolith.data.source import Position, Source
+from monolith.data.source import Position, Shard, ShardChoice, Source
 from monolith.errors import ConfigError, DataError, RestoreError, TensorArgumentError
 from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
@@ -71,8 +70,8 @@ def json_object(text: bytes) -> dict[str, Any]:
 
 def are_whole(values: NDArray[np.float64]) -> bool:
     """Whether doubles are better held by int64 than by float32, as ids of which some are missing and Unix
-    times with fractions are: beyond 2^24, where float32 has no fractions and not all whole numbers, are
-    some, and the others are whole. NaN is skipped."""
+    times with fractions are: some are beyond 2^24, from where on float32 has no fractions and not all whole
+    numbers, and the rest are whole. NaN is skipped."""
     there = values[~np.isnan(values)]
     sizes = np.abs(there)
     if not len(there) or not _EXACT < sizes.max() < 2.0**63:
@@ -101,7 +100,7 @@ def values_of(value: Any) -> Cell:
 
 
 def seconds_of(times: Any) -> Any:
-    """Return datetimes of numpy as Unix seconds, None where they are NaT: a list, or one of them."""
+    """Return datetimes of numpy as Unix seconds, None for NaT: a list, or one of them."""
     seconds = times.astype("M8[s]").astype(np.int64)
     plain = seconds.tolist()
     if not times.ndim:
@@ -204,7 +203,7 @@ def rows_as_records(
     types: Mapping[str, torch.dtype],
     kinds: Mapping[str, ColumnKind] | None = None,
 ) -> Records:
-    """Lay rows side by side by column."""
+    """Turn rows into columns."""
     columns = {}
     for name, dtype in types.items():
         lengths = torch.tensor([len(row[name]) for row in rows], dtype=torch.int64)
@@ -232,7 +231,7 @@ class MemorySource(Source):
         data: Records, or columns by name: a dict, a DataFrame.
         worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`. By default
             what `read_shard` says.
-        epochs: How often; None for ever. Batches go on across their ends.
+        epochs: How often to read the records; None without end. Batches continue across epochs.
         shuffle_seed: Puts each epoch into an order of its own; None leaves the order.
         drop_remainder: Leave out the last batch if it is shorter.
     """
@@ -267,16 +266,16 @@ class MemorySource(Source):
         self._settings: Position = {}  # until the share is settled
 
     def read_shard(self, share: Shard) -> None:
-        """Read every so manieth record."""
+        """Read every `shard.workers`-th record."""
         self._share.choose(share)
 
     def size(self) -> int | None:
-        """How many records there are to read; None without end."""
+        """Return how many records there are to read; None without end."""
         self._settle()
         return self._total
 
     def fraction_read(self, position: Position, records: int = 0) -> float | None:
-        """Return which part of the records lies before a position; see `Stream.fraction_read`."""
+        """Return the fraction of the records before a position; see `Stream.fraction_read`."""
         total = self.size()
         return None if not total else min(1.0, (position["next"] + records) / total)
 
@@ -319,7 +318,7 @@ class MemorySource(Source):
         self._next = number
 
     def _settle(self) -> None:
-        """Keep the records of this worker alone."""
+        """Select the records of this worker, once."""
         if self._settings:
             return
         share = self._share.settle()
@@ -356,10 +355,10 @@ def to_records(columns: Mapping[str, Column]) -> Records:
 
 
 def _kind(values: Column, column: RaggedTensor) -> ColumnKind:
-    """Return how a column was handed over, so that it is written the same way again."""
+    """Return how the caller represented a column, so that it is written the same way again."""
     if isinstance(values, RaggedTensor):
-        held = {torch.int64: "int64", torch.float32: "float", torch.uint8: "binary"}
-        return ColumnKind(held[column.dtype], single=False)
+        names = {torch.int64: "int64", torch.float32: "float", torch.uint8: "binary"}
+        return ColumnKind(names[column.dtype], single=False)
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
         return kind_of_cells(values, column.dtype)
     array = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
@@ -370,7 +369,7 @@ def _kind(values: Column, column: RaggedTensor) -> ColumnKind:
 
 
 def to_column(values: Column, name: str = "") -> RaggedTensor:
-    """Return one column in the form that records have it."""
+    """Return one column as records store it."""
     try:
         if isinstance(values, RaggedTensor):
             return _typed(values)

@@ -22,12 +22,12 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from monolith.data.format import Chunk
+from monolith.data.format import Chunk, Format
 from monolith.data.formats.memory import are_whole
 from monolith.data.records import Records, as_read, concat, empty_rows
 from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError, MissingExtraError
@@ -214,7 +214,7 @@ def _numpy(array: Any) -> np.ndarray[Any, Any]:
     return np.array(array.to_numpy(zero_copy_only=False))
 
 
-class ParquetFormat:
+class ParquetFormat(Format):
     """Reads any Parquet file with flat columns and lists.
 
     Columns are written as the data that they were read from holds them: texts as texts, one value as a plain
@@ -280,7 +280,6 @@ class ParquetFormat:
                 first = end
 
     def times(self, path: str) -> frozenset[str]:
-        """Return the columns of a file that hold timestamps or dates, which are read as Unix seconds."""
         arrow = import_arrow()
         with open_read(path) as handle, _errors_of(path, arrow):
             schema = arrow.parquet.ParquetFile(handle).schema_arrow
@@ -289,8 +288,7 @@ class ParquetFormat:
             one.name for one in schema if kinds.is_timestamp(one.type) or kinds.is_date(one.type)
         )
 
-    def in_pieces(self, piece_bytes: int) -> ParquetFormat:  # noqa: ARG002  a row group is decoded as a whole
-        """Return the same, whose chunks are row groups; see `SplittableFormat`."""
+    def in_pieces(self, piece_bytes: int) -> Self:  # noqa: ARG002  a row group is decoded as a whole
         other = copy.copy(self)
         other._chunk_rows = sys.maxsize
         return other
@@ -304,14 +302,13 @@ class ParquetFormat:
         return list(accumulate((size for size in sizes if size), initial=0))
 
     def count(self, path: str) -> int:
-        """Return how many records a file has, which its last bytes say."""
+        """Return how many records a file has, which its footer says."""
         arrow = import_arrow()
         with open_read(path) as handle, _errors_of(path, arrow):
             return int(arrow.parquet.ParquetFile(handle).metadata.num_rows)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
-        """Open a file to write; see `Format`."""
         import_arrow()
         with atomic_write(path) as handle:
             writer = _Writer(handle, self._row_group_rows, self._single, self._compression)
@@ -352,7 +349,7 @@ class _Writer:
         self._file.close()
 
     def close(self) -> None:
-        """Let go of the file, which is open only if something failed; that says more than this could."""
+        """Close the file, which is open only if writing failed; that error says more than one of closing."""
         if self._file is not None:
             with suppress(Exception):
                 self._file.close()

@@ -33,8 +33,7 @@ from monolith.data.kafka.positions import (
     waits_for_partitions,
 )
 from monolith.data.records import Records
-from monolith.data.sharding import Shard, ShardChoice
-from monolith.data.source import Position, Source, WorkQueueSource
+from monolith.data.source import Position, Shard, ShardChoice, Source, WorkQueueSource
 from monolith.errors import ConfigError, DataError, RestoreError
 
 if TYPE_CHECKING:

@@ -1,11 +1,10 @@
 """Generated negatives: the user of a positive record with the item of another.
 
-A log of what was clicked says little about what would not be. So each positive record is
-followed, or rather preceded, by a few made of its user side and the item side of an item
-that was lately seen: in the same channel, which is hard to tell apart, or in another,
-which is easy. Drawing is decided by the seed and the record's number, and by the pool,
-which every record before it has filled: with the pool saved alongside the position, a
-stream that is resumed draws what it would have drawn.
+A log of clicks says little about items that a user would not click. So each positive record
+is preceded by a few made of its user side and the item side of an item that was seen lately:
+in the same channel, which is hard to tell apart, or in another, which is easy. The seed, the
+record's number and the pool, which all earlier records have filled, decide what is drawn. The
+pool is saved with the position, so a resumed stream draws the same negatives.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class NegativeGeneration:
             len(records),
             {name: records[name] for name in self.config.item_features if name in records.columns},
         )
-        first_row = self.pool.hold(items)
+        first_row = self.pool.store(items)
         source, copies, drawn = self._draw(records, first, first_row)
         rows, copy = torch.tensor(source, dtype=torch.int64), torch.tensor(copies, dtype=torch.int64)
         if drawn:
@@ -172,7 +171,7 @@ class NegativeGeneration:
         return {"channels": [base64.b64encode(encode_channel(self.pool, one)).decode() for one in channels]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Draw from now on what the one whose state this is would have drawn.
+        """Restore the pool of another one: from now on both draw the same items.
 
         Raises:
             RestoreError: It is no state of a pool.
@@ -301,7 +300,7 @@ class NegativeGeneration:
 
 
 def _both(items: Records, features: Records, name: str) -> RaggedTensor | None:
-    """Return a column's rows here, then those of what was drawn; None where neither has it."""
+    """Return a column's rows here, then those of the drawn items; None if neither has it."""
     parts = [part for part in (items, features) if name in part.columns]
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""The trainer's side of the data service: a source of the chunks whose turn is this trainer's."""
+"""The trainer's side of the data service: a source of the chunks that this trainer gets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from monolith.data.service.messages import (
     UnreachableError,
     from_batch,
 )
-from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.shuffling import Epochs
-from monolith.data.source import Position, Source, WorkQueueSource
+from monolith.data.source import Position, Shard, ShardChoice, Source, WorkQueueSource
 from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
 _KIND = "data_service"
@@ -52,11 +51,11 @@ class DataServiceSource(Source, WorkQueueSource):
 
     Args:
         dispatcher: host:port, or a function that finds it.
-        trainer: Its name, the same after a restart. No two trainers of a job have the same; where
-            there are several, see `read_shard`, "-" and their number are added.
-        guard: What dispatcher and data workers want to be shown, if they do.
-        prefetch: Chunks to fetch ahead; so many may still be with a slow trainer when others are done.
-        patience: How long the dispatcher, or every data worker, may be away.
+        trainer: Its name, the same after a restart and unique in the job. If there are several trainers (see
+            `read_shard`), "-" and their number are added.
+        guard: The credentials that dispatcher and data workers demand, if they do.
+        prefetch: Chunks to fetch ahead; a slow trainer may still have so many when the rest are done.
+        patience: How long the dispatcher, or all data workers, may be unreachable.
     """
 
     live = False  # a job is of files that are there
@@ -88,7 +87,7 @@ class DataServiceSource(Source, WorkQueueSource):
         self._interrupted = threading.Event()
 
     def read_shard(self, share: Shard) -> None:
-        """Be one of several trainers, which together get all chunks."""
+        """Become one of several trainers, which together get all chunks."""
         self._share.choose(share)
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
@@ -127,7 +126,7 @@ class DataServiceSource(Source, WorkQueueSource):
         trainers, which get these chunks.
 
         Raises:
-            RestoreError: A position is of another kind or job; or what came after it is with others already.
+            RestoreError: A position is of another kind or job; or the chunks after it went to other trainers.
             DataError: The dispatcher does not answer.
         """
         for position in positions:
@@ -168,7 +167,7 @@ class DataServiceSource(Source, WorkQueueSource):
                 caller.call("release", **{name: position[name] for name in ("trainer", "job", "turn")})
         except UnreachableError as cause:
             raise DataError(f"data service: the dispatcher takes nothing back: {cause}") from cause
-        return position  # it is given what comes after it, which is nothing
+        return position  # the trainer would get the chunks after it, and there are none
 
     def defer_to_chief(self) -> None:
         """Do nothing: a trainer that closes its source has what it had."""
@@ -188,19 +187,19 @@ class DataServiceSource(Source, WorkQueueSource):
             RestoreError: Always.
         """
         raise RestoreError(
-            "what a stage on top of the data service held back cannot be moved; have the data workers cut "
-            "chunks of the size that is trained on, and leave out rebatch and shuffle"
+            "the records that a stage on top of the data service buffers cannot be moved; have the data "
+            "workers cut chunks of the batch size, and leave out rebatch and shuffle"
         )
 
     def commit(self, position: Position) -> None:
-        """As `acknowledge`, by the name under which a trainer tells any source what is safe."""
+        """Acknowledge a position that a checkpoint contains."""
         self.acknowledge(position)
 
     def acknowledge(self, position: Position) -> None:
         """Tell the dispatcher that a position was saved for good: all before it need not come again.
 
         Call it after the checkpoint that holds the position is complete. It lets the dispatcher forget
-        old chunks, and hand only what came later to others if this trainer is given up.
+        old chunks, and give only later chunks to other trainers if this one is given up.
         """
         if position["job"] is None:
             return
@@ -220,7 +219,7 @@ class DataServiceSource(Source, WorkQueueSource):
         return self._settings.trainer
 
     def _settle(self) -> None:
-        """Take the name of this trainer among several; once."""
+        """Settle the name of this trainer among several; once."""
         if self._named:
             return
         self._named, share = True, self._share.settle()

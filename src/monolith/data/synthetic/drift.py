@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.data.records import LABEL, LINE_ID, BatchSpec, Records, make_batch
-from monolith.data.sharding import Shard, ShardChoice
-from monolith.data.source import Position, Source
+from monolith.data.source import Position, Shard, ShardChoice, Source
 from monolith.data.synthetic.click_log import Draws, ranks, sigmoid
 from monolith.errors import ConfigError, FeatureError, RestoreError
 from monolith.feature import Batch
@@ -174,7 +173,7 @@ class DriftingStream(Source):
         self._draws = Draws(self.config.seed)
         self._choice = ShardChoice("drifting stream")
         self._next: int | None = None
-        """None where it begins."""
+        """None before the first read."""
 
     # A source
 

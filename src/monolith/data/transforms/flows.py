@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from monolith.data.records import Records, concat
-from monolith.data.sharding import Shard
-from monolith.data.source import Position, Source, as_stream
+from monolith.data.source import Position, Shard, Source, as_stream
 from monolith.data.transforms.columns import (
     DATA_SOURCE_KEY,
     DATA_SOURCE_NAME,
@@ -387,7 +386,7 @@ class _Reader:
     def __init__(self, source: Iterable[Records]) -> None:
         self.source = as_stream(source)
         self.held: Records | None = None
-        """What was read and not used yet, with its numbers; None when there is nothing."""
+        """The records that were read and not used yet, with their numbers; None if there are none."""
         self._iterator: Iterator[Records] | None = None
         self._ended = False
         self._before: Position = {}

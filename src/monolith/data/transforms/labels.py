@@ -56,7 +56,7 @@ class StrategyRule:
 
     strategy: int
     rate: float
-    """The share that is kept."""
+    """The fraction that is kept."""
     label: float | None = None
     """The first label of those that are kept; None leaves it."""
 
@@ -67,7 +67,7 @@ class StrategyRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialStrategy:
-    """Keeps a share of the records that came about by special strategies, and may set their label.
+    """Keeps a fraction of the records that special strategies produced, and may set their label.
 
     Of several strategies the one that comes first in the rules decides. A record whose
     strategies are all unlisted is dropped.
@@ -142,7 +142,7 @@ class LabelTask:
     negative: tuple[int, ...] = ()
     """Else, any of these makes it negative; where none are named, every record is negative."""
     rate: float = 1.0
-    """The share of negatives that are kept; the others become invalid."""
+    """The fraction of negatives that are kept; the remaining ones become invalid."""
 
     def __post_init__(self) -> None:
         if not self.positive:

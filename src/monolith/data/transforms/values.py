@@ -55,7 +55,7 @@ ORDERED = frozenset({"gt", "ge", "lt", "le", "between"})
 """Need an order, which strings do not have here."""
 TEXT_ONLY = frozenset({"startswith", "endswith"})
 ON_LISTS = frozenset({"all", "any", "diff"})
-"""Look at all values of a record; the others at its only one."""
+"""Test all values of a record; the remaining operators test its only one."""
 SINGLE = frozenset(COMPARISONS)
 """Take exactly one operand."""
 
@@ -72,7 +72,7 @@ class FilterByValue(Filter):
     op: Op
     """`between` is from the first operand up to, but without, the second."""
     operand: Operand | tuple[Operand, ...] = ()
-    """One for comparisons, two for `between`, any number for the others."""
+    """One for comparisons, two for `between`, any number for other operators."""
     operand_file: str | None = None
     """In place of `operand`: a text file with one operand per line. Empty lines are skipped."""
     keep_empty: bool = False

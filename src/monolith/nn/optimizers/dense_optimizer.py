@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -83,19 +83,30 @@ def rest_of(decay: float, dtype: torch.dtype) -> float:
 class DenseOptimizer(EagerOptimizer, ABC):
     """A torch optimizer whose rate may also be a function of the step.
 
-    The function gets the number of steps taken before this one, 0 at first: every
-    group counts them as `group["step"]`. A schedule of a table's segment, such as
-    `PolynomialDecay`, can so drive dense and sparse weights alike. With a number
-    in its place, torch's schedulers move `group["lr"]` as they do elsewhere. A
-    tensor is read once per step, so keep it on the CPU: reading from a GPU waits
-    for it.
+    The function gets the number of steps taken before this one, 0 at first: every group counts them as
+    `group["step"]`. So a schedule of a table's segment, such as `PolynomialDecay`, can drive dense and sparse
+    weights. If the rate is a number, torch's schedulers change `group["lr"]` as usual. A tensor is read once
+    per step, so keep it on the CPU: reading from a GPU waits for it.
 
-    Parameters without a gradient are left alone. A step checks all gradients
-    before it touches anything.
+    Parameters without a gradient do not change. A step checks all gradients before it changes anything.
+
+    Args:
+        defaults: The settings of the rule, with their defaults.
+        settings: The settings that the user passed.
     """
 
-    def __init__(self, params: ParamsT, lr: Rate, foreach: bool | None, **settings: Any) -> None:
-        super().__init__(params, {"lr": lr, "foreach": foreach, "step": 0, **settings})
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Rate,
+        foreach: bool | None,
+        defaults: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> None:
+        for name in settings:
+            if name not in defaults:
+                raise TypeError(f"{self._name}: unknown setting {name!r}; it has {', '.join(defaults)}")
+        super().__init__(params, {"lr": lr, "foreach": foreach, "step": 0, **defaults, **settings})
 
     @abstractmethod
     def _check_settings(self, group: Group) -> None:
@@ -137,10 +148,10 @@ class DenseOptimizer(EagerOptimizer, ABC):
         """Move every parameter that has a gradient.
 
         Args:
-            closure: Evaluated first, with gradients enabled, where given.
+            closure: If given, it is evaluated first, with gradients enabled.
 
         Returns:
-            What `closure` returned.
+            The value of `closure`.
 
         Raises:
             SparseGradientError: A gradient is sparse. No parameter has moved.

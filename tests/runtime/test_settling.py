@@ -1,6 +1,7 @@
 import pytest
 
-from monolith.run import RunConfig, load_run_config, settle
+from monolith.runtime.config import RunConfig, settle
+from monolith.runtime.config_loading import load_run_config
 from monolith.train import DailyHours
 
 

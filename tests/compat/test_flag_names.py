@@ -10,9 +10,10 @@ import pytest
 from monolith.config import Dropped, Renamed, Unsupported, describe_fields, to_dict
 from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
-from monolith.run import ALIASES, FLAGS_OF_OTHERS, OLD_NAMES, RunConfig, load_run_config
-from monolith.run.old_names import RENAMED_FIELDS, moved_fields
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import RENAMED_FIELDS, load_run_config, moved_fields
 from monolith.train.config import RanksConfig
+from monolith_compat.flag_names import ALIASES, OLD_NAMES, OTHER_FLAGS
 
 CPU_TRAINING = """
     server_type index num_ps num_workers model_name filter_capacity filter_split_num filter_type
@@ -333,7 +334,7 @@ def test_a_former_field_that_is_gone_says_why(tmp_path) -> None:
 def test_no_old_name_is_a_group_but_the_task() -> None:
     groups = {path.partition(".")[0] for path in leaf_paths(RunConfig)}
     assert groups & OLD_NAMES.keys() == {"task"}
-    assert FLAGS_OF_OTHERS.keys().isdisjoint(ALIASES)
+    assert OTHER_FLAGS.keys().isdisjoint(ALIASES)
 
 
 def test_a_negative_timeout_of_operations_is_none_at_all() -> None:

@@ -7,7 +7,9 @@ import pytest
 from monolith.cluster.security import SecurityConfig
 from monolith.config import Secret, to_toml
 from monolith.errors import ConfigError
-from monolith.run import ClusterConfig, RunConfig, load_run_config
+from monolith.runtime.cluster_config import ClusterConfig
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config
 from monolith.train import TrainConfig
 
 KAFKA = ["--kafka.topics", "t", "--kafka.servers", "s", "--kafka.group", "g"]

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from monolith.cluster.security import guard_listener
-from monolith.config import differences, load_config
+from monolith.config import Dropped, Renamed, Unsupported, differences, load_config
+from monolith.config.fields import leaf_paths
 from monolith.config.tree import is_table_text
 from monolith.errors import ConfigError
-from monolith.run.config import RunConfig
-from monolith.run.old_names import OLD_NAMES, moved_fields
-from monolith.run.runtime import discovery_defaults, place
-from monolith.run.settling import as_cpu_test, settle
+from monolith.runtime.config import RunConfig, as_cpu_test, settle
+from monolith.runtime.discovery import discovery_defaults, place
+from monolith.train.config import TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ FOREIGN_VARIABLES = {
     "TF_CONFIG": "discovery.tf_config",
     "ZK_AUTH": "discovery.zookeeper_auth",
 }
-"""Variables that others set and that mean a field of ours."""
+"""Variable of another system -> the field that it sets."""
 
 NOT_CONFIG = (
     "MONOLITH_CONSUL",
@@ -38,13 +41,113 @@ NOT_CONFIG = (
     "MONOLITH_REPORT_MARK",
     "MONOLITH_RUN_TOKEN",
 )
-"""Variables of ours that commands and tests read."""
+"""Variables that commands and tests read; they set no field."""
 
 EXCLUSIVE = (
     ("train.save.secs", "train.save.steps"),
     ("train.dense_save.secs", "train.dense_save.steps"),
 )
-"""Pairs of which a source that sets one unsets the other, such as a flag the interval of a file."""
+"""Pairs of fields that exclude each other: a flag that sets one unsets the other, which a file had set."""
+
+ENTRY_POINTS = "monolith.config_names"
+"""The group of entry points by which a package adds old names of fields; `monolith_compat` adds those of the
+original system."""
+
+_MOVED: Mapping[str, str] = {
+    "training.synchronous": "cluster.mode, async or sync",
+    "training.partially_synchronous": "cluster.mode, async or sync, with cluster.num_ps",
+    "training.realtime": "publish.to",
+    "failover.partial_recovery": "failover.recovery",
+    "job.model_dir": "train.model_dir",
+    "job.params": "task",
+    "training.gpu": "train.accelerator",
+    "training.intra_op_threads": "threads.intra_op",
+    "training.inter_op_threads": "threads.inter_op",
+    "embedding.initial_capacity": "train.tables.initial_rows",
+    "embedding.prefetch": "train.prefetch",
+    "embedding.postpush": "train.async_push",
+    "embedding.filter.kind": "admission.kind",
+    "embedding.filter.capacity": "admission.capacity",
+    "embedding.filter.splits": "admission.split_num",
+    "embedding.filter.equal_probability": "admission.equal",
+    "checkpoint.every": "train.save.secs",
+    "checkpoint.every_steps": "train.save.steps",
+    "checkpoint.dense_every": "train.dense_save.secs",
+    "checkpoint.dense_every_steps": "train.dense_save.steps",
+    "checkpoint.keep": "train.keep.max_to_keep",
+    "checkpoint.evict_expired": "train.keep.evict",
+    "checkpoint.max_expired_share": "train.expiry.max_fraction",
+    "checkpoint.max_clock_ahead": "train.expiry.max_ahead",
+    "restore.folder": "train.restore.dir",
+    "restore.keep_step": "train.restore.continue_training",
+    "restore.renamed": "train.restore.alias_map, from new names to old ones",
+    "restore.guess_renamed": "train.restore.auto_alias",
+    "tide.save_every": "train.save.secs_outside_hours",
+    "metrics.summary_every_steps": "train.summary_every_steps",
+    "metrics.targets": "train.hooks.deep_insight.targets",
+    "metrics.sample_ratio": "train.hooks.deep_insight.sample_ratio",
+    "timeouts.slow_start": "train.hooks.slow_start_max_wait",
+    "data.record": "data.format",
+    "data.features": "data.columns",
+    "data.dynamic_sharding": "data.queue",
+    "data.dump_features_only": "job.dump_features",
+    **{
+        f"data.framing.{name}": f"data.{name}"
+        for name in ("lagrangex", "sort_id", "kafka_dump", "kafka_dump_prefix")
+    },
+}
+"""Former path of a field -> its path now. A former path is refused with an error that names the new one."""
+
+RENAMED_FIELDS: Mapping[str, Renamed] = {
+    "job.mode": Renamed("job.command"),
+    "job.model_name": Renamed("train.model_name"),
+    "job.end_date": Renamed("job.override_end_date"),
+    "job.submitted_at": Renamed("train.submitted_at"),
+    "data.max_bad": Renamed("data.max_unreadable"),
+    "train.rows_on": Renamed("train.embedding_device"),
+    "train.tide": Renamed("train.hours"),
+    "train.save.tide": Renamed("train.save.hours"),
+    "train.save.tide_secs": Renamed("train.save.secs_outside_hours"),
+    "train.expiry.max_share": Renamed("train.expiry.max_fraction"),
+    "train.restore.clear_nn": Renamed("train.restore.reset_dense"),
+    "train.hooks.model_name": Renamed("train.model_name"),
+    "train.hooks.submitted_at": Renamed("train.submitted_at"),
+}
+"""Former paths of fields or tables that are still read; a log line names the new path."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OldNames:
+    """Names that a package adds to those of the config, such as the flags of the original system."""
+
+    names: Mapping[str, Renamed | Dropped | Unsupported]
+    """Old name of a field, without dots -> the field it sets, or why there is none."""
+    paths: Mapping[str, Renamed | Dropped | Unsupported]
+    """Former path of a field or group -> the field it sets, or why there is none."""
+
+
+@cache
+def _installed_names() -> OldNames:
+    """Return the names that installed packages add by an entry point, whose value is an `OldNames`."""
+    added: list[OldNames] = [point.load() for point in metadata.entry_points(group=ENTRY_POINTS)]
+    return OldNames(
+        names={old: meaning for one in added for old, meaning in one.names.items()},
+        paths={old: meaning for one in added for old, meaning in one.paths.items()},
+    )
+
+
+def old_names() -> Mapping[str, Renamed | Dropped | Unsupported]:
+    """Return the old names of fields, which flags, variables and files may use as well."""
+    return _installed_names().names
+
+
+def moved_fields() -> dict[str, str | Renamed | Dropped | Unsupported]:
+    """Return the former paths of fields: the path that each has now, or why there is no such field.
+
+    The fields of `train` were once at the top of a file, without `train.` before them.
+    """
+    flat = {path: f"train.{path}" for path in leaf_paths(TrainConfig)}
+    return {**flat, **_installed_names().paths, **_MOVED, **RENAMED_FIELDS}
 
 
 def load_run_config(
@@ -85,7 +188,7 @@ def load_run_config(
         code_source=code_source,
         defaults=defaults,
         ignore=NOT_CONFIG,
-        aliases=OLD_NAMES,
+        aliases=old_names(),
         moved=moved_fields(),
         exclusive=EXCLUSIVE,
         foreign=FOREIGN_VARIABLES,
@@ -96,17 +199,17 @@ def load_run_config(
 def _with_the_job_named(
     environ: Mapping[str, str] | None, args: Sequence[str] | None
 ) -> tuple[Mapping[str, str] | None, Sequence[str] | None]:
-    """Say job.task where the old name `task` does: a shell has the same name for settings of the task."""
+    """Return variables and flags with the old name `task` read as job.task, unless it sets a table."""
     if environ and "MONOLITH_TASK" in environ and not is_table_text(environ["MONOLITH_TASK"]):
         rest = {name: text for name, text in environ.items() if name != "MONOLITH_TASK"}
         environ = {"MONOLITH_JOB__TASK": environ["MONOLITH_TASK"], **rest}
     if args:
         words = list(args)
-        for place, word in enumerate(words):
+        for i, word in enumerate(words):
             flag, equals, text = word.partition("=")
-            value = text if equals else "".join(words[place + 1 : place + 2])
+            value = text if equals else "".join(words[i + 1 : i + 2])
             if flag == "--task" and not is_table_text(value):
-                words[place] = f"--job.{word[2:]}"
+                words[i] = f"--job.{word[2:]}"
         args = words
     return environ, args
 
@@ -147,7 +250,7 @@ def read_run(
 
 
 def refused(run: RunConfig) -> Iterator[str]:
-    """Yield what a run asks for and `monolith train` cannot do."""
+    """Yield one sentence for each setting that `monolith train` cannot obey."""
     if run.job.command == "train_and_eval":
         yield (
             "job.command: 'train_and_eval' is not supported: `monolith train` evaluates while it trains if "
@@ -197,8 +300,8 @@ def refused(run: RunConfig) -> Iterator[str]:
     if run.cluster.standbys and run.failover.recovery != "keep_going":
         yield (
             "cluster.standbys and failover.recovery: a standby may lack the last updates of a lost server, "
-            "and an exact run goes back to its last checkpoint instead; set failover.recovery to keep_going, "
-            "or standbys to 0"
+            "and an exact run rolls back to its last checkpoint instead; set failover.recovery to "
+            "keep_going, or standbys to 0"
         )
     if run.train.save.secs_outside_hours is not None and run.train.save.hours is None:
         yield "train.save.secs_outside_hours: it applies outside of a daily window; set train.hours, too"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -19,7 +19,13 @@ from monolith.config.problems import at_least, not_negative
 from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
 from monolith.errors import ConfigError
-from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
+from monolith.runtime.cluster_config import (
+    ClusterConfig,
+    DiscoveryConfig,
+    FailoverConfig,
+    JobConfig,
+    TimeoutsConfig,
+)
 from monolith.serve.config import ServeConfig
 from monolith.store.dense_config import DenseConfig
 from monolith.sync.publish_config import PublishConfig
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadsConfig(Checked):
-    """How many threads torch uses; None leaves it to torch."""
+    """The number of threads that torch uses; None leaves it to torch."""
 
     intra_op: int | None = None
     """Threads that share one operation of torch; None is as many as there are cores."""
@@ -51,11 +57,11 @@ class MetricsConfig(Checked):
     """The metrics of this process for Prometheus, and its status for `monolith status watch`."""
 
     prefix: str | None = None
-    """What names of metrics begin with; None means monolith."""
+    """The prefix of metric names; None means monolith."""
     port: int | None = None
     """The port on which metrics are served to Prometheus; 0 takes a free one, None serves none."""
     host: str = "127.0.0.1"
-    """The address of the metrics port. One that others can reach needs certificates or a token: see
+    """The address of the metrics port. One that other machines can reach needs certificates or a token: see
     security."""
     status_every: timedelta | None = None
     """How often this process writes its status to status/ of the model_dir, for `monolith status`; 0 writes
@@ -67,7 +73,7 @@ class MetricsConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileConfig(Checked):
-    """Which steps are recorded with torch's profiler."""
+    """The steps that torch's profiler records."""
 
     from_step: int | None = None
     """The first of ten steps that are profiled; the profile is a file in the model_dir."""
@@ -78,7 +84,7 @@ class ProfileConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExamplesConfig:
-    """Settings of the examples that features are read of; see `FeatureSpec`."""
+    """Settings of the examples that features are read from; see `FeatureSpec`."""
 
     event_time: str | None = None
     """The column of each example's time, by which rows expire and time gaps are measured: texts in ISO 8601,
@@ -99,14 +105,14 @@ class ExamplesConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of it by name, as a FeatureSpec takes it."""
+        """All settings by name, as a FeatureSpec takes them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 RowCoding = Literal["fp32", "fp16", "int8"]
 
 EXPORTED = "exported_models"
-"""The folder of servables, in the model_dir, where nobody says another."""
+"""The default folder of servables, in the model_dir."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +145,7 @@ class ExportConfig(Checked):
 
 
 INPUTS = ("data", "kafka", "data_service", "admission", "candidates")
-"""Groups that a task takes as they are, each by a setting of its type."""
+"""Groups that a task receives unchanged, each by a setting of its type."""
 
 TWO_TOWER = "two_tower"
 """The type of the ready model that retrieves items, and is measured among all of them."""
@@ -150,7 +156,7 @@ class RunConfig(Checked):
     """A whole run. Building one reads, writes and starts nothing; `settle` decides what None leaves open."""
 
     TITLE: ClassVar[str] = "the config"
-    """What it is called in messages."""
+    """The name of the config in error messages."""
 
     job: JobConfig = field(default_factory=JobConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -167,14 +173,14 @@ class RunConfig(Checked):
     features: Mapping[str, Any] = field(default_factory=dict)
     """The features that the model reads of raw data; needs a task with a setting of type FeatureSpec."""
     labels: Mapping[str, Any] = field(default_factory=dict)
-    """What the model should say, by task, beside features; by default the column label."""
+    """The labels that the model learns to predict, by task; the default is the column `label`."""
     examples: ExamplesConfig = field(default_factory=ExamplesConfig)
     model: Mapping[str, Any] = field(default_factory=dict)
     """A ready model: its type, such as deepfm, and its settings. With features and data it is a whole task;
-    beside a task of one's own, it needs a setting of type ModelConfig."""
+    together with a task in Python, it needs a setting of type ModelConfig."""
     candidates: CandidatesConfig | None = None
-    """The items that a two-tower model retrieves from; beside a task of one's own, it needs a setting of type
-    CandidatesConfig."""
+    """The items that a two-tower model retrieves from; together with a task in Python, it needs a setting of
+    type CandidatesConfig."""
     export: ExportConfig = field(default_factory=ExportConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
@@ -192,7 +198,7 @@ class RunConfig(Checked):
 
     @property
     def distributed(self) -> bool:
-        """Whether there is more than this process."""
+        """Whether the run has more processes than this one."""
         alone = self.job.local or self.job.cpu_test
         return not alone and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
 
@@ -210,12 +216,13 @@ class RunConfig(Checked):
 
     @property
     def retrieves(self) -> bool:
-        """Whether the run is a file alone, with a model that retrieves."""
+        """Whether the run is defined by its config alone, and its model retrieves items."""
         return self.job.task is None and self.model.get("type") == TWO_TOWER
 
     @property
     def inputs(self) -> dict[str, object]:
-        """What the run says of the task's data and rows, by group: for settings of the task of that type."""
+        """The groups that configure the task's data and rows: each is passed to the task's setting of its
+        type."""
         groups = {name: getattr(self, name) for name in INPUTS}
         groups["features"] = self.feature_spec
         groups["model"] = self.model_config
@@ -223,7 +230,7 @@ class RunConfig(Checked):
 
     @property
     def feature_spec(self) -> FeatureSpec | None:
-        """What the model reads of raw data, as one value; None where the run says nothing of it.
+        """The feature spec by which the model reads raw data; None if the config has no features.
 
         Raises:
             ConfigError: The features do not go together.
@@ -239,7 +246,7 @@ class RunConfig(Checked):
 
     @property
     def model_config(self) -> ModelConfig | None:
-        """The ready model; None where the run names none.
+        """The ready model; None if the config names none.
 
         Raises:
             ConfigError: There is no such model, or it has no such setting.
@@ -322,9 +329,9 @@ class RunConfig(Checked):
         if self.failover.recovery == "keep_going":
             yield Problem(
                 ("failover.recovery", *ranks),
-                "ranks go on from one step or not at all: one that kept its weights while others went back "
-                "to the last checkpoint would train rows that its weights do not fit. Set it to exact, or "
-                "cluster.mode to async",
+                "ranks continue from the same step or not at all: a rank that kept its weights while the "
+                "other ranks rolled back to the last checkpoint would train rows that its weights do not "
+                "fit. Set it to exact, or cluster.mode to async",
             )
         if self.cluster.num_ps and self.discovery.kind == "mpi":
             yield Problem(
@@ -332,3 +339,35 @@ class RunConfig(Checked):
                 "the ranks of mpirun meet in a folder that the parameter servers, which mpirun did not "
                 "start, do not know; name a registry that both reach, such as files",
             )
+
+
+CONFIG_TASK = "monolith.runtime.config_task:ConfigTask"
+"""The task of a run whose config has a model and names no task."""
+
+RETRIEVAL_TASK = "monolith.runtime.config_task:ConfigRetrievalTask"
+"""The task of such a run if its model retrieves items."""
+
+
+def as_cpu_test(config: RunConfig) -> RunConfig:
+    """Return the config of a run on one CPU if `job.cpu_test` asks for a test of the task."""
+    if not config.job.cpu_test:
+        return config
+    train = replace(config.train, accelerator="cpu", embedding_device="host", device_memory_bytes=None)
+    return replace(config, job=replace(config.job, local=True), train=train)
+
+
+def settle(config: RunConfig) -> RunConfig:
+    """Return the config with every value decided that None left open."""
+    job, timeouts = config.job, config.timeouts
+    if config.model and job.task is None:
+        job = replace(job, task=RETRIEVAL_TASK if config.retrieves else CONFIG_TASK)
+    if timeouts.operation is None:
+        timeouts = replace(timeouts, operation=timeouts.lookup)
+    return replace(config, job=job, timeouts=timeouts, train=_with_hours(config.train))
+
+
+def _with_hours(train: TrainConfig) -> TrainConfig:
+    """A run with an interval for saves outside of its daily window continues there, and does not end."""
+    if train.hours is None or train.save.hours is not None or train.save.secs_outside_hours is None:
+        return train
+    return replace(train, hours=None, save=replace(train.save, hours=train.hours))

@@ -1,22 +1,21 @@
-"""The names that fields had elsewhere: in ByteDance's Monolith, and in earlier versions of our own config.
+"""Names of the original system's configuration: a run that finds this package reads them, too.
 
-`ALIASES` has every field of the original's three configs; `FLAGS_OF_OTHERS` has flags that it defined
-elsewhere: in its runners, its data service, its environment. Each is a field that acts, or says why there
-is none. `MOVED` has the former paths of our own fields, which are read nowhere any more: who uses one is
-told the path it has now.
+`ALIASES` has every field of the original's three configs. `OTHER_FLAGS` has the flags that it defined in
+other files: its runners, its data service, its environment. Each name sets a field of `RunConfig`, or says
+why there is no such field. `monolith.runtime.config_loading` finds `CONFIG_NAMES` through an entry point.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from monolith.config import Dropped, Renamed, Unsupported
-from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
-from monolith.run.processes import NO_LIMIT, FailoverConfig
-from monolith.train.config import RanksConfig, TrainConfig
+from monolith.runtime.cluster_config import NO_LIMIT, FailoverConfig
+from monolith.runtime.config_loading import OldNames
+from monolith.train.config import RanksConfig
 
 
 def milliseconds(value: object) -> object:
@@ -325,7 +324,7 @@ _TPU = (
 
 _TORCH_DISTRIBUTED = "ranks exchange gradients through torch.distributed"
 
-FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
+OTHER_FLAGS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "dataset_use_dataservice": Renamed("data_service.enabled"),
     "data_service_dispatcher": Renamed("data_service.dispatcher"),
     "enable_parameter_sync": Renamed("publish.to", publish_place),
@@ -357,52 +356,9 @@ FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
 }
 """Old flags, and variables less their MONOLITH_, that no config had."""
 
-OLD_NAMES: Mapping[str, Renamed | Dropped | Unsupported] = {**FLAGS_OF_OTHERS, **ALIASES}
+OLD_NAMES: Mapping[str, Renamed | Dropped | Unsupported] = {**OTHER_FLAGS, **ALIASES}
 
-_MOVED = {
-    "training.synchronous": "cluster.mode, async or sync",
-    "training.partially_synchronous": "cluster.mode, async or sync, with cluster.num_ps",
-    "training.realtime": "publish.to",
-    "failover.partial_recovery": "failover.recovery",
-    "job.model_dir": "train.model_dir",
-    "job.params": "task",
-    "training.gpu": "train.accelerator",
-    "training.intra_op_threads": "threads.intra_op",
-    "training.inter_op_threads": "threads.inter_op",
-    "embedding.initial_capacity": "train.tables.initial_rows",
-    "embedding.prefetch": "train.prefetch",
-    "embedding.postpush": "train.async_push",
-    "embedding.filter.kind": "admission.kind",
-    "embedding.filter.capacity": "admission.capacity",
-    "embedding.filter.splits": "admission.split_num",
-    "embedding.filter.equal_probability": "admission.equal",
-    "checkpoint.every": "train.save.secs",
-    "checkpoint.every_steps": "train.save.steps",
-    "checkpoint.dense_every": "train.dense_save.secs",
-    "checkpoint.dense_every_steps": "train.dense_save.steps",
-    "checkpoint.keep": "train.keep.max_to_keep",
-    "checkpoint.evict_expired": "train.keep.evict",
-    "checkpoint.max_expired_share": "train.expiry.max_fraction",
-    "checkpoint.max_clock_ahead": "train.expiry.max_ahead",
-    "restore.folder": "train.restore.dir",
-    "restore.keep_step": "train.restore.continue_training",
-    "restore.renamed": "train.restore.alias_map, from new names to old ones",
-    "restore.guess_renamed": "train.restore.auto_alias",
-    "tide.save_every": "train.save.secs_outside_hours",
-    "metrics.summary_every_steps": "train.summary_every_steps",
-    "metrics.targets": "train.hooks.deep_insight.targets",
-    "metrics.sample_ratio": "train.hooks.deep_insight.sample_ratio",
-    "timeouts.slow_start": "train.hooks.slow_start_max_wait",
-    "data.record": "data.format",
-    "data.features": "data.columns",
-    "data.dynamic_sharding": "data.queue",
-    "data.dump_features_only": "job.dump_features",
-    **{
-        f"data.framing.{name}": f"data.{name}"
-        for name in ("lagrangex", "sort_id", "kafka_dump", "kafka_dump_prefix")
-    },
-}
-_GONE = {
+_PATHS_WITHOUT_FIELD = {
     "job.business_id": "bzid",
     "cluster.force_ps_shutdown": "force_shutdown_ps",
     "discovery.address_family": "zk_watch_address_family",
@@ -430,38 +386,10 @@ _GONE = {
 """Former path -> the old name that says why there is no such field."""
 
 
-RENAMED_FIELDS: Mapping[str, Renamed] = {
-    "job.mode": Renamed("job.command"),
-    "job.model_name": Renamed("train.model_name"),
-    "job.end_date": Renamed("job.override_end_date"),
-    "job.submitted_at": Renamed("train.submitted_at"),
-    "data.max_bad": Renamed("data.max_unreadable"),
-    "train.rows_on": Renamed("train.embedding_device"),
-    "train.tide": Renamed("train.hours"),
-    "train.save.tide": Renamed("train.save.hours"),
-    "train.save.tide_secs": Renamed("train.save.secs_outside_hours"),
-    "train.expiry.max_share": Renamed("train.expiry.max_fraction"),
-    "train.restore.clear_nn": Renamed("train.restore.reset_dense"),
-    "train.hooks.model_name": Renamed("train.model_name"),
-    "train.hooks.submitted_at": Renamed("train.submitted_at"),
-}
-"""Former paths of fields or tables that are still read, with a line of the log that names the new path."""
-
-
-def moved_fields() -> dict[str, str | Renamed | Dropped | Unsupported]:
-    """Return the former paths of our own fields: where each is now, or why there is none.
-
-    Fields of a training stood at the top of a file once, without `train` before them.
-    """
-    flat = {path: f"train.{path}" for path in leaf_paths(TrainConfig)}
-    return {**flat, **dict(_reasons()), **_MOVED, **RENAMED_FIELDS}
-
-
-def _reasons() -> Iterator[tuple[str, Dropped | Unsupported]]:
-    for path, old in _GONE.items():
-        reason = ALIASES[old]
-        assert not isinstance(reason, Renamed)
-        yield path, reason
+CONFIG_NAMES = OldNames(
+    names=OLD_NAMES, paths={path: OLD_NAMES[old] for path, old in _PATHS_WITHOUT_FIELD.items()}
+)
+"""The value of the entry point by which a run finds these names."""
 
 
 def _number(value: object) -> float | None:

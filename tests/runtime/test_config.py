@@ -7,7 +7,8 @@ import pytest
 from monolith.cluster.security import SecurityConfig
 from monolith.data import DataConfig, KafkaConfig
 from monolith.errors import ConfigError
-from monolith.run import RunConfig, check_run, load_run_config
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import check_run, load_run_config
 from monolith.table import AdmissionConfig
 from monolith.train import SaveConfig, TrainConfig
 
@@ -108,9 +109,10 @@ def test_a_run_that_says_nothing_is_a_training_with_its_defaults():
 
 def test_reading_a_run_needs_no_torch():
     program = (
-        "import sys, monolith.run, monolith.run.templates\n"
-        "monolith.run.load_run_config(args=['--num_ps=0'], environ={})\n"
-        "monolith.run.templates.template('ps')\n"
+        "import sys\n"
+        "from monolith.runtime import config_help, config_loading\n"
+        "config_loading.load_run_config(args=['--num_ps=0'], environ={})\n"
+        "config_help.template('ps')\n"
         "sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0

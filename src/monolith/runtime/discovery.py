@@ -27,7 +27,7 @@ from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.yarn import application_master_address
 from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery
 from monolith.errors import ConfigError
-from monolith.run.config import RunConfig
+from monolith.runtime.config import RunConfig
 
 ROLES: Mapping[str, Literal["worker", "ps", "dispatcher", "data_worker"]] = {
     "worker": "worker",

@@ -1,22 +1,30 @@
-"""Config files to begin with: for each kind of run the fields that matter, explained, and no others."""
+"""The texts of `monolith config`: templates of config files, and the keys whose names depend on a type.
+
+A template has the fields that matter for one kind of run, each with its explanation.
+
+Some keys are no fields of `RunConfig`: the keys of `[model]` depend on its `type`, `[features.user]` is one
+of several classes, and `[task]` has the settings of the run's task. `typed_keys` lists them for
+`monolith config explain`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from monolith.config import FieldInfo, describe_fields
 from monolith.config.text import toml_value
 from monolith.errors import ConfigError
-from monolith.run.config import RunConfig
+from monolith.runtime.config import CONFIG_TASK, RunConfig
 
 _WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Suggested:
-    """A value that stands in the file as a comment, to be taken up or not."""
+    """A value that a template shows as a comment, for the user to enable."""
 
     value: object
 
@@ -91,8 +99,8 @@ def template(kind: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _default(info: FieldInfo) -> str:
-    """The default, where it says more than that there is none."""
+def _template_default(info: FieldInfo) -> str:
+    """Return the default as a sentence; nothing for a field that is empty by default."""
     if info.default in (None, "", ()):
         return ""
     return f"Default: {info.default_text.lower() if isinstance(info.default, bool) else info.default_text}."
@@ -100,8 +108,82 @@ def _default(info: FieldInfo) -> str:
 
 def _lines(info: FieldInfo, name: str, value: object) -> list[str]:
     choices = info.type_text.removesuffix(" or None")
-    notes = [info.doc, f"{choices.capitalize()}." if choices.startswith("one of ") else "", _default(info)]
+    notes = [
+        info.doc,
+        f"{choices.capitalize()}." if choices.startswith("one of ") else "",
+        _template_default(info),
+    ]
     said = textwrap.wrap(" ".join(filter(None, notes)), _WIDTH - 2)
     suggested = isinstance(value, Suggested)
     setting = f"{name} = {toml_value(value.value if isinstance(value, Suggested) else value)}"
     return [*(f"# {line}" for line in said), f"#{setting}" if suggested else setting]
+
+
+BY_NAME = ("features", "labels")
+"""Groups with a table for each name, such as [features.user]."""
+_GROUPS_OF_CONFIG_TASK = ("features", "network", "data")
+"""Settings of a task by config that are groups of the file themselves: [features], [model] and [data]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypedKey:
+    """One key of a table whose keys depend on its type."""
+
+    of: str
+    """The type: a ready model, or a class of features."""
+    name: str
+    doc: str
+    type_text: str
+    default_text: str
+
+
+def typed_keys(group: str, task: str | None = None) -> list[TypedKey]:
+    """Return the keys of a group, type by type; none for a group that is typed itself.
+
+    Args:
+        task: The task in Python whose settings the keys of `task` are; by default tasks by config.
+    """
+    if group == "task":
+        return list(_of_task(task))
+    found = {"model": _of_models, "features": _of_features, "labels": _of_labels}.get(group)
+    return [] if found is None else list(found())
+
+
+def _of_task(task: str | None) -> Iterator[TypedKey]:
+    from monolith.train.task_loading import describe_settings  # which needs torch
+
+    for info, doc in describe_settings(task or CONFIG_TASK):
+        if task is not None or info.path.partition(".")[0] not in _GROUPS_OF_CONFIG_TASK:
+            of = "a task by config" if task is None else task
+            yield TypedKey(of, info.path, doc, info.type_text, _default(info))
+
+
+def _of_models() -> Iterator[TypedKey]:
+    from monolith.model.by_name import MODELS, model_settings, setting_docs  # which needs torch
+
+    for name in MODELS:
+        yield from _keys(name, model_settings(name), setting_docs(name))
+
+
+def _of_features() -> Iterator[TypedKey]:
+    from monolith.config.fields import members
+    from monolith.feature.spec import AnyFeature
+
+    for kind in members(AnyFeature):
+        yield from _keys(kind.__name__, kind)
+
+
+def _of_labels() -> Iterator[TypedKey]:
+    from monolith.feature import Label
+
+    yield from _keys(Label.__name__, Label)
+
+
+def _keys(of: str, cls: type, docs: dict[str, str] | None = None) -> Iterator[TypedKey]:
+    for info in describe_fields(cls):
+        doc = info.doc if docs is None else docs.get(info.path, "")
+        yield TypedKey(of, info.path, doc, info.type_text, _default(info))
+
+
+def _default(info: FieldInfo) -> str:
+    return "(required)" if info.default is dataclasses.MISSING else info.default_text or "(empty)"

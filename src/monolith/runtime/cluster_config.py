@@ -1,4 +1,4 @@
-"""Who takes part in a run: the job, its processes, how they find and wait for each other."""
+"""Configs of the processes of a run: the job, the cluster, discovery, failover and timeouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monolith.config.problems import at_least, not_negative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig(Checked):
-    """What is run, and under which names."""
+    """The task and the command that a run executes, and the names it uses for itself."""
 
     task: str | None = None
     """The task: module:Class, or a Python file."""
@@ -50,8 +50,8 @@ class ClusterConfig(Checked):
     """The processes of a run, and the role and index of this one."""
 
     role: Literal["worker", "ps", "dispatcher", "data_worker"] = "worker"
-    """What this process is: a worker, a parameter server; or, of the data service of the run, the dispatcher
-    or a data worker."""
+    """The role of this process: worker, parameter server, or the dispatcher or a data worker of the run's
+    data service."""
     index: int = 0
     """The number of this process within its role; worker 0 is the chief."""
     num_ps: int = 0
@@ -65,33 +65,34 @@ class ClusterConfig(Checked):
     mode: Literal["async", "sync"] = "async"
     """How workers train one model: `async`, each at its own pace, with rows and weights on parameter servers;
     or `sync`, all in step as ranks, each of which has all weights, and a shard of the rows unless num_ps
-    parameter servers have them."""
+    parameter servers store them."""
     num_redundant_ps: int = 0
     """Parameter servers started in addition to those that are used: the run begins with those that register
-    first, and the others are spares."""
+    first, and the rest are spares."""
     num_extra_ps: int = 0
     """Parameter servers started in addition and measured: the chief takes the num_ps fastest, once, and the
-    others are spares."""
+    rest are spares."""
     standbys: int = 0
     """How many other parameter servers keep a copy of each shard, 0 to 2: of rows and weights with their
     optimizer state. num_ps more servers are started for each. When a server is lost a standby serves its copy
-    at once; what the server acknowledged in the last standby_interval or so is lost, and reported. Until
-    another server has copied the shard it has one standby less: with 1, a second loss in that time returns
-    the shard to the last checkpoint; with 2 it does not. Needs failover.recovery to be keep_going."""
+    at once; the updates that the server acknowledged within about the last standby_interval are lost, and
+    reported. Until another server has copied the shard it has one standby less: with 1, a second loss in that
+    time returns the shard to the last checkpoint; with 2 it does not. Needs failover.recovery to be
+    keep_going."""
     standby_interval: timedelta = timedelta(milliseconds=100)
-    """How often a standby is told what has changed."""
+    """How often a standby receives the changes of its shard."""
     measure_ps: timedelta = timedelta(seconds=10)
-    """How long the chief measures the servers where there are num_extra_ps."""
+    """How long the chief measures the servers if num_extra_ps is set."""
     use_ps: tuple[str, ...] = ()
-    """Addresses of the parameter servers to use, in order, where there are num_extra_ps: nothing is
+    """Addresses of the parameter servers to use, in order, if num_extra_ps is set: nothing is
     measured."""
     half_rows: bool = False
     """Whether parameter servers send rows as half floats, at half the bytes: each is rounded by at most one
-    part in 2,048 on its way. What they hold, and gradients, stay whole."""
+    part in 2,048 in transit. Stored rows and gradients keep full precision."""
     kind: Literal["stable", "tide", "k8s"] = "stable"
     """The kind of machines; a label of the metrics."""
     listen: str = ""
-    """The host that this process listens on, by which others reach it; empty takes the machine's own
+    """The host that this process listens on, at which other processes reach it; empty takes the machine's own
     address."""
     port: int = 0
     """The port that this process listens on; 0 takes a free one."""
@@ -116,7 +117,7 @@ class ClusterConfig(Checked):
             yield Problem(("use_ps", "num_extra_ps"), "there is nothing to choose from: num_extra_ps is 0")
         if self.mode == "sync" and self.num_ps and self.num_spares:
             said = (
-                "ranks begin again with the servers they have when one is lost, and take no spare; set "
+                "ranks restart with the same servers when one is lost, and take no spare; set "
                 "num_redundant_ps, num_extra_ps and standbys to 0, or mode to async"
             )
             yield Problem(("mode", "num_redundant_ps", "num_extra_ps", "standbys"), said)
@@ -221,7 +222,7 @@ class FailoverConfig(Checked):
     restored from the last checkpoint, a lost worker resumes from its position there, and the lost updates
     are reported."""
     spare_after: timedelta = timedelta(seconds=5)
-    """How long a lost server may take to come back before a spare one takes its place, where
+    """How long a lost server may take to restart before a spare server replaces it, if
     cluster.num_redundant_ps provides spares."""
 
     def problems(self) -> Iterator[Problem]:
@@ -229,7 +230,7 @@ class FailoverConfig(Checked):
 
 
 NO_LIMIT = timedelta(days=36500)
-"""A timeout that never passes: what `operation_timeout_in_ms = -1` asks for."""
+"""A timeout that never expires: `operation_timeout_in_ms = -1` asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,7 +243,7 @@ class TimeoutsConfig(Checked):
     lookup: timedelta = timedelta(seconds=30)
     """The longest that one lookup of rows on a server may take."""
     start: timedelta = timedelta(hours=2)
-    """How long a worker waits for the chief to make or restore the state they share."""
+    """How long a worker waits for the chief to create or restore the shared state."""
     finish: timedelta = timedelta(minutes=30)
     """How long the chief waits for the workers at the end."""
     exchange: timedelta = timedelta(minutes=10)

@@ -4,8 +4,9 @@ import pytest
 
 from monolith.config import describe_fields
 from monolith.errors import ConfigError
-from monolith.run import RunConfig, check_run, load_run_config
-from monolith.run.templates import KINDS, template
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_help import KINDS, template
+from monolith.runtime.config_loading import check_run, load_run_config
 
 
 @pytest.mark.parametrize("kind", KINDS)

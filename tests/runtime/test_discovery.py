@@ -11,8 +11,10 @@ from monolith.cluster.mpi import MPI_VARIABLES
 from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.zookeeper import ZooKeeperConfig
 from monolith.errors import ConfigError
-from monolith.run import RunConfig, load_run_config, read_run, runtime
-from monolith.run.runtime import (
+from monolith.runtime import discovery
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config, read_run
+from monolith.runtime.discovery import (
     Role,
     discovery_defaults,
     dispatcher_address,
@@ -247,7 +249,7 @@ def test_a_run_meets_through_consuls_lookup_api_by_a_setting(tmp_path, socket):
 
 def test_zookeeper_is_told_the_job_the_servers_and_who_this_is(monkeypatch):
     opened: list[tuple[str, ZooKeeperConfig]] = []
-    monkeypatch.setattr(runtime, "ZooKeeperDiscovery", lambda job, config: opened.append((job, config)))
+    monkeypatch.setattr(discovery, "ZooKeeperDiscovery", lambda job, config: opened.append((job, config)))
     values = {"discovery_type": "zk", "zk_server": "127.0.0.1:0", "deep_insight_name": "j"}
     open_discovery(load_run_config(code=values, environ={"ZK_AUTH": "u:p"}), {})
     open_discovery(load(discovery_type="zk", deep_insight_name="j"), {"zk_servers": "other:2181"})
