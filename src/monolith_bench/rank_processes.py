@@ -21,7 +21,7 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.feature import Batch
 from monolith.model import apply_gradients
-from monolith.runtime.coordinator import Progress, Start, WorkerState
+from monolith.runtime.coordinator import Start, WorkerProgress, WorkerState
 from monolith.runtime.prefetch import PrefetchPipeline
 from monolith.runtime.ranks import RankCoordinator
 from monolith.store import RankGroups
@@ -67,7 +67,7 @@ class RankWorker:
 
     def take_step(self) -> None:
         state = WorkerState(position={}, examples=0, skipped=0, event_time=None)
-        self._coordinator.at_step(Progress(step=0, state=state))
+        self._coordinator.at_step(WorkerProgress(step=0, state=state))
         found = self._lane.next()
         assert found is not None
         batch, rows = found

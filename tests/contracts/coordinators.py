@@ -16,11 +16,11 @@ from monolith.runtime.coordinator import (
     Continue,
     Outcome,
     Pause,
-    Progress,
     Quiesced,
     Restore,
     Start,
     Stop,
+    WorkerProgress,
     WorkerState,
 )
 from monolith.runtime.ranks import RankCoordinator
@@ -46,8 +46,8 @@ class Process:
         self.drained += 1
 
     @property
-    def progress(self) -> Progress:
-        return Progress(step=self.step, state=self.said)
+    def progress(self) -> WorkerProgress:
+        return WorkerProgress(step=self.step, state=self.said)
 
     def join(self, start: Start) -> Start | None:
         """Start as a session does; the chief restores `start`."""

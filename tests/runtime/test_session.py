@@ -20,10 +20,10 @@ from monolith.runtime.coordinator import (
     Decision,
     Membership,
     Outcome,
-    Progress,
     Quiesced,
     Start,
     Stop,
+    WorkerProgress,
     WorkerState,
 )
 from monolith.runtime.local import LocalPlacement
@@ -107,7 +107,7 @@ def test_a_run_that_is_over_takes_no_steps() -> None:
 
 
 class Stopping(LocalCoordinator):
-    def at_step(self, progress: Progress) -> Decision:
+    def at_step(self, progress: WorkerProgress) -> Decision:
         return Stop(reason="the others stop") if progress.step == 2 else Continue()
 
 
@@ -121,12 +121,12 @@ class Together(LocalCoordinator):
 
     def quiesce(
         self,
-        progress: Progress,
+        progress: WorkerProgress,
         drain: Callable[[], None],  # noqa: ARG002
     ) -> AbstractContextManager[Quiesced | None]:
         return nullcontext(Quiesced(step=max(progress.step, 14), others=(OTHER,)))
 
-    def finish(self, outcome: Outcome, progress: Progress, idle: Callable[[], None]) -> Quiesced | None:  # noqa: ARG002
+    def finish(self, outcome: Outcome, progress: WorkerProgress, idle: Callable[[], None]) -> Quiesced | None:  # noqa: ARG002
         idle()
         return Quiesced(step=progress.step, others=(OTHER,))
 
@@ -151,7 +151,7 @@ class Losing(LocalCoordinator):
         super().__init__()
         self.failures: list[BaseException | None] = []
 
-    def at_step(self, progress: Progress) -> Decision:
+    def at_step(self, progress: WorkerProgress) -> Decision:
         if progress.step == 3:
             raise UnavailableError("worker 1 was lost")
         return super().at_step(progress)

@@ -93,7 +93,7 @@ def _work_queue(stream: Stream[Batch], membership: Membership, config: TrainConf
     return found
 
 
-class Batches:
+class TrainingBatches:
     """Batches of one process in order, with their rows looked up. Used by the training thread.
 
         read, rows = batches.next()              # waits for data; calls `idle` meanwhile

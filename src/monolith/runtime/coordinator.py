@@ -81,7 +81,7 @@ class WorkerState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class WorkerProgress:
     """How far one process has come, as it tells its coordinator."""
 
     step: int
@@ -366,7 +366,7 @@ class Coordinator(Protocol):
             Where this process starts; None if the run is over, or it was interrupted.
         """
 
-    def at_step(self, progress: Progress) -> Decision:
+    def at_step(self, progress: WorkerProgress) -> Decision:
         """Return what this process does next. Does not block, unless its data has ended or in lockstep.
 
         Raises:
@@ -374,7 +374,7 @@ class Coordinator(Protocol):
         """
 
     def quiesce(
-        self, progress: Progress, drain: Callable[[], None]
+        self, progress: WorkerProgress, drain: Callable[[], None]
     ) -> AbstractContextManager[Quiesced | None]:
         """Have all processes finish their updates and report their state.
 
@@ -394,7 +394,7 @@ class Coordinator(Protocol):
         """Note, as the chief, that the snapshot in which it reported this position is on disk."""
 
     def finish(
-        self, outcome: Outcome, progress: Progress, idle: Callable[[], None]
+        self, outcome: Outcome, progress: WorkerProgress, idle: Callable[[], None]
     ) -> Quiesced | Restore | None:
         """Say that this process has no more to do; as the chief, wait until all others say the same.
 

@@ -65,7 +65,7 @@ from monolith.runtime.messages import (
     Served,
     ServerHealth,
     ServerStatus,
-    Stop,
+    StopRun,
 )
 from monolith.runtime.push_counts import PushCounts
 from monolith.runtime.server_calls import POLL, ServerCalls, TableWork, ask, on_each, tell
@@ -586,7 +586,7 @@ class Fleet:
         Args:
             unfinished: Whether there is more to do: the run is then not done, however well it ends.
         """
-        self._surely("meeting.stop", Stop(self._run, reason, unfinished))
+        self._surely("meeting.stop", StopRun(self._run, reason, unfinished))
 
     # Ending
 

@@ -29,11 +29,11 @@ from monolith.runtime.coordinator import (
     Membership,
     Outcome,
     Pause,
-    Progress,
     Quiesced,
     Rebalance,
     Start,
     Stop,
+    WorkerProgress,
     WorkerState,
 )
 from monolith.runtime.failover import LOOK_EVERY
@@ -42,7 +42,7 @@ from monolith.runtime.fleet_placement import ServerPlacement
 from monolith.runtime.standbys import describe_standbys
 from monolith.store.dense_config import DenseConfig
 from monolith.train.hook import DATA_ENDED
-from monolith.train.hooks.barrier import Barrier, Placement
+from monolith.train.hooks.barrier import Barrier, PlacedBarrier
 
 _log = logging.getLogger(__name__)
 
@@ -53,20 +53,20 @@ class FleetBarrier:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._lock = threading.Lock()  # guards `_placed`, and that one barrier is placed at a time
-        self._placed: Placement | None = None
+        self._placed: PlacedBarrier | None = None
 
     @property
     def capacity(self) -> int:
         return self._fleet.num_workers
 
-    def place(self, action: str = "") -> Placement:
+    def place(self, action: str = "") -> PlacedBarrier:
         with self._lock:
             if self._placed is not None:
                 raise BarrierAlreadyPlacedError(
                     f"cannot place a barrier (action {action!r}): one is in place (action "
                     f"{self._placed.action!r}). Wait until it is removed, or remove it."
                 )
-            self._placed = Placement(action, self._fleet.pause())
+            self._placed = PlacedBarrier(action, self._fleet.pause())
             return self._placed
 
     def remove(self) -> None:
@@ -75,7 +75,7 @@ class FleetBarrier:
                 self._placed = None
                 self._fleet.resume()
 
-    def placement(self) -> Placement | None:
+    def placement(self) -> PlacedBarrier | None:
         with self._lock:
             return self._placed
 
@@ -186,7 +186,7 @@ class FleetCoordinator:
 
     # Between steps
 
-    def at_step(self, progress: Progress) -> Decision:
+    def at_step(self, progress: WorkerProgress) -> Decision:
         fleet = self._fleet
         fleet.check()
         if fleet.keeps_going:
@@ -254,7 +254,7 @@ class FleetCoordinator:
         return Continue(save=self._save_wanted)
 
     @contextmanager
-    def quiesce(self, progress: Progress, drain: Callable[[], None]) -> Iterator[Quiesced | None]:
+    def quiesce(self, progress: WorkerProgress, drain: Callable[[], None]) -> Iterator[Quiesced | None]:
         if not self._fleet.is_chief:
             drain()
             self._placement.settle()
@@ -275,7 +275,9 @@ class FleetCoordinator:
                 quiesced = self._quiesced(paused.states)
                 yield quiesced
                 if quiesced.restored is not None:
-                    raise ConfigError("alert: several processes cannot roll back together yet")
+                    raise ConfigError(
+                        "alert: the workers of a fleet do not roll back; set alert.action to 'stop'"
+                    )
 
     def _assign_work(self, mine: WorkerState) -> None:
         """Pause all workers and divide all remaining work among them, as the chief."""
@@ -320,7 +322,7 @@ class FleetCoordinator:
 
     # Ending
 
-    def finish(self, outcome: Outcome, progress: Progress, idle: Callable[[], None]) -> Quiesced | None:
+    def finish(self, outcome: Outcome, progress: WorkerProgress, idle: Callable[[], None]) -> Quiesced | None:
         if not self._fleet.is_chief:
             return None
         self._placement.settle()

@@ -24,10 +24,10 @@ from monolith.runtime.coordinator import (
     Membership,
     Outcome,
     Placement,
-    Progress,
     Quiesced,
     Start,
     Stop,
+    WorkerProgress,
     WorkerState,
 )
 from monolith.runtime.prefetch import Silence
@@ -72,12 +72,12 @@ class LocalCoordinator:
     ) -> Start | None:
         return restore(False)
 
-    def at_step(self, progress: Progress) -> Decision:
+    def at_step(self, progress: WorkerProgress) -> Decision:
         return Stop(reason=DATA_ENDED) if progress.data_ended else Continue()
 
     def quiesce(
         self,
-        progress: Progress,
+        progress: WorkerProgress,
         drain: Callable[[], None],  # noqa: ARG002
     ) -> AbstractContextManager[Quiesced | None]:
         return nullcontext(Quiesced(step=progress.step))
@@ -85,7 +85,7 @@ class LocalCoordinator:
     def committed(self, position: Position) -> None:
         """Do nothing: no other process has a source."""
 
-    def finish(self, outcome: Outcome, progress: Progress, idle: Callable[[], None]) -> Quiesced | None:  # noqa: ARG002
+    def finish(self, outcome: Outcome, progress: WorkerProgress, idle: Callable[[], None]) -> Quiesced | None:  # noqa: ARG002
         return Quiesced(step=progress.step)
 
     def leave(self, outcome: Outcome, state: WorkerState | None = None) -> bool:  # noqa: ARG002

@@ -36,11 +36,11 @@ from monolith.runtime.coordinator import (
     Membership,
     Outcome,
     Pause,
-    Progress,
     Quiesced,
     Restore,
     Start,
     Stop,
+    WorkerProgress,
     WorkerState,
 )
 from monolith.runtime.messages import NOTHING, Word
@@ -49,7 +49,7 @@ from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_groups import Collective
 from monolith.train.config import RanksConfig
 from monolith.train.hook import DATA_ENDED
-from monolith.train.hooks.barrier import Barrier, Placement
+from monolith.train.hooks.barrier import Barrier, PlacedBarrier
 from monolith.wire.messages import read_message, write_message
 
 _log = logging.getLogger(__name__)
@@ -92,14 +92,14 @@ class RankBarrier:
     def __init__(self, groups: RankGroups) -> None:
         self._groups = groups
         self._lock = threading.Lock()  # guards `_placed` and `_generation`
-        self._placed: Placement | None = None
+        self._placed: PlacedBarrier | None = None
         self._generation = 0
 
     @property
     def capacity(self) -> int:
         return self._groups.size
 
-    def place(self, action: str = "") -> Placement:
+    def place(self, action: str = "") -> PlacedBarrier:
         with self._lock:
             if self._placed is not None:
                 raise BarrierAlreadyPlacedError(
@@ -107,14 +107,14 @@ class RankBarrier:
                     f"{self._placed.action!r}). Wait until it is removed, or remove it."
                 )
             self._generation += 1
-            self._placed = Placement(action, self._generation)
+            self._placed = PlacedBarrier(action, self._generation)
             return self._placed
 
     def remove(self) -> None:
         with self._lock:
             self._placed = None
 
-    def placement(self) -> Placement | None:
+    def placement(self) -> PlacedBarrier | None:
         with self._lock:
             return self._placed
 
@@ -212,7 +212,7 @@ class RankCoordinator:
 
     # Between steps
 
-    def at_step(self, progress: Progress) -> Decision:
+    def at_step(self, progress: WorkerProgress) -> Decision:
         if progress.data_ended:
             return Stop(reason=DATA_ENDED)  # as for all ranks; they say so in `finish`
         if (restore := self._take_restore()) is not None:
@@ -269,7 +269,7 @@ class RankCoordinator:
         return words[0]
 
     @contextmanager
-    def quiesce(self, progress: Progress, drain: Callable[[], None]) -> Iterator[Quiesced | None]:
+    def quiesce(self, progress: WorkerProgress, drain: Callable[[], None]) -> Iterator[Quiesced | None]:
         if not self.membership.is_chief:
             drain()
             self._wait_quiesced(progress)
@@ -298,7 +298,7 @@ class RankCoordinator:
         if restored is not None:
             self._start_at(restored)
 
-    def _wait_quiesced(self, progress: Progress) -> None:
+    def _wait_quiesced(self, progress: WorkerProgress) -> None:
         """Report the state of this rank, and answer the lookups of rank 0 until it releases all ranks."""
         self._exchange_states(progress)
         while (word := self._say(NOTHING)).look:
@@ -306,13 +306,13 @@ class RankCoordinator:
         if word.back:
             self._restore = self._start_at(None)
 
-    def _exchange_states(self, progress: Progress) -> Quiesced:
+    def _exchange_states(self, progress: WorkerProgress) -> Quiesced:
         self._number += 1
         quiesced = self._gather_states(progress)
         self._reported[self._number] = progress.state
         return quiesced
 
-    def _gather_states(self, progress: Progress) -> Quiesced:
+    def _gather_states(self, progress: WorkerProgress) -> Quiesced:
         states = say_to_all(self._groups.control, WorkerState, progress.state)
         self._placement.gather_buffers(progress.state.examples)
         others = [state for rank, state in enumerate(states) if rank != self._groups.rank]
@@ -345,7 +345,7 @@ class RankCoordinator:
     def finish(
         self,
         outcome: Outcome,
-        progress: Progress,
+        progress: WorkerProgress,
         idle: Callable[[], None],  # noqa: ARG002
     ) -> Quiesced | Restore | None:
         if not self._joined:
@@ -378,7 +378,7 @@ class RankCoordinator:
         assert state is not None
         while not (word := self._say(NOTHING)).over:
             if word.halt:  # rank 0 takes its last snapshots
-                self._wait_quiesced(Progress(step=self._placement.step, state=state))
+                self._wait_quiesced(WorkerProgress(step=self._placement.step, state=state))
                 if self._restore is not None:
                     raise UnavailableError("rank 0 rolled the model back after this rank had finished")
         self._groups.expect_end()

@@ -17,18 +17,18 @@ from monolith.data.source import Position
 from monolith.errors import DivergedError
 from monolith.feature import Batch
 from monolith.observe import Metrics
-from monolith.runtime.batches import Batches
+from monolith.runtime.batches import TrainingBatches
 from monolith.runtime.coordinator import (
     Continue,
     Coordinator,
     Outcome,
     Pause,
-    Progress,
     Quiesced,
     Rebalance,
     Restore,
     Start,
     Stop,
+    WorkerProgress,
     WorkerState,
 )
 from monolith.runtime.progress import RowExpiry, RunProgress, joined_positions
@@ -73,7 +73,7 @@ class Session:
         self.metrics = HeadMetrics(model.task, Mode.TRAIN, window=config.metric_window, report=report)
         expiry = RowExpiry(config.expiry, wall=clock, metrics=metrics)
         self.progress = RunProgress(model.sparse, config, expiry)
-        self.batches = Batches(model, stream, coordinator, config, idle=self._idle, clock=clock)
+        self.batches = TrainingBatches(model, stream, coordinator, config, idle=self._idle, clock=clock)
         self.training_step = TrainingStep(coordinator, model, self.batches, self.progress, clock=clock)
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
@@ -117,8 +117,8 @@ class Session:
         """Return the state of this process that a checkpoint keeps, in addition to the model."""
         return self.progress.state(self.batches.position)
 
-    def _progress(self, *, data_ended: bool = False) -> Progress:
-        return Progress(step=self.step, state=self.state(), data_ended=data_ended)
+    def _progress(self, *, data_ended: bool = False) -> WorkerProgress:
+        return WorkerProgress(step=self.step, state=self.state(), data_ended=data_ended)
 
     # Starting
 

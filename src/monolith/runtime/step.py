@@ -9,7 +9,7 @@ import torch
 
 from monolith.errors import DataError, FeatureError, NonFiniteError
 from monolith.model import EmbeddingOptimizer, apply_gradients
-from monolith.runtime.batches import Batches
+from monolith.runtime.batches import TrainingBatches
 from monolith.runtime.coordinator import Coordinator
 from monolith.runtime.progress import RunProgress, check_not_all_skipped
 from monolith.sync.messages import LearnedUpTo
@@ -35,7 +35,7 @@ class TrainingStep:
         self,
         coordinator: Coordinator,
         model: Model,
-        batches: Batches,
+        batches: TrainingBatches,
         progress: RunProgress,
         *,
         clock: Callable[[], float],
