@@ -91,6 +91,7 @@ from monolith.runtime.messages import (
     RunResumed,
     SayOver,
     Served,
+    StopRun,
 )
 from monolith.runtime.push_counts import marked, take_lost_of
 from monolith.wire.messages import Answer, Gone, PollAnswer
