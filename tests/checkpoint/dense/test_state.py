@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint.dense.custom_restore import CustomRestore
-from monolith.checkpoint.dense.state import capture_dense, dense_path, optimizer_path
+from monolith.checkpoint.dense.state import capture_dense
+from monolith.checkpoint.folder.state_files import dense_path, optimizer_path
 from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError, SaveError
 from monolith.filesystem import backends
 from monolith.tensors.files import record_of, write_tensors

@@ -41,6 +41,7 @@ from monolith.checkpoint.dense.training_state import (
     Variables,
     encode_training,
 )
+from monolith.checkpoint.folder.state_files import dense_path, optimizer_path
 from monolith.checkpoint.part import Changes, Entry, RestoreOptions, RestoreReport, Span, covered
 from monolith.errors import CorruptFileError, FileMissingError, RestoreError, SaveError
 from monolith.tensors.files import (
@@ -61,16 +62,6 @@ _VERSION = 1
 EXTRA = "$extra/"
 """Prefix of the names of tensors that are not variables: a module's extra state."""
 _COUNTER = "global_step"
-
-
-def dense_path(prefix: str) -> str:
-    """Return the file of a checkpoint's variables."""
-    return f"{prefix}.dense-00000-of-00001.safetensors"
-
-
-def optimizer_path(prefix: str) -> str:
-    """Return the file of a checkpoint's training state."""
-    return f"{prefix}.optimizer-00000-of-00001.safetensors"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -419,6 +419,16 @@ def absolute_path(path: str) -> str:
     return path if filesystem.is_absolute(path) else os.path.abspath(path)  # noqa: PTH100
 
 
+def dense_path(prefix: str) -> str:
+    """Return the file of a checkpoint's variables."""
+    return f"{prefix}.dense-00000-of-00001.safetensors"
+
+
+def optimizer_path(prefix: str) -> str:
+    """Return the file of a checkpoint's training state."""
+    return f"{prefix}.optimizer-00000-of-00001.safetensors"
+
+
 class SaveNames:
     """The names of the checkpoints saved at one path, such as `runs/x/model.ckpt`.
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.checkpoint.dense.state import dense_path
 from monolith.checkpoint.folder.manifest import Link, read_chain
+from monolith.checkpoint.folder.state_files import dense_path
 from monolith.checkpoint.offline.reading import SavedTables, readable
 from monolith.checkpoint.saved_tables import SavedHistory, describe_table, dumps_of
 from monolith.errors import UnknownTableError

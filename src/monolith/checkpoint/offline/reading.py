@@ -14,10 +14,14 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import numpy as np
 
 from monolith import filesystem
-from monolith.checkpoint.dense.state import dense_path, optimizer_path
 from monolith.checkpoint.folder.manifest import Link, read_chain, read_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists
-from monolith.checkpoint.folder.state_files import absolute_path, read_checkpoint_state
+from monolith.checkpoint.folder.state_files import (
+    absolute_path,
+    dense_path,
+    optimizer_path,
+    read_checkpoint_state,
+)
 from monolith.checkpoint.part import Entry
 from monolith.checkpoint.saved_tables import SavedTable, filter_basename, filter_shards
 from monolith.errors import (

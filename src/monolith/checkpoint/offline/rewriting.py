@@ -32,7 +32,7 @@ import numpy as np
 import safetensors.torch
 
 from monolith import filesystem, native
-from monolith.checkpoint.dense.state import EXTRA, dense_path
+from monolith.checkpoint.dense.state import EXTRA
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import (
     Link,
@@ -48,6 +48,7 @@ from monolith.checkpoint.folder.state_files import (
     MonolithCheckpointState,
     absolute_path,
     choose_table_kind,
+    dense_path,
     read_checkpoint_state,
     read_journal,
     read_monolith_checkpoint,

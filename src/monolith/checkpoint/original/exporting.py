@@ -19,12 +19,14 @@ from torch import Tensor
 
 from monolith import filesystem
 from monolith.checkpoint.dense.custom_restore import path_of
-from monolith.checkpoint.dense.state import EXTRA, METADATA, dense_path, optimizer_path
+from monolith.checkpoint.dense.state import EXTRA, METADATA
 from monolith.checkpoint.folder.manifest import Link, read_chain
 from monolith.checkpoint.folder.state_files import (
     CHECKPOINT_FILE,
     CheckpointState,
     absolute_path,
+    dense_path,
+    optimizer_path,
     write_checkpoint_state,
 )
 from monolith.checkpoint.offline.reading import SavedTables
