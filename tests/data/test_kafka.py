@@ -691,14 +691,14 @@ def test_a_client_that_is_never_given_its_partitions_back_is_replaced(
     with KafkaSource(settings, decode, clock=map(float, itertools.count()).__next__) as source:
         reading = iter(source)
         found = ids(next(reading))
-        stuck = source._consumer
+        stuck = source._client.consumer
         assert stuck is not None
         lost = stuck.assignment()
         stuck.unassign()  # as an outage does it, except that this client takes no further step
         source._on_lost(stuck, lost)
         while len(found) < 20:
             found += ids(next(reading))
-        assert source._consumer is not stuck
+        assert source._client.consumer is not stuck
     assert found == list(range(20))
     assert "and rejoins the group" in caplog.text
 

@@ -210,7 +210,7 @@ def test_other_files_than_before_or_only_some_positions_are_refused() -> None:
         return FileSource(sorted(files), Chunks(files), batch_size=1)
 
     _, stands = train(make, None, [1, 1])
-    with pytest.raises(RestoreError, match=r"shares \[0, 2\] of the files, which are not all"):
+    with pytest.raises(RestoreError, match=r"shards \[0, 2\] of the files, which are not all"):
         moved(make, stands[:1], 3)
     del files["f3"]
     with pytest.raises(RestoreError, match="f3 is not among the files of this source"):

@@ -1,4 +1,4 @@
-"""Blocks are cut into stretches and batches, and at every moment one knows the place reached."""
+"""Blocks are cut into blocks and batches, and at every moment one knows the place reached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from monolith.data.formats.memory import to_records
 from monolith.data.records import Records
-from monolith.data.shuffling import Batcher, Block, Shuffler, Stretch
+from monolith.data.shuffling import Batcher, Block, ShuffledBlock, Shuffler
 from monolith.errors import DataError
 
 
@@ -28,8 +28,8 @@ def reversing(buffer: int) -> Shuffler[int]:
     return Shuffler(buffer, lambda _, size: torch.arange(size).flip(0), lambda begin: f"the data at {begin}")
 
 
-def seen(stretches: Iterator[Stretch[int]]) -> list[tuple[int, int, list[int], int]]:
-    return [(one.begin, one.end, values(one.records), one.first) for one in stretches]
+def seen(blocks: Iterator[ShuffledBlock[int]]) -> list[tuple[int, int, list[int], int]]:
+    return [(one.begin, one.end, values(one.records), one.first) for one in blocks]
 
 
 def test_batches_go_across_blocks_and_say_where_they_end() -> None:

@@ -17,7 +17,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from monolith.data.records import Records
-from monolith.data.shuffling import Batcher, Block, Epochs, ShuffleConfig, Shuffler, Stretch, permutation
+from monolith.data.shuffling import (
+    Batcher,
+    Block,
+    Epochs,
+    ShuffleConfig,
+    ShuffledBlock,
+    Shuffler,
+    permutation,
+)
 from monolith.data.source import Position, Stage, WorkQueueSource, closed_after
 from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
@@ -206,7 +214,7 @@ class BufferedStage(Stage[Records, Records]):
         """Yield the blocks of the upstream from the current cursor on.
 
         Args:
-            length, taken: Of the stretch that starts there, if one was started before a restart.
+            length, taken: Of the shuffled block that starts there, if one was started before a restart.
         """
         here = self._cursor()
         while here.detour is not None:
@@ -281,7 +289,7 @@ class Rebatched(BufferedStage):
 
 
 class Shuffled(BufferedStage):
-    """Stretches of `buffer` records, each permuted by the seed and its number."""
+    """Blocks of `buffer` records, each permuted by the seed and its number."""
 
     kind = "shuffle"
 
@@ -305,29 +313,30 @@ class Shuffled(BufferedStage):
                 step = max(step, len(block.records) - block.first)
                 begun, here = shuffler.begin, block.cursor(block.first)
                 if begun is not None and begun.detours_left != here.detours_left:
-                    # A stretch ends with its detour: it could not be moved to another worker otherwise.
+                    # A shuffled block ends with its detour: it could not be moved to another worker
+                    # otherwise.
                     short = shuffler.end(here)
                     assert short is not None
                     yield from self._in_batches(short, step)
-                for stretch in shuffler.add(block):
-                    yield from self._in_batches(stretch, step)
+                for shuffled in shuffler.add(block):
+                    yield from self._in_batches(shuffled, step)
         last = shuffler.end(_Cursor(self._source.position()))
         if last is not None:
             yield from self._in_batches(last, step)
         self._here = None
 
-    def _in_batches(self, stretch: Stretch[_Cursor], step: int) -> Iterator[Records]:
-        """Yield a stretch in batches as large as they came in."""
-        size = len(stretch.records)
-        for first in range(stretch.first, size, step):
+    def _in_batches(self, block: ShuffledBlock[_Cursor], step: int) -> Iterator[Records]:
+        """Yield a shuffled block in batches as large as those of the upstream."""
+        size = len(block.records)
+        for first in range(block.first, size, step):
             last = min(first + step, size)
             if last < size:
-                self._here, self._taken, self._length = stretch.begin, last, size
+                self._here, self._taken, self._length = block.begin, last, size
             else:
-                self._here, numbers = stretch.end, stretch.end.numbers
+                self._here, numbers = block.end, block.end.numbers
                 self._taken, self._length = numbers.get("taken", 0), numbers.get("length", 0)
                 self._number = numbers.get("number", self._number + 1)
-            yield stretch.records.slice(first, last)
+            yield block.records.slice(first, last)
 
     def fraction_read(self, position: Position, records: int = 0) -> float | None:
         return super().fraction_read(position, position["taken"] + records)

@@ -305,8 +305,8 @@ class BatchSpec:
     optional: Collection[str] = ()
     """Columns that the data may lack: ids then read as none, numbers as zeros, and a label is not there."""
     max_bad: float = 0.1
-    """The share of records whose event time may be out of range, or a label NaN, 0 to 1. They are left out,
-    counted and put where the source puts malformed records; more end the run, and with 0 the first does."""
+    """The fraction of records whose event time may be out of range, or a label NaN, 0 to 1. They are dropped,
+    counted and rejected to the source; more end the run, and with 0 the first does."""
 
     def __post_init__(self) -> None:
         pairs = list(self.labels.values()) if isinstance(self.labels, Mapping) else [None]

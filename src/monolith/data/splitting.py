@@ -1,7 +1,7 @@
 """Splitting: which records of a set are trained on, evaluated on and predicted.
 
-A record's part follows from its values: their hash, as a number from 0 to 1, falls into a share. So it needs
-no state, no second pass and no order, and a copy of a record is never on both sides.
+A hash of its values, as a number from 0 to 1, decides the part of a record. So splitting needs no state, no
+second pass and no order, and a copy of a record is always in the same part.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def times_in(types: Mapping[str, torch.dtype]) -> frozenset[str]:
     return frozenset(name for name, dtype in types.items() if dtype is TIME)
 
 
-def kept_for(
+def part_filter(
     part: Part,
     split: DataSplit,
     columns: Sequence[str] | None = None,
     times: Collection[str] = (),
 ) -> Callable[[Records], Tensor]:
-    """Return what says of each record whether it is in this part.
+    """Return a predicate: whether each record is in this part.
 
     Args:
-        columns: Those that decide where the split names none; None means all there are.
+        columns: Those that decide if the split names none; None means all there are.
         times: Those that hold times, which may be numbers as texts.
     """
     if split.time is not None:
@@ -78,9 +78,13 @@ def fractions(
 
 
 def _range(part: Part, split: DataSplit) -> tuple[float, float]:
-    """Return which fractions are in a part: what is evaluated on comes first, then what is predicted."""
-    held = split.evaluate + split.predict
-    bounds = {"evaluate": (0.0, split.evaluate), "predict": (split.evaluate, held), "train": (held, 1.0)}
+    """Return the range of hashes of a part: records to evaluate on first, then those to predict."""
+    withheld = split.evaluate + split.predict
+    bounds = {
+        "evaluate": (0.0, split.evaluate),
+        "predict": (split.evaluate, withheld),
+        "train": (withheld, 1.0),
+    }
     return bounds[part]
 
 

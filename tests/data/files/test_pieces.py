@@ -266,7 +266,7 @@ def test_positions_that_do_not_fit_are_refused_with_what_to_do(tmp_path: Path) -
         ({"files": 1}, "list of files has changed, .* Give the same files, or shuffle with files=False"),
         ({"shuffle": [1, 2, "pieces of 1000 bytes"]}, "taken with shuffle .* Use the same settings"),
         ({"open": [[0, 7, 0, 0, 0]]}, "malformed numbers"),
-        ({"open": [[0, "secret", 0, 0, 0]]}, "is not what is left of a file"),
+        ({"open": [[0, "secret", 0, 0, 0]]}, "is not the rest of a file"),
         ({"open": None}, "not of one that is shuffled so"),
         ({"rest": [[0, 3, 2, 0, 1]]}, "malformed numbers"),
         ({"rest": [[4, 0, 1, 0, 1]]}, "in epoch 4, there are 1 from 0 on"),

@@ -234,7 +234,7 @@ def test_several_workers_keep_to_the_files_they_began_with(caplog: pytest.LogCap
     next(iter(source))
     form.files["0"] = [[7]]
     assert read(again(form, "0abc", source.position(), worker=0, num_workers=2)) == [[4, 6]]
-    assert "1 files are new, such as 0, and are not read" in caplog.text
+    assert "1 new files, such as 0, are not read" in caplog.text
 
 
 def test_shuffling_mixes_across_files_within_the_buffer() -> None:

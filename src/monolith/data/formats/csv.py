@@ -8,8 +8,8 @@ An empty field is a record without values in that column. Where lists are allowe
 inner separator is between their values. A line that does not fit (too many fields, a
 word where a number should be) is a bad record; the lines around it are read.
 
-The native core reads bytes straight to columns; `native/src/csv_parser.h` says what becomes of
-what. Here is what surrounds it: the names, the types, and the stretch of the file that it sees.
+The native core reads bytes straight to columns; `native/src/csv_parser.h` lists the
+conversions. This module does the rest: names, types, and the part of the file that the parser sees.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class _Lines:
 
 
 class _Window:
-    """A stretch of a file, which moves on."""
+    """A range of bytes of a file, which moves forward."""
 
     def __init__(self, file: BinaryIO, place: int) -> None:
         file.seek(place)

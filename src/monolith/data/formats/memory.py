@@ -252,7 +252,7 @@ class MemorySource(Source):
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"memory source: batch_size must be at least 1, got {batch_size}")
-        self._share = ShardChoice("memory source", worker, num_workers)
+        self._choice = ShardChoice("memory source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
         self._records = replace(data, complete=True) if isinstance(data, Records) else to_records(data)
@@ -263,11 +263,11 @@ class MemorySource(Source):
         self._drop_remainder = drop_remainder
         self._next = 0
         self._ordered: tuple[int, Tensor] | None = None
-        self._settings: Position = {}  # until the share is settled
+        self._settings: Position = {}  # until the shard is settled
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         """Read every `shard.workers`-th record."""
-        self._share.choose(share)
+        self._choice.choose(shard)
 
     def size(self) -> int | None:
         """Return how many records there are to read; None without end."""
@@ -321,12 +321,12 @@ class MemorySource(Source):
         """Select the records of this worker, once."""
         if self._settings:
             return
-        share = self._share.settle()
+        shard = self._choice.settle()
         size = len(self._records)
-        self._records = self._records.take(torch.arange(min(share.worker, size), size, share.workers))
+        self._records = self._records.take(torch.arange(min(shard.worker, size), size, shard.workers))
         size, epochs = len(self._records), self._epochs
         self._total = None if epochs is None and size else size * (epochs or 1)
-        self._settings = {"source": "memory", "records": size, "shard": list(share), "seed": self._seed}
+        self._settings = {"source": "memory", "records": size, "shard": list(shard), "seed": self._seed}
 
     def _rows(self, begin: int, end: int) -> Tensor:
         size = len(self._records)

@@ -76,7 +76,7 @@ class PayloadParser:
 
     Args:
         columns: To read; None for all. Other columns are skipped without parsing.
-        workers: Threads to share the work; what comes out is the same without.
+        workers: Threads that parse; the result is the same without.
     """
 
     def __init__(

@@ -87,17 +87,17 @@ class JoinedSource(Source):
     def live(self) -> bool:
         return any(one.source.live is not False for one in self._inputs.values())
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         """Have both sources read one shard, and join it in its own folder below the given one.
 
         The impressions and actions of a key must be in the same shard: files that were split alike,
         partitions by key. Actions that cannot be sharded are read whole by every worker."""
-        self._inputs[_IMPRESSIONS].source.read_shard(share)
+        self._inputs[_IMPRESSIONS].source.read_shard(shard)
         with suppress(NotShareableError):
-            self._inputs[_ACTIONS].source.read_shard(share)
-        if share.workers > 1:
+            self._inputs[_ACTIONS].source.read_shard(shard)
+        if shard.workers > 1:
             assert self._config.folder is not None
-            folder = filesystem.join(self._config.folder, f"worker-{share.worker}-of-{share.workers}")
+            folder = filesystem.join(self._config.folder, f"worker-{shard.worker}-of-{shard.workers}")
             with self._lock:
                 self.joiner.close()
                 self.joiner = Joiner(replace(self._config, folder=folder), metrics=self._metrics)

@@ -206,7 +206,7 @@ class JoinStore:
         self._blocks[number] = block
         self.memory_records += block.size
         self.memory_bytes += block.size_bytes
-        self._make_room()
+        self._evict_to_disk()
         return number
 
     def take(self, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> Records:
@@ -284,7 +284,7 @@ class JoinStore:
         for number in list(self._blocks):
             self.drop(number)
 
-    def _make_room(self) -> None:
+    def _evict_to_disk(self) -> None:
         records, size_bytes = self.memory_records, self.memory_bytes
         if not self._is_over(records, size_bytes, 1.0):
             return
@@ -301,10 +301,10 @@ class JoinStore:
             self._leave_memory(block)
             block.records = None
 
-    def _is_over(self, records: int, size_bytes: int, share: float) -> bool:
+    def _is_over(self, records: int, size_bytes: int, fraction: float) -> bool:
         most_records, most_bytes = self._limits
-        return (most_records is not None and records > most_records * share) or (
-            most_bytes is not None and size_bytes > most_bytes * share
+        return (most_records is not None and records > most_records * fraction) or (
+            most_bytes is not None and size_bytes > most_bytes * fraction
         )
 
     def _leave_memory(self, block: _Block) -> None:

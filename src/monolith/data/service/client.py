@@ -72,7 +72,7 @@ class DataServiceSource(Source, WorkQueueSource):
     ) -> None:
         if not trainer or prefetch < 1:
             raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
-        self._share = ShardChoice("data service")
+        self._choice = ShardChoice("data service")
         self._base, self._named = trainer, False
         self._settings = _Settings(
             address=dispatcher,
@@ -86,9 +86,9 @@ class DataServiceSource(Source, WorkQueueSource):
         self._turn = 0
         self._interrupted = threading.Event()
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         """Become one of several trainers, which together get all chunks."""
-        self._share.choose(share)
+        self._choice.choose(shard)
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
         raise NotRepeatableError(
@@ -176,7 +176,7 @@ class DataServiceSource(Source, WorkQueueSource):
         self._interrupted.set()
 
     def _is_ours(self, trainer: str) -> bool:
-        """Whether a trainer is this one, or one of those that share its name."""
+        """Whether a trainer is this one, or one of several with its name."""
         base, dash, number = trainer.rpartition("-")
         return trainer == self._base or (base == self._base and bool(dash) and number.isdecimal())
 
@@ -222,9 +222,9 @@ class DataServiceSource(Source, WorkQueueSource):
         """Settle the name of this trainer among several; once."""
         if self._named:
             return
-        self._named, share = True, self._share.settle()
-        if share.workers > 1:
-            trainer = f"{self._settings.trainer}-{share.worker}"
+        self._named, shard = True, self._choice.settle()
+        if shard.workers > 1:
+            trainer = f"{self._settings.trainer}-{shard.worker}"
             self._settings = replace(self._settings, trainer=trainer)
 
 

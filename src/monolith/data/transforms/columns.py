@@ -1,6 +1,6 @@
 """Columns as transforms read and write them: the first value, whether one of these is there, one more.
 
-A column that is not there reads as one where no record has a value: a stretch of records
+A column that is not there reads as one where no record has a value: a batch of records
 has only the columns that some record in it needed.
 """
 

@@ -160,7 +160,7 @@ class FilterByValue(Filter):
         if bool((lengths > 1).any()):
             row = int((lengths > 1).nonzero()[0])
             raise DataError(
-                f"{self._name()}: {self.op} asks about one value, but record {row} of the stretch has "
+                f"{self._name()}: {self.op} asks about one value, but record {row} of the batch has "
                 f"{int(lengths[row])}. For lists there are all, any and diff."
             )
         return column.values
