@@ -29,7 +29,7 @@ from monolith.data.formats.memory import MemorySource
 from monolith.data.records import timely
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import ConfigError, DataError, TooManyBadRecordsError
-from monolith.feature.spec.reading import BadReason
+from monolith.feature.spec.problems import BadReason
 from monolith.observe import Metrics
 
 NOW = 1_700_000_000

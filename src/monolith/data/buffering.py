@@ -34,9 +34,9 @@ from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreE
 class _Cursor:
     """A cursor: so many records after a position of the upstream.
 
-    After the number of workers has changed, a new worker first reads what the stages of some old workers had
-    buffered. Each of these is a detour, read from the old worker's position; then the worker's own data
-    follows.
+    After the number of workers has changed, a new worker first reads the records that stages of former
+    workers had buffered. Each of these is a detour, read from the old worker's position; then the worker's
+    own data follows.
 
         detour ──all its records──► next detour ──...──► `then`: the worker's own position of the upstream
     """
@@ -108,6 +108,7 @@ class BufferedStage(Stage[Records, Records]):
             raise RestoreError(
                 f"cannot restore a pipeline: {position!r:.200} is not a position of its stage {self.kind!r}"
             )
+        # A position comes from a file: numbers are checked here, the cursor below, before anything changes.
         numbers = {name: position.get(name) for name in names}
         if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
             raise RestoreError(f"cannot restore a pipeline: stage {self.kind!r} finds {numbers}")
@@ -170,6 +171,7 @@ class BufferedStage(Stage[Records, Records]):
                 "detour": cursor.detour,
             }
             return [{**first, **self._numbers()}, *cursor.detours, cursor.then]
+        # Read on until the buffered records are passed; there the upstream has a position of its own again.
         wanted, passed = cursor.skip + self._numbers().get("length", 0), 0
         with closed_after(self._source) as batches:
             while passed < wanted:
@@ -330,6 +332,7 @@ class Shuffled(BufferedStage):
         size = len(block.records)
         for first in range(block.first, size, step):
             last = min(first + step, size)
+            # The position is set before the yield: while the consumer has this batch, it is behind it.
             if last < size:
                 self._here, self._taken, self._length = block.begin, last, size
             else:
@@ -392,6 +395,7 @@ class Taken(BufferedStage):
             return
         with closed_after(self._blocks()) as blocks:
             for block in blocks:
+                # The position moves before the yield, as in every stage.
                 end = min(len(block.records), block.first + self._records - self._taken)
                 self._taken += end - block.first
                 self._here = None if end == len(block.records) else block.cursor(end)

@@ -391,7 +391,7 @@ class DataConfig(Checked):
 
         if self.kafka is not None:
             return self._topics(self.kafka, batch_size, types, options)
-        options = {"bad": BadRecordPolicy(max_share=self.max_unreadable), **options}
+        options = {"bad": BadRecordPolicy(max_fraction=self.max_unreadable), **options}
         if self.watch is not None:
             return self._watched(self.watch, batch_size, types, options)
         files = self.files()

@@ -161,6 +161,8 @@ class Shuffler(Generic[Cursor]):
         here, size = block.first, len(block.records)
         while here < size:
             if self._begin is None:
+                # A block that was started before a restart gets the same records, so the same order: its
+                # length comes from the position, and it begins with the first block that is read.
                 self._resumed = block.length if here == block.first else 0
                 self._taken = block.taken if self._resumed else 0
                 self._missing = self._resumed or self._buffer
@@ -225,6 +227,7 @@ class Batcher(Generic[Cursor]):
         return not self._buffered
 
     def _batch(self) -> Records:
+        # Slices share memory with their blocks; only here, once per batch, are records copied.
         batch = concat(self._buffered)
         self._buffered, self._missing = [], self._size
         return batch

@@ -291,7 +291,7 @@ class Stream(ABC, Generic[Item_co]):
         raise _cannot_redistribute(self)
 
     def adopt(self, position: Position, end: Position | None = None) -> Position:
-        """Return a position from which this source yields what the worker of `position` would have.
+        """Return a position from which this source yields the records that the worker of `position` would.
 
         A stage that buffers records needs it: the buffered records of an old worker are in the middle of a
         unit, so one of the new workers reads them first, from the shard of the old one.
@@ -309,7 +309,7 @@ class Stream(ABC, Generic[Item_co]):
     def work_queue(self) -> WorkQueueSource | None:
         """The source whose work moves between workers while they read; None if shards are fixed.
 
-        A stage that buffers records has none: what it buffers cannot be given back.
+        A stage that buffers records has none: buffered records cannot be given back.
         """
         return None
 

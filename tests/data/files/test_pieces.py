@@ -175,7 +175,7 @@ def test_however_often_a_run_is_broken_off_it_reads_every_record_once_in_each_ep
             batch_size=batch_size,
             epochs=epochs,
             shuffle=ShuffleConfig(seed=2, buffer=buffer),
-            bad=BadRecordPolicy(max_share=1),
+            bad=BadRecordPolicy(max_fraction=1),
         )
 
     unbroken = make()
@@ -267,7 +267,7 @@ def test_positions_that_do_not_fit_are_refused_with_what_to_do(tmp_path: Path) -
         ({"shuffle": [1, 2, "pieces of 1000 bytes"]}, "taken with shuffle .* Use the same settings"),
         ({"open": [[0, 7, 0, 0, 0]]}, "malformed numbers"),
         ({"open": [[0, "secret", 0, 0, 0]]}, "is not the rest of a file"),
-        ({"open": None}, "not of one that is shuffled so"),
+        ({"open": None}, "not of a source that shuffles pieces"),
         ({"rest": [[0, 3, 2, 0, 1]]}, "malformed numbers"),
         ({"rest": [[4, 0, 1, 0, 1]]}, "in epoch 4, there are 1 from 0 on"),
         ({"given": -1}, "malformed numbers"),

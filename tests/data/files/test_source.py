@@ -273,7 +273,7 @@ def test_the_first_bad_record_stops_a_source_that_bears_none() -> None:
 
 def test_bad_records_are_counted_and_left_out() -> None:
     metrics = Metrics()
-    policy = BadRecordPolicy(max_share=0.5)
+    policy = BadRecordPolicy(max_fraction=0.5)
     source, form = made([[1, "x"], ["y", 2, 3]], bad=policy, metrics=metrics)
     assert read(source) == [[1, 2, 3]]
     assert counts(source) == (3, 2)
@@ -284,7 +284,7 @@ def test_bad_records_are_counted_and_left_out() -> None:
 
 
 def test_what_was_read_before_a_restart_is_not_counted_twice() -> None:
-    policy = BadRecordPolicy(max_share=0.9)
+    policy = BadRecordPolicy(max_fraction=0.9)
     source, form = made([[1, "x"], ["y", 2, 3, 4, 5]], [["z"]], bad=policy)
     next(iter(source))
     again = FileSource(list(form.files), form, batch_size=3, bad=policy)
@@ -294,7 +294,7 @@ def test_what_was_read_before_a_restart_is_not_counted_twice() -> None:
 
 
 def test_the_share_is_judged_once_there_is_something_to_judge() -> None:
-    few = BadRecordPolicy(max_share=0.4, after=4)
+    few = BadRecordPolicy(max_fraction=0.4, after=4)
     assert read(made([["x", 1], [2, 3, 4]], bad=few)[0]) == [[1, 2, 3], [4]]
     with pytest.raises(TooManyBadRecordsError, match="2 of 4"):
         read(made([["x", "y", 1, 2], [3, 4, 5, 6]], bad=few)[0])
@@ -304,7 +304,7 @@ def test_the_share_is_judged_once_there_is_something_to_judge() -> None:
 
 def test_bad_records_can_be_looked_at_afterwards(tmp_path: Path) -> None:
     folder = tmp_path / "bad"
-    policy = BadRecordPolicy(max_share=1, quarantine=str(folder))
+    policy = BadRecordPolicy(max_fraction=1, quarantine=str(folder))
     source, _ = made([[1], ["x", 2, "y"]], bad=policy, epochs=2)
     assert read(source) == [[1, 2, 1], [2]]
     (file,) = folder.iterdir()
@@ -350,7 +350,7 @@ def test_a_source_goes_on_right_after_bad_labels(tmp_path: Path) -> None:
     assert [batch.ids["item"].flat_values.tolist() for batch in again] == [[2], [4, 5]]
 
 
-@pytest.mark.parametrize("policy", [{"max_share": -0.1}, {"max_share": 1.1}, {"after": -1}])
+@pytest.mark.parametrize("policy", [{"max_fraction": -0.1}, {"max_fraction": 1.1}, {"after": -1}])
 def test_a_policy_that_makes_no_sense_is_refused(policy: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         BadRecordPolicy(**policy)

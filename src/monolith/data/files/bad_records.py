@@ -33,10 +33,10 @@ _PIECE_BYTES = 1 << 20
 class BadRecordPolicy:
     """What happens to records that cannot be read."""
 
-    max_share: float = 0.0
+    max_fraction: float = 0.0
     """The fraction of malformed records that is tolerated; more end the run, and with 0 the first does."""
     after: int = 1000
-    """Records to read before `max_share` is checked: one bad record in the first ten says little. It is
+    """Records to read before `max_fraction` is checked: one bad record in the first ten says little. It is
     checked at the end in any case."""
     quarantine: str | None = None
     """A folder for malformed records: one file of JSON lines per chunk that had any, with path, place, reason
@@ -44,8 +44,8 @@ class BadRecordPolicy:
     file."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_share <= 1:
-            raise ConfigError(f"bad records: max_share must be from 0 to 1, got {self.max_share}")
+        if not 0 <= self.max_fraction <= 1:
+            raise ConfigError(f"bad records: max_fraction must be from 0 to 1, got {self.max_fraction}")
         if self.after < 0:
             raise ConfigError(f"bad records: after must be 0 or more, got {self.after}")
 
@@ -139,7 +139,7 @@ class RecordChecks:
             bad.inc(count)
 
     def _judge(self, good: int, bad: int, *, at_end: bool, last: str = "") -> None:
-        total, most = good + bad, self._policy.max_share
+        total, most = good + bad, self._policy.max_fraction
         if total < self._policy.after and not at_end and most > 0:
             return
         if bad > most * total:
@@ -147,7 +147,7 @@ class RecordChecks:
                 f"file source: {bad} of {total} records could not be read, more than the fraction of {most} "
                 f"that is allowed{f'; one of the last is in {last}' if last else ''}. Look at the data, or "
                 "allow more with data.max_unreadable of the config (--data.max-unreadable 0.01), in Python "
-                "BadRecordPolicy(max_share=...) of the source."
+                "BadRecordPolicy(max_fraction=...) of the source."
             )
 
 

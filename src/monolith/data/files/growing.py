@@ -143,6 +143,7 @@ class GrowingFiles(FileOrder):
         self._shard = shard
 
     def after(self, cursor: FileCursor) -> FileCursor | Step:
+        # The file of the cursor was read up to it; remember that before another file is chosen.
         if cursor.file is not None and cursor.file in self._places:
             self._places[cursor.file] = _FilePlace(cursor.place, self._places[cursor.file].size)
         now = self._watch.now()

@@ -121,6 +121,7 @@ class LeasedFiles(FileOrder):
 
     def _finished(self, cursor: FileCursor) -> list[int]:
         """Return the files of which the consumer has all records: those leased before the current one."""
+        # Leases are in the order in which files were read, so all before the current one are finished.
         numbers = list(self._leases)
         if self._ended:
             return numbers
@@ -142,6 +143,7 @@ class LeasedFiles(FileOrder):
             for known in self._leases.values():
                 self._queue.give_back(known)
             self._leases, self._ended = {}, False
+            # Take the files of the position again, so that `commit` can finish or report them.
             for number in [*finished, *([] if cursor.file is None else [cursor.round])]:
                 lease = self._queue.take(self._worker, number)
                 if lease is not None:
@@ -175,6 +177,7 @@ class LeasedFiles(FileOrder):
             self._commit(position["finished"], cursor)
 
     def _commit(self, finished: Sequence[int], cursor: FileCursor) -> None:
+        # A lease that was lost is not here any more: its new owner reports for that file.
         for number in finished:
             if number in self._leases:
                 self._queue.finish(self._leases.pop(number))

@@ -387,6 +387,7 @@ class ShuffledPieces:
                 self._read_chunk(reader, cursor, piece.size)
         records = concat([reader.records.slice(reader.skip, len(reader.records)) for reader in readers])
         first = window.cursors[0]
+        # The first piece identifies the window: no other window of the epoch begins with it.
         order = permutation(len(records), self._shuffle.seed, first.epoch, first.file, first.place)
 
         def cursor_after(taken: int) -> ShuffleCursor:
@@ -413,6 +414,7 @@ class ShuffledPieces:
         ):
             if not cursor.rest:
                 epoch = cursor.next_epoch
+                # A new epoch starts only when nothing is open: its pieces never mix with those before.
                 if (
                     readers
                     or (self._epochs is not None and epoch >= self._epochs)
@@ -469,15 +471,18 @@ class ShuffledPieces:
                 if reader.end is not None:
                     raise _replaced(path, reader.place)
                 break
+            # A piece ends exactly at a chunk, and a chunk that was read before a restart has the same number
+            # of records: otherwise the file was replaced, and the cursor means other records.
             if (reader.end is not None and chunk.next > reader.end) or (size and len(chunk.records) != size):
                 raise _replaced(path, reader.place)
             reader.next = chunk.next
-            if not size:
+            if not size:  # chunks that were read before a restart were counted then
                 good, bad = self._on_chunk(path, reader.place, chunk)
                 cursor = replace(cursor, good=good, bad=bad)
             if reader.end is None:
                 self._note_fraction(reader, path, chunk)
             if len(chunk.records):
+                # Every chunk has its own order, which only depends on the seed, the epoch and where it is.
                 key = (self._shuffle.seed, reader.epoch, zlib.crc32(path.encode()), reader.place)
                 reader.records = chunk.records.take(permutation(len(chunk.records), *key))
                 reader.bytes = sum(map(_bytes_of, chunk.records.columns.values()))
@@ -646,6 +651,8 @@ class _Interleaved:
         """Interleave until a piece has no more; return how many records, and which reader comes next."""
         self._turns.append(_Turns(self.count, cursor, [reader.state for reader in readers]))
         width = len(readers)
+        # Interleave until the first piece has used up its chunk: reader `number` gives its last record in
+        # turn `left - 1`, which is record (left - 1) * width + number.
         count = min((reader.left - 1) * width + number + 1 for number, reader in enumerate(readers))
         count = min(count, _BLOCK_RECORDS)
         turns, more = divmod(count, width)
@@ -669,6 +676,8 @@ class _Interleaved:
     def block(self) -> Block[ShuffleCursor]:
         """Return the records in the order of the turns."""
         chunks = [self._chunks[key] for key in self._numbers]
+        # Concatenate the used range of every chunk, then take all records in one gather: `bases` maps a
+        # record number within a chunk to its row in the concatenation.
         sizes = np.array([last - first for _, first, last in chunks])
         bases = np.cumsum(sizes) - sizes - np.array([first for _, first, _ in chunks])
         numbers, taken = (np.concatenate(part) for part in zip(*self._order, strict=True))

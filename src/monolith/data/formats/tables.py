@@ -180,7 +180,7 @@ class TabularSource(Source):
             start = _Cursor(start.epoch + 1)
 
     def _epoch(self, start: _Cursor) -> Iterator[Block[_Cursor]]:
-        """Yield what is left of an epoch."""
+        """Yield the remaining records of an epoch."""
         with closed_after(self._mine(start)) as blocks:
             if self._shuffle is None:
                 yield from blocks
@@ -345,7 +345,7 @@ def frame_records(frame: Any, types: Mapping[str, torch.dtype]) -> Records:
 
     Args:
         types: The columns to read, with the types that they should have; others are ignored. Whole
-            numbers that are floats, as pandas has them where some are missing, become whole numbers again.
+            numbers that are floats, as pandas has them if some are missing, become whole numbers again.
 
     Raises:
         ConfigError: It is none of these.
@@ -435,7 +435,7 @@ def _row_pieces(
             except (ValueError, TypeError, AttributeError) as cause:
                 raise DataError(f"iterable source: record {number}: {cause}") from cause
             number += 1
-        if kinds is None:  # those of the first piece hold for all: what is written has one schema
+        if kinds is None:  # those of the first piece are used for all: a written file has one schema
             kinds = {name: kind_of_cells((row.get(name) for row in some), types[name]) for name in types}
         yield rows_as_records(cells, types, kinds)
 

@@ -57,8 +57,8 @@ class JoinedSource(Source):
     partitions of a topic, must belong to this reader alone.
 
     Args:
-        close_at_end: Whether windows close when both sources have ended; if not, what is open
-            stays open, in the position too, for when there is more to read.
+        close_at_end: Whether windows close when both sources have ended; if not, they
+            stay open, in the position too, for when there is more to read.
     """
 
     def __init__(
@@ -112,12 +112,16 @@ class JoinedSource(Source):
             if records is None:
                 left.remove(name)
                 continue
-            idle = name if not records.size else None
+            idle = (
+                name if not records.size else None
+            )  # a live source without records: read the other one next
             examples = self._push(name, records)
             if len(self._taken) >= self.joiner.config.snapshot_every:
                 self._write_base()
             if examples.size:
                 yield examples
+        # Write the snapshot before the last examples are yielded: a position taken with them is then at the
+        # end.
         closes = self._close_at_end and self.joiner.open
         examples = self._finish() if closes else Records(0, {})
         if self._taken:

@@ -209,12 +209,14 @@ class KafkaSource(Source, WorkQueueSource):
         self._connect()
         for partition, offset in offsets.items():
             self._client.check_exists(partition, offset)
+        # Nothing has changed so far: a refused position leaves the source as it was.
         self._known, self._left = known, {}
         self._adopted = read_adopted(position)
         self._unassigned, self._interrupted = waits_for_partitions(position), False
         if self.config.assignment is not None:
-            self._restored, self._next, self._joined = offsets, {}, False
+            self._restored, self._next, self._joined = offsets, {}, False  # `_start` assigns again
         else:
+            # A group may assign a partition of the position later, or never to this member.
             self._next.update({one: offset for one, offset in offsets.items() if one in self._next})
             self._restored = {one: offset for one, offset in offsets.items() if one not in self._next}
             self._ahead = True
@@ -629,6 +631,7 @@ class KafkaSource(Source, WorkQueueSource):
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         if consumer is not self._client.consumer:
             return
+        # Commit before the callback returns: the group gives the partitions to their next owner only then.
         left = self._leave(partitions)
         if left and not self._closed:
             self._commits.send_and_wait(self._client, consumer, left)

@@ -37,7 +37,7 @@ from monolith.data.transforms.transform import NUMBER, Stateful, Transform, numb
 from monolith.errors import ConfigError, DataError, RestoreError
 
 QUEUE_RECORDS = 1024
-"""How many records a flow's queue holds."""
+"""The capacity of a flow's queue, in records."""
 
 
 def flow_key(name: str) -> int:
@@ -55,7 +55,7 @@ class SplitConfig:
 
     flows: tuple[str, ...]
     capacity: int = QUEUE_RECORDS
-    """Records a queue holds at most."""
+    """The most records in a queue."""
     unknown: Literal["error", "drop"] = "error"
     """What to do with a record of no flow listed, or without a key; dropped ones are counted."""
 
@@ -114,7 +114,8 @@ class SplitFlow:
             yield part
 
     def window(self) -> dict[str, Records]:
-        """Read until a queue is full or the stream ends; return what each flow then has, and empty its queue.
+        """Read until a queue is full or the stream ends; return the records of each flow, and empty its
+        queue.
 
         Flows without records are left out; when there are none, the stream has ended. Asking again
         then looks whether it has grown.
@@ -137,7 +138,7 @@ class SplitFlow:
         """Return the place before the first record that is in no queue yet.
 
         Raises:
-            DataError: Queues hold records, which a position cannot bring back.
+            DataError: Queues have records, which a position does not contain.
         """
         with self._changed:
             if full := [name for name, queue in self._queues.items() if queue]:
@@ -182,6 +183,8 @@ class SplitFlow:
 
     def _read_unlocked(self) -> None:
         """Read a batch while other threads take records from their queues."""
+        # `_reading` keeps other threads from the source while the lock is released: they wait, or take
+        # records that are in their queues.
         self._reading = True
         self._changed.release()
         error: BaseException | None = None
@@ -248,7 +251,7 @@ class MergeFlow(Source):
     """Makes one stream of several flows: a record of each in turn, of those that have one, until all end.
 
     Each record gets the name of its flow as `line_id.data_source_name`. A source: its
-    position is that of what it reads, and what its transforms remember.
+    position is that of its flows, with the state of its transforms.
     """
 
     def __init__(
@@ -319,6 +322,7 @@ class MergeFlow(Source):
             flows.append(torch.full((len(done),), self._names.index(name)))
             turns.append(torch.arange(len(done)))
         flow, turn = torch.cat(flows), torch.cat(turns)
+        # Record k of every flow comes before record k + 1 of any.
         order = torch.argsort(turn * len(self._names) + flow)
         return (
             concat(parts).take(order).with_columns({DATA_SOURCE_NAME: text_column(self._names, flow[order])})

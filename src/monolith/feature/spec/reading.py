@@ -27,7 +27,6 @@ from monolith import native
 from monolith.errors import DataError
 from monolith.feature.batches import Batch, FeatureIds
 from monolith.feature.fids import SIGNATURE_BITS, make_fid
-from monolith.feature.spec.empty_cells import EmptyCells
 from monolith.feature.spec.kinds import (
     BucketFeature,
     CrossFeature,
@@ -37,8 +36,9 @@ from monolith.feature.spec.kinds import (
     SequenceFeature,
 )
 from monolith.feature.spec.packing import PackedIds, Packer, RawCells
+from monolith.feature.spec.problems import BadReason, EmptyCells
 from monolith.feature.spec.times import TIME, Recognised, read_times
-from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
+from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.tensors import RaggedTensor, ranges
 
 if TYPE_CHECKING:
@@ -61,34 +61,6 @@ class RawColumns(Protocol):
     def shared(self) -> frozenset[str]: ...
     def __getitem__(self, name: str) -> RaggedTensor:
         """Return a column with one row per record, also where it is shared."""
-
-
-class BadReason(str):
-    """Why a record is bad, with the values that were found in it; `cause` is the same for all such records.
-
-        BadReason("label 'y' is …", "[nan]")    # "label 'y' is [nan]", of cause "label 'y' is …"
-
-    Reports count records by cause: with their values, reasons are as many as there are records.
-    """
-
-    cause: str
-    values: str
-
-    def __new__(cls, cause: str, *values: str) -> BadReason:
-        """
-        Args:
-            cause: A text with … in place of each value.
-        """
-        first, *rest = cause.split("…")
-        reason = super().__new__(cls, first + "".join(map("".join, zip(values, rest, strict=False))))
-        reason.cause, reason.values = cause, ", ".join(values)
-        return reason
-
-    @classmethod
-    def of_time(cls, column: str, time: int) -> BadReason:
-        """Return the reason of an event time that is out of range."""
-        what, got, value = wrong_second(time).partition(", got ")
-        return cls(f"event time {column!r} {what}{got}…", value)
 
 
 @dataclass(slots=True)
