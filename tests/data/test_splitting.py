@@ -33,7 +33,7 @@ def records(many: int = 2000) -> Records:
     )
 
 
-def test_parts_have_their_shares_and_every_record_is_in_one() -> None:
+def test_parts_have_their_fractions_and_every_record_is_in_one() -> None:
     data, split = records(), DataSplit(evaluate=0.2, predict=0.1)
     masks = [part_filter(part, split)(data) for part in PARTS]
     assert (torch.stack(masks).sum(0) == 1).all()
@@ -93,7 +93,7 @@ def test_times_may_be_texts_timestamps_or_any_number(times: list[Any], at: Any) 
     assert kept == [[True, False, True, False], [False, True, False, True]]  # without a time: trained on
 
 
-def test_a_share_is_the_same_whether_unix_times_are_numbers_or_texts() -> None:
+def test_a_part_is_the_same_whether_unix_times_are_numbers_or_texts() -> None:
     numbers = list(range(1_714_557_600, 1_714_557_700))
     shares = [
         part_filter("evaluate", DataSplit(evaluate=0.5), times=["t"])(to_records({"t": times})).tolist()

@@ -231,7 +231,7 @@ OLD_REST = [
 ]
 
 
-def test_a_position_of_a_version_that_shuffled_stretches_resumes_in_its_order_and_that_is_said(
+def test_a_position_of_a_version_that_shuffled_blocks_resumes_in_its_order_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
