@@ -196,7 +196,8 @@ class Batch:
 
     @property
     def groups(self) -> Tensor | None:
-        """The group of each example, int64: its first id of `group`, 0 where it has none; None without."""
+        """The group of each example, int64: its first id of `group`, 0 if it has none; None without a
+        group."""
         return None if self.group is None else self.ids.first(self.group)
 
     def __len__(self) -> int:

@@ -252,7 +252,7 @@ def test_a_batch_may_be_empty(device: Device) -> None:
         ({"splits": torch.tensor([0, 1, 2, 4])}, "end with the number of ids, 3"),
         ({"splits": torch.tensor([1, 1, 2, 3])}, "begin with 0"),
         ({"batch_size": 2}, "splits must have one entry per cell"),
-        ({"names": ("sum", "sum")}, "stands twice"),
+        ({"names": ("sum", "sum")}, "appears twice"),
     ],
 )
 def test_a_batch_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
