@@ -85,7 +85,7 @@ def test_cells_that_are_empty_are_counted_and_said(caplog: pytest.LogCaptureFixt
     assert caplog.messages[1].startswith("left out 1 of 4 records: 1: features.y")
     (said,) = caplog.messages[2:]
     assert said.startswith(
-        "of 3 records so far, some have no number in these features: x: 2 (read as -1). Where that is wrong"
+        "of 3 records so far, some have no number in these features: x: 2 (read as -1). If that is wrong"
     )
 
 
