@@ -27,7 +27,7 @@ from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
 from monolith.runtime.parameter_server import ServedShard
-from monolith.serve.shards import ServingServer
+from monolith.serve.shards import ServingServer, ServingServerConfig
 from monolith.store import ParameterServer
 from monolith.sync import MemoryChannel, PublishConfig
 from monolith.sync.flight_channel import DeltaPort
@@ -59,7 +59,7 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
         ParameterServer([], shard=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
     )
     write_shards(Path(folder, "export"), shards=1)
-    serving = stack.enter_context(ServingServer(f"{folder}/export", 0, limits=LIMITS))
+    serving = stack.enter_context(ServingServer(f"{folder}/export", 0, ServingServerConfig(limits=LIMITS)))
     control = ControlServerHook(
         LocalBarrier(1), saved, security=SecurityConfig(token=Secret(TOKEN)), limits=LIMITS, grace=0.1
     )

@@ -106,7 +106,7 @@ def following(root: Path, channel: MemoryChannel, **config: Any) -> Iterator[Inf
     with InferenceServer(
         ServeConfig(**settings),
         [served_folder(str(root), policy)],
-        ServableCatalog(threads=1),
+        ServableCatalog({"threads": 1}),
         follow=channel.reader,
     ) as server:
         yield server

@@ -29,7 +29,8 @@ from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output
 from monolith.runtime.discovery import listen_address
 from monolith.runtime.fleet import reach_servers
-from monolith.runtime.ranks import RankCoordinator, RankRendezvous
+from monolith.runtime.rank_rendezvous import RankRendezvous
+from monolith.runtime.ranks import RankCoordinator
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_calls import RankPort
 from monolith.store.rank_groups import RankOptions

@@ -419,7 +419,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRun:
     run: Name
     reason: Text
     unfinished: bool = False
@@ -634,7 +634,7 @@ CALLS: Mapping[str, type] = {
     "meeting.leave": Leave,
     "meeting.given_back": GivenBack,
     "meeting.deal": DealOut,
-    "meeting.stop": Stop,
+    "meeting.stop": StopRun,
     "server.assign": AssignShard,
     "server.reserve": Nothing,
     "server.begin": BeginServer,

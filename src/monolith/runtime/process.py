@@ -329,13 +329,13 @@ def train(process: Process, discovery: Discovery | None = None, *, gauges: bool)
             listeners = open_things.enter_context(exports)
         open_things.enter_context(process.run.stopped_by(stopper))
 
-        def attempt(peers: Coordinator | None = None) -> TrainReport:
+        def attempt(coordinator: Coordinator | None = None) -> TrainReport:
             trainer = Trainer(
                 task,
                 config.train,
                 hooks=hooks,
                 metrics=metrics,
-                peers=peers,
+                coordinator=coordinator,
                 listeners=listeners,
                 publish=publish_plan(config, metrics, discovery),
             )
@@ -441,19 +441,20 @@ def reported_to_yarn(config: RunConfig, environ: Mapping[str, str]) -> Iterator[
 
 def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta) -> Hook:
     """Return the hook that shows the status of training every so often."""
+    coordinator = local.session.coordinator
     return LiveLineHook(
         show,
         every=every,
         stats=local.session.model.stats,
         metrics=local.session.metrics.values,
-        skipped=lambda: local.session.total_skipped,
-        staleness=lambda: None if (found := local.session.staleness) is None else found.last,
+        skipped=lambda: local.session.progress.total_skipped,
+        staleness=lambda: None if (found := coordinator.status().staleness) is None else found.last,
         evaluated=lambda: last.metrics if local.evaluate and (last := local.evaluate.latest) else {},
         steps=config.steps,
         max_steps=config.max_steps,
         read=local.session.fraction_read,
         epochs=config.epochs or 1,
-        live=local.session.live,
+        live=local.session.batches.live,
     )
 
 

@@ -27,7 +27,7 @@ from monolith.serve.manifest import Servable
 from monolith.serve.metrics import FollowMetrics
 from monolith.serve.overlay import FollowedTables, FollowTarget, GoTo
 from monolith.serve.predictor import Predictor, claim_of
-from monolith.serve.rows import CLOCKS_AGREE_WITHIN, ClaimCell, MappedRows, ServedUpTo
+from monolith.serve.rows import CLOCKS_AGREE_WITHIN, ClaimCell, ServedUpTo
 from monolith.sync.channel import OpenReader
 from monolith.sync.messages import LearnedUpTo, LogPlace
 from monolith.sync.run_identity import is_same_run
@@ -46,8 +46,8 @@ class ModelFollower:
     Args:
         model: Its name.
         open_reader: Opens a reader of the channel that the trainer publishes to.
-        config: Whom to follow, and when to warn.
-        metrics: Where rows and ages are counted.
+        config: The trainer to follow, and when to warn.
+        metrics: Counts rows and ages.
         share: The shard of IDs that this server has.
         go_to: Serves the version that the trainer names; see `FollowTarget`.
         clock: Unix seconds, which the stamps of publishers are compared with.
@@ -104,12 +104,10 @@ class ModelFollower:
         """Keep a predictor up to date from now on; the first one starts following."""
         if self.is_rolled_back:
             return
-        rows = predictor.rows
-        if isinstance(rows, MappedRows):
-            rows.put_under_overlay(*self.attach_tables(predictor.servable, rows.files, threads=rows.threads))
-        else:
-            self._rest_on(predictor.servable)
-        newer_dense = not self._again and self._is_ahead_of(predictor.servable)
+        servable = predictor.servable
+        predictor.rows.follow(lambda tables, threads: self.attach_tables(servable, tables, threads=threads))
+        self._rest_on(servable)
+        newer_dense = not self._again and self._is_ahead_of(servable)
         self.target.add(predictor, newer_dense=newer_dense)
         predictor.follow(lambda: self.notice)
         self.begin()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from serve.shards.shard_folders import TABLES, all_ids, values_of, write_shards
 
-from monolith.serve.shards import ServingServer
+from monolith.serve.shards import ServingServer, ServingServerConfig
 from monolith.sync.memory_channel import MemoryChannel
 from monolith.sync.publisher import Publisher
 from monolith.table import NativeTable, Segment, TableConfig
@@ -77,7 +77,9 @@ class Shares:
 def serving(folder: Path, channel: MemoryChannel, shards: int = 2) -> Iterator[list[ServingServer]]:
     with ExitStack() as opened:
         servers = [
-            opened.enter_context(ServingServer(str(folder), shard, follow=channel.reader, threads=1))
+            opened.enter_context(
+                ServingServer(str(folder), shard, ServingServerConfig(threads=1), follow=channel.reader)
+            )
             for shard in range(shards)
         ]
         for one in servers:
