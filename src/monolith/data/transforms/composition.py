@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 
@@ -73,7 +73,30 @@ AnyTransform = (
 )
 """For a field of a run's config: `transforms: tuple[AnyTransform, ...] = ()`."""
 
-TRANSFORMS: dict[str, type[AnyTransform]] = {one.__name__: one for one in get_args(AnyTransform)}
+TRANSFORMS: dict[str, type[AnyTransform]] = {
+    "AddAction": AddAction,
+    "AddLabel": AddLabel,
+    "BlankInvalidLabels": BlankInvalidLabels,
+    "DecodeValues": DecodeValues,
+    "EncodeValues": EncodeValues,
+    "FeatureCombine": FeatureCombine,
+    "FilterByAction": FilterByAction,
+    "FilterByFid": FilterByFid,
+    "FilterByLabel": FilterByLabel,
+    "FilterBySlot": FilterBySlot,
+    "FilterByValue": FilterByValue,
+    "InstanceReweight": InstanceReweight,
+    "LabelNormalization": LabelNormalization,
+    "LabelUpperBound": LabelUpperBound,
+    "LogOddsCorrection": LogOddsCorrection,
+    "LogicalOr": LogicalOr,
+    "NegativeDownsample": NegativeDownsample,
+    "ScatterLabel": ScatterLabel,
+    "SlotFilter": SlotFilter,
+    "SpecialStrategy": SpecialStrategy,
+    "SwitchSlot": SwitchSlot,
+    "UseFieldAsLabel": UseFieldAsLabel,
+}
 """Each kind by the name it has in the key `type` of a file."""
 
 
