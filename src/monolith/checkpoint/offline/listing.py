@@ -130,6 +130,12 @@ def named_checkpoint(model_dir: str, name: str) -> str:
     return filesystem.join(model_dir, meant[0].name) if is_in_folder(prefix, model_dir) else prefix
 
 
+def find_named(folder: str, name: str) -> str:
+    """Return the checkpoint of a folder by its name; reading a damaged one reports the damage."""
+    found = [one.prefix for one in list_checkpoints(folder).checkpoints if is_named(one.prefix, name)]
+    return found[0] if len(found) == 1 else named_checkpoint(folder, name)
+
+
 def _best_name(model_dir: str) -> str:
     best = read_best(model_dir)
     if best is None:

@@ -97,7 +97,7 @@ def _instead(folder: str, names: Sequence[str]) -> str:
 class SavedTables:
     """The tables of a checkpoint, each with its history in the chain.
 
-    A table that only earlier links know is there all the same: a restore finds it too.
+    A table that only earlier checkpoints of the chain have is included: a restore finds it too.
     """
 
     def __init__(self, chain: Sequence[Link]) -> None:
@@ -108,10 +108,10 @@ class SavedTables:
         return sorted({name for link in self._chain for name in _tables(link)})
 
     def history(self, table: str) -> list[SavedTable]:
-        """Return a table in the checkpoints that know it, oldest first.
+        """Return a table in the checkpoints that have it, oldest first.
 
         Raises:
-            UnknownTableError: The checkpoint has no such table; says which it has.
+            UnknownTableError: The checkpoint has no such table; the message lists those it has.
         """
         saved = (SavedTable.find(link.prefix, link.manifest.parts["tables"], table) for link in self._chain)
         found = [one for one in saved if one is not None]
@@ -122,14 +122,14 @@ class SavedTables:
         return found
 
     def entry(self, table: str) -> Entry:
-        """Return what the newest manifest that knows a table says of it."""
+        """Return the entry of a table in the newest manifest that has it."""
         return self.history(table)[-1].entry
 
     def rows(self, table: str) -> int:
         return int(self.entry(table)["rows"])
 
-    def rows_held(self, table: str) -> int:
-        """Return how many rows of a table all dumps of the chain hold together."""
+    def rows_in_chain(self, table: str) -> int:
+        """Return the number of rows of a table in all dumps of the chain together."""
         return sum(
             saved.entry["changed"] if saved.changes else saved.entry["rows"] for saved in self.history(table)
         )
@@ -137,6 +137,21 @@ class SavedTables:
     def filters(self) -> dict[str, Link]:
         """Return, by table, the newest link with its filter."""
         return {name: link for link in self._chain for name in link.manifest.parts["tables"]["filters"]}
+
+
+def rows_to_write(prefix: str, tables: Sequence[str] | None = None) -> int:
+    """Return the number of rows in some tables of a checkpoint, or in all."""
+    saved = SavedTables(read_chain(prefix))
+    return sum(saved.rows(name) for name in (saved.names if tables is None else tables))
+
+
+def rows_to_read(prefix: str) -> int:
+    """Return the number of rows in a whole chain; 0 if it is broken, which reading it reports."""
+    try:
+        saved = SavedTables(read_chain(prefix))
+    except Damage:
+        return 0
+    return sum(saved.rows_in_chain(name) for name in saved.names)
 
 
 def _tables(link: Link) -> dict[str, Entry]:
