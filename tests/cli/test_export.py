@@ -28,7 +28,7 @@ from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
 from monolith.serve.versions import LockedVersion, list_versions, withheld_versions
-from monolith.sync.run_identity import run_identity
+from monolith.sync.messages import run_identity
 from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig
 from monolith.train.publishing.hold_file import NAME, KeptHold
 

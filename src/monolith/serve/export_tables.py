@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.checkpoint.offline.reading import SavedTables
-from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
+from monolith.checkpoint.saved_tables import SavedHistory, describe_table, dumps_of
 from monolith.errors import ExportError
 from monolith.serve.manifest import Coding, ServableFile, ServableTable
 from monolith.table import Expiry, FrozenInfo, FrozenSegment, Rows, TableConfig, open_frozen_writer

@@ -56,7 +56,7 @@ from monolith.serve.versions import (
     read_withheld,
     withhold,
 )
-from monolith.sync.run_identity import run_identity
+from monolith.sync.messages import run_identity
 from monolith.table import EventClock, TableConfig
 from monolith.tensors.files import write_tensors
 
