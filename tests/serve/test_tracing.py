@@ -301,9 +301,7 @@ def test_an_archive_with_two_directories_is_loaded_as_it_was_checked():
 
 
 def test_a_model_with_an_operator_that_is_not_served_is_told_so_when_it_is_exported():
-    with pytest.raises(
-        ExportError, match=r"aten\.rand_like.*not an allowed operator.*--as-module"
-    ):
+    with pytest.raises(ExportError, match=r"aten\.rand_like.*not an allowed operator.*--as-module"):
         trace_dense(Own(lambda x, _: x + 0 * torch.rand_like(x)).eval(), outputs)
 
 
