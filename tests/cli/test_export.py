@@ -96,7 +96,7 @@ class Looking(Served):
     config = trained(tmp_path / "run", Looking())
     flags = [config.model_dir, "--task", "looking.py:Looking", "--to", "to", "--quiet"]
     assert answer(["export", *flags]) == 2
-    assert "reads the ids of feature 'history' outside of its" in capsys.readouterr().err
+    assert "reads the IDs of feature 'history' outside of its" in capsys.readouterr().err
     assert answer(["export", *flags, "--as-module"]) == 0
     with pytest.raises(ConfigError, match="allow_module=True"):
         Predictor("to", show=False)
