@@ -469,7 +469,8 @@ def capture_random() -> dict[str, Any]:
 
 
 def _cuda_states() -> list[Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    # Type: ignore[no-untyped-call].
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
 def restore_random(state: dict[str, Any]) -> None:

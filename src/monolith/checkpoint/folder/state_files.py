@@ -199,7 +199,7 @@ def _state_of(message: Any, folder: str, path: str) -> CheckpointState:
 
 
 class TableKind(enum.IntEnum):
-    """How the rows of a checkpoint were kept: a table per feature group, or all in one."""
+    """How the rows of a checkpoint are stored: a table per feature group, or merged tables."""
 
     UNKNOWN = 0
     CUCKOO_HASH_MAP = 1
@@ -332,9 +332,9 @@ def _back_up(path: str) -> None:
 
 
 def choose_table_kind(wanted: TableKind | None, found: MonolithCheckpointState | None) -> TableKind:
-    """Return how a run keeps its rows: as it says; else as the checkpoint has them; else all in one.
+    """Return the kind of tables of a run: the wanted one; else that of the checkpoint; else merged tables.
 
-    A checkpoint that does not say is from before there was a choice: it has single tables.
+    A checkpoint without a kind is from before there was a choice: it has single tables.
     """
     if wanted:
         return wanted
