@@ -24,7 +24,7 @@ from monolith.cluster import MemoryDiscovery
 from monolith.errors import UnavailableError
 from monolith.model import UpdateConfig
 from monolith.runtime import Trainer, serve_parameters
-from monolith.runtime.rank_placement import RowsOnServers
+from monolith.runtime.rank_rows import RowsOnServers
 from monolith.store import ServerGroup
 from monolith.train import Hook, SaveConfig, StepResult, Task, TrainConfig, TrainingRun
 from monolith.train.config import ExpiryConfig, KeepConfig
