@@ -203,7 +203,8 @@ def dump_features(process: Process) -> RunResult:
 
 def serve_rows(process: Process, discovery: Discovery) -> RunResult:
     """Hold a shard of the model until the run is over, or a request stops this process."""
-    from monolith.runtime.parameter_server import ServedShard, ServerPort, serve_parameters
+    from monolith.runtime import serve_parameters
+    from monolith.runtime.parameter_server import ServedShard, ServerPort
 
     config = process.config
     host, port = listen_address(config, process.environ)
