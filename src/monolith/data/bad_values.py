@@ -18,7 +18,7 @@ from torch import Tensor
 from monolith.data.format import BadRecord
 from monolith.data.records import BatchSpec, Records, infinite_rows, timely
 from monolith.errors import TooManyBadRecordsError
-from monolith.feature.spec.reading import BadReason
+from monolith.feature.spec.problems import BadReason
 from monolith.table.arguments import is_second
 
 _log = logging.getLogger(__name__)
@@ -131,6 +131,7 @@ class BadRecords:
         for column, reason in (empty or {}).items():
             if not self.tally.knows(reason):
                 self.tally.place(reason, self._first_empty(column))
+        # Count by cause, not by reason: reasons contain values, and would be as many as records.
         causes = dict.fromkeys([self.tally.add(reason) for reason in bad.values()])
         self._last = self.tally.describe(list(bad.values())[-1])
         self._reject(
@@ -199,7 +200,7 @@ class BadValues:
 
     @property
     def count(self) -> int:
-        """How many were left out."""
+        """How many were dropped."""
         return self._bad.count
 
     def left_out(self, records: Records) -> Records:
@@ -246,7 +247,7 @@ class BadValues:
 
     @property
     def tally(self) -> BadTally:
-        """Why they were left out."""
+        """Why they were dropped."""
         return self._bad.tally
 
     def judge(self, *, at_end: bool) -> None:

@@ -304,7 +304,7 @@ class DataConfig(Checked):
             ConfigError: Nothing says what to evaluate on.
         """
         from monolith.data.pipeline import Pipeline
-        from monolith.data.splitting import kept_for, times_in, types_for
+        from monolith.data.splitting import part_filter, times_in, types_for
 
         files, split, chosen = self.part(part)
         if types is not None:
@@ -316,7 +316,7 @@ class DataConfig(Checked):
             return read
         several = tuple(types) if types is not None else None
         times = () if types is None else times_in(types)
-        kept = read.filter(kept_for(chosen, split, several, times))
+        kept = read.filter(part_filter(chosen, split, several, times))
         # Filling up the batches of a live stream would delay them.
         return kept if files.live else kept.rebatch(batch_size)
 
@@ -391,7 +391,7 @@ class DataConfig(Checked):
 
         if self.kafka is not None:
             return self._topics(self.kafka, batch_size, types, options)
-        options = {"bad": BadRecordPolicy(max_share=self.max_unreadable), **options}
+        options = {"bad": BadRecordPolicy(max_fraction=self.max_unreadable), **options}
         if self.watch is not None:
             return self._watched(self.watch, batch_size, types, options)
         files = self.files()

@@ -1,7 +1,7 @@
 """The format seam: files of records, read in chunks and written.
 
-A chunk is as many records as are best parsed together. A format alone knows what it counts places in its
-files in (bytes, rows, row groups): a reader only passes places that came from the same format.
+A chunk is as many records as are best parsed together. A place in a file is a number of bytes, rows or row
+groups, as the format counts: a reader only passes places that came from the same format.
 
     form = format_of("clicks.csv")
     for chunk in form.chunks("clicks.csv"): ...            # chunk.records, chunk.bad, chunk.next

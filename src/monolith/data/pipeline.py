@@ -118,13 +118,13 @@ class Pipeline(Stage[Records, Records]):
         return Pipeline(_Ahead(self._source, batches))
 
     def to_batches(self, spec: BatchSpec | FeatureSpec) -> Batches:
-        """Turn records into what a model reads: columns of ids and numbers by a `BatchSpec`, raw ones by a
+        """Turn records into the input of a model: columns of ids and numbers by a `BatchSpec`, raw ones by a
         `FeatureSpec`.
 
         Records whose event time is out of range, one of whose labels is NaN or infinite, or that have none of
-        their labels, are left out, counted and put where the source puts malformed ones; see
+        their labels, are dropped, counted and rejected to the source; see
         `BatchSpec.max_bad`. By a feature spec, so are those that lack one of their labels, or of which some
-        other value cannot be read. Reading raises a DataError where the data has no column of that name; see
+        other value cannot be read. Reading raises a DataError if the data has no column of that name; see
         `BatchSpec.optional`.
         """
         if isinstance(spec, FeatureSpec):
@@ -247,6 +247,7 @@ class _Ahead(Stage[Item, Item]):
             self._running = prefetch(_with_positions(self._source), self._capacity)
         while True:
             try:
+                # The position after this item, taken by the thread when it read the item.
                 item, self._position = next(self._running)
             except StopIteration:
                 break

@@ -207,6 +207,28 @@ def concat(parts: Sequence[Records]) -> Records:
     return Records(size, columns, complete=all(part.complete for part in parts), kinds=kinds)
 
 
+def text_rows(texts: Sequence[bytes]) -> RaggedTensor:
+    """Return strings as rows of bytes: uint8 of ragged rank 1, the values of a column of strings."""
+    flat = torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).copy())
+    lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+    return RaggedTensor.from_row_lengths(flat, lengths, validate=False)
+
+
+def column_from_arrays(
+    flat: NDArray[Any], splits: NDArray[np.int64], texts: NDArray[np.int64] | None
+) -> RaggedTensor:
+    """Return a column over the memory of arrays, as the native parsers return them.
+
+    Args:
+        splits: int64 of shape (records + 1,).
+        texts: Of strings, int64 of shape (values + 1,): where each begins in `flat`. None for numbers.
+    """
+    values: Tensor | RaggedTensor = torch.from_numpy(flat)
+    if texts is not None:
+        values = RaggedTensor(values, torch.from_numpy(texts), validate=False)
+    return RaggedTensor(values, torch.from_numpy(splits), validate=False)
+
+
 def empty_rows(dtype: torch.dtype, rows: int) -> RaggedTensor:
     """Return a column of records that have no values in it."""
     splits = torch.zeros(rows + 1, dtype=torch.int64)
@@ -305,8 +327,8 @@ class BatchSpec:
     optional: Collection[str] = ()
     """Columns that the data may lack: ids then read as none, numbers as zeros, and a label is not there."""
     max_bad: float = 0.1
-    """The share of records whose event time may be out of range, or a label NaN, 0 to 1. They are left out,
-    counted and put where the source puts malformed records; more end the run, and with 0 the first does."""
+    """The fraction of records whose event time may be out of range, or a label NaN, 0 to 1. They are dropped,
+    counted and rejected to the source; more end the run, and with 0 the first does."""
 
     def __post_init__(self) -> None:
         pairs = list(self.labels.values()) if isinstance(self.labels, Mapping) else [None]

@@ -291,7 +291,7 @@ class Stream(ABC, Generic[Item_co]):
         raise _cannot_redistribute(self)
 
     def adopt(self, position: Position, end: Position | None = None) -> Position:
-        """Return a position from which this source yields what the worker of `position` would have.
+        """Return a position from which this source yields the records that the worker of `position` would.
 
         A stage that buffers records needs it: the buffered records of an old worker are in the middle of a
         unit, so one of the new workers reads them first, from the shard of the old one.
@@ -309,7 +309,7 @@ class Stream(ABC, Generic[Item_co]):
     def work_queue(self) -> WorkQueueSource | None:
         """The source whose work moves between workers while they read; None if shards are fixed.
 
-        A stage that buffers records has none: what it buffers cannot be given back.
+        A stage that buffers records has none: buffered records cannot be given back.
         """
         return None
 
@@ -377,16 +377,16 @@ class WorkQueueSource(ABC):
         Raises:
             RestoreError: They are of other data, or something is missing.
         """
-        raise NotImplementedError(f"the chief does not assign the work of {_name(self)}: {len(positions)}")
+        del positions
+        raise _no_chief(self)
 
     def reassign(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Return the remaining work as positions of so many workers, some of which may be empty.
 
         Only if the chief assigns. From any thread, while this source is read: its own position stays.
         """
-        raise NotImplementedError(
-            f"the chief does not assign the work of {_name(self)}: {len(positions)} to {workers}"
-        )
+        del positions, workers
+        raise _no_chief(self)
 
 
 class Stage(Stream[Item_co], Generic[Item_co, In]):
@@ -536,6 +536,11 @@ def closed_after(items: Iterable[T]) -> Iterator[Iterator[T]]:
 def _name(source: object) -> str:
     kind = type(source._items) if isinstance(source, _Wrapped) else type(source)
     return kind.__name__.lstrip("_")
+
+
+def _no_chief(source: object) -> NotImplementedError:
+    # Only a bug calls it: callers check `chief_assigns` first.
+    return NotImplementedError(f"a queue assigns the work of {_name(source)}, not the chief")
 
 
 def _cannot_redistribute(source: object) -> RestoreError:

@@ -1,4 +1,4 @@
-"""Statistics of records: what each column holds, in one pass and bounded memory.
+"""Statistics of the columns of records, in one pass and bounded memory.
 
 Distinct values are counted exactly up to `EXACT` of them, by their hashes. Beyond, they are
 estimated by a HyperLogLog sketch: 16 KiB a column, within about one percent; `is_exact` says
@@ -86,7 +86,7 @@ class Span:
 
     @property
     def mean(self) -> float:
-        """NaN where there is no number."""
+        """NaN if there is no number."""
         return self.total / self.count if self.count else math.nan
 
     def add(self, values: NDArray[np.generic]) -> None:
@@ -99,7 +99,7 @@ class Span:
 
 @dataclass(slots=True)
 class ColumnStatistics:
-    """What one column holds."""
+    """The statistics of one column."""
 
     type: str
     """ids (whole numbers), floats or strings."""
@@ -154,7 +154,7 @@ class ColumnStatistics:
 
 @dataclass(slots=True)
 class Statistics:
-    """What some records hold."""
+    """The statistics of some records."""
 
     records: int = 0
     columns: dict[str, ColumnStatistics] = field(default_factory=dict)

@@ -1,18 +1,19 @@
 """Transforms as a stage of a pipeline: records have numbers, and the state of transforms is in the position.
 
-What a transform decides by determines what a position must contain:
+A position must contain more, the more a transform depends on:
 
-    what is in a record        nothing: the position is that of the source
-    the number of a record     the number of the next one
-    what it saw before         that, and what it remembers: a snapshot now and then, and the records since
+    the values of a record     nothing: the position is that of the source
+    the number of a record     the number of the next record
+    earlier records            also its state: a snapshot now and then, and how many records came since
 
 A snapshot of a pool of items may be large, and a position is asked for after every batch. So the stage
 takes one every so many records, all positions until the next one share it, and restoring transforms the
-records since then once more, without yielding what comes of them.
+records since then once more, without yielding the results.
 
-    snapshot ──records that were delivered: transformed again, and dropped──► position ──► what is left
+    snapshot ──records that were delivered: transformed again, and dropped──► position ──► the remaining
+    records
 
-Where these might come in another order, as those of several partitions do, each batch has its snapshot.
+If these might come in another order, as those of several partitions do, each batch has its snapshot.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from monolith.data.transforms.transform import Compose, Filter, Rewrite, Statefu
 from monolith.errors import ConfigError, DataError, RestoreError
 
 SNAPSHOT_EVERY = 65_536
-"""Records between two snapshots of what a transform remembers."""
+"""Records between two snapshots of the state of a transform."""
 
 KIND = "transform"
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -94,7 +95,7 @@ class Transformed(Stage[Records, Records]):
         self._settled_base()
         with closed_after(self._source) as batches:
             for records in batches:
-                made = self._pass(records)
+                made = self._transform_batch(records)
                 if len(made):
                     yield made
         if self._again:
@@ -102,12 +103,13 @@ class Transformed(Stage[Records, Records]):
                 f"pipeline: {self._again} records fewer than when the position was saved; the data has "
                 "changed"
             )
-        self._base, self._since = self._snapshot(), 0  # where the source says that it has ended
+        # The source may have more later; a snapshot at its end makes a restart cheap.
+        self._base, self._since = self._snapshot(), 0
 
-    def _pass(self, records: Records) -> Records:
-        """Transform a batch of the source; return what is made of those that were not delivered before."""
+    def _transform_batch(self, records: Records) -> Records:
+        """Transform a batch of the source; return the results that were not delivered before."""
         again = min(self._again, len(records))
-        # If a transform raises halfway, its state has seen some records of this batch and not others. The
+        # If a transform raises halfway, its state includes only some records of this batch. The
         # next iteration then restores the last snapshot, and transforms the records since once more.
         self._torn = True
         if again:

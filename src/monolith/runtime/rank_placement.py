@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.checkpoint import DensePart, Part, RestoreOptions, SavedPart
-from monolith.checkpoint.part import PartCut
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import PartSnapshot, RestoreReport
 from monolith.errors import (
     ConfigError,
     UnavailableError,
@@ -32,7 +31,7 @@ from monolith.store import (
 )
 from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, read_dense, unpack_tensors
 from monolith.store.rank_groups import Collective
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.train.config import RanksConfig, TrainConfig
 from monolith.train.hooks.barrier import MachineHealth
 from monolith.train.hooks.installed import Others
@@ -170,9 +169,9 @@ class RankDense:
         self._inner = inner
         self._merged = merged
 
-    def cut(self, step: int) -> PartCut:
+    def snapshot(self, step: int) -> PartSnapshot:
         with self._merged():
-            return self._inner.cut(step)
+            return self._inner.snapshot(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         return self._inner.restore(chain, options)
@@ -262,7 +261,7 @@ class RankPlacement:
     def dense_part(self, model: Model) -> Part:
         return RankDense(model.dense_part(), self._saving_buffers)
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         return self.rows.publishers(model, plan, guard)
 
     def restore_lost_from(self, last: Callable[[], LastCheckpoint | None]) -> None:

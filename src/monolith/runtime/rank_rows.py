@@ -18,9 +18,7 @@ from typing import Protocol
 
 from monolith import filesystem
 from monolith.checkpoint import Part, RestoreOptions, SavedPart, TablesPart, merge_entries
-from monolith.checkpoint.fitting import changes_from_json, changes_to_json
-from monolith.checkpoint.part import Entry, PartCut
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import Entry, PartSnapshot, RestoreReport, changes_from_json, changes_to_json
 from monolith.errors import (
     ClusterError,
     ConfigError,
@@ -55,7 +53,7 @@ from monolith.store import (
     Store,
 )
 from monolith.store.rank_calls import RankCalls
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.config import TrainConfig
 from monolith.train.hooks.barrier import HealthStatus, MachineHealth
@@ -113,7 +111,7 @@ class RankRows(Protocol):
     def tables_part(self) -> Part:
         """Return the tables of all, as the part of a checkpoint that rank 0 makes."""
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         """See `Placement.publishers`."""
 
     def server_health(self, server: int) -> MachineHealth:
@@ -192,7 +190,7 @@ class RowsOnRanks:
     def tables_part(self) -> Part:
         return RankTables(self._groups.calls)
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         groups = self._groups
         guards = [guard] if groups.rank == 0 else []
         share = SharePublisher(model.tables, (groups.rank, groups.size), plan, guards=guards)
@@ -284,7 +282,7 @@ class RowsOnServers:
     def tables_part(self) -> Part:
         return ServedTables(self)
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:  # noqa: ARG002
         if self._groups.rank:
             return None  # the servers publish their rows, and rank 0 steers them
         every = plan.config.dense_interval.total_seconds()
@@ -357,7 +355,7 @@ class RankShard:
         self._part = part
         self._rows = rows
         self._model_dir = model_dir
-        self._cuts: dict[str, PartCut] = {}
+        self._cuts: dict[str, PartSnapshot] = {}
         calls.offer(
             {
                 "tables.cut": lambda body: self._cut(read_message(SnapshotRank, body)),
@@ -368,7 +366,7 @@ class RankShard:
         )
 
     def _cut(self, body: SnapshotRank) -> dict[str, Json]:
-        self._cuts[body.cut] = self._part.cut(0)
+        self._cuts[body.cut] = self._part.snapshot(0)
         return {}
 
     def _write(self, body: WriteRankSnapshot) -> dict[str, Json]:
@@ -409,7 +407,7 @@ class RankTables:
     def __init__(self, calls: RankCalls) -> None:
         self._calls = calls
 
-    def cut(self, step: int) -> PartCut:  # noqa: ARG002
+    def snapshot(self, step: int) -> PartSnapshot:  # noqa: ARG002
         cut = _RankCut(self._calls, secrets.token_hex(8))
         try:
             self._calls.ask_all("tables.cut", write_message(SnapshotRank(cut=cut.name)))

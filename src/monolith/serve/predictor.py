@@ -118,6 +118,8 @@ class Predictor:
         clock: Callable[[], float] = time.time,
         **options: Unpack[LoadOptions],
     ) -> None:
+        if unknown := options.keys() - LoadOptions.__optional_keys__:
+            raise TypeError(f"Predictor has no option {min(unknown)!r}")
         self._clock = clock
         self._notice: Callable[[], str] = str
         threads = options.get("threads")

@@ -45,7 +45,7 @@ class Courier:
     """Prepares structures for another thread, in the thread that made them.
 
     Args:
-        device: Where to take the tensors; None leaves each where it is.
+        device: The device to copy the tensors to; None leaves each where it is.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

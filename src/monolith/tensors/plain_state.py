@@ -1,4 +1,4 @@
-"""Plain state: what a `state_dict` holds, as JSON and named tensors.
+"""Plain state: the contents of a `state_dict`, as JSON and named tensors.
 
 Optimizers, schedulers and random generators describe themselves by nested dicts of
 numbers, text and tensors. Here the tensors are collected under names, and JSON says

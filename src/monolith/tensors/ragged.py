@@ -140,7 +140,7 @@ class RaggedTensor:
 
     @property
     def values(self) -> Tensor | RaggedTensor:
-        """The rows end to end: shape (n, ...), or ragged when the rows hold rows."""
+        """The rows end to end: shape (n, ...), or ragged when the rows contain rows."""
         return self._values
 
     @property
@@ -343,7 +343,7 @@ def normalize_merged_split(row_split: Tensor, row_split_size: Tensor | Sequence[
 def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
     """Return `starts[i], starts[i] + 1, ...`, `lengths[i]` of them, for every i end to end.
 
-    `total` is the sum of the lengths; where it is not given, a CUDA device is asked.
+    `total` is the sum of the lengths; without it, this waits for a CUDA device.
     """
     total = int(lengths.sum()) if total is None else total
     first = starts - (lengths.cumsum(0) - lengths)

@@ -95,7 +95,7 @@ def test_a_record_is_read_when_its_line_is_finished(tmp_path: Path) -> None:
     assert found == [b"n1", b"two\nlines", b"n3"]
 
 
-def test_json_lines_grow_and_keys_that_nobody_reads_may_appear_later(tmp_path: Path) -> None:
+def test_json_lines_grow_and_unread_keys_may_appear_later(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1}\n{"id": 2')
     texts = iter(['}\n{"id": 3, "new": "x"}\n'])

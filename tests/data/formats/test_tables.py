@@ -93,7 +93,7 @@ def test_a_row_that_does_not_fit_is_named(rows: list[Any], types: Any, problem: 
         list(IterableSource(rows, types=types, infer_rows=1, batch_size=9))
 
 
-def test_a_generator_goes_on_after_a_restart_and_is_not_read_twice() -> None:
+def test_a_generator_continues_after_a_restart_and_is_not_read_twice() -> None:
     def numbers() -> Any:
         return ({"n": n} for n in range(10))
 

@@ -44,9 +44,8 @@ CLOSE_SECONDS = 2.0
 class SharedFileQueue(FileQueue):
     """A file queue in a folder that all workers see.
 
-    The folder holds the list of files, which only grows, and a small ledger that is
-    replaced in one step; a lock on a third file lets one process at a time change them, and
-    is released by the system when a process dies. Needs a filesystem with POSIX locks: a
+    A lock on a file lets one process at a time change the list and the ledger; the system
+    releases it when a process dies. Needs a filesystem with POSIX locks: a
     local disk, NFS 4, CephFS, Lustre with flock. The clocks of the machines may be set while a run
     trains: a lease runs out if this process has not seen it renewed for its whole time. A process that
     has just started believes the clocks, which should then agree to within a small part of a lease.
@@ -161,7 +160,7 @@ class SharedFileQueue(FileQueue):
     def add(self, files: Sequence[str]) -> int:
         """Add the files that were never added before; return how many those were.
 
-        So every worker may add the same list, and one that watches a folder what it found.
+        So every worker may add the same list, and a worker that watches a folder the files it found.
         """
         with self._locked():
             known = set(self._all_names())
@@ -207,7 +206,7 @@ class SharedFileQueue(FileQueue):
 
     @contextmanager
     def _ledger(self) -> Iterator[LeaseLedger]:
-        """Give the ledger with the pending changes, and write it with what the caller changes.
+        """Give the ledger with the pending changes applied, and write the changes of the caller.
 
         Raises:
             TransientFilesystemError: It cannot be written now. The pending changes stay pending.

@@ -98,7 +98,7 @@ class StrQueue:
     def _add(self, values: Sequence[str]) -> None:
         if len(self._values) + len(values) > self._capacity:
             raise DataError(
-                f"string queue: {len(values)} more do not fit: it holds {len(self._values)} "
+                f"string queue: {len(values)} more do not fit: it has {len(self._values)} "
                 f"of at most {self._capacity}"
             )
         self._values.extend(values)
@@ -146,6 +146,7 @@ class LeaseLedger:
         name_of: Callable[[int], str | None],
     ) -> Lease | None:
         if number is not None:
+            # A restarted worker takes over its own lease; that of another worker it does not get.
             own = self.leases.get(number)
             if own is not None and own.worker == worker:
                 self.put_back(own)
@@ -165,8 +166,8 @@ class LeaseLedger:
         self.leases[number] = lease
         return lease
 
-    def held(self, lease: Lease) -> Lease | None:
-        """Return the lease as it is known here, if it was not lost."""
+    def current(self, lease: Lease) -> Lease | None:
+        """Return the newest version of a lease; None if it was lost (its token differs)."""
         known = self.leases.get(lease.number)
         return known if known is not None and known.token == lease.token else None
 
@@ -181,6 +182,7 @@ class LeaseLedger:
     def settle(
         self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]
     ) -> None:
+        # Release first: then all files of these workers wait, and can be finished or moved forward.
         for worker in workers:
             self.release(worker)
         for number in finished:
@@ -287,7 +289,7 @@ class FileQueue(ABC):
 
         def change(ledger: LeaseLedger) -> Lease | None:
             ledger.expire(self._is_over)
-            known = ledger.held(lease)
+            known = ledger.current(lease)
             if known is None:
                 return None
             expires = self._clock() + self._seconds
@@ -302,7 +304,7 @@ class FileQueue(ABC):
 
         def change(ledger: LeaseLedger) -> bool:
             ledger.expire(self._is_over)
-            known = ledger.held(lease)
+            known = ledger.current(lease)
             if known is None:
                 return False
             expires = self._clock() + self._seconds
@@ -315,7 +317,7 @@ class FileQueue(ABC):
         """Note that the file was read to its end, so that no worker waits for it to come back."""
 
         def change(ledger: LeaseLedger) -> None:
-            known = ledger.held(lease)
+            known = ledger.current(lease)
             if known is not None:
                 ledger.leases[lease.number] = replace(known, read=True)
 
@@ -326,7 +328,7 @@ class FileQueue(ABC):
 
         def change(ledger: LeaseLedger) -> bool:
             ledger.expire(self._is_over)
-            return ledger.held(lease) is not None and ledger.leases.pop(lease.number) is not None
+            return ledger.current(lease) is not None and ledger.leases.pop(lease.number) is not None
 
         return self._change(("finish", lease.token), change, otherwise=True)
 
@@ -334,7 +336,7 @@ class FileQueue(ABC):
         """Return the file to the queue, from the place that was last reported."""
 
         def change(ledger: LeaseLedger) -> None:
-            if ledger.held(lease) is not None:
+            if ledger.current(lease) is not None:
                 ledger.put_back(ledger.leases[lease.number])
 
         self._change(("give back", lease.token), change, None)

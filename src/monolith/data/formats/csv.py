@@ -8,8 +8,8 @@ An empty field is a record without values in that column. Where lists are allowe
 inner separator is between their values. A line that does not fit (too many fields, a
 word where a number should be) is a bad record; the lines around it are read.
 
-The native core reads bytes straight to columns; `native/src/csv_parser.h` says what becomes of
-what. Here is what surrounds it: the names, the types, and the stretch of the file that it sees.
+The native core reads bytes straight to columns; `native/src/csv_parser.h` lists the
+conversions. This module does the rest: names, types, and the part of the file that the parser sees.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ import torch
 from monolith import native
 from monolith.data.format import BadRecord, Chunk, OddColumn, TextFormat
 from monolith.data.formats.compressed import OpenText, compression_of, write_text
-from monolith.data.records import DTYPES, Records, as_read
+from monolith.data.records import DTYPES, Records, as_read, column_from_arrays
 from monolith.errors import ConfigError, CorruptFileError, DataError
 from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
-from monolith.tensors import RaggedTensor
 
 _log = logging.getLogger(__name__)
 
@@ -48,10 +47,10 @@ _TYPES = {
 }
 _WRITTEN = {torch.int64: "int64", torch.float32: "double", torch.uint8: "string"}
 """How a column of each type is written again; numbers with a point are float64 to other readers of CSV."""
-_ODD_SHARE = 0.1
-"""Of the values of a column: where no more are texts, they may be mistakes."""
-_SLIP_SHARE = 0.001
-"""Of the values of a column: where no more are texts, they are mistakes and no codes with letters in them."""
+_ODD_FRACTION = 0.1
+"""If at most this fraction of the values of a column are texts, they may be mistakes."""
+_SLIP_FRACTION = 0.001
+"""If at most this fraction of the values are texts, they are mistakes and not codes with letters."""
 
 _OTHER_DELIMITERS = ";\t|,"
 """Other delimiters: a header of one column that contains one of these was read wrongly."""
@@ -150,6 +149,7 @@ class CsvFormat(TextFormat):
             parsed = parser.parse(window.view[:shown], last, self._chunk_bytes)
             if parsed.whole:
                 return parsed
+            # The chunk's last record is longer than the bytes shown: show more.
             window.move(parsed.next)
             shown = 2 * shown + _READ_BYTES
 
@@ -159,6 +159,7 @@ class CsvFormat(TextFormat):
         A line break ends a record unless it is within quotes. A quote that stays open for longer than a
         record may be is a stray one: it is left to the parser, as in a file that does not grow.
         """
+        # With an odd number of quotes the last line break is inside of quotes: go back line by line.
         end = piece.rfind(b"\n") + 1
         quotes, at = piece.count(b'"', 0, end), end
         while quotes % 2 and at:
@@ -262,16 +263,16 @@ class CsvFormat(TextFormat):
                     first = found[0]
                     line = lines.number(window.place + first[0], window)
                 records, odd = records + parsed.records, odd + len(found)
-                if not parsed.next or odd > _ODD_SHARE * records:
+                if not parsed.next or odd > _ODD_FRACTION * records:
                     break
                 window.move(parsed.next)
-            if first is not None and odd <= _ODD_SHARE * records:
+            if first is not None and odd <= _ODD_FRACTION * records:
                 text = (
                     f"line {line}: column {name!r}: {_shown(first[1])} is not a number, "
                     f"and {records:,} other records have one, so the column is read as text. Mend the "
                     f"line, or give the column's type: CsvFormat(types={{{name!r}: ...}})."
                 )
-                yield OddColumn(text, odd <= _SLIP_SHARE * records)
+                yield OddColumn(text, odd <= _SLIP_FRACTION * records)
 
     def _kinds(self, records: Records, layout: _Layout, window: _Window) -> dict[str, ColumnKind]:
         """Return how the columns of a file are written again, as its first chunk tells."""
@@ -352,7 +353,8 @@ class _Layout:
 
 
 class _Lines:
-    """Tells which line of a file a byte is in, as an editor counts them. Reads on from where it was last."""
+    """Tells which line of a file a byte is in, as an editor counts them. Continues from the last byte it was
+    asked for."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -380,7 +382,7 @@ class _Lines:
 
 
 class _Window:
-    """A stretch of a file, which moves on."""
+    """A range of bytes of a file, which moves forward."""
 
     def __init__(self, file: BinaryIO, place: int) -> None:
         file.seek(place)
@@ -412,7 +414,7 @@ class _Window:
 def csv_parser(
     fields: Sequence[str], types: Mapping[str, torch.dtype], delimiter: str, record_bytes: int = 1 << 20
 ) -> native.CsvParser:
-    """Return what reads some fields of records, one value each, that do not lie in a file."""
+    """Return a parser of some fields, one value each, for records that are not in a file."""
     # A time stays text: as a float32 it would be a minute or two off.
     dtypes = {name: torch.uint8 if dtype is TIME else dtype for name, dtype in types.items()}
     positions = [(fields.index(name), _TYPES[dtype]) for name, dtype in dtypes.items()]
@@ -420,13 +422,9 @@ def csv_parser(
 
 
 def csv_records(parsed: native.ParsedCsv, names: Sequence[str]) -> Records:
-    """Return the records that a parser found, given the names of what it read."""
-    columns = {}
-    for name, (flat, splits, inner) in zip(names, parsed.take_columns(), strict=True):
-        values: torch.Tensor | RaggedTensor = torch.from_numpy(flat)
-        if inner is not None:
-            values = RaggedTensor(values, torch.from_numpy(inner), validate=False)
-        columns[name] = RaggedTensor(values, torch.from_numpy(splits), validate=False)
+    """Return the records that a parser found, given the names of its columns."""
+    found = zip(names, parsed.take_columns(), strict=True)
+    columns = {name: column_from_arrays(*arrays) for name, arrays in found}
     return Records(parsed.records, columns, complete=True)
 
 

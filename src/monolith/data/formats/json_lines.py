@@ -48,8 +48,8 @@ class JsonLinesFormat(TextFormat):
         types: Key to int64, float32 or uint8 (text). A key that is not here gets the narrowest type that
             fits the first `infer_records` records of the file; one that first appears later makes its
             record a bad one. Give types where files should agree.
-        expected: Key to type, as `FeatureSpec.columns`, for what the first records leave open: a key without
-            a value in them, whole numbers where others may follow, times. Lists need not be taken apart.
+        expected: Key to type, as `FeatureSpec.columns`, for types that the first records do not settle: a key
+            without a value in them, whole numbers that fractions may follow, times.
         chunk_bytes: Of the file that make a chunk.
         record_bytes: The most that one line may have.
     """
@@ -171,7 +171,7 @@ class JsonLinesFormat(TextFormat):
 class _Writer:
     """Writes records as lines: one value as it is, several as a list, none, and NaN, as null.
 
-    A column that the data holds as lists is a list in every line.
+    A column of lists is a list in every line.
     """
 
     def __init__(self, file: BinaryIO) -> None:

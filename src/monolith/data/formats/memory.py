@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith.data.records import Records
+from monolith.data.records import Records, text_rows
 from monolith.data.shuffling import Epochs, check_epochs_unset, permutation
 from monolith.data.source import Position, Shard, ShardChoice, Source
 from monolith.errors import ConfigError, DataError, RestoreError, TensorArgumentError
@@ -36,7 +36,7 @@ _EXACT = 1 << 24
 
 Cell = list[Any]
 ColumnType = torch.dtype | type[int] | type[float] | type[str] | str
-"""What a column holds: int, float or str; "int64", "float32" or "text"; or the dtype that records have."""
+"""The type of a column: int, float or str; "int64", "float32" or "text"; or the dtype that records have."""
 
 TYPES: dict[ColumnType, torch.dtype] = {
     int: torch.int64,
@@ -61,7 +61,7 @@ def column_types(columns: Mapping[str, ColumnType], who: str) -> dict[str, torch
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """Return the object that a JSON text is; ValueError where it is none."""
+    """Return the object in a JSON text; ValueError if it is another value."""
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError(f"expected an object, got a {type(found).__name__}")
@@ -208,12 +208,7 @@ def rows_as_records(
     for name, dtype in types.items():
         lengths = torch.tensor([len(row[name]) for row in rows], dtype=torch.int64)
         flat = [value for row in rows for value in row[name]]
-        values: torch.Tensor | RaggedTensor
-        if dtype in (torch.uint8, TIME):
-            text = torch.from_numpy(np.frombuffer(b"".join(flat), np.uint8).copy())
-            values = RaggedTensor.from_row_lengths(text, torch.tensor([*map(len, flat)], dtype=torch.int64))
-        else:
-            values = torch.tensor(flat, dtype=dtype)
+        values = text_rows(flat) if dtype in (torch.uint8, TIME) else torch.tensor(flat, dtype=dtype)
         columns[name] = RaggedTensor.from_row_lengths(values, lengths, validate=False)
     return Records(len(rows), columns, kinds=kinds or {})
 
@@ -252,7 +247,7 @@ class MemorySource(Source):
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"memory source: batch_size must be at least 1, got {batch_size}")
-        self._share = ShardChoice("memory source", worker, num_workers)
+        self._choice = ShardChoice("memory source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
         self._records = replace(data, complete=True) if isinstance(data, Records) else to_records(data)
@@ -263,11 +258,11 @@ class MemorySource(Source):
         self._drop_remainder = drop_remainder
         self._next = 0
         self._ordered: tuple[int, Tensor] | None = None
-        self._settings: Position = {}  # until the share is settled
+        self._settings: Position = {}  # until the shard is settled
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         """Read every `shard.workers`-th record."""
-        self._share.choose(share)
+        self._choice.choose(shard)
 
     def size(self) -> int | None:
         """Return how many records there are to read; None without end."""
@@ -321,12 +316,12 @@ class MemorySource(Source):
         """Select the records of this worker, once."""
         if self._settings:
             return
-        share = self._share.settle()
+        shard = self._choice.settle()
         size = len(self._records)
-        self._records = self._records.take(torch.arange(min(share.worker, size), size, share.workers))
+        self._records = self._records.take(torch.arange(min(shard.worker, size), size, shard.workers))
         size, epochs = len(self._records), self._epochs
         self._total = None if epochs is None and size else size * (epochs or 1)
-        self._settings = {"source": "memory", "records": size, "shard": list(share), "seed": self._seed}
+        self._settings = {"source": "memory", "records": size, "shard": list(shard), "seed": self._seed}
 
     def _rows(self, begin: int, end: int) -> Tensor:
         size = len(self._records)
@@ -412,7 +407,7 @@ def _from_rows(rows: Sequence[Any]) -> RaggedTensor:
     lists = [values_of(row) for row in rows]
     there = [value for row in lists for value in row if value is not None]
     is_number = any(isinstance(value, float | np.floating) for value in there)
-    if not is_number:  # in a list of numbers, what is missing keeps its place
+    if not is_number:  # in a list of numbers, a missing item keeps its position
         lists = [[value for value in row if value is not None] for row in lists]
     flat: list[Any] = [nan if value is None else value for row in lists for value in row]
     lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
@@ -420,11 +415,7 @@ def _from_rows(rows: Sequence[Any]) -> RaggedTensor:
         if strange := [value for value in flat if not isinstance(value, str | bytes)]:
             raise DataError(f"it has texts, and {strange[0]!r}")
         texts = [value.encode() if isinstance(value, str) else value for value in flat]
-        text = torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).copy())
-        sizes = torch.tensor([len(one) for one in texts], dtype=torch.int64)
-        return RaggedTensor.from_row_lengths(
-            RaggedTensor.from_row_lengths(text, sizes, validate=False), lengths, validate=False
-        )
+        return RaggedTensor.from_row_lengths(text_rows(texts), lengths, validate=False)
     whole = all(isinstance(value, int | np.integer | np.bool_) for value in flat)
     if whole:
         values = torch.from_numpy(np.array([_signed(int(value)) for value in flat], dtype=np.int64))

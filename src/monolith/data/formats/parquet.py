@@ -62,8 +62,7 @@ def columns_of(schema: Any, columns: Sequence[str] | None) -> list[str]:
 
 
 def declared_by(table: Any) -> dict[str, torch.dtype]:
-    """Return what the columns of doubles of a whole table should be read as, where float32 would spoil them;
-    see `are_whole`."""
+    """Return the types to read columns of doubles as, if float32 would round them; see `are_whole`."""
     types = import_arrow().types
     found: dict[str, torch.dtype] = {}
     for name in table.column_names:
@@ -217,8 +216,8 @@ def _numpy(array: Any) -> np.ndarray[Any, Any]:
 class ParquetFormat(Format):
     """Reads any Parquet file with flat columns and lists.
 
-    Columns are written as the data that they were read from holds them: texts as texts, one value as a plain
-    value, a list as a list. A column of which nothing says that is written as a list.
+    Columns are written as they were in the data that they were read from: texts as texts, one value as a
+    plain value, a list as a list. A column of which nothing says that is written as a list.
 
     Args:
         chunk_rows: Rows in a chunk at most; a row group is read at once and cut.
@@ -226,7 +225,7 @@ class ParquetFormat(Format):
         single: Columns to write as plain values instead of lists: one per record, or null.
         compression: Of files that are written: "zstd", "snappy", "gzip", "none".
         types: Column to type, as `FeatureSpec.columns`. Whole numbers that a file has as doubles, as pandas
-            writes them where one is missing, are read as what they are; so are times.
+            writes them if one is missing, are read as whole numbers; so are times.
     """
 
     name = "parquet"
@@ -342,7 +341,7 @@ class _Writer:
             self._pending = [together.slice(self._rows, len(together))] if len(together) > self._rows else []
 
     def finish(self) -> None:
-        """Write what is left and the footer."""
+        """Write the remaining records and the footer."""
         rest = concat(self._pending) if self._pending else Records(0, {})
         if len(rest) or self._file is None:
             self._write(rest)

@@ -13,7 +13,7 @@ become floats, lists of lists are concatenated, and LineId becomes `line_id.<fie
 does not have is an empty row, also `sample_rate`, which Monolith reads as 1.
 
 TFRecord files and Monolith's framed files differ only in how a payload is wrapped (`tfrecord`). A place in
-such a file is a byte of the stream: of the file itself, or of what it decompresses to. Resuming at a place of
+such a file is a byte of the stream: of the file itself, or decompressed. Resuming at a place of
 a compressed file reads the file from its beginning.
 """
 
@@ -41,7 +41,7 @@ from monolith.data.formats.compressed import (
     compression_of,
     compressor_of,
 )
-from monolith.data.records import Records, concat
+from monolith.data.records import Records, column_from_arrays, concat
 from monolith.errors import ConfigError, CorruptFileError, DataError
 from monolith.tensors import RaggedTensor
 
@@ -61,7 +61,7 @@ _IDS = "fc_"
 
 @dataclass(frozen=True, slots=True)
 class ParsedPayloads:
-    """What a run of payloads held."""
+    """The records of consecutive payloads."""
 
     first: int
     """The position of the first of them."""
@@ -76,7 +76,7 @@ class PayloadParser:
 
     Args:
         columns: To read; None for all. Other columns are skipped without parsing.
-        workers: Threads to share the work; what comes out is the same without.
+        workers: Threads that parse; the result is the same without.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PayloadWriter:
         """Return payloads end to end, and where each begins, with the end behind the last.
 
         Raises:
-            DataError: A column is not what the message's field for it can hold.
+            DataError: A column has another type than the field of the message.
         """
         columns = []
         for name, column in records.columns.items():
@@ -182,10 +182,7 @@ def _records(parsed: native.ParsedExamples) -> Records:
     columns: dict[str, RaggedTensor] = {}
     shared = set()
     for name, is_shared, flat, splits, inner in parsed.take_columns():
-        values: torch.Tensor | RaggedTensor = torch.from_numpy(flat)
-        if inner is not None:
-            values = RaggedTensor(values, torch.from_numpy(inner), validate=False)
-        columns[name] = RaggedTensor(values, torch.from_numpy(splits), validate=False)
+        columns[name] = column_from_arrays(flat, splits, inner)
         if is_shared:
             shared.add(name)
     return Records(parsed.records, columns, frozenset(shared))

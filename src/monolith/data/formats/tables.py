@@ -35,8 +35,8 @@ from monolith.data.shuffling import (
     Block,
     Epochs,
     ShuffleConfig,
+    ShuffledBlock,
     Shuffler,
-    Stretch,
     check_epochs_unset,
     permutation,
 )
@@ -96,7 +96,7 @@ class TabularSource(Source):
             raise ConfigError(f"{kind} source: batch_size must be at least 1, got {batch_size}")
         if epochs is not None and epochs < 1:
             raise ConfigError(f"{kind} source: epochs must be at least 1, or None for ever, got {epochs}")
-        self._share = ShardChoice(f"{kind} source", worker, num_workers)
+        self._choice = ShardChoice(f"{kind} source", worker, num_workers)
         self._pieces = pieces
         self._kind = kind
         self._batch_size = batch_size
@@ -105,9 +105,9 @@ class TabularSource(Source):
         self._rows = rows
         self._cursor = _Cursor(0)
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         """Read every `shard.workers`-th record."""
-        self._share.choose(share)
+        self._choice.choose(shard)
 
     def size(self) -> int | None:
         """Return the number of records to read; None if unknown or endless."""
@@ -126,7 +126,7 @@ class TabularSource(Source):
     @property
     def _each(self) -> int:
         """How many records this worker reads each time."""
-        worker, workers = self._share.settle()
+        worker, workers = self._choice.settle()
         return len(range(worker, self._rows or 0, workers))
 
     def read_epochs(self, epochs: Epochs) -> None:
@@ -136,7 +136,7 @@ class TabularSource(Source):
         self._shuffle = self._shuffle or epochs.shuffle
 
     def __iter__(self) -> Iterator[Records]:
-        self._share.settle()
+        self._choice.settle()
         batcher: Batcher[_Cursor] = Batcher(self._batch_size)
         with closed_after(self._blocks()) as blocks:
             for block in blocks:
@@ -164,8 +164,8 @@ class TabularSource(Source):
         self._cursor = _Cursor(**{name: int(number or 0) for name, number in numbers.items()})
 
     def _settings(self) -> Position:
-        mixed = None if self._shuffle is None else [self._shuffle.seed, self._shuffle.buffer]
-        return {"source": self._kind, "shard": list(self._share.settle()), "shuffle": mixed}
+        shuffle = None if self._shuffle is None else [self._shuffle.seed, self._shuffle.buffer]
+        return {"source": self._kind, "shard": list(self._choice.settle()), "shuffle": shuffle}
 
     def _blocks(self) -> Iterator[Block[_Cursor]]:
         start = self._cursor
@@ -180,7 +180,7 @@ class TabularSource(Source):
             start = _Cursor(start.epoch + 1)
 
     def _epoch(self, start: _Cursor) -> Iterator[Block[_Cursor]]:
-        """Yield what is left of an epoch."""
+        """Yield the remaining records of an epoch."""
         with closed_after(self._mine(start)) as blocks:
             if self._shuffle is None:
                 yield from blocks
@@ -194,14 +194,14 @@ class TabularSource(Source):
             end = start
             for block in blocks:
                 end = block.cursor(len(block.records))
-                for stretch in shuffler.add(block):
-                    yield _mixed(stretch)
+                for shuffled in shuffler.add(block):
+                    yield _with_cursors(shuffled)
             if (last := shuffler.end(end)) is not None:
-                yield _mixed(last)
+                yield _with_cursors(last)
 
     def _mine(self, start: _Cursor) -> Iterator[Block[_Cursor]]:
         """Yield the shard of this worker from a cursor on, in order."""
-        worker, workers = self._share.settle()
+        worker, workers = self._choice.settle()
         passed = mine = 0
         length, taken = start.length, start.taken
         with closed_after(self._pieces()) as pieces:
@@ -225,14 +225,14 @@ def _cursors(epoch: int, before: int) -> Callable[[int], _Cursor]:
     return lambda number: _Cursor(epoch, before + number)
 
 
-def _mixed(stretch: Stretch[_Cursor]) -> Block[_Cursor]:
+def _with_cursors(block: ShuffledBlock[_Cursor]) -> Block[_Cursor]:
     """Return a shuffled block with the cursors between its records."""
-    begin, size = stretch.begin, len(stretch.records)
+    begin, size = block.begin, len(block.records)
 
     def cursor(number: int) -> _Cursor:
-        return stretch.end if number == size else begin._replace(taken=number, length=size)
+        return block.end if number == size else begin._replace(taken=number, length=size)
 
-    return Block(stretch.records, cursor, stretch.first)
+    return Block(block.records, cursor, block.first)
 
 
 class ArrowSource(TabularSource):
@@ -345,7 +345,7 @@ def frame_records(frame: Any, types: Mapping[str, torch.dtype]) -> Records:
 
     Args:
         types: The columns to read, with the types that they should have; others are ignored. Whole
-            numbers that are floats, as pandas has them where some are missing, become whole numbers again.
+            numbers that are floats, as pandas has them if some are missing, become whole numbers again.
 
     Raises:
         ConfigError: It is none of these.
@@ -435,7 +435,7 @@ def _row_pieces(
             except (ValueError, TypeError, AttributeError) as cause:
                 raise DataError(f"iterable source: record {number}: {cause}") from cause
             number += 1
-        if kinds is None:  # those of the first piece hold for all: what is written has one schema
+        if kinds is None:  # those of the first piece are used for all: a written file has one schema
             kinds = {name: kind_of_cells((row.get(name) for row in some), types[name]) for name in types}
         yield rows_as_records(cells, types, kinds)
 

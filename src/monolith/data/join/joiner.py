@@ -126,7 +126,7 @@ class JoinerConfig:
             if value is not None and value < 0:
                 raise ConfigError(f"joiner: {name} must not be negative, got {value}")
             if value is not None and self.folder is None:
-                raise ConfigError(f"joiner: {name} needs a folder for what is beyond it; set folder")
+                raise ConfigError(f"joiner: {name} needs a folder for the rest; set folder")
         for name in ("keep_snapshots", "snapshot_every"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"joiner: {name} must be at least 1, got {value}")
@@ -153,7 +153,7 @@ class JoinStats:
     """Examples that came out."""
     negatives_left_out: int = 0
     bad_times: int = 0
-    """Records of both streams that were left out because their time is no Unix second."""
+    """Records of both streams that were dropped because their time is no Unix second."""
 
 
 @dataclass(slots=True)
@@ -266,6 +266,7 @@ class Joiner:
         self._stats.impressions += len(keys)
         fresh = []
         among = set()
+        # Of several impressions with one key the first counts, within a batch as well.
         for row, key in enumerate(keys):
             if key not in self._index and key not in among:
                 among.add(key)
@@ -372,11 +373,12 @@ class Joiner:
         newest = self._newest[stream]
         self._newest[stream] = int(times.max()) if newest is None else max(newest, int(times.max()))
         known = [time for time in self._newest.values() if time is not None]
+        # The slower stream decides, unless it is behind by more than max_skew: then it is taken to be idle.
         both = min(known) if len(known) == 2 else -np.inf
         self._reached = max(self._reached, max(both, max(known) - self._skew) - self._lateness)
 
     def _ready(self, due: _Due) -> Records:
-        """Return what is due and what the watermark closes, in this order."""
+        """Return the examples that are due, then those whose window the watermark closes."""
         examples = [self._examples(due)] if due.handles else []
         closed, done = self._close()
         if closed.handles:
@@ -412,6 +414,7 @@ class Joiner:
         due = _Due()
         if not handles:
             return due, done
+        # By event time, then by handle, which is the order of arrival: the same in every replay.
         closed = np.concatenate(handles)
         closed = closed[np.lexsort((closed, np.concatenate(times)))]
         for handle, keep in zip(closed.tolist(), self._sampled(closed).tolist(), strict=True):
@@ -571,6 +574,8 @@ class Joiner:
         committed = [*others, name][-self.config.keep_snapshots :]
         with filesystem.atomic_write(filesystem.join(self._folder(), _COMMITTED)) as file:
             file.write(json.dumps(committed).encode())
+        # The list is on disk first: after a crash here, older snapshots remain and the next commit removes
+        # them.
         for old in present[: present.index(name)]:
             if old not in committed:
                 filesystem.remove(filesystem.join(self._folder(), old))

@@ -57,8 +57,8 @@ class JoinedSource(Source):
     partitions of a topic, must belong to this reader alone.
 
     Args:
-        close_at_end: Whether windows close when both sources have ended; if not, what is open
-            stays open, in the position too, for when there is more to read.
+        close_at_end: Whether windows close when both sources have ended; if not, they
+            stay open, in the position too, for when there is more to read.
     """
 
     def __init__(
@@ -87,17 +87,17 @@ class JoinedSource(Source):
     def live(self) -> bool:
         return any(one.source.live is not False for one in self._inputs.values())
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         """Have both sources read one shard, and join it in its own folder below the given one.
 
         The impressions and actions of a key must be in the same shard: files that were split alike,
         partitions by key. Actions that cannot be sharded are read whole by every worker."""
-        self._inputs[_IMPRESSIONS].source.read_shard(share)
+        self._inputs[_IMPRESSIONS].source.read_shard(shard)
         with suppress(NotShareableError):
-            self._inputs[_ACTIONS].source.read_shard(share)
-        if share.workers > 1:
+            self._inputs[_ACTIONS].source.read_shard(shard)
+        if shard.workers > 1:
             assert self._config.folder is not None
-            folder = filesystem.join(self._config.folder, f"worker-{share.worker}-of-{share.workers}")
+            folder = filesystem.join(self._config.folder, f"worker-{shard.worker}-of-{shard.workers}")
             with self._lock:
                 self.joiner.close()
                 self.joiner = Joiner(replace(self._config, folder=folder), metrics=self._metrics)
@@ -112,12 +112,16 @@ class JoinedSource(Source):
             if records is None:
                 left.remove(name)
                 continue
-            idle = name if not records.size else None
+            idle = (
+                name if not records.size else None
+            )  # a live source without records: read the other one next
             examples = self._push(name, records)
             if len(self._taken) >= self.joiner.config.snapshot_every:
                 self._write_base()
             if examples.size:
                 yield examples
+        # Write the snapshot before the last examples are yielded: a position taken with them is then at the
+        # end.
         closes = self._close_at_end and self.joiner.open
         examples = self._finish() if closes else Records(0, {})
         if self._taken:

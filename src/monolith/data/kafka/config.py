@@ -122,7 +122,7 @@ class KafkaConfig:
 
 
 MessageFormat = Literal["json", "csv", "tf_example", "example", "instance", "example_batch"]
-"""What a message may hold."""
+"""The format of a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ class TopicsConfig(KafkaConfig):
     """Topics whose messages a run's features are read from, as they are read from columns of a file."""
 
     format: MessageFormat = "json"
-    """What a message holds: a JSON object, one line of CSV without a header, TensorFlow's Example
+    """The format of a message: a JSON object, one line of CSV without a header, TensorFlow's Example
     (tf_example), or an Example, an Instance or an ExampleBatch of the original system."""
     columns: tuple[str, ...] = ()
     """The names of all fields of a message, in their order; for csv, which does not say them."""

@@ -27,9 +27,9 @@ from monolith.data.formats.memory import (
     rows_as_records,
 )
 from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
-from monolith.data.records import Records
+from monolith.data.records import Records, text_rows
 from monolith.errors import ConfigError, DataError
-from monolith.feature.spec.reading import BadReason
+from monolith.feature.spec.problems import BadReason
 from monolith.tensors import RaggedTensor
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class JsonMessages:
     not an object in JSON, or has a value of another type than its column, is a bad message.
 
     Args:
-        columns: Name to what it holds: int, float or str. Lists of these are columns as well.
+        columns: Name to its type: int, float or str. Lists of these are columns as well.
 
     Raises:
         ConfigError: There is no column, or no such type.
@@ -78,7 +78,7 @@ class CsvMessages:
 
     Args:
         fields: The names of all fields, in their order.
-        columns: The fields to read, and what each holds, as of `JsonMessages`.
+        columns: The fields to read, and the type of each, as of `JsonMessages`.
 
     Raises:
         ConfigError: A column is none of the fields, or there is no such type.
@@ -133,15 +133,11 @@ def plain_strings(payloads: list[bytes]) -> tuple[Records, Sequence[BadRecord]]:
 
 def string_column(strings: Sequence[bytes]) -> RaggedTensor:
     """Return a column with one string per record."""
-    joined = bytearray().join(strings)
-    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-    lengths = torch.tensor([len(string) for string in strings], dtype=torch.int64)
-    inner = RaggedTensor.from_row_lengths(values, lengths, validate=False)
-    return RaggedTensor(inner, torch.arange(len(strings) + 1), validate=False)
+    return RaggedTensor(text_rows(strings), torch.arange(len(strings) + 1), validate=False)
 
 
 class KafkaSink:
-    """Sends messages to a topic. One thread writes at a time. What could not be delivered is raised."""
+    """Sends messages to a topic. One thread writes at a time. Failed deliveries raise an error."""
 
     def __init__(
         self,
@@ -186,7 +182,7 @@ class KafkaSink:
         *,
         partition: int | None = None,
     ) -> None:
-        """Hand over messages; they are on their way when this returns, and there after `flush`.
+        """Send messages; they are delivered after `flush`.
 
         Args:
             keys: One for each payload. Messages of one key go to one partition; None goes to any.
@@ -236,7 +232,7 @@ class KafkaSink:
             )
 
     def close(self) -> None:
-        """Deliver what is on its way."""
+        """Deliver all messages that were sent."""
         self.flush()
 
     def __enter__(self) -> Self:

@@ -43,7 +43,7 @@ class ItemPoolConfig:
     start_num: int = 500
     """Items that a channel must exceed before anything is drawn from it."""
     max_item_num_per_channel: int = 10_000
-    """The most items of a channel; the oldest is dropped to make room."""
+    """The most items of a channel; the oldest is evicted."""
 
     def __post_init__(self) -> None:
         if self.start_num < 0:
@@ -199,6 +199,7 @@ class ItemPool:
         offered = size if barred is None else size - 1
         if not offered:
             return None
+        # Draw among the other items: skip the barred one by moving the places from it on up by one.
         place = int(luck * offered)
         if barred is not None and place >= barred:
             place += 1

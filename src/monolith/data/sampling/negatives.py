@@ -65,7 +65,7 @@ class NegativeGenerationConfig:
     """Highest first: which action of a record decides. If none of them is there, any action does."""
     label_index: int = 0
     positive_label: float = 1.0
-    """The label that makes a record positive, where no actions are given."""
+    """The label that makes a record positive, if no actions are given."""
 
     negative_label: float = 0.0
     """The label of the negatives made: at every position where the positive has a valid label."""
@@ -189,7 +189,7 @@ class NegativeGeneration:
 
         Returns:
             For each record of the result, the one it is made of, and its number among those:
-            0 for the original. And what was drawn for each one made.
+            0 for the original. And the drawn item of each generated record.
         """
         config, pool = self.config, self.pool
         positive, enters = self._judge(records, first)
@@ -251,7 +251,7 @@ class NegativeGeneration:
     def _item_columns(
         self, items: Records, rows: Tensor, made: Tensor, drawn: list[Drawn]
     ) -> dict[str, RaggedTensor]:
-        """Return the item side of the result: that of its row, or of what was drawn where it is made."""
+        """Return the item side of the result: that of its row, or of the drawn item if it is generated."""
         features = self.pool.features(one.row for one in drawn)
         places = rows.clone()
         places[made] = torch.arange(len(items), len(items) + len(drawn))
@@ -259,7 +259,7 @@ class NegativeGeneration:
         return {name: take_rows(column, places) for name, column in columns if column is not None}
 
     def _event_columns(self, records: Records, made: Tensor, drawn: list[Drawn]) -> dict[str, RaggedTensor]:
-        """Return what is rewritten of the event: which item, and that it got no action."""
+        """Return the rewritten columns of the event: its item, and that it got no action."""
         config, size = self.config, len(records)
         which = made.cumsum(0) - 1
         items = torch.tensor([one.item for one in drawn], dtype=torch.int64)[which]

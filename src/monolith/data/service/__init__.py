@@ -1,7 +1,7 @@
 """The data service: input pipelines on machines of their own, each record to one trainer.
 
 A *dispatcher* knows the job: a list of splits (files, shards of a stream) and how far each
-has been read. *Data workers* read splits and hold chunks of records; *trainers* fetch them.
+has been read. *Data workers* read splits and buffer chunks of records; *trainers* fetch them.
 Any of the three may be killed at any moment. Within an epoch every record still reaches
 exactly one trainer exactly once, counted by the trainers' saved positions.
 

@@ -46,8 +46,8 @@ class DataServiceSource(Source, WorkQueueSource):
     """Yields this trainer's chunks of a job.
 
     Each chunk of an epoch goes to one trainer. A position is the number of the trainer's turn: restored
-    to it, the very same chunks come again, in the same order, then what is still free. A trainer that
-    begins without a position begins at turn 0, with the first chunk that was ever given to its name.
+    to it, the very same chunks come again, in the same order, then free ones. A trainer that
+    starts without a position starts at turn 0, with the first chunk that was ever given to its name.
 
     Args:
         dispatcher: host:port, or a function that finds it.
@@ -72,7 +72,7 @@ class DataServiceSource(Source, WorkQueueSource):
     ) -> None:
         if not trainer or prefetch < 1:
             raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
-        self._share = ShardChoice("data service")
+        self._choice = ShardChoice("data service")
         self._base, self._named = trainer, False
         self._settings = _Settings(
             address=dispatcher,
@@ -86,9 +86,9 @@ class DataServiceSource(Source, WorkQueueSource):
         self._turn = 0
         self._interrupted = threading.Event()
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         """Become one of several trainers, which together get all chunks."""
-        self._share.choose(share)
+        self._choice.choose(shard)
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
         raise NotRepeatableError(
@@ -102,7 +102,7 @@ class DataServiceSource(Source, WorkQueueSource):
         try:
             self._job = fetcher.job
             for records in fetcher:
-                self._turn += 1
+                self._turn += 1  # before the yield: a position taken meanwhile includes this chunk
                 yield records
         finally:
             fetcher.close()
@@ -170,13 +170,13 @@ class DataServiceSource(Source, WorkQueueSource):
         return position  # the trainer would get the chunks after it, and there are none
 
     def defer_to_chief(self) -> None:
-        """Do nothing: a trainer that closes its source has what it had."""
+        """Do nothing: closing the source does not free the chunks of a trainer."""
 
     def interrupt(self) -> None:
         self._interrupted.set()
 
     def _is_ours(self, trainer: str) -> bool:
-        """Whether a trainer is this one, or one of those that share its name."""
+        """Whether a trainer is this one, or one of several with its name."""
         base, dash, number = trainer.rpartition("-")
         return trainer == self._base or (base == self._base and bool(dash) and number.isdecimal())
 
@@ -198,7 +198,7 @@ class DataServiceSource(Source, WorkQueueSource):
     def acknowledge(self, position: Position) -> None:
         """Tell the dispatcher that a position was saved for good: all before it need not come again.
 
-        Call it after the checkpoint that holds the position is complete. It lets the dispatcher forget
+        Call it after the checkpoint that contains the position is complete. It lets the dispatcher forget
         old chunks, and give only later chunks to other trainers if this one is given up.
         """
         if position["job"] is None:
@@ -222,14 +222,14 @@ class DataServiceSource(Source, WorkQueueSource):
         """Settle the name of this trainer among several; once."""
         if self._named:
             return
-        self._named, share = True, self._share.settle()
-        if share.workers > 1:
-            trainer = f"{self._settings.trainer}-{share.worker}"
+        self._named, shard = True, self._choice.settle()
+        if shard.workers > 1:
+            trainer = f"{self._settings.trainer}-{shard.worker}"
             self._settings = replace(self._settings, trainer=trainer)
 
 
 def _check(position: Position) -> None:
-    """Refuse what is not a position of such a source."""
+    """Refuse a position of another source."""
     if not isinstance(position, Mapping) or position.get("kind") != _KIND:
         raise RestoreError(
             f"cannot restore a data service source: {position!r:.200} is not a position of one"
@@ -240,7 +240,7 @@ def _check(position: Position) -> None:
 
 
 class _Fetcher:
-    """One iteration: a thread that fetches ahead, and what it has fetched."""
+    """One iteration: a thread that prefetches chunks, and the chunks that are ready."""
 
     def __init__(self, settings: _Settings, job: str | None, turn: int, interrupted: threading.Event) -> None:
         self._settings = settings
@@ -297,6 +297,7 @@ class _Fetcher:
 
     def _fetch_all(self) -> None:
         while not self._stop.is_set():
+            # Asking for a turn assigns a chunk for good, so ask only for as many as fit into the queue.
             most = max(1, self._prefetch - self._ready.qsize())
             answer = self._ask("turns", session=self._session, turn=self._turn, most=most, wait=POLL)
             if answer["over"]:

@@ -319,7 +319,8 @@ class Job:
         This fences another process of the same name: its session is no longer valid.
 
         Raises:
-            RestoreError: There is no such turn: of another job, not given yet, or given to others since.
+            RestoreError: There is no such turn: of another job, not given yet, or given to another trainer
+                since.
         """
         self._check_turn(trainer, job, turn)
         session = secrets.token_hex(8)
@@ -333,7 +334,7 @@ class Job:
         return session
 
     def turns(self, trainer: str, session: str, turn: int, most: int) -> list[SplitChunk]:
-        """Return a trainer's chunks from a turn on: those it was given before, then others that are free.
+        """Return a trainer's chunks from a turn on: those it was given before, then free ones.
 
         Asking again gives the same ones, so an answer that was lost does no harm.
 
@@ -342,8 +343,9 @@ class Job:
                 split could not be read and nothing else is left.
         """
         self._expire()
-        turns, held, _ = self._trainer(trainer)
-        if held != session:
+        # The session fences: a process that was replaced, or given up, must not take chunks any more.
+        turns, current, _ = self._trainer(trainer)
+        if current != session:
             raise DataError(
                 f"data service: trainer {trainer!r} was shut out: another process attached under its name, "
                 "or it was silent for longer than trainer_timeout. Restore from a checkpoint."
@@ -413,6 +415,8 @@ class Job:
         with _Transaction(self._db):
             if turn is not None:
                 self._db.execute("UPDATE trainers SET acknowledged = ? WHERE trainer = ?", (turn, trainer))
+            # Chunks keep their definition, only their trainer and turn are cleared: another trainer reads the
+            # same records.
             freed = self._db.execute(
                 "UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ?1 AND turn >= "
                 "(SELECT acknowledged FROM trainers WHERE trainer = ?1)",

@@ -194,7 +194,7 @@ class DataCaller(flight.Caller):
 
 
 _KIND = b"monolith.kind"
-"""In the metadata of a field: how the data holds the column, as JSON."""
+"""In the metadata of a field: how the data stores the column, as JSON."""
 
 
 def to_batch(records: Records) -> Any:

@@ -1,9 +1,9 @@
 """Data workers: read splits, cut them into chunks, and send these to trainers.
 
-A worker knows nothing that could be lost. It reads what it has leased and tells the
-dispatcher of every chunk it cuts; chunks wait here for the trainer that gets them, and reading
-stops while too many wait. A chunk that is asked for and not here, because it was sent
-before or because another worker cut it, is read again from its place.
+A worker has no state that could be lost. It reads the splits it has leased and announces every
+chunk to the dispatcher; chunks wait here for the trainer that gets them, and reading stops
+while too many wait. A requested chunk that is not here, because it was sent before or because
+another worker cut it, is read again from its place.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def pieces(source: Source, place: Place | None, most: int) -> Iterator[Piece]:
     """
     if place is not None:
         source.restore(place.position)
+    # A source has positions only between its batches, so a place inside of one is a position and a skip.
     base, skip = source.position(), 0 if place is None else place.skip
     for records in source:
         after = source.position()

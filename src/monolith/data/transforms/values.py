@@ -160,7 +160,7 @@ class FilterByValue(Filter):
         if bool((lengths > 1).any()):
             row = int((lengths > 1).nonzero()[0])
             raise DataError(
-                f"{self._name()}: {self.op} asks about one value, but record {row} of the stretch has "
+                f"{self._name()}: {self.op} asks about one value, but record {row} of the batch has "
                 f"{int(lengths[row])}. For lists there are all, any and diff."
             )
         return column.values
@@ -255,14 +255,6 @@ def _is_one_of(texts: RaggedTensor, wanted: Sequence[bytes]) -> Tensor:
     return found
 
 
-def values_of(records: Records, name: str) -> RaggedTensor:
-    """Return a column of numbers, whichever type it has, as float32."""
-    if name in records.columns and records.columns[name].dtype is torch.int64:
-        column = records[name]
-        return column.with_values(column.flat_values.to(torch.float32))
-    return read_column(records, name, torch.float32)
-
-
 Codec = Literal["f16", "bf16", "qtz8mm"]
 
 _HALF = np.dtype("<f2")
@@ -283,6 +275,7 @@ def encode_values(column: RaggedTensor, codec: Codec) -> RaggedTensor:
         return _one_string_each(_bytes((values.view(np.uint32) >> 16).astype("<u2")), 2 * lengths)
     if codec == "f16":
         return _one_string_each(_bytes(_halves(values)), 2 * lengths)
+    # qtz8mm: short lists as f16, long ones as two bounds and a code per number.
     is_long = lengths > _SHORT
     sizes = np.where(is_long, _HEAD_BYTES + lengths, 2 * lengths)
     begins = np.cumsum(sizes) - sizes

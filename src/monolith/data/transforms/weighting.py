@@ -92,7 +92,7 @@ class NegativeDownsample:
 
 
 def parse_drop_rates(text: str) -> dict[int, float]:
-    """Read `action:drop_rate,...`; ConfigError where it has another form."""
+    """Read `action:drop_rate,...`; ConfigError if it has another form."""
     rates: dict[int, float] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         parts = [part.strip() for part in item.split(":")]
@@ -106,7 +106,7 @@ def parse_drop_rates(text: str) -> dict[int, float]:
 
 
 def sample_rates(records: Records) -> Tensor:
-    """Return float32 of shape (len(records),): how likely each record was to stay; 1 where it does not say.
+    """Return float32 of shape (len(records),): how likely each record was to stay; 1 if it does not say.
 
     Raises:
         DataError: A rate is not above 0.
@@ -183,6 +183,7 @@ class InstanceReweight(Rewrite):
         cur_copies, cur_label = self._worth(cur, cur_rank, own)
         pre_copies, pre_label = self._worth(pre, pre_rank, own)
 
+        # The table of the module, for all records at once.
         is_first = pre_rank == listed + 1
         same = cur_label == pre_label
         corrected = torch.where(same, (cur_copies - pre_copies).abs(), cur_copies + pre_copies)

@@ -21,9 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 
 from monolith.errors import LayerArgumentError, SparseGradientError
+from monolith.table import LearningRate
 
 
 def fusable_runs(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -243,3 +245,38 @@ class DenseOptimizer(EagerOptimizer, ABC):
                     f"{str(param.grad.layout).removeprefix('torch.')}, and only dense ones are taken. "
                     "Use sparse=False in the layer it comes from, or keep those weights in a table."
                 )
+
+
+class RateSchedule(LRScheduler):
+    """Sets each group's `lr` to `rate(step)`; call `step()` after the optimizer's.
+
+    The rate is the whole rate, not a factor of the initial one. A table's segment takes the same functions,
+    so that dense and sparse weights warm up and decay together. Optimizers of this package also take such a
+    function as `lr`, and then need no scheduler.
+
+    Args:
+        optimizer: Any torch optimizer whose `lr` is a number.
+        rates: One function of the step for all groups, or one per group. For example those
+            of `monolith.table`: `PolynomialDecay`, `ConstantRate`, `warmup(...)`.
+        last_epoch: The last step taken, when a run is resumed; -1 starts at step 0.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, rates: LearningRate | Sequence[LearningRate], last_epoch: int = -1
+    ) -> None:
+        groups = len(optimizer.param_groups)
+        self._rates = list(rates) if isinstance(rates, Sequence) else [rates] * groups
+        if len(self._rates) != groups:
+            raise LayerArgumentError(
+                f"rate schedule: got {len(self._rates)} rates for {groups} groups of parameters; "
+                "give one for all, or one per group"
+            )
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of each group at this step."""
+        return [rate(self.last_epoch) for rate in self._rates]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the schedule without the functions: code is not state."""
+        return {name: value for name, value in super().state_dict().items() if name != "_rates"}
