@@ -30,7 +30,7 @@ from monolith.runtime.parameter_server import ServedShard
 from monolith.serve.shards import ServingServer, ServingServerConfig
 from monolith.store import ParameterServer
 from monolith.sync import MemoryChannel, PublishConfig
-from monolith.sync.flight_channel import DeltaPort
+from monolith.sync.flight_channel import DeltaPort, ReaderLimits
 from monolith.train import PublishPlan, TrainConfig
 from monolith.train.hooks import ControlServerHook, LocalBarrier
 from monolith.wire.ports import Limits
@@ -66,7 +66,7 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     control.after_create(FakeRun(f"{folder}/control", step=7))
     stack.callback(control.close)
     metrics = stack.enter_context(Metrics().serve(0))
-    deltas = DeltaPort(limits=LIMITS, readers=1 << 20, snapshots=1 << 20)
+    deltas = DeltaPort(limits=LIMITS, reader_limits=ReaderLimits(readers=1 << 20, snapshots=1 << 20))
     stack.callback(deltas.close)
     SmallPublisher(deltas.writer()).publish(range(100))
     assert control.address is not None

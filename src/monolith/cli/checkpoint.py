@@ -87,7 +87,7 @@ def _model_dir(config: Path) -> str:
 
 
 def _in_folder(folder: str, name: str) -> str:
-    """Return the checkpoint of a folder that is called so; if it is damaged, whoever reads it says so."""
+    """Return the checkpoint of a folder that is called so; a damaged one is reported when it is read."""
     there = checkpoint.list_checkpoints(folder).checkpoints
     found = [one.prefix for one in there if is_named(one.prefix, name)]
     return found[0] if len(found) == 1 else checkpoint.named_checkpoint(folder, name)

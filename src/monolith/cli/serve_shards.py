@@ -32,8 +32,8 @@ from monolith.serve.rows import RowSource
 from monolith.serve.shards import ServingServer, ServingServerConfig, open_remote_rows
 from monolith.serve.versions import list_versions
 from monolith.sync.channel import OpenReader
-from monolith.sync.channels import open_reader, parse_channel_url
-from monolith.sync.run_identity import split_identity
+from monolith.sync.channel_url import open_reader, parse_channel_url
+from monolith.sync.messages import split_identity
 from monolith.wire.ports import join_address
 
 FROM_DISCOVERY = "discovery"

@@ -259,7 +259,7 @@ def _typed(cls: type[T], tree: Node, problems: list[str], make_reader: Callable[
 
 
 def _touches(path: str, others: Collection[str]) -> bool:
-    """Whether `path` is one of the others, or above or below one."""
+    """Whether `path` is one of `others`, or above or below one."""
     return any(
         not path or path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
         for other in others

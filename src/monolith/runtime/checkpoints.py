@@ -14,8 +14,8 @@ from monolith import filesystem
 from monolith.checkpoint import (
     BestCheckpoint,
     Checkpointer,
-    Moment,
     Part,
+    PendingCheckpoint,
     Restored,
     RestoreOptions,
     Saver,
@@ -131,13 +131,13 @@ class RunCheckpoints:
         prefix = newest_checkpoint(self._config, "train")
         return None if prefix is None else self._restore(prefix)
 
-    def cut(self, step: int) -> Moment:
+    def snapshot(self, step: int) -> PendingCheckpoint:
         """Hold this moment fast, when every update of a row is done."""
         if self._config.keep.evict:
             self._session.evict()
         self._session.drain()
         self._session.check_weights()
-        moment = self._checkpointer.cut(step)
+        moment = self._checkpointer.snapshot(step)
         self._positions[step] = self._session.batches.position
         return moment
 

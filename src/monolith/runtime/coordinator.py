@@ -50,7 +50,7 @@ from monolith.model import Together, WeightOptimizer
 from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
 from monolith.store import MakeStore
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
@@ -298,7 +298,7 @@ class Placement(Protocol):
     def dense_part(self, model: Model) -> Part:
         """Return the part of a checkpoint that holds the dense weights."""
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         """Return the publishers of an attached model's rows; None if this process has no part in it.
 
         Args:

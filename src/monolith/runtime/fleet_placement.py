@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from monolith.checkpoint import Part, RestoreOptions, SavedPart, merge_entries
-from monolith.checkpoint.part import Entry, PartCut
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import Entry, PartSnapshot, RestoreReport
 from monolith.errors import ClusterError, ConfigError
 from monolith.model import WeightOptimizer
 from monolith.runtime.coordinator import Item, LastCheckpoint, Staleness
@@ -28,7 +27,7 @@ from monolith.store import MakeStore, ParameterServerStore, ServerGroup
 from monolith.store.dense import pack_tensors, unpack_tensors
 from monolith.store.dense_cache import DenseCache
 from monolith.store.dense_config import DenseConfig
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
@@ -174,7 +173,7 @@ class ServedTables:
     def __init__(self, servers: TableServers) -> None:
         self._servers = servers
 
-    def cut(self, step: int) -> PartCut:
+    def snapshot(self, step: int) -> PartSnapshot:
         cut = _ServedCut(self._servers, secrets.token_hex(8))
         self._servers.note_cut(step)
         try:
@@ -235,11 +234,11 @@ class ServedDense:
         self._schedule = model.schedule
         self._buffers = buffers
 
-    def cut(self, step: int) -> PartCut:
+    def snapshot(self, step: int) -> PartSnapshot:
         if self._optimizer is not None:
             self._fleet.group.fetch_dense(self._parameters, self._optimizer, schedule=self._schedule)
         with self._buffers.merged():
-            return self._inner.cut(step)
+            return self._inner.snapshot(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         cleared = options.custom.clears(options.model_dir)
@@ -319,7 +318,7 @@ class ServerPlacement:
         assert self._dense is not None, "attach a model first"
         return self._dense
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:  # noqa: ARG002
         if not self._fleet.is_chief:
             return None  # the servers publish their rows, and the chief steers them
         every = plan.config.dense_interval.total_seconds()

@@ -32,7 +32,7 @@ from monolith.runtime.coordinator import (
 )
 from monolith.runtime.prefetch import Silence
 from monolith.store import LocalStore, MakeStore, Store
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.table import TableConfig
 from monolith.train.accelerator import Accelerator
 from monolith.train.config import TrainConfig
@@ -117,7 +117,7 @@ class LocalPlacement:
     def dense_part(self, model: Model) -> Part:
         return model.dense_part()
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         share = SharePublisher(model.tables, (0, 1), plan, guards=[guard])
         model.restoring = share.restoring
         return OwnRows(share)

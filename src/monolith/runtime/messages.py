@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import RestoreReport
 from monolith.data.source import Position
 from monolith.runtime.coordinator import Start, WorkerState
 from monolith.train.publishing.bodies import HoldersTold, PublishOrder

@@ -24,9 +24,7 @@ from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint import DensePart, Part, RestoreOptions, SavedPart, TablesPart, merge_entries
-from monolith.checkpoint.fitting import changes_from_json, changes_to_json
-from monolith.checkpoint.part import Entry, PartCut
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import Entry, PartSnapshot, RestoreReport, changes_from_json, changes_to_json
 from monolith.errors import (
     ClusterError,
     ConfigError,
@@ -68,7 +66,7 @@ from monolith.store import (
 from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, read_dense, unpack_tensors
 from monolith.store.rank_calls import RankCalls
 from monolith.store.rank_groups import Collective
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.config import RanksConfig, TrainConfig
 from monolith.train.hooks.barrier import HealthStatus, MachineHealth
@@ -216,7 +214,7 @@ class RankShard:
         self._part = part
         self._rows = rows
         self._model_dir = model_dir
-        self._cuts: dict[str, PartCut] = {}
+        self._cuts: dict[str, PartSnapshot] = {}
         calls.offer(
             {
                 "tables.cut": lambda body: self._cut(read_message(SnapshotRank, body)),
@@ -227,7 +225,7 @@ class RankShard:
         )
 
     def _cut(self, body: SnapshotRank) -> dict[str, Json]:
-        self._cuts[body.cut] = self._part.cut(0)
+        self._cuts[body.cut] = self._part.snapshot(0)
         return {}
 
     def _write(self, body: WriteRankSnapshot) -> dict[str, Json]:
@@ -268,7 +266,7 @@ class RankTables:
     def __init__(self, calls: RankCalls) -> None:
         self._calls = calls
 
-    def cut(self, step: int) -> PartCut:  # noqa: ARG002
+    def snapshot(self, step: int) -> PartSnapshot:  # noqa: ARG002
         cut = _RankCut(self._calls, secrets.token_hex(8))
         try:
             self._calls.ask_all("tables.cut", write_message(SnapshotRank(cut=cut.name)))
@@ -323,9 +321,9 @@ class RankDense:
         self._inner = inner
         self._merged = merged
 
-    def cut(self, step: int) -> PartCut:
+    def snapshot(self, step: int) -> PartSnapshot:
         with self._merged():
-            return self._inner.cut(step)
+            return self._inner.snapshot(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         return self._inner.restore(chain, options)
@@ -415,7 +413,7 @@ class RankPlacement:
     def dense_part(self, model: Model) -> Part:
         return RankDense(model.dense_part(), self._saving_buffers)
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         return self.rows.publishers(model, plan, guard)
 
     def restore_lost_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
@@ -584,7 +582,7 @@ class RankRows(Protocol):
     def tables_part(self) -> Part:
         """Return the tables of all, as the part of a checkpoint that rank 0 makes."""
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         """See `Placement.publishers`."""
 
     def server_health(self, server: int) -> MachineHealth:
@@ -663,7 +661,7 @@ class RowsOnRanks:
     def tables_part(self) -> Part:
         return RankTables(self._groups.calls)
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         groups = self._groups
         guards = [guard] if groups.rank == 0 else []
         share = SharePublisher(model.tables, (groups.rank, groups.size), plan, guards=guards)
@@ -755,7 +753,7 @@ class RowsOnServers:
     def tables_part(self) -> Part:
         return ServedTables(self)
 
-    def publishers(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:  # noqa: ARG002
         if self._groups.rank:
             return None  # the servers publish their rows, and rank 0 steers them
         every = plan.config.dense_interval.total_seconds()

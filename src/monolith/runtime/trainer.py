@@ -33,8 +33,8 @@ from monolith.checkpoint import (
     RestoreOptions,
     Saver,
     StatePart,
-    go_back,
     read_manifest,
+    roll_back,
     start_from,
 )
 from monolith.data import Epochs, as_stream
@@ -230,7 +230,7 @@ class Trainer:
                 if restore.dir:
                     start_from(restore.dir, model_dir, restore.checkpoint, required=restore.required)
                 if restore.checkpoint and restore.required and not restore.fit:
-                    go_back(model_dir, restore.checkpoint)
+                    roll_back(model_dir, restore.checkpoint)
             random.seed(config.seed)
             np.random.seed(config.seed % (1 << 32))
             session = self._open_session(tell)

@@ -13,8 +13,8 @@ import torch
 from serve.shards.shard_folders import TABLES, all_ids, values_of, write_shards
 
 from monolith.serve.shards import ServingServer, ServingServerConfig
-from monolith.sync.memory_channel import MemoryChannel
-from monolith.sync.publisher import Publisher
+from monolith.sync.channel import MemoryChannel
+from monolith.sync.publisher import Publisher, PublisherConfig
 from monolith.table import NativeTable, Segment, TableConfig
 
 PATIENCE = 120
@@ -42,7 +42,7 @@ class Shares:
         ]
         self.put(all_ids(), "1")
         self.publishers = [
-            Publisher(tables, channel.writer(), run="runs/1", share=(number, total))
+            Publisher(tables, channel.writer(), PublisherConfig(run="runs/1", shard=(number, total)))
             for number, tables in enumerate(self.tables)
         ]
 

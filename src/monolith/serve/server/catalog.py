@@ -9,8 +9,7 @@ from typing import Any
 
 from monolith import filesystem
 from monolith.checkpoint import BestCheckpoint, read_best
-from monolith.checkpoint.folder.best import BEST, LATEST
-from monolith.checkpoint.folder.state_files import CHECKPOINT_FILE
+from monolith.checkpoint.folder.state_files import BEST, CHECKPOINT_FILE, LATEST
 from monolith.checkpoint.offline.listing import is_named
 from monolith.errors import ConfigError, FileMissingError, MonolithError
 from monolith.serve.config import ServedFolder, VersionPolicy
@@ -18,7 +17,7 @@ from monolith.serve.manifest import MANIFEST_NAME, WARM_UP, Servable, read_serva
 from monolith.serve.predictor import LoadOptions, Predictor
 from monolith.serve.rows import RowSource
 from monolith.serve.versions import ENTRY, describe_withheld, list_versions, withheld_versions
-from monolith.sync.run_identity import is_same_run, split_identity
+from monolith.sync.messages import is_same_run, split_identity
 
 OpenRows = Callable[[str], RowSource]
 """Opens the rows of a version, given its folder."""
