@@ -469,8 +469,9 @@ def capture_random() -> dict[str, Any]:
 
 
 def _cuda_states() -> list[Tensor]:
-    # Type: ignore[no-untyped-call].
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return torch.cuda.get_rng_state_all()
 
 
 def restore_random(state: dict[str, Any]) -> None:
