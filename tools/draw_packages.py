@@ -36,7 +36,6 @@ ABOUT = {
     "train": "what users write or read: task, metrics, evaluation, hooks",
     "serve": "export, predictor, server, shards and replicas",
     "ui": "the web page",
-    "run": "the config of a run",
     "runtime": "what runs a task: step, coordinator, failover, publishing",
     "cli": "the command line: parse, call, print",
     "monolith_bench": "benchmarks",

@@ -25,7 +25,7 @@ import torch
 from monolith.errors import MonolithError, UnavailableError
 from monolith.runtime import LocalRun, Trainer
 from monolith.runtime.publish_shard import PublishPlan
-from monolith.sync.channels import open_writer
+from monolith.sync.channel_url import open_writer
 from monolith.sync.publish_config import PublishConfig
 from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith_bench.marked_events import FreshnessJob, MarkedClicks, MarkedEvents

@@ -76,7 +76,7 @@ def test_whose_checkpoints_are_meant_must_be_said_once(
     missing = printed("inspect", "77", "--config", str(config), status=2)
     assert f"there is no checkpoint 77 in {folder}; it has {Path(prefixes[0]).name}" in missing
     config.write_text("")
-    assert "says no train.model_dir" in printed("inspect", "--config", str(config), status=2)
+    assert "has no train.model_dir" in printed("inspect", "--config", str(config), status=2)
 
 
 # list
@@ -424,4 +424,4 @@ def test_a_missing_piece_is_named_and_the_status_is_1(folder: Path, printed: Any
     Path(f"{prefixes[0]}.assets/ps-1-of-2/user.manifest").unlink()
     for arguments in (("list",), ("inspect",)):
         text = printed(*arguments, str(folder), status=1)
-        assert "share ps-1-of-2 of model.ckpt-1" in text
+        assert "shard ps-1-of-2 of model.ckpt-1" in text

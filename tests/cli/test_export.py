@@ -29,7 +29,7 @@ from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, ex
 from monolith.runtime.publish_pause import NAME, PublishPause
 from monolith.serve import Predictor
 from monolith.serve.versions import LockedVersion, list_versions, withheld_versions
-from monolith.sync.run_identity import run_identity
+from monolith.sync.messages import run_identity
 from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig
 
 TASK = "serve.served_tasks:Served"
@@ -96,7 +96,7 @@ class Looking(Served):
     config = trained(tmp_path / "run", Looking())
     flags = [config.model_dir, "--task", "looking.py:Looking", "--to", "to", "--quiet"]
     assert answer(["export", *flags]) == 2
-    assert "reads the ids of feature 'history' outside of its" in capsys.readouterr().err
+    assert "reads the IDs of feature 'history' outside of its" in capsys.readouterr().err
     assert answer(["export", *flags, "--as-module"]) == 0
     with pytest.raises(ConfigError, match="allow_module=True"):
         Predictor("to", show=False)

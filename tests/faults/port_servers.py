@@ -26,12 +26,13 @@ from monolith.cluster.security import Guard, SecurityConfig
 from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
+from monolith.runtime.cluster_config import ClusterConfig
 from monolith.runtime.parameter_server import ServedShard
 from monolith.runtime.publish_shard import PublishPlan
-from monolith.serve.shards import ServingServer
+from monolith.serve.shards import ServingServer, ServingServerConfig
 from monolith.store import ParameterServer
 from monolith.sync import MemoryChannel, PublishConfig
-from monolith.sync.flight_channel import DeltaPort
+from monolith.sync.flight_channel import DeltaPort, ReaderLimits
 from monolith.train import TrainConfig
 from monolith.train.hooks import ControlServerHook, LocalBarrier
 from monolith.wire.ports import Limits
@@ -53,21 +54,21 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     worker = stack.enter_context(DataWorker(dispatcher.address, open_split, limits=LIMITS, chunk_records=5))
     config, channel = TrainConfig(model_dir=f"{folder}/model"), MemoryChannel()
     plan = PublishPlan(config=PublishConfig(to="memory"), run="r", open_writer=lambda _: channel.writer())
-    share = ServedShard(Clicks(), config, index=0, num_ps=1, num_workers=2, publish=plan)
+    share = ServedShard(Clicks(), config, ClusterConfig(role="ps", num_ps=1, num_workers=2), publish=plan)
     stack.callback(share.close_publishing)
     parameters = stack.enter_context(share.serve("127.0.0.1", 0, None, LIMITS))
     guarded = stack.enter_context(
         ParameterServer([], shard=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
     )
     write_shards(Path(folder, "export"), shards=1)
-    serving = stack.enter_context(ServingServer(f"{folder}/export", 0, limits=LIMITS))
+    serving = stack.enter_context(ServingServer(f"{folder}/export", 0, ServingServerConfig(limits=LIMITS)))
     control = ControlServerHook(
         LocalBarrier(1), saved, security=SecurityConfig(token=Secret(TOKEN)), limits=LIMITS, grace=0.1
     )
     control.after_create(FakeRun(f"{folder}/control", step=7))
     stack.callback(control.close)
     metrics = stack.enter_context(Metrics().serve(0))
-    deltas = DeltaPort(limits=LIMITS, readers=1 << 20, snapshots=1 << 20)
+    deltas = DeltaPort(limits=LIMITS, reader_limits=ReaderLimits(readers=1 << 20, snapshots=1 << 20))
     stack.callback(deltas.close)
     SmallPublisher(deltas.writer()).publish(range(100))
     assert control.address is not None

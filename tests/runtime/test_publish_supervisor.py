@@ -8,7 +8,7 @@ from typing import Any
 
 from monolith.runtime.metric_guard import BadSince
 from monolith.runtime.publish_hook import PublishSupervisor
-from monolith.sync import LogPlace
+from monolith.sync import LogPosition
 from monolith.sync.publish_config import GuardConfig
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
 
@@ -59,7 +59,7 @@ class TwoHolders:
     def send_weights(self, weights: object) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
-    def places(self) -> Mapping[int, LogPlace]:
+    def places(self) -> Mapping[int, LogPosition]:
         return {}
 
 

@@ -36,6 +36,7 @@ from monolith.observe import ClockWatch, Metrics, MetricsServer, progress
 from monolith.runtime.local_profile import profiled_by_user
 from monolith.serve.config import ServeConfig
 from monolith.serve.manifest import read_servable
+from monolith.serve.predictor import LoadOptions
 from monolith.serve.rows import RowSource
 from monolith.serve.server import (
     InferenceServer,
@@ -44,11 +45,11 @@ from monolith.serve.server import (
     VersionPolicy,
 )
 from monolith.serve.server.catalog import BestVersion, ServableCatalog, example_row, served_folder
-from monolith.serve.shards import ServingServer, open_remote_rows
+from monolith.serve.shards import ServingServer, ServingServerConfig, open_remote_rows
 from monolith.serve.versions import list_versions
 from monolith.sync.channel import OpenReader
-from monolith.sync.channels import open_reader, parse_channel_url
-from monolith.sync.run_identity import split_identity
+from monolith.sync.channel_url import open_reader, parse_channel_url
+from monolith.sync.messages import split_identity
 from monolith.wire.ports import bound_socket, join_address
 
 READY = "ready"
@@ -84,10 +85,11 @@ def run(options: ServeOptions) -> int:
         trainer_of(options, config) as trainer,
         profiled_by_user(f"serve-{index}", os.environ, serves=[one.folder for one in folders]),
     ):
+        loading = LoadOptions(
+            threads=config.predict_threads, allow_module=options.allow_module, compiled=options.compiled
+        )
         catalog = ServableCatalog(
-            threads=config.predict_threads,
-            allow_module=options.allow_module,
-            compiled=options.compiled,
+            loading,
             serve_withheld=options.serve_withheld,
             rows=remote_rows(options, config, guard, stop) if options.role == "entry" else None,
         )
@@ -295,18 +297,20 @@ def serve_rows(options: ServeOptions) -> int:
         server = ServingServer(
             options.folders[0],
             options.shard,
-            host=config.host,
-            port=config.port or 0,
+            ServingServerConfig(
+                host=config.host,
+                port=config.port or 0,
+                advertise=reachable_host(config.host, options.advertise),
+                replica=options.replica,
+                threads=config.predict_threads,
+                limits=limits_of(options.security, os.environ),
+                follow=config.follow,
+                serve_withheld=options.serve_withheld,
+            ),
             guard=guard,
             discovery=discovery,
-            replica=options.replica,
-            advertise=reachable_host(config.host, options.advertise),
-            threads=config.predict_threads,
-            limits=limits_of(options.security, os.environ),
             follow=trainer,
-            following=config.follow,
             metrics=metrics,
-            serve_withheld=options.serve_withheld,
         )
         with server:
             if options.metrics_port is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from monolith.cluster.security import guard_listener
-from monolith.config import Dropped, Renamed, Unsupported, differences, load_config
+from monolith.config import ConfigNames, Dropped, Renamed, Unsupported, differences, load_config
 from monolith.config.fields import leaf_paths
 from monolith.config.tree import is_table_text
 from monolith.errors import ConfigError
@@ -185,13 +185,15 @@ def load_run_config(
         environ=environ,
         args=args,
         code=differences(code, RunConfig()) if isinstance(code, RunConfig) else code,
-        code_source=code_source,
         defaults=defaults,
-        ignore=NOT_CONFIG,
-        aliases=old_names(),
-        moved=moved_fields(),
-        exclusive=EXCLUSIVE,
-        foreign=FOREIGN_VARIABLES,
+        names=ConfigNames(
+            ignore=NOT_CONFIG,
+            foreign=FOREIGN_VARIABLES,
+            aliases=old_names(),
+            moved=moved_fields(),
+            exclusive=EXCLUSIVE,
+            code_source=code_source,
+        ),
         warn=warn,
     )
 

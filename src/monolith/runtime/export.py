@@ -41,7 +41,7 @@ from monolith.serve.versions import (
     withheld_versions,
     withhold,
 )
-from monolith.sync.run_identity import is_same_run, run_identity
+from monolith.sync.messages import is_same_run, run_identity
 from monolith.train import Mode, Task, TrainConfig
 from monolith.train.hooks.save_timing import SaveListener
 

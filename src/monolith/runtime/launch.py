@@ -82,9 +82,11 @@ def run_launched(run: RunContext) -> RunResult:
     check_launch(config, launch)
     restore = config.train.restore
     if restore.required and restore.checkpoint is not None and restore.dir is None:
-        from monolith.checkpoint.override import to_go_back_to
+        from monolith.checkpoint.override import checkpoint_to_roll_back_to
 
-        to_go_back_to(config.train.model_dir, restore.checkpoint)  # or an error, before any process starts
+        checkpoint_to_roll_back_to(
+            config.train.model_dir, restore.checkpoint
+        )  # or an error, before any process starts
     if not launch.command:
         launch = replace(launch, command=written_command(run, config))
     report = ChiefReport()

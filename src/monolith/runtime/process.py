@@ -204,7 +204,7 @@ def dump_features(process: Process) -> RunResult:
 def serve_rows(process: Process, discovery: Discovery) -> RunResult:
     """Hold a shard of the model until the run is over, or a request stops this process."""
     from monolith.runtime import serve_parameters
-    from monolith.runtime.standbys import CopyPlan
+    from monolith.runtime.parameter_server import ServedShard, ServerPort
 
     config = process.config
     host, port = listen_address(config, process.environ)
@@ -216,29 +216,22 @@ def serve_rows(process: Process, discovery: Discovery) -> RunResult:
         reasons.append(reason)
         stop.set()
 
+    def serving(shard: ServedShard, address: str) -> None:
+        cluster = config.cluster
+        spare = ", a spare," if cluster.index >= cluster.num_ps else ""
+        servers = cluster.num_ps + cluster.num_spares
+        process.output.say(f"parameter server {cluster.index} of {servers}{spare} listens on {address}")
+        process.status.watch_server(shard, address)
+
     with process.run.stopped_by(ask):
         end = serve_parameters(
             process.task,
-            config.train,
+            config,
             discovery,
-            index=config.cluster.index,
-            num_ps=config.cluster.num_ps,
-            num_workers=config.cluster.num_workers,
-            max_workers=config.cluster.max_workers or None,
-            num_spares=config.cluster.num_spares,
-            holds_weights=config.cluster.mode == "async",
-            host=host,
-            port=port,
-            guard=guard,
-            limits=config.limits,
+            port=ServerPort(host=host, port=port, guard=guard),
             stop=stop,
-            say=process.output.say,
-            start_timeout=config.timeouts.start,
-            lost_after=config.timeouts.silence,
-            abandoned_after=config.timeouts.abandoned,
-            on_serving=process.status.watch_server,
+            on_serving=serving,
             publish=publish_plan(config, process.metrics, discovery),
-            copies=CopyPlan(interval=config.cluster.standby_interval.total_seconds()),
         )
     process.output.say(f"parameter server {config.cluster.index} ended: {end.why}")
     if reasons:
@@ -329,13 +322,13 @@ def train(process: Process, discovery: Discovery | None = None, *, gauges: bool)
             listeners = open_things.enter_context(exports)
         open_things.enter_context(process.run.stopped_by(stopper))
 
-        def attempt(peers: Coordinator | None = None) -> TrainReport:
+        def attempt(coordinator: Coordinator | None = None) -> TrainReport:
             trainer = Trainer(
                 task,
                 config.train,
                 hooks=hooks,
                 metrics=metrics,
-                peers=peers,
+                coordinator=coordinator,
                 listeners=listeners,
                 publish=publish_plan(config, metrics, discovery),
             )
@@ -446,19 +439,20 @@ def reported_outcome(config: RunConfig, environ: Mapping[str, str]) -> Iterator[
 
 def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta) -> Hook:
     """Return the hook that shows the status of training every so often."""
+    coordinator = local.session.coordinator
     return LiveLineHook(
         show,
         every=every,
         stats=local.session.model.stats,
         metrics=local.session.metrics.values,
-        skipped=lambda: local.session.total_skipped,
-        staleness=lambda: None if (found := local.session.staleness) is None else found.last,
+        skipped=lambda: local.session.progress.total_skipped,
+        staleness=lambda: None if (found := coordinator.status().staleness) is None else found.last,
         evaluated=lambda: last.metrics if local.evaluate and (last := local.evaluate.latest) else {},
         steps=config.steps,
         max_steps=config.max_steps,
         read=local.session.fraction_read,
         epochs=config.epochs or 1,
-        live=local.session.live,
+        live=local.session.batches.live,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from monolith import filesystem
 from monolith.checkpoint import Saver
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.cluster import Discovery
 from monolith.cluster.addresses import Address
 from monolith.cluster.run_token import shared_security
@@ -19,17 +19,17 @@ from monolith.runtime.export import VersionMarks
 from monolith.runtime.publish_pause import PauseFile
 from monolith.runtime.publish_shard import PublishPlan
 from monolith.sync.channel import DeltaWriter
-from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url
-from monolith.sync.run_identity import run_identity
+from monolith.sync.channel_url import ChannelUrl, open_writer, parse_channel_url
+from monolith.sync.messages import run_identity
 
 _log = logging.getLogger(__name__)
 
 
 def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None = None) -> PublishPlan | None:
-    """Return how this process of a run publishes; None if the run publishes nothing.
+    """Return how this process of a run publishes; None where the run publishes nothing.
 
     Args:
-        discovery: The registry at which it registers its port, so that subscribers find it.
+        discovery: Where it registers a port that it listens on, for those who find it there.
 
     Raises:
         ConfigError: `publish.to` is no URL of a channel.
@@ -63,14 +63,14 @@ def pause_file_of(run: RunConfig) -> PauseFile:
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """Opens the channel of one shard of a run."""
+    """Opens the channel of a share of one run."""
 
     run: RunConfig
     url: str
     found: ChannelUrl
     discovery: Discovery | None
 
-    def __call__(self, share: IdShare) -> DeltaWriter:
+    def __call__(self, share: IdShard) -> DeltaWriter:
         run, url, host = self.run, self.url, run_host(self.run)
         guard = None
         if self.found.kind == "flight":
@@ -89,22 +89,22 @@ class _Opening:
             limits=run.limits,
         )
         where = url
-        if isinstance(writer, ListeningWriter):
+        if writer.address is not None:
             where = f"{'grpc+tls' if run.security.uses_tls else 'grpc'}://{writer.address}"
         _log.info("shard %d of %d is published at %s", *share, where)
         return writer
 
 
 def run_host(run: RunConfig) -> str:
-    """Return the host that a process listens on if no URL names one."""
+    """Return the host that a process listens on where no URL names one."""
     return run.cluster.listen or "127.0.0.1"
 
 
-def address_of(addresses: tuple[str, ...], share: IdShare) -> Address:
-    """Return where one of several publishers listens: each has an address, or all follow one, port by port.
+def address_of(addresses: tuple[str, ...], share: IdShard) -> Address:
+    """Return where one of several holders listens: each has an address, or all follow one, port by port.
 
     Raises:
-        ConfigError: There are several addresses, and not as many as publishers.
+        ConfigError: There are several addresses, and not as many as holders.
     """
     number, count = share
     if len(addresses) == count:
@@ -112,7 +112,7 @@ def address_of(addresses: tuple[str, ...], share: IdShare) -> Address:
     if len(addresses) != 1:
         raise ConfigError(
             f"publish.to: there are {len(addresses)} addresses for {count} publishers; name one "
-            "for each, in order, or the first alone: the next ones listen at the ports after it"
+            "for each, in order, or the first alone: the others listen at the ports after it"
         )
     first = Address.parse(addresses[0])
     return Address(first.host, first.port + number if first.port else 0)

@@ -25,21 +25,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import MonolithError, UnavailableError
 from monolith.feature import FeatureIds
 from monolith.observe import Doublings, Metrics
 from monolith.runtime.publish_pause import PauseFile
-from monolith.sync.channel import DeltaWriter, ShareLog, TakeSnapshot
-from monolith.sync.guard import AllGuards, RecoveringGuard, RowGuard
-from monolith.sync.messages import Delta, LearnedUpTo, LogPlace, Message, PublishState
+from monolith.sync.channel import DeltaWriter, ShardLog, TakeSnapshot
+from monolith.sync.guard import AllGuards, PublishGuard, RowGuard
+from monolith.sync.messages import Delta, LearnedUpTo, LogPosition, Message, PublishState
 from monolith.sync.publish_config import PublishConfig
 from monolith.sync.publish_messages import PublishOrder, ShardPublishStatus
-from monolith.sync.publisher import DELTA_IDS, Publisher
+from monolith.sync.publisher import DELTA_IDS, Publisher, PublisherConfig
 
 _log = logging.getLogger(__name__)
 
-OpenShareWriter = Callable[[IdShare], DeltaWriter]
+OpenShareWriter = Callable[[IdShard], DeltaWriter]
 """Opens the channel of a shard."""
 
 
@@ -90,11 +90,11 @@ class ShardPublisher:
     def __init__(
         self,
         tables: Mapping[str, Any],
-        share: IdShare,
+        share: IdShard,
         plan: PublishPlan,
         *,
         learned: Callable[[], LearnedUpTo] | None = None,
-        guards: Sequence[RecoveringGuard] = (),
+        guards: Sequence[PublishGuard] = (),
     ) -> None:
         self._tables = dict(tables)
         self._share = share
@@ -116,9 +116,9 @@ class ShardPublisher:
         self._closed = threading.Event()
 
     @property
-    def place(self) -> LogPlace | None:
+    def place(self) -> LogPosition | None:
         """The newest published position of the shard; None before the first."""
-        return None if self._opened is None else self._opened.publisher.place
+        return None if self._opened is None else self._opened.publisher.position
 
     def start(self) -> None:
         """Publish from now on: the rows are made or restored. Starting again does nothing.
@@ -140,14 +140,18 @@ class ShardPublisher:
         publisher = Publisher(
             self._tables,
             writer,
-            run=plan.run,
-            share=self._share,
-            interval=self._interval,
-            dense_interval=config.dense_interval.total_seconds(),
+            PublisherConfig(
+                run=plan.run,
+                shard=self._share,
+                interval=self._interval,
+                dense_interval=config.dense_interval.total_seconds(),
+                initial_state=None
+                if kept is None
+                else PublishState(True, kept.reason, kept.since, kept.version),
+            ),
             dense=self._newest_weights,
             learned=self._learned,
-            guard=self._guard,
-            state=None if kept is None else PublishState(True, kept.reason, kept.since, kept.version),
+            check_delta=self._guard.check,
             clock=plan.clock,
         )
         if kept is not None:
@@ -188,9 +192,9 @@ class ShardPublisher:
 
     def _status(self, opened: _Opened) -> ShardPublishStatus:
         publisher, writer = opened.publisher, opened.writer
-        state, place, newest = publisher.state, publisher.place, writer.newest
-        by_guard = state.held and not self._by_operator
-        if state.held and self._first_bad_step is None:
+        state, place, newest = publisher.state, publisher.position, writer.newest
+        by_guard = state.paused and not self._by_operator
+        if state.paused and self._first_bad_step is None:
             # The newest delta passed the guard, and an operator who pauses later did not object to it: so the
             # first bad step is the one after it. Before the first delta only the trained step is known.
             step = newest.step + 1 if newest.step else max(1, self._learned().step)
@@ -200,7 +204,7 @@ class ShardPublisher:
         return ShardPublishStatus(
             share=self._share[0],
             shares=self._share[1],
-            held=state.held,
+            held=state.paused,
             reason=state.reason[:4096],
             since=state.since,
             version=state.version,
@@ -217,7 +221,7 @@ class ShardPublisher:
             by_guard=by_guard,
             trouble=publisher.trouble[:4096],
             recovered=by_guard and self._guard.recovered(self._look_up),
-            first_bad_step=self._first_bad_step if state.held else None,
+            first_bad_step=self._first_bad_step if state.paused else None,
         )
 
     @contextmanager
@@ -287,8 +291,8 @@ class ShardPublisher:
         if order.first_bad_step is not None:
             before = self._first_bad_step
             self._first_bad_step = min(order.first_bad_step, before or order.first_bad_step)
-        if not publisher.state.held or not order.by_guard:
-            publisher.hold(order.reason)
+        if not publisher.state.paused or not order.by_guard:
+            publisher.pause(order.reason)
 
     def _newest_weights(self) -> Mapping[str, Tensor] | None:
         return self._weights
@@ -380,10 +384,14 @@ class CountedWriter:
         """The newest event, step and times that the newest delta has learned from."""
 
     @property
+    def address(self) -> str | None:
+        return self._inner.address
+
+    @property
     def resyncs(self) -> int:
         return max(self._epochs - 1, 0)
 
-    def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:
+    def open(self, log: ShardLog, snapshot: TakeSnapshot) -> None:
         try:
             self._inner.open(log, _CheckedSnapshot(snapshot, self._problem))
         except Exception:
@@ -406,9 +414,9 @@ class CountedWriter:
         self._count_bytes(size)
         self._observe(delta.learned)
 
-    def say(self, state: PublishState) -> None:
-        self._held.set(float(state.held), share=self._name)
-        self._inner.say(state)
+    def set_state(self, state: PublishState) -> None:
+        self._held.set(float(state.paused), share=self._name)
+        self._inner.set_state(state)
 
     def close(self) -> None:
         self._inner.close()

@@ -19,7 +19,7 @@ from monolith.observe import Doublings
 from monolith.runtime.publish_shard import Learning, ShardPublisher
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.dense import pack_tensors
-from monolith.sync.messages import LearnedUpTo, LogPlace
+from monolith.sync.messages import LearnedUpTo, LogPosition
 from monolith.sync.publish_messages import (
     PublishedWeights,
     PublishOrder,
@@ -60,7 +60,7 @@ class Publishers(Protocol):
             MonolithError: One of them did not answer.
         """
 
-    def positions(self) -> Mapping[int, LogPlace]:
+    def positions(self) -> Mapping[int, LogPosition]:
         """Return a recent published position of each shard, as the process that leads; it may be a little
         old."""
 
@@ -91,7 +91,7 @@ class LocalPublisher:
     def execute(self, order: PublishOrder) -> Sequence[ShardPublishStatus]:
         return self._share.execute(order)
 
-    def positions(self) -> Mapping[int, LogPlace]:
+    def positions(self) -> Mapping[int, LogPosition]:
         place = self._share.place
         return {} if place is None else {0: place}
 
@@ -135,12 +135,12 @@ class RankPublishers:
             self._statuses |= {one.share: one for one in shares}
         return shares
 
-    def positions(self) -> Mapping[int, LogPlace]:
+    def positions(self) -> Mapping[int, LogPosition]:
         with self._lock:
             found = dict(self._statuses)
         if len(found) < self._groups.size:
             return {}  # an incomplete answer would be read as that of fewer shards
-        return {share: LogPlace(one.epoch, one.sequence) for share, one in found.items()}
+        return {share: LogPosition(one.epoch, one.sequence) for share, one in found.items()}
 
     def flush(self) -> None:
         self._share.flush()
@@ -196,12 +196,12 @@ class ServerPublishers:
         self._note(shares)
         return shares
 
-    def positions(self) -> Mapping[int, LogPlace]:
+    def positions(self) -> Mapping[int, LogPosition]:
         with self._lock:
             found = dict(self._statuses)
         if len(found) < len(self._group):
             return {}  # an incomplete answer would be read as that of fewer shards
-        return {share: LogPlace(one.epoch, one.sequence) for share, one in found.items()}
+        return {share: LogPosition(one.epoch, one.sequence) for share, one in found.items()}
 
     def flush(self) -> None:
         """Send the servers the last step, and wait until they have published it."""

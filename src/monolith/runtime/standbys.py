@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import ClusterError, ConfigError, RequestError, RestoreError
 from monolith.observe import Metrics
 from monolith.runtime.messages import CopyOpened, FollowShard, OfRun, StandbyStatus
@@ -35,9 +35,9 @@ from monolith.store.pushes import KnownPushes
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.messages import LearnedUpTo
-from monolith.sync.publisher import Publisher
-from monolith.sync.subscriber import Followed, Subscriber
-from monolith.sync.table_target import TableTarget
+from monolith.sync.publisher import Publisher, PublisherConfig
+from monolith.sync.subscriber import ShardProgress, Subscriber
+from monolith.sync.target import TableTarget
 from monolith.table import Rows
 from monolith.train.model import Model
 from monolith.wire.flight import PortGuard
@@ -158,11 +158,11 @@ class Standbys:
         return self._before.get(place, ())
 
     def taken_over(self, place: int, lost: str) -> None:
-        """Hear that a standby serves a place; if it is lost as well, other copies of what was lost serve."""
+        """Note that a standby serves a shard; if it is lost as well, other copies can still take over."""
         self._before = {**self._before, place: (*self.before(place), lost)[-8:]}
 
     def restored(self, place: int) -> None:
-        """Hear that a place was restored from a checkpoint: copies of what it held before serve no more."""
+        """Note that a shard was restored from a checkpoint: copies of its earlier state serve no more."""
         self._before = {one: found for one, found in self._before.items() if one != place}
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class Standbys:
         self._stop.set()
 
     def look(self) -> None:
-        """Look once who keeps which copy, and have those made that nobody keeps."""
+        """Check once which standby keeps which copy, and have missing copies made."""
         with self._turn:
             used = self._used()
             serving = {one.address for one in used}
@@ -256,11 +256,11 @@ class Standbys:
         return True
 
     def _call(self, address: str, name: str, request: object, kind: type[A]) -> A | None:
-        """Return an answer; None where there is none."""
+        """Return an answer; None if there is none."""
         try:
             return read_message(kind, self._calls(address, name, **write_message(request)))
         except (ClusterError, ConfigError, RequestError) as error:
-            _log.debug("passed over %s of %s: %s", name, address, error)
+            _log.debug("no answer to %s from %s: %s", name, address, error)
             return None
 
     def _note(self, keeping: dict[int, tuple[str, ...]], whole: dict[int, tuple[str, ...]]) -> None:
@@ -325,7 +325,7 @@ class CopyPlan:
 
 
 class CopiedShard:
-    """Tells whoever keeps the copy of a share what changes in it, until it is closed.
+    """Tells the standbys of a shard what changes in it, until it is closed.
 
     Args:
         dense: The weights of the share.
@@ -339,7 +339,7 @@ class CopiedShard:
         self,
         model: Model,
         dense: DenseShard,
-        share: IdShare,
+        share: IdShard,
         *,
         incarnation: str,
         pushes: Callable[[], Mapping[str, KnownPushes]],
@@ -358,13 +358,15 @@ class CopiedShard:
         self.publisher = Publisher(
             tables,
             self.port.writer(incarnation, log_bytes=plan.log_bytes),
-            run=incarnation,
-            share=share,
-            interval=plan.interval,
-            dense_interval=0.0,  # with every delta: weights and rows are of one moment, or nearly so
+            PublisherConfig(
+                run=incarnation,
+                shard=share,
+                interval=plan.interval,
+                dense_interval=0.0,  # with every delta: weights and rows are of one moment, or nearly so
+                with_state=True,
+            ),
             dense=self._rest,
             learned=self._learned,
-            with_state=True,
         )
         self.publisher.start()
 
@@ -373,7 +375,7 @@ class CopiedShard:
         return CopyOpened(self.port.address, self._incarnation)
 
     def close(self) -> None:
-        """Tell nobody any more. Closing again does nothing."""
+        """Stop telling standbys. Closing again does nothing."""
         self.publisher.close()
         self.port.close()
 
@@ -383,8 +385,8 @@ class CopiedShard:
         return LearnedUpTo(step=self._dense.step)
 
     def _rest(self) -> Mapping[str, Tensor]:
-        """Return what a share has beside its rows, as bytes. Whoever reads a snapshot asks it before the rows
-        are read, on a thread of its own; a delta brings what was known before its rows were."""
+        """Return the rest of a shard, without its rows, as bytes. For a snapshot it is read before the rows,
+        on a thread of its own; a delta has the pushes known before its rows were read."""
         known = self._known.__dict__.pop("pushes", None)
         about = {
             "pushes": {
@@ -400,8 +402,8 @@ class StandbyCopy(Generic[H]):
     """The copy of one share, kept up to date by threads of its own until it is taken or closed.
 
     Args:
-        held: What the copy is made in, for whoever takes it.
-        model: That of `held`; nobody else writes to its tables.
+        held: Holds the copy, for the server that takes over.
+        model: That of `held`; nothing else writes to its tables.
         guard: What to present to the server that is followed.
         clock: Returns seconds that only grow; nothing it stamps is compared with another process's time.
     """
@@ -450,15 +452,15 @@ class StandbyCopy(Generic[H]):
         self._subscriber = self._subscribe()
 
     @property
-    def followed(self) -> Followed | None:
-        """How far it is; None before anything was heard."""
-        return self._subscriber.standing.get(self.follows.index)
+    def followed(self) -> ShardProgress | None:
+        """How far the copy is; None before the first change arrived."""
+        return self._subscriber.progress.get(self.follows.index)
 
     @property
     def whole(self) -> bool:
         """Whether all of the share has come at least once."""
         followed = self.followed
-        came = self._was_whole or (followed is not None and followed.place is not None)
+        came = self._was_whole or (followed is not None and followed.position is not None)
         return came and self._target.dense is not None
 
     @property
@@ -498,7 +500,7 @@ class StandbyCopy(Generic[H]):
         self._close_soon()
 
     def _close_soon(self) -> None:
-        # A read of a server that is silent takes a while to end, and nobody must wait for it.
+        # A read of a silent server takes a while to end, and must delay no caller.
         threading.Thread(target=self._subscriber.close, name="standby-close", daemon=True).start()
 
 
@@ -530,11 +532,11 @@ class _CopyTarget(TableTarget):
             if not self._over:
                 super().end_snapshot()
 
-    def digests(self, table: str, share: IdShare, buckets: Tensor) -> Tensor:
+    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor:
         with self._lock:
             if self._over:
                 return torch.zeros(len(buckets), dtype=torch.int64)
-            return super().digests(table, share, buckets)
+            return super().digests(table, shard, buckets)
 
     def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
         with self._lock:

@@ -1,8 +1,7 @@
-"""Reading a checkpoint without the model it was made by: what is there, and whether it is sound.
+"""Reading a checkpoint without the model it was made by: its contents, and whether it is intact.
 
-What a checkpoint holds is said by its manifest and by the files themselves, so a person
-can look at it long after the code that wrote it has changed. Damage is collected, not
-raised: who asks wants to see all of it, and the rest besides.
+The manifest and the files describe themselves, so a checkpoint can be read long after the code that wrote it
+has changed. Damage is collected, not raised: a reader wants to see all of it, and the intact parts too.
 """
 
 from __future__ import annotations
@@ -14,12 +13,16 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import numpy as np
 
 from monolith import filesystem
-from monolith.checkpoint.dense.names import dense_path, optimizer_path
 from monolith.checkpoint.folder.manifest import Link, read_chain, read_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists
-from monolith.checkpoint.folder.state_files import absolute_path, read_checkpoint_state
+from monolith.checkpoint.folder.state_files import (
+    absolute_path,
+    dense_path,
+    optimizer_path,
+    read_checkpoint_state,
+)
 from monolith.checkpoint.part import Entry
-from monolith.checkpoint.shares import SavedTable, filter_basename, filter_shares
+from monolith.checkpoint.saved_tables import SavedTable, filter_basename, filter_shards
 from monolith.errors import (
     ConfigError,
     CorruptFileError,
@@ -47,10 +50,10 @@ Result = TypeVar("Result")
 
 
 def find_checkpoint(run_or_prefix: str) -> str:
-    """Return the prefix that a person means: a checkpoint, or the latest of a run's folder.
+    """Return the prefix of a checkpoint, or of the latest one of a run's folder.
 
     Raises:
-        FileMissingError: There is no such thing; says which checkpoints there are.
+        FileMissingError: There is none; the message lists the checkpoints there are.
         CorruptFileError: The state file of the run is damaged.
     """
     path = absolute_path(run_or_prefix.removesuffix(MANIFEST))
@@ -93,7 +96,7 @@ def _instead(folder: str, names: Sequence[str]) -> str:
 class SavedTables:
     """The tables of a checkpoint, each with its history in the chain.
 
-    A table that only earlier links know is there all the same: a restore finds it too.
+    A table that only earlier checkpoints of the chain have is included: a restore finds it too.
     """
 
     def __init__(self, chain: Sequence[Link]) -> None:
@@ -104,10 +107,10 @@ class SavedTables:
         return sorted({name for link in self._chain for name in _tables(link)})
 
     def history(self, table: str) -> list[SavedTable]:
-        """Return a table in the checkpoints that know it, oldest first.
+        """Return a table in the checkpoints that have it, oldest first.
 
         Raises:
-            UnknownTableError: The checkpoint has no such table; says which it has.
+            UnknownTableError: The checkpoint has no such table; the message lists those it has.
         """
         saved = (SavedTable.find(link.prefix, link.manifest.parts["tables"], table) for link in self._chain)
         found = [one for one in saved if one is not None]
@@ -118,14 +121,14 @@ class SavedTables:
         return found
 
     def entry(self, table: str) -> Entry:
-        """Return what the newest manifest that knows a table says of it."""
+        """Return the entry of a table in the newest manifest that has it."""
         return self.history(table)[-1].entry
 
     def rows(self, table: str) -> int:
         return int(self.entry(table)["rows"])
 
-    def rows_held(self, table: str) -> int:
-        """Return how many rows of a table all dumps of the chain hold together."""
+    def rows_in_chain(self, table: str) -> int:
+        """Return the number of rows of a table in all dumps of the chain together."""
         return sum(
             saved.entry["changed"] if saved.changes else saved.entry["rows"] for saved in self.history(table)
         )
@@ -133,6 +136,21 @@ class SavedTables:
     def filters(self) -> dict[str, Link]:
         """Return, by table, the newest link with its filter."""
         return {name: link for link in self._chain for name in link.manifest.parts["tables"]["filters"]}
+
+
+def rows_to_write(prefix: str, tables: Sequence[str] | None = None) -> int:
+    """Return the number of rows in some tables of a checkpoint, or in all."""
+    saved = SavedTables(read_chain(prefix))
+    return sum(saved.rows(name) for name in (saved.names if tables is None else tables))
+
+
+def rows_to_read(prefix: str) -> int:
+    """Return the number of rows in a whole chain; 0 if it is broken, which reading it reports."""
+    try:
+        saved = SavedTables(read_chain(prefix))
+    except Damage:
+        return 0
+    return sum(saved.rows_in_chain(name) for name in saved.names)
 
 
 def _tables(link: Link) -> dict[str, Entry]:
@@ -145,7 +163,7 @@ def _tables(link: Link) -> dict[str, Entry]:
 
 @dataclass(frozen=True, slots=True)
 class SegmentValues:
-    """What one segment of a row holds."""
+    """The values of one segment of a row."""
 
     optimizer: str
     values: list[float]
@@ -160,18 +178,18 @@ class FoundRow:
     table: str
     id: int
     prefix: str | None
-    """The checkpoint of the chain that says so: where the row was last written, or where it went."""
+    """The checkpoint of the chain in which the row was last written, or removed."""
     status: Literal["found", "removed", "cleared", "absent"]
-    """"removed": it had a row before; "cleared": the whole table was, or the share of the server that had it;
+    """"removed": it had a row before; "cleared": the whole table was, or the shard of the server that had it;
     "absent": nothing is known of it."""
     event_time: int | None = None
     segments: tuple[SegmentValues, ...] = ()
     feature: str | None = None
-    """The feature whose value was looked for; None where the id itself was given."""
+    """The feature whose value was looked for; None if the id itself was given."""
 
 
 def find_id(prefix: str, table: str, id_: int) -> FoundRow:
-    """Return what a checkpoint holds for one id, from the newest link of its chain that speaks of it.
+    """Return the row of one id, from the newest checkpoint of the chain that has it.
 
     Reads a few blocks of each dump, so it answers quickly for tables of any size.
 
@@ -184,7 +202,7 @@ def find_id(prefix: str, table: str, id_: int) -> FoundRow:
         raise ConfigError(f"an id has 64 bits, got {id_}")
     key = id_ - (1 << 64) if id_ >= 1 << 63 else id_
     for saved in reversed(SavedTables(read_chain(prefix)).history(table)):
-        step = saved.step(id_ % (1 << 64) % saved.shares)
+        step = saved.step(id_ % (1 << 64) % saved.shards)
         rows = find_row(step.basename, key)
         if rows is not None:
             layout = describe_dump(step.basename).layout
@@ -232,20 +250,20 @@ class TableContents:
     kind: Literal["full", "changes"]
     layout: str
     rows: int
-    """At that moment, whether or not this checkpoint holds them itself."""
+    """Rows of the table at that step, whether or not they are in this checkpoint itself."""
     bytes: int
-    """Of what this checkpoint holds itself."""
+    """Bytes in this checkpoint itself."""
     shards: int
-    """Files, in all shares together."""
+    """Files, of all servers together."""
     shares: int = 1
-    """Servers that each wrote their share."""
+    """Number of servers that wrote it, one shard of ids each."""
     changed: int | None = None
     removed: int | None = None
     cleared: bool = False
     cleared_shares: tuple[int, ...] = ()
-    """Where not all were: the servers whose share was cleared."""
+    """The servers whose shard was cleared, if not all were."""
     newest_event_time: int | None = None
-    """Unix seconds, of the rows that this checkpoint holds itself."""
+    """Unix seconds, of the rows in this checkpoint itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +319,7 @@ def read_contents(prefix: str, *, verify: bool = False, progress: Progress | Non
 
     Args:
         verify: Whether every byte of it and of the checkpoints it continues is read and checked;
-            otherwise only what the files say of themselves.
+            otherwise only their headers.
         progress: Advanced by rows, where they are read.
 
     Raises:
@@ -335,7 +353,7 @@ def read_contents(prefix: str, *, verify: bool = False, progress: Progress | Non
 
 @dataclass(slots=True)
 class FilesReport:
-    """What the files of one checkpoint say, and what is wrong with them."""
+    """The headers of one checkpoint's files, and their problems."""
 
     tables: list[TableContents] = field(default_factory=list)
     headers: dict[str, DenseHeader] = field(default_factory=dict)
@@ -344,7 +362,7 @@ class FilesReport:
 
 
 def check_files(link: Link, *, verify: bool = False, progress: Progress | None = None) -> FilesReport:
-    """Look at every file that the manifest of one checkpoint speaks of, not at those it continues."""
+    """Check every file that the manifest of one checkpoint names, not those of its chain."""
     report = FilesReport()
     folder = filesystem.parent(link.prefix)
     for entry in link.manifest.parts.values():
@@ -361,16 +379,16 @@ def check_files(link: Link, *, verify: bool = False, progress: Progress | None =
         assert saved is not None
         found = [
             _attempt(report.problems, saved.inspect, share, verify=verify, progress=progress)
-            for share in range(saved.shares)
+            for share in range(saved.shards)
         ]
         shards = [shard for share in found for shard in share or ()]
-        for share in range(saved.shares):
+        for share in range(saved.shards):
             _attempt(report.problems, saved.inspect_removed, share, verify=verify)
         if None not in found:
             _attempt(report.problems, saved.check_rows, sum(shard.rows for shard in shards))
         report.tables.append(_table_contents(saved, shards))
     for name in part["filters"]:
-        shares = filter_shares(part, name)
+        shares = filter_shards(part, name)
         each = [
             _attempt(
                 report.problems, check_filter, name, filter_basename(link.prefix, name, (one, shares)), verify
@@ -402,7 +420,7 @@ def _table_contents(saved: SavedTable, shards: Sequence[ShardInfo]) -> TableCont
         rows=entry["rows"],
         bytes=entry["bytes"],
         shards=len(shards),
-        shares=saved.shares,
+        shares=saved.shards,
         changed=entry.get("changed"),
         removed=entry.get("removed"),
         cleared=all(saved.cleared),
@@ -422,7 +440,7 @@ def _joined_filter(table: str, found: Sequence[FilterContents], shares: int) -> 
 
 
 def check_filter(table: str, basename: str, verify: bool) -> FilterContents:
-    """Return what the files of a filter say.
+    """Read the headers of a filter's files.
 
     Raises:
         RestoreError, CorruptFileError: One is missing or damaged.
@@ -431,7 +449,7 @@ def check_filter(table: str, basename: str, verify: bool) -> FilterContents:
     if filesystem.exists(draws):
         text = filesystem.read_bytes(draws)
         if not text.endswith(b"\n") or not text[:-1].isdigit():
-            raise CorruptFileError(draws, 0, "it should hold one number")
+            raise CorruptFileError(draws, 0, "it should contain one number")
         return FilterContents(table, "probabilistic")
     if not filter_paths(basename):
         return FilterContents(table, "none")  # one that lets every id in keeps nothing

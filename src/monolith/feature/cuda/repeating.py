@@ -1,7 +1,7 @@
 """Repeating: rows of distinct ids on a device, as often as their ids occur, with a gradient.
 
 Rows in host memory come to a device once for each distinct id, and layouts there are made of a row for each
-occurrence. One launch stands between them on the way there; on the way back occurrences are sorted by their
+occurrence. One launch expands them in the forward pass; in the backward pass occurrences are sorted by their
 ids, and one launch adds up the gradients of each, in the order of the batch.
 """
 
@@ -35,13 +35,13 @@ class Occurrences:
     """Where the ids of a batch occur, on a device."""
 
     parts: Tensor
-    """What `Repeater.parts` returned."""
+    """The result of `Repeater.parts`."""
     numbers: Tensor
     """int64: the number of each occurrence's id among the distinct ones, table after table."""
     distinct: int
-    """How many there are of those, each of which occurs."""
+    """How many distinct ids there are; each occurs at least once."""
     floats: int
-    """Of a row for each occurrence."""
+    """Floats of a row for each occurrence."""
 
 
 class Repeater:
@@ -58,11 +58,11 @@ class Repeater:
 
     @property
     def part_bytes(self) -> int:
-        """Of what `parts` returns."""
+        """Bytes of the result of `parts`."""
         return len(self._dims) * PART.itemsize
 
     def parts(self, distinct: NDArray[np.int64], occurring: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return where the rows of each table lie, for a batch, to be brought to the device.
+        """Return the places of the rows of each table, for a batch, to be copied to the device.
 
         Args:
             distinct: How many distinct ids each table has.
@@ -148,5 +148,5 @@ class _Repeated(torch.autograd.Function):
 
 
 def repeated_source() -> str:
-    """Return the source of what repeats rows and adds their gradients up."""
+    """Return the source of the kernels that repeat rows and sum their gradients."""
     return resources.files(__package__).joinpath("repeated.cu").read_text("utf-8")

@@ -71,13 +71,13 @@ def test_alone_a_process_reads_all() -> None:
     assert numbers(memory()) == list(range(10))
 
 
-def test_a_worker_reads_its_share() -> None:
+def test_a_worker_reads_its_shard() -> None:
     source = memory()
     source.read_shard(Shard(1, 3))
     assert numbers(source) == [1, 4, 7]
 
 
-def test_a_source_that_says_which_share_it_wants_gets_that() -> None:
+def test_a_source_that_names_its_shard_gets_it() -> None:
     source = memory(worker=0, num_workers=2)
     source.read_shard(Shard(1, 3))
     assert numbers(source) == [0, 2, 4, 6, 8]
@@ -89,7 +89,7 @@ def test_a_worker_without_a_number_of_workers_is_one_of_as_many_as_there_are() -
     assert numbers(source) == [2, 5, 8]
 
 
-def test_the_last_one_to_say_before_the_first_read_is_heard() -> None:
+def test_the_last_choice_before_the_first_read_counts() -> None:
     source = memory()
     source.read_shard(Shard(1, 3))
     source.read_shard(Shard(0, 5))
@@ -103,7 +103,7 @@ def test_a_worker_alone_says_too_little(worker: int) -> None:
 
 
 @pytest.mark.parametrize("given", [{"worker": -1}, {"worker": 2, "num_workers": 2}, {"num_workers": 0}])
-def test_a_source_can_only_be_given_a_share_that_there_is(given: dict[str, int]) -> None:
+def test_a_source_refuses_a_shard_that_does_not_exist(given: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="there is no worker"):
         memory(**given)
 
@@ -126,7 +126,7 @@ def test_stages_pass_it_on() -> None:
     ],
     ids=["alone", "below a pipeline", "among others"],
 )
-def test_what_stands_on_a_source_that_cannot_be_shared_out_cannot_either(stand: Any) -> None:
+def test_a_stage_on_a_source_without_shards_has_none_either(stand: Any) -> None:
     with pytest.raises(NotShareableError, match=r"Own cannot be split among workers.*read_shard"):
         as_stream(stand(Own())).read_shard(Shard(0, 2))
 
@@ -138,7 +138,7 @@ def joined(impressions: Source, actions: Source, folder: Path) -> JoinedSource:
     return JoinedSource(impressions, actions, config)
 
 
-def test_a_join_shares_out_its_impressions_and_actions_where_it_can(tmp_path: Path) -> None:
+def test_a_join_shards_its_impressions_and_actions_if_it_can(tmp_path: Path) -> None:
     shown, clicked = MemorySource(some_records(), batch_size=4), memory()
     joined(shown, clicked, tmp_path).read_shard(Shard(1, 2))
     assert shown.position()["shard"] == clicked.position()["shard"] == [1, 2]
@@ -189,7 +189,7 @@ def test_a_drifting_stream_is_dealt_out_batch_by_batch(workers: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(whole, dealt, strict=True))
 
 
-def test_a_drifting_stream_goes_on_with_its_own_share_only() -> None:
+def test_a_drifting_stream_resumes_its_own_shard_only() -> None:
     config = DriftConfig(examples=100, batch_size=8)
     first, second = DriftingStream(config), DriftingStream(config)
     for stream in (first, second):

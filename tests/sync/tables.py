@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from monolith.sync import MemoryChannel, Publisher, Subscriber, TableTarget
+from monolith.sync import MemoryChannel, Publisher, PublisherConfig, Subscriber, TableTarget
 from monolith.table import NativeTable, Segment, Sgd, Table, TableConfig, iterate
 
 
@@ -44,8 +45,15 @@ def held(*tables: Table) -> dict[int, list[float]]:
 
 
 def publish(channel: MemoryChannel, table: Table, **options: Any) -> Publisher:
+    """Return a publisher of one table; options go to its config or to itself."""
     options.setdefault("clock", Clock())
-    return Publisher({"item": table}, channel.writer(), run="run", **options)
+    return Publisher({"item": table}, channel.writer(), config_of(options), **options)
+
+
+def config_of(options: dict[str, Any]) -> PublisherConfig:
+    """Take the options that are fields of a publisher's config out of a dict."""
+    mine = {one.name: options.pop(one.name) for one in fields(PublisherConfig) if one.name in options}
+    return PublisherConfig(**{"run": "run", **mine})
 
 
 def subscribe(channel: MemoryChannel, table: Table, **options: Any) -> tuple[Subscriber, TableTarget]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from monolith.errors import LayerArgumentError
 from monolith.nn.optimizers import Adamom
-from monolith.nn.schedules import RateSchedule
+from monolith.nn.optimizers.dense_optimizer import RateSchedule
 from monolith.table import ConstantRate, PolynomialDecay, Sgd, warmup
 
 DECAY = PolynomialDecay(initial_learning_rate=1.0, decay_steps=4, end_learning_rate=0.0)

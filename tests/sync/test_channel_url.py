@@ -13,14 +13,13 @@ from monolith.cluster.discovery import MemoryDiscovery
 from monolith.cluster.security import SecurityConfig, guard_caller, guard_listener
 from monolith.config import Secret
 from monolith.errors import ConfigError, ListenError, UnavailableError
-from monolith.sync.channels import (
-    PUBLISHER,
+from monolith.sync.channel_url import (
     ChannelUrl,
-    ListeningWriter,
     open_reader,
     open_writer,
     parse_channel_url,
 )
+from monolith.sync.flight_channel import PUBLISHER, DeltaPort, FlightDeltaWriter
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
 
 pytest.importorskip("pyarrow.flight")
@@ -60,7 +59,7 @@ def test_a_url_says_which_channel_it_is(url: str, found: ChannelUrl) -> None:
         ("grpc://host:7000/a/b", "one word"),
         ("kafka://broker:9092", "topic"),
         ("kafka://broker:9092/a/b", "topic"),
-        ("kafka://user:secret@broker:9092/topic", "others can read the password"),
+        ("kafka://user:secret@broker:9092/topic", "can be read by others"),
         ("file:///", "no folder"),
     ],
 )
@@ -88,28 +87,32 @@ def test_a_publisher_listens_at_one_address() -> None:
 def test_the_first_address_of_publishers_in_a_row_finds_them_all() -> None:
     first, second = two_ports_in_a_row()
     with closing(first), closing(second):
-        publishers = [SmallPublisher(one, share=(n, 2)) for n, one in enumerate((first, second))]
+        publishers = [SmallPublisher(one, shard=(n, 2)) for n, one in enumerate((first, second))]
         publishers[1].publish([1])
         with closing(open_reader(f"grpc://{first.address}")) as reader:
-            assert [log.share for log in reader.shares()] == [(0, 2), (1, 2)]
+            assert [log.shard for log in reader.logs()] == [(0, 2), (1, 2)]
             copy = Copy()
             copy.follow(reader, 1)
         assert copy.equals(publishers[1])
 
 
 def test_a_name_of_publishers_that_are_not_in_a_row_finds_those_that_are_named() -> None:
-    with closing(ListeningWriter(Address("127.0.0.1", 0))) as alone:
-        SmallPublisher(alone, share=(1, 2))
+    with closing(listen()) as alone:
+        SmallPublisher(alone, shard=(1, 2))
         with closing(open_reader(f"grpc://{alone.address}")) as reader:
-            assert [log.share for log in reader.shares()] == [(1, 2)]
+            assert [log.shard for log in reader.logs()] == [(1, 2)]
 
 
-def two_ports_in_a_row() -> tuple[ListeningWriter, ListeningWriter]:
-    """Return two who listen, the second at the port after that of the first."""
+def listen(port: int = 0) -> FlightDeltaWriter:
+    return DeltaPort(port=port).writer(owns_port=True)
+
+
+def two_ports_in_a_row() -> tuple[FlightDeltaWriter, FlightDeltaWriter]:
+    """Return two writers, the second at the port after that of the first."""
     for _ in range(100):
-        first = ListeningWriter(Address("127.0.0.1", 0))
+        first = listen()
         with suppress(ListenError):
-            return first, ListeningWriter(Address("127.0.0.1", Address.parse(first.address).port + 1))
+            return first, listen(Address.parse(first.address).port + 1)
         first.close()
     pytest.fail("no two free ports in a row")
 
@@ -129,17 +132,16 @@ def test_publishers_are_found_by_discovery_wherever_they_are() -> None:
     with MemoryDiscovery() as discovery:
         writers = [open_writer("discovery", discovery=discovery) for _ in range(2)]
         reader = open_reader("discovery", discovery=discovery)
-        assert list(reader.shares()) == []
-        publishers = [SmallPublisher(writers[n], epoch=f"e{n}", share=(n, 2)) for n in range(2)]
+        assert list(reader.logs()) == []
+        publishers = [SmallPublisher(writers[n], epoch=f"e{n}", shard=(n, 2)) for n in range(2)]
         for number, publisher in enumerate(publishers):
             publisher.publish([number])
-        assert [log.share for log in reader.shares()] == [(0, 2), (1, 2)]
+        assert [log.shard for log in reader.logs()] == [(0, 2), (1, 2)]
         writers[1].close()
         assert set(discovery.query(PUBLISHER)) == {0}
         moved = open_writer("discovery", discovery=discovery)
-        again, copy = SmallPublisher(moved, epoch="moved", share=(1, 2)), Copy()
+        again, copy = SmallPublisher(moved, epoch="moved", shard=(1, 2)), Copy()
         again.publish([7])
-        assert isinstance(moved, ListeningWriter)
         until(
             lambda: copy.equals(again), lambda: copy.follow(open_reader("discovery", discovery=discovery), 1)
         )
@@ -151,13 +153,13 @@ def test_publishers_are_found_by_discovery_wherever_they_are() -> None:
 def test_a_reader_without_the_token_is_refused() -> None:
     security = SecurityConfig(token=Secret("the-shared-token"))
     writer = open_writer("grpc://127.0.0.1:0", guard=guard_listener("127.0.0.1", security))
-    assert isinstance(writer, ListeningWriter)
+    assert writer.address is not None
     publisher, copy = SmallPublisher(writer), Copy()
     publisher.publish([1])
     url = f"grpc://{writer.address}"
     for wrong in (None, guard_caller(SecurityConfig(token=Secret("another")))):
         with pytest.raises(ConfigError, match="token"):
-            open_reader(url, guard=wrong).shares()
+            open_reader(url, guard=wrong).logs()
     reader = open_reader(url, guard=guard_caller(security))
     copy.follow(reader)
     assert copy.equals(publisher)
@@ -173,7 +175,7 @@ def test_both_ends_show_certificates(certificates: Path) -> None:
     with pytest.raises(ConfigError, match=r"grpc\+tls"):
         open_writer("grpc://127.0.0.1:0", guard=guard)
     writer = open_writer("grpc+tls://127.0.0.1:0", guard=guard)
-    assert isinstance(writer, ListeningWriter)
+    assert writer.address is not None
     publisher, copy = SmallPublisher(writer), Copy()
     publisher.publish([1])
     reader = open_reader(f"grpc+tls://{writer.address}", guard=guard_caller(security))
@@ -187,7 +189,7 @@ def test_both_ends_show_certificates(certificates: Path) -> None:
     for wrong in (None, guard_caller(other)):
         stranger = open_reader(f"grpc{'+tls' if wrong else ''}://{writer.address}", guard=wrong)
         with pytest.raises((ConfigError, UnavailableError)):
-            stranger.shares()
+            stranger.logs()
         stranger.close()
     reader.close()
     writer.close()

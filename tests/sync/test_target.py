@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync.shares import held, ids, make_table, write
+from sync.tables import held, ids, make_table, write
 
 from monolith.sync import PublishState, TableTarget
 from monolith.table import DictTable, NativeTable, Rows, bucket_of
@@ -65,7 +65,7 @@ def test_a_snapshot_that_breaks_off_drops_nothing(table: Any) -> None:
     write(table, {1: 1.0})
     target.begin_snapshot((0, 1), None)
     target.snapshot_rows("item", rows(2))
-    target.drop_snapshot()
+    target.abort_snapshot()
     target.end_snapshot()
     assert set(held(table)) == {1, 2}
 
@@ -75,7 +75,7 @@ def test_dense_weights_and_states_are_handed_on(table: Any) -> None:
     target = TableTarget({"item": table}, swap=swapped.append)
     weights = {"w": torch.ones(2)}
     target.swap_dense(weights)
-    target.follow(PublishState(held=True, number=3))
+    target.set_state(PublishState(paused=True, number=3))
     assert swapped == [weights]
     assert target.dense is weights
-    assert target.state.held
+    assert target.state.paused

@@ -6,7 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from monolith.sync.run_identity import ID_FILE, is_same_run, run_identity, split_identity
+from monolith.sync.messages import ID_FILE, is_same_run, run_identity, split_identity
 
 FIRST, SECOND = "0123456789abcdef", "fedcba9876543210"
 

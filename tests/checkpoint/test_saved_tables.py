@@ -11,7 +11,7 @@ import torch
 from contracts.tables import ids
 
 from monolith.checkpoint import RestoreOptions, SavedPart, TablesPart, merge_entries
-from monolith.checkpoint.shares import SavedTable, filter_basename, share_folder
+from monolith.checkpoint.saved_tables import SavedTable, filter_basename, shard_folder
 from monolith.errors import SaveError
 from monolith.table import NativeTable, Segment, TableConfig
 
@@ -103,12 +103,12 @@ def test_every_share_must_be_there_once(entries: list[dict[str, Any]], found: st
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (full(1, 2) | {"tables": {}}, "the tables of share 1: none; of share 0: item"),
-        (full(1, 2) | {"filters": []}, "the filters of share 1: none; of share 0: item"),
-        (full(1, 2, layout=[[4, "sgd", 0]]), "the layout of table 'item' of share 1"),
+        (full(1, 2) | {"tables": {}}, "the tables of shard 1: none; of shard 0: item"),
+        (full(1, 2) | {"filters": []}, "the filters of shard 1: none; of shard 0: item"),
+        (full(1, 2, layout=[[4, "sgd", 0]]), "the layout of table 'item' of shard 1"),
         (
             changes(1, 2) | {"filters": ["item"]},
-            "the kind of table 'item' of share 1: changes; of share 0: full",
+            "the kind of table 'item' of shard 1: changes; of shard 0: full",
         ),
     ],
 )
@@ -118,8 +118,8 @@ def test_shares_that_are_not_of_one_checkpoint_are_refused(other: dict[str, Any]
 
 
 def test_one_share_lies_in_the_assets_and_several_in_folders_of_theirs() -> None:
-    assert share_folder("run/model.ckpt-1") == "run/model.ckpt-1.assets"
-    assert share_folder("run/model.ckpt-1", (1, 2)) == "run/model.ckpt-1.assets/ps-1-of-2"
+    assert shard_folder("run/model.ckpt-1") == "run/model.ckpt-1.assets"
+    assert shard_folder("run/model.ckpt-1", (1, 2)) == "run/model.ckpt-1.assets/ps-1-of-2"
     assert filter_basename("m", "a:b/c", (0, 2)) == "m.assets/ps-0-of-2/hash_filter_a-b-c"
 
 
@@ -138,7 +138,7 @@ def test_the_saved_shares_that_are_read_are_all_that_hold_one_of_its_ids(
     share: tuple[int, int], saved_shares: int, found: list[int]
 ) -> None:
     saved = SavedTable("m", "item", saved_shares, {})
-    assert saved.shares_for(share) == found
+    assert saved.shards_for(share) == found
     number, total = share
     assert found == sorted({key % saved_shares for key in range(number, 100, total)})
 
@@ -153,7 +153,7 @@ def test_names_of_tables_that_look_like_shares_are_no_trouble(tmp_path: Path, na
             tables = {each: new_table(each) for each in ("item", name)}
             for value, table in enumerate(tables.values()):
                 table.assign(ids(share), torch.full((1, 2), float(value)))
-            entries.append(TablesPart(tables, share=(share, shares)).cut(1).write(prefix, full=True))
+            entries.append(TablesPart(tables, shard=(share, shares)).snapshot(1).write(prefix, full=True))
         tables = {each: new_table(each) for each in ("item", name)}
         TablesPart(tables).restore([SavedPart(prefix, merge_entries(entries))], RestoreOptions())
         for value, table in enumerate(tables.values()):
