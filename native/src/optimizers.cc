@@ -205,7 +205,7 @@ template <class Kernel>
 concept DecaysOrNot = requires { typename Kernel::WithDecay; };
 
 // The kernel is in the loop itself, not behind a call: a processor that waits for the address of a
-// prefetch goes on with the 128 instructions that follow, and those should be the next rows'. A step on a
+// prefetch continues with the 128 instructions that follow, and those should be the next rows'. A step on a
 // usual row takes some 60, so that there are two of them under way; each instruction more is felt.
 template <class Kernel, int kDim, class Fetch>
 inline __attribute__((always_inline)) void take_all(const OptimizerSpec& spec, std::byte* const* rows,

@@ -24,9 +24,9 @@
 //   values.largest(f)    the largest of f(w, g, state...), at least 0
 //   values.scalars()     the floats of state after the vectors
 //
-// The core calls f with vectors of 4 to 16 values at a time (see portable.h), so its parameters are `auto` and
-// a condition on a value is written `a < b ? x : y`, which chooses lane by lane. Left to vectorize such loops by
-// itself, g++ gives up on many of them, as the code around them happens to be.
+// The core calls f with vectors of 4 to 16 values at a time (see portable.h), so its parameters are `auto`
+// and a condition on a value is written `a < b ? x : y`, which chooses lane by lane. Left to vectorize such
+// loops by itself, g++ gives up on many of them, as the code around them happens to be.
 //
 // On a device the threads of a tile share the values of a segment; sum and largest give all of them the same
 // answer, and each has its own copy of the scalars.
@@ -111,8 +111,7 @@ struct Adagrad : AccumulatorState<1, 0> {
   MONOLITH_SHARED static void step(const O& o, Values& values, float rate, i64) {
     const float decay = o.weight_decay;
     if (decay != 0)
-      values.each([=](auto& w, auto g, auto& norm)
-                      MONOLITH_INLINE { value<true>(w, norm, g, rate, decay); });
+      values.each([=](auto& w, auto g, auto& norm) MONOLITH_INLINE { value<true>(w, norm, g, rate, decay); });
     else
       values.each([=](auto& w, auto g, auto& norm)
                       MONOLITH_INLINE { value<false>(w, norm, g, rate, decay); });
@@ -293,8 +292,7 @@ struct GroupAdagrad : AccumulatorState<0, 1> {
     // A rate of zero, or nothing accumulated and no gradient.
     if (!(step_size > 0) || !is_finite(step_size)) return;
     const auto z = [=](auto w, auto g) MONOLITH_INLINE { return g + decay * w - w / step_size; };
-    const float length =
-        root(values.sum([=](auto w, auto g) MONOLITH_INLINE { return z(w, g) * z(w, g); }));
+    const float length = root(values.sum([=](auto w, auto g) MONOLITH_INLINE { return z(w, g) * z(w, g); }));
     if (length < o.l2 || length == 0) {
       values.each([](auto& w, auto) MONOLITH_INLINE { w = zero_like(w); });
       return;
