@@ -82,10 +82,10 @@ class AdmissionFilter(Protocol):
         """
 
     def copy(self) -> AdmissionFilter:
-        """Return the filter as it is now, to be saved while this one goes on counting."""
+        """Return the filter as it is now, to be saved while this one continues to count."""
 
     def save(self, basename: str) -> None:
-        """Write what was counted to `<basename>-ddddd-of-ddddd`; nothing where there is nothing to keep."""
+        """Write the counts to `<basename>-ddddd-of-ddddd`; write nothing if there are none to save."""
 
     def restore(self, basename: str) -> None:
         """Take over what `save` wrote."""
@@ -220,7 +220,7 @@ class ProbabilisticFilter:
             file.write(b"%d\n" % self._core.draws)
 
     def restore(self, basename: str) -> None:
-        """Go on where a saved filter stopped; upstream's dumps have nothing to go on from."""
+        """Resume from the counts of a saved filter; upstream's dumps have none."""
         path = basename + ".draws"
         if not filesystem.exists(path):
             return

@@ -146,7 +146,7 @@ so that tables with equal schedules can be merged."""
 
 @dataclass(frozen=True, slots=True)
 class ConstantRate:
-    """The same rate at every step. 0 is a rate like any other: the segment stands still."""
+    """The same rate at every step. 0 is a rate like any other: the segment does not change."""
 
     rate: float
 

@@ -169,7 +169,7 @@ class DictTable:
             return answer
 
     def _decay(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Decay what was read by the steps that each row was not in, where it decays lazily."""
+        """Decay the rows read by the steps that each was not in, if the table decays lazily."""
         for piece, rate in zip(self._pieces, self._decay_rates, strict=True):
             optimizer = piece.segment.optimizer
             for position, key in enumerate(keys.tolist() if optimizer.decays_lazily else ()):
@@ -638,7 +638,7 @@ def _equal(row: _Row, other: _Row | None) -> bool:
 def _chunk_of(
     rows: dict[int, _Row], start: int, end: int, limit: int
 ) -> tuple[NDArray[np.int64], int | None]:
-    """Return up to `limit` ids with hashes [start, end), in their order, and the hash to go on from."""
+    """Return up to `limit` ids with hashes [start, end), in their order, and the hash to continue from."""
     keys = np.fromiter(rows, np.int64, len(rows))
     hashes = mix(keys)
     left = [i for i in np.argsort(hashes).tolist() if start <= int(hashes[i]) < end]

@@ -7,7 +7,7 @@ A dump at the basename `runs/item` is one manifest and the shards it speaks of:
     runs/item.4f0c9b1e2a7d3358-00001-of-00002
 
 Every dump gets a name of its own at random, which its files and their headers carry.
-So a new dump never touches the files of the old one: it writes its shards beside
+So a new dump never touches the files of the old one: it writes its shards next to
 them, renames the manifest into place, and only then removes the old shards. Whatever
 fails or is killed before that rename leaves the old dump to be loaded; after it, the
 new one. A shard of another dump under the right name is refused.
@@ -75,7 +75,7 @@ class DumpReport:
     """In all its files, those kept by `resume` included."""
     bytes: int
     expired: int
-    """Rows left out because they had expired; of kept files nobody knows any more."""
+    """Rows left out because they had expired; unknown for files of an older dump."""
     files: tuple[str, ...]
     skipped: int
     """Files that `resume` found complete and kept."""
@@ -515,7 +515,7 @@ def load_changes(
     All files are checked before the table is touched.
 
     Args:
-        cleared: What `dump_changes` reported: the table begins anew.
+        cleared: As `dump_changes` reported: all rows before these are dropped.
         refit: As of `load`.
 
     Raises:
@@ -580,7 +580,7 @@ def remove_dump(basename: str) -> None:
 
 
 def removed_basename(basename: str) -> str:
-    """Return where the ids lie that went, beside a dump of changes at `basename`."""
+    """Return the path of the removed ids that belong to a dump of changes at `basename`."""
     return f"{basename}.removed"
 
 
@@ -655,7 +655,7 @@ def without_expired(rows: Rows, config: TableConfig, now: int) -> Rows:
 
 
 def basenames(basename: str, config: TableConfig) -> list[str]:
-    """Return where the dump of a table may be, in this order: here, or beside it under an old name."""
+    """Return where to look for the dump of a table, in order: here, then under its old names."""
     folder = filesystem.parent(basename)
     return [basename, *(table_basename(folder, name) for name in config.extra_restore_names)]
 
@@ -790,7 +790,7 @@ def _generations(basename: str) -> dict[str, list[str]]:
 
 
 def _remove_generations(basename: str, which: Callable[[str], bool]) -> None:
-    """Remove dumps and what is unfinished; what cannot be removed is in nobody's way but the disk's."""
+    """Remove dumps and unfinished files; a file that cannot be removed only costs disk space."""
     try:
         for name, paths in _generations(basename).items():
             for path in paths:

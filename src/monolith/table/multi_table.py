@@ -134,7 +134,7 @@ class MultiTable:
 
     @property
     def cuda(self) -> Device | None:
-        """The same as kernels know it; None where tables are in host memory, or not together."""
+        """The same as kernels know it; None if tables are in host memory, or not together."""
         return self._device
 
     def __getitem__(self, slot: str) -> Table:

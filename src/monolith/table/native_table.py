@@ -290,7 +290,7 @@ class NativeTableSnapshot:
     def __init__(self, table: NativeTable) -> None:
         self._config = table.config
         with arguments.core_errors():
-            self._core = native.TableCut(table.core)
+            self._core = native.TableSnapshot(table.core)
 
     @property
     def config(self) -> TableConfig:

@@ -81,7 +81,7 @@ class TableStats:
     bytes_total: int
     """Everything the table has allocated: rows, free rows, index, directory."""
     bytes_rows: int
-    """Row storage handed out, free rows included."""
+    """Bytes allocated for rows, free rows included."""
     bytes_index: int
     load: float
     """Occupied share of the index, 0 to 1."""

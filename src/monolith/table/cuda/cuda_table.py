@@ -26,8 +26,8 @@ from monolith.table.cuda.inputs import Inputs
 from monolith.table.cuda.layout import row_layout
 from monolith.table.cuda.memory import (
     BEFORE,
-    BESIDE,
     ELSEWHERE,
+    EXTRA_PLACES,
     INSERTED,
     NEWEST,
     NON_FINITE,
@@ -374,7 +374,7 @@ class CudaTable:
                 bytes_total=memory.bytes_index + memory.bytes_rows + self._rows.bytes_ahead,
                 bytes_rows=memory.bytes_rows,
                 bytes_index=memory.bytes_index,
-                load=seen.counters[USED] / (memory.places + BESIDE),
+                load=seen.counters[USED] / (memory.places + EXTRA_PLACES),
                 inserted=seen.counters[INSERTED],
                 filtered=self._rows.filtered,
                 refused=self._rows.refused,
@@ -400,7 +400,7 @@ class CudaTable:
             if stream != self._stream:
                 stream.wait_for(self._stream)
                 self._stream = stream
-            yield self._held  # which nobody else keeps alive
+            yield self._held  # the only reference to it
 
     @property
     def _held(self) -> DeviceMemory:

@@ -38,7 +38,7 @@ from monolith.table.cuda.layout_groups import (
     Spans,
     max_cells,
 )
-from monolith.table.cuda.memory import BESIDE, COUNTERS, STRETCH, Claimed, DeviceMemory, Times
+from monolith.table.cuda.memory import COUNTERS, EXTRA_PLACES, STRETCH, Claimed, DeviceMemory, Times
 from monolith.table.table import Table
 
 _WARP = 32
@@ -165,7 +165,7 @@ class FusedTables:
         self._fused = fused
         self._others = {number for number, table in enumerate(fused) if table is None}
         self._twice = [sum(one is other for other in tables) > 1 for one in tables]
-        # Whoever takes several locks takes them in this order.
+        # A thread that takes several locks takes them in this order, so that two threads cannot deadlock.
         self._locked = sorted({id(one): one for one in fused if one is not None}.values(), key=id)
         by_source: dict[str, list[int]] = {}
         for number, table in enumerate(fused):
@@ -304,7 +304,7 @@ class FusedTables:
             return plan
         spans = Spans.of(batch.sizes, self._widths)
         told = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
-        keys = np.where(alone, 1, known.places + BESIDE + 1)
+        keys = np.where(alone, 1, known.places + EXTRA_PLACES + 1)
         ends = np.cumsum(keys)
         claims = []
         for part in told.parts(MAX_CELLS):
@@ -406,7 +406,7 @@ class FusedTables:
     # How full the tables are
 
     def _count(self, work: _Work, sizes: Sequence[int]) -> None:
-        """Take note of what was written, and ask for the counters of all where one comes near its limit."""
+        """Note the rows of the batch, and request the counters of all tables if one comes near its limit."""
         near = False
         for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
             if size and table is not None:
@@ -487,7 +487,7 @@ class FusedTables:
             finally:
                 for table in taken:
                     table._lock.release()
-            with frozen._lock:  # none of the others: whoever froze it may want them
+            with frozen._lock:  # only this lock: the thread that froze the table may need the remaining ones
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:

@@ -27,9 +27,9 @@ from monolith.table.cuda.admission import ask_filter, in_order, parts_of_batch
 from monolith.table.cuda.growth import Counted, FillCounters, Growth
 from monolith.table.cuda.layout import DeviceRowLayout
 from monolith.table.cuda.memory import (
-    BESIDE,
     COUNTERS,
     ELSEWHERE,
+    EXTRA_PLACES,
     NEWEST,
     NONE,
     RECENCY_BYTES,
@@ -288,7 +288,7 @@ class ResidentRows:
         places, stream = self.growth.first(rows), self._owner.current_stream().handle
         memory = DeviceMemory(self._layout, self.fill.counters, places, device=self._owner, stream=stream)
         if self._remembers_use:
-            memory.recency = Recency(places + BESIDE, self._device)
+            memory.recency = Recency(places + EXTRA_PLACES, self._device)
         return memory
 
     # Forgetting
