@@ -138,7 +138,7 @@ class SlidingFilter:
         return _refuse(self._core, ids, counts)
 
     def add(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Record sightings whatever the thresholds; return the int64 counts before them, 15 without room.
+        """Record sightings whatever the thresholds; return the int64 counts before them, 15 if it is full.
 
         One call into the core per id: for looking into a filter, not for training.
         """
@@ -160,7 +160,7 @@ class SlidingFilter:
 
     @property
     def failures(self) -> int:
-        """Sightings that found no room, whose ids were let in."""
+        """Sightings that a full filter could not count, whose ids were admitted."""
         return int(self._core.failures)
 
     @property
@@ -355,15 +355,17 @@ class Refusals:
             return
         config = self._config
         budget = config.capacity_bytes
-        room = "raise capacity_bytes, admit fewer ids (occurrence_threshold), let rows expire (expire_after)"
+        remedy = (
+            "raise capacity_bytes, admit fewer ids (occurrence_threshold), let rows expire (expire_after)"
+        )
         if config.when_full != "expire_oldest":
-            room += ", or set when_full='expire_oldest'"
+            remedy += ", or set when_full='expire_oldest'"
         _log.warning(
             "table %r is full: it refused %s new ids and holds %s rows; %s. Refused ids read as zeros and "
-            "learn nothing. To make room, %s.",
+            "learn nothing. To free memory, %s.",
             config.name,
             f"{refused:,}",
             f"{rows():,}",
             "memory is short" if budget is None else f"its capacity_bytes is {describe_bytes(budget)}",
-            room,
+            remedy,
         )

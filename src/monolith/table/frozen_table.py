@@ -49,7 +49,7 @@ _PIECE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class FrozenSegment:
-    """Values of a row that are coded alike."""
+    """Values of a row that share one coding."""
 
     dim: int
     coding: Coding = "fp32"

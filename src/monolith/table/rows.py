@@ -92,7 +92,7 @@ class TableStats:
     refused: int
     """Ids turned away because `capacity_bytes` was reached."""
     evicted: int
-    """Rows that expired, by `evict` or to make room."""
+    """Rows that expired, by `evict` or because a full table needed their memory."""
     removed: int
     """Rows taken out by `remove`, or by a zero assignment to a table that skips zeros."""
     max_event_time: int

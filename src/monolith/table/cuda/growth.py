@@ -41,7 +41,7 @@ class Counted:
         return self.counters[USED] - self.counters[MARKS]
 
 
-class FillCounters:
+class UsageCounters:
     """The counters of one table. Not thread-safe.
 
     Args:

@@ -237,7 +237,7 @@ class SpillingTable:
             self._tell_step(step, learning_rates)
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
-        """Reset rows; -1 for an id that had no row and found no room for one."""
+        """Reset rows; -1 for an id without a row if there is no memory for one."""
         with self._open(writing=True):
             arguments.check_trainable(self._config, "reinitialize")
             arguments.event_second(now, "now")
