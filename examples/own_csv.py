@@ -1,4 +1,4 @@
-"""A CSV with strings, from end to end, by a config file: own_csv.toml beside this says all there is to say.
+"""A CSV with strings, from end to end, by a config file: own_csv.toml next to it has all settings.
 
     python examples/own_csv.py
 

@@ -4,7 +4,7 @@
     python examples/tune.py --trials 20
 
 A study that is kept (`--storage sqlite:///tune.db`) can be shared by several of these programs at once, and
-goes on where it was stopped.
+resumes where it was stopped.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 A made-up shop: users like some genres, items have one genre each, and some items are sold far more often than
 others. Each purchase is picked out of the items of its batch and of a few that were drawn. Then every item
-is ranked for users whose last purchase nobody has trained on.
+is ranked for users whose last purchase was not trained on.
 
     python examples/two_tower.py
 

@@ -1,25 +1,29 @@
-"""Checks what the documentation says of the repository: README, CONTRIBUTING, and all pages in its folders.
+"""Checks the claims that the documentation makes about the repository: README, CONTRIBUTING, all pages.
 
-1. A relative link leads to a file that is there, and an anchor to a heading of it.
-2. A path in code quotes that begins with a folder of the repository is there.
+1. A relative link leads to a file that exists, and an anchor to a heading of it.
+2. A path in code quotes that starts with a folder of the repository exists. `path.py::Class.method` also
+   names a class or function that the file defines.
 3. A `monolith ...` command is one of the command table, with flags it takes. In text, `list | inspect`
-   stands for several; in a block of shell `|` and `>` end the command. `...` stands for what is left out.
+   means several commands; in a block of shell, `|` and `>` end the command. `...` means omitted words.
 4. Every page of docs/decisions has one row in the table of its README, and every row a page.
-5. A figure of the README names the command that gives it: its row of a table, or its paragraph. Those of a
-   table stand in benchmarks/README.md too, under that command: there is one source.
+5. A figure of the README names the command that measures it: its row of a table, or its paragraph. Figures of
+   a table are in benchmarks/README.md too, under that command: there is one source.
 6. A field of a run's config in code quotes, such as `train.save.steps`, exists under that name.
-7. "Not yet" is said only on the pages of `NOT_YET`: what is built since must not be called missing.
+7. A feature is called missing ("not yet", "planned", "not implemented") only on the pages and in the source
+   files of `MISSING`, so that a feature built since is not called missing.
+8. A dotted name in code quotes, such as `monolith.table.Table`, is a module of ours or a name it defines.
 
 Prints `path:line: message` for each finding and exits with 1 if there is one.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -43,12 +47,31 @@ SOURCE_OF_FIGURES = re.compile(r"`(monolith bench \w+|make demo|make bench)[^`]*
 
 FIELD = re.compile(r"`(?:--)?(?P<path>[a-z_]+(?:\.[a-z_-]+)+)(?=[` =])")
 FILE_ENDINGS = ("py", "md", "toml", "json", "jsonl", "csv", "parquet", "txt")
-LATER = re.compile(r"\bnot (?:(?:built|implemented|supported|there) )?yet\b", re.IGNORECASE)
-NOT_YET = {
+LATER = re.compile(
+    r"\bnot (?:(?:built|implemented|supported|tested|available|there) )?yet\b"
+    r"|\b(?:is|are) planned\b|\bnot (?:built|implemented)\b|\bcoming soon\b"
+    r"|\bin a (?:later|future) (?:version|release)\b",
+    re.IGNORECASE,
+)
+CANNOT_YET = re.compile(
+    r"\bnot (?:(?:built|implemented|supported|available) yet|implemented)\b"
+    r"|\bcannot (?!be )[^.:;\n]{1,60} yet\b",
+    re.IGNORECASE,
+)
+"""Narrower than `LATER`: in source files, "not started yet" speaks of a state and is no claim."""
+MISSING = {
     "docs/scale.md": "a limit that is not reached yet",
     "docs/seed-map.md": "compared with the code by tests/tools/test_seed_map.py",
+    "src/monolith/runtime/fleet_placement.py": "several processes cannot roll back together after an alert",
 }
-"""Page -> why it may say "not yet". Decisions may, too: they are of their day."""
+"""Page or source file -> why it may call something missing. Decisions may, too: they describe their day."""
+NO_MODULES = {
+    "monolith.commands": "a group of entry points",
+    "monolith.crc32c": "a key in the metadata of a file",
+    "monolith.shared": "a key in the metadata of a file",
+}
+"""Dotted names that are not modules -> what they are."""
+DOTTED = re.compile(r"`(?P<name>monolith(?:_bench|_compat)?(?:\.\w+)+)(?=[`(])")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,10 +114,12 @@ def check(root: Path) -> list[Finding]:
             check_paths(page, root),
             check_commands(page),
             check_fields(page),
-            check_not_yet(page),
+            check_missing(page),
+            check_names(page, root),
         )
         for finding in found
     ]
+    findings += [found for path in sorted(root.glob("src/**/*.py")) for found in check_messages(path, root)]
     readme = next((page for page in pages if page.path == "README.md"), None)
     source = next((page for page in pages if page.path == FIGURES), Page(FIGURES, ""))
     figures = check_figures(readme, source) if readme else ()
@@ -136,6 +161,47 @@ def check_paths(page: Page, root: Path) -> Iterator[Finding]:
             found = any(root.glob(path)) if "*" in path else (root / path).exists()
             if not found:
                 yield page.finding(code.start(), f"there is no {path}")
+            elif path.endswith(".py") and "::" in code[1] and path.startswith("src/"):
+                name = code[1].partition("::")[2]
+                if not defines(root / path, name.split(".")):
+                    yield page.finding(code.start(), f"{path} does not define {name}")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def defines(path: Path, names: Sequence[str]) -> bool:
+    """Return whether a Python file defines a name, or a class whose body defines the rest of a dotted one."""
+    body: Sequence[ast.stmt] = parsed(path).body
+    for name in names:
+        found = [one for one in body if name in names_of(one)]
+        if not found:
+            return False
+        body = found[-1].body if isinstance(found[-1], ast.ClassDef) else []
+    return True
+
+
+def names_of(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement binds."""
+    match statement:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            return {statement.name}
+        case ast.Import() | ast.ImportFrom():
+            return {one.asname or one.name for one in statement.names}
+        case ast.Assign():
+            return {
+                one.id
+                for target in statement.targets
+                for one in ast.walk(target)
+                if isinstance(one, ast.Name)
+            }
+        case ast.AnnAssign(target=ast.Name(name)):
+            return {name}
+        case ast.If() | ast.Try():
+            return set().union(*(names_of(one) for one in statement.body))
+    return set()
 
 
 # 3. Commands
@@ -288,23 +354,73 @@ def check_fields(page: Page) -> Iterator[Finding]:
 def config_paths() -> tuple[frozenset[str], frozenset[str]]:
     """Return the dotted paths of a run's fields and tables, and the groups whose fields are all known."""
     from monolith.config.fields import describe_fields
-    from monolith.run import RunConfig
+    from monolith.runtime.config import RunConfig
 
     fields_of_run = [info.path for info in describe_fields(RunConfig)]
     known = {path.rsplit(".", above)[0] for path in fields_of_run for above in range(path.count(".") + 1)}
     return frozenset(known), frozenset(path.partition(".")[0] for path in fields_of_run if "." in path)
 
 
-# 7. Not yet
+# 7. Missing features
 
 
-def check_not_yet(page: Page) -> Iterator[Finding]:
-    if page.path in NOT_YET or page.path.startswith("docs/decisions/"):
+def check_missing(page: Page) -> Iterator[Finding]:
+    if page.path in MISSING or page.path.startswith("docs/decisions/"):
         return
     for match in LATER.finditer(page.prose):
         yield page.finding(
-            match.start(), f'"{match[0]}": is it still missing? If so, add the page to NOT_YET of the check'
+            match.start(), f'"{match[0]}": is it still missing? If so, add the page to MISSING of the check'
         )
+
+
+def check_messages(path: Path, root: Path) -> Iterator[Finding]:
+    """Check the strings of a source file: an error or a help text that calls a feature missing."""
+    name = path.relative_to(root).as_posix()
+    if name in MISSING or name.endswith("_pb2.py") or not CANNOT_YET.search(path.read_text(encoding="utf-8")):
+        return
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for match in CANNOT_YET.finditer(node.value):
+                yield Finding(
+                    name, node.lineno, f'"{match[0]}": is it still missing? If so, add the file to MISSING'
+                )
+
+
+# 8. Names
+
+
+def check_names(page: Page, root: Path) -> Iterator[Finding]:
+    """Yield the dotted names that no module defines. Decisions keep the names of their day."""
+    if page.path.startswith("docs/decisions/"):
+        return
+    for match in DOTTED.finditer(page.prose):
+        if match["name"] in NO_MODULES:
+            continue
+        if problem := missing_name(root / "src", match["name"].split(".")):
+            yield page.finding(match.start(), f"`{match['name']}`: {problem}")
+
+
+def missing_name(source: Path, names: Sequence[str]) -> str | None:
+    """Return why a dotted name does not exist; None if it does."""
+    place = source / names[0]
+    if not place.is_dir():
+        return None  # a repository without our packages, or a name of another one
+    for depth, name in enumerate(names[1:], 1):
+        if (place / name).is_dir():
+            place = place / name
+        elif (place / f"{name}.py").is_file():
+            rest = names[depth + 1 :]
+            return (
+                None
+                if not rest or defines(place / f"{name}.py", rest[:1])
+                else f"{name}.py does not define {rest[0]}"
+            )
+        else:
+            doors = [place / door for door in ("__init__.pyi", "__init__.py") if (place / door).is_file()]
+            if any(defines(door, [name]) for door in doors):
+                return None
+            return f"{'.'.join(names[:depth])} has no {name}"
+    return None
 
 
 def main(arguments: list[str]) -> int:

@@ -47,7 +47,6 @@ ROWS = (
     {"train"},
     {"serve"},
     {"ui"},
-    {"run"},
     {"runtime"},
     {"cli"},
     {"monolith_bench", "monolith_compat"},

@@ -23,6 +23,7 @@ from __future__ import annotations
 import ast
 import gc
 import sys
+import tomllib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -318,11 +319,22 @@ def read_packages(*packages: Path) -> Package:
 
 
 def commands_of_runs() -> list[Name]:
-    """Return what runs begin with: the functions of the command table, less those apart."""
+    """Return the names that a run starts from: functions of the command table, and values of entry points."""
     from monolith.cli.commands import COMMANDS
 
     runs = [command for name, command in COMMANDS.items() if name.split()[0] not in APART]
-    return [(ENTRANCE, "main"), *sorted({(command.module, command.function) for command in runs})]
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points = [
+        tuple(value.split(":"))
+        for group, values in project["entry-points"].items()
+        if group != "monolith.commands"
+        for value in values.values()
+    ]
+    return [
+        (ENTRANCE, "main"),
+        *sorted({(command.module, command.function) for command in runs}),
+        *((module, name) for module, name in points),
+    ]
 
 
 def is_used(dotted: str, reached: Mapping[Name, object], package: Package) -> bool:

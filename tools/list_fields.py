@@ -20,7 +20,7 @@ def frozen_lines() -> list[str]:
     from monolith.cli.options.train import TrainOptions
     from monolith.cli.run_settings import SHORT_FLAGS, SWITCHES
     from monolith.config import describe_fields
-    from monolith.run import RunConfig
+    from monolith.runtime.config import RunConfig
 
     lines = []
     for field in describe_fields(RunConfig):

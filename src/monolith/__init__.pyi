@@ -75,8 +75,10 @@ from monolith.model import (
     TwoTower,
 )
 from monolith.nn import MLP, Dense, auc, sigmoid_loss_and_pred
-from monolith.run import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, RunConfig, load_run_config
 from monolith.runtime import Trainer, TrainReport
+from monolith.runtime.cluster_config import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config
 from monolith.serve import Prediction, Predictor
 from monolith.store import AllToAllStore, LocalStore, ParameterServerStore, Store
 from monolith.sync import GuardConfig, PublishConfig, Publisher, Subscriber

@@ -1,11 +1,11 @@
 """Every error Monolith raises on purpose.
 
-One tree, so that a caller can catch as much or as little as it means to:
+One tree, so that a caller can catch a single error, a group or all of them:
 
     MonolithError
     ├── ConfigError             a chosen value, key or combination is not allowed    (also ValueError)
     │   ├── UnknownParamError   no parameter of that name, or the name is taken      (also AttributeError)
-    │   ├── InvalidParamError   a parameter's name, path or class makes no sense     (also AssertionError)
+    │   ├── InvalidParamError   a parameter's name, path or class is invalid          (also AssertionError)
     │   ├── FrozenParamsError   the parameters were frozen                           (also TypeError)
     │   ├── UnknownTaskError    no task of that name can be found or imported        (also LookupError)
     │   ├── NotShareableError   several workers would each read all of the data
@@ -21,36 +21,36 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── TableClosedError    the table was closed
     │   ├── UnknownTableError   no table of that name                                (also KeyError)
     │   └── ServingTableError   a serving table cannot be trained or dumped with its state
-    ├── TensorArgumentError     a tensor, structure or shape is not what was asked   (also ValueError)
-    ├── FeatureError            a feature, slot, slice or layout makes no sense      (also ValueError)
+    ├── TensorArgumentError     a tensor, structure or shape does not fit            (also ValueError)
+    ├── FeatureError            a feature, slot, slice or layout is invalid          (also ValueError)
     │   ├── UnknownFeatureError no feature, slot or layout of that name              (also KeyError)
     │   ├── EmptySlotError      a slot without slices                                (also RuntimeError)
     │   └── DuplicateNameError  a slot, feature or layout of that name exists        (also NameError)
-    ├── DataError               records, columns or a source are not what was asked (also ValueError)
-    │   └── TooManyBadRecordsError  more records were malformed than the run may bear
-    ├── LayerArgumentError      a layer, loss or optimizer was given what it cannot take (also ValueError)
-    │   ├── LayerTypeError      ... of another type than it takes                    (also TypeError)
-    │   └── GradientError       a gradient of what may have none                     (also RuntimeError)
+    ├── DataError               records, columns or a source do not fit              (also ValueError)
+    │   └── TooManyBadRecordsError  more records were malformed than the run tolerates
+    ├── LayerArgumentError      a layer, loss or optimizer got an argument it cannot use (also ValueError)
+    │   ├── LayerTypeError      ... of a type it cannot use                          (also TypeError)
+    │   └── GradientError       a gradient of a tensor that may have none            (also RuntimeError)
     │       └── SparseGradientError  a sparse one, for a dense optimizer        (also NotImplementedError)
     ├── RequestError            a message of another process is malformed or too large  (also ValueError)
     │   ├── RequestTooLargeError  it is larger than a limit allows
     │   ├── ForbiddenError      this server does not do that, or not for this caller
     │   └── UnknownModelError   no model or version of that name is served           (also LookupError)
     ├── ClusterError            processes cannot find, reach or agree with each other
-    │   ├── AddressError        a text is no host:port                               (also ValueError)
-    │   ├── DiscoveryError      a registry refused, was closed, or lost what it was told (also OSError)
-    │   └── RetryableError      what may pass by itself: failover tries again after these
+    │   ├── AddressError        a text is not host:port                              (also ValueError)
+    │   ├── DiscoveryError      a registry refused, was closed, or lost entries      (also OSError)
+    │   └── RetryableError      a failure that may be temporary: failover retries
     │       ├── UnavailableError       a peer or a registry is gone                  (also ConnectionError)
-    │       │   └── LostStateError     it is there, and no longer holds what it did
-    │       ├── OverloadedError        a server has more to do than it may hold
+    │       │   └── LostStateError     it restarted, and has lost the state
+    │       ├── OverloadedError        a server has as many requests as its limits allow
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
     │       └── NodeAliveCheckerError  nodes do not answer; names them               (also ConnectionError)
     ├── AcceleratorError        a GPU, its driver or its compiler is missing or refused (also RuntimeError)
-    ├── MetricError             a metric was given what it cannot measure            (also ValueError)
-    ├── QueueClosedError        the queue was closed, and holds nothing more
+    ├── MetricError             a metric got values it cannot measure                (also ValueError)
+    ├── QueueClosedError        the queue was closed and is empty
     ├── ListenError             a port is taken or may not be listened on            (also OSError)
     ├── WrongThreadError        only the main thread may make this call              (also RuntimeError)
-    ├── TrainingError           a run cannot continue, or cannot do what was asked   (also RuntimeError)
+    ├── TrainingError           a run cannot continue, or cannot do this             (also RuntimeError)
     │   ├── DivergedError       the loss is NaN, infinite or exploding
     │   │   └── NonFiniteError  of one batch: nothing of it was applied
     │   ├── NothingTrainedError  all data was skipped, and no step was taken
@@ -58,11 +58,11 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   └── ProfilerBusyError   another caller is profiling the process
     ├── ModelDirLockedError     another process writes to this model_dir; names it
     ├── ExportError             a model or checkpoint cannot become a servable           (also ValueError)
-    ├── SaveError               state is of a kind that a checkpoint cannot hold         (also ValueError)
+    ├── SaveError               state cannot be part of a checkpoint                     (also ValueError)
     └── RestoreError            saved state does not fit what it is restored into    (also ValueError)
 
-The builtin parent is there for callers who know only Python. A message says what
-was being done, what was found against what was expected, and what to do next.
+The builtin parent is for callers who know only Python. A message names the operation, the found and the
+expected value, and the remedy.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class UnknownParamError(ConfigError, AttributeError):
 
 
 class InvalidParamError(ConfigError, AssertionError):
-    """A parameter's name, path or class makes no sense."""
+    """A parameter's name, path or class is invalid."""
 
 
 class FrozenParamsError(ConfigError, TypeError):
@@ -95,7 +95,7 @@ class UnknownTaskError(ConfigError, LookupError):
 
 
 class NotShareableError(ConfigError):
-    """A source cannot be shared out among workers, so that each would read all of its data."""
+    """A source cannot be divided among workers, so that each would read all of its data."""
 
 
 class NotRepeatableError(ConfigError):
@@ -103,7 +103,7 @@ class NotRepeatableError(ConfigError):
 
 
 class MissingExtraError(MonolithError, ImportError):
-    """An optional package is needed for what was asked."""
+    """An optional package is needed and not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -121,7 +121,7 @@ class FileMissingError(FilesystemError, FileNotFoundError):
 
 
 class TransientFilesystemError(FilesystemError):
-    """A path could not be used for a reason that may pass; the same call may succeed later.
+    """A path could not be used for a temporary reason; the same call may succeed later.
 
     A class of its own, so that it keeps its meaning on its way from another process, which sends only
     the name of an error and its message.
@@ -139,7 +139,7 @@ class CorruptFileError(MonolithError, ValueError):
 
     Attributes:
         path: The file that was refused.
-        offset: The byte at which it stopped making sense.
+        offset: The first byte that could not be read.
     """
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
@@ -150,7 +150,7 @@ class CorruptFileError(MonolithError, ValueError):
 
 
 class CorruptMessageError(MonolithError, ValueError):
-    """Bytes that came over a channel are no message: torn, altered, of another version, or too large."""
+    """Received bytes are not a message: torn, altered, of another version, or too large."""
 
 
 class TableError(MonolithError):
@@ -158,7 +158,7 @@ class TableError(MonolithError):
 
 
 class TableArgumentError(TableError, ValueError):
-    """An argument has the wrong dtype, shape, layout or range; nothing was touched."""
+    """An argument has the wrong dtype, shape, layout or range; nothing was changed."""
 
 
 class TableClosedError(TableError):
@@ -173,15 +173,15 @@ class UnknownTableError(TableError, KeyError):
 
 
 class ServingTableError(TableError):
-    """A serving table holds compressed values only: no gradients, no optimizer state."""
+    """A serving table has compressed values only: no gradients, no optimizer state."""
 
 
 class TensorArgumentError(MonolithError, ValueError):
-    """A tensor, a structure of tensors or a shape is not what was asked for."""
+    """A tensor, a structure of tensors or a shape does not fit."""
 
 
 class FeatureError(MonolithError, ValueError):
-    """A feature, slot, slice or layout makes no sense, or does not fit the batch."""
+    """A feature, slot, slice or layout is invalid, or does not fit the batch."""
 
 
 class UnknownFeatureError(FeatureError, KeyError):
@@ -200,27 +200,27 @@ class DuplicateNameError(FeatureError, NameError):
 
 
 class DataError(MonolithError, ValueError):
-    """Records, columns or a source are not what was asked for."""
+    """Records, columns or a source do not fit the request for them."""
 
 
 class TooManyBadRecordsError(DataError):
-    """More records were malformed than the run was told to bear."""
+    """More records were malformed than the run tolerates."""
 
 
 class LayerArgumentError(MonolithError, ValueError):
-    """A layer, loss or optimizer was given what it cannot take."""
+    """A layer, loss or optimizer got an argument that it cannot use."""
 
 
 class LayerTypeError(LayerArgumentError, TypeError):
-    """A layer, loss or optimizer was given something of another type than it takes."""
+    """A layer, loss or optimizer got an argument of a type that it cannot use."""
 
 
 class GradientError(LayerArgumentError, RuntimeError):
-    """A gradient was offered of something that may have none."""
+    """A tensor that may have no gradient got one."""
 
 
 class SparseGradientError(GradientError, NotImplementedError):
-    """A dense optimizer was given a sparse gradient; rows of tables have optimizers of their own."""
+    """A dense optimizer was given a sparse gradient; rows of tables have their own optimizers."""
 
 
 class RequestError(MonolithError, ValueError):
@@ -228,7 +228,7 @@ class RequestError(MonolithError, ValueError):
 
 
 class RequestTooLargeError(RequestError):
-    """A message, or what it asks for, is larger than a limit of this server allows."""
+    """A message, or its answer, is larger than a limit of this server allows."""
 
 
 class ForbiddenError(RequestError):
@@ -244,15 +244,15 @@ class ClusterError(MonolithError):
 
 
 class AddressError(ClusterError, ValueError):
-    """A text is no host:port."""
+    """A text is not host:port."""
 
 
 class DiscoveryError(ClusterError, OSError):
-    """A registry refused, was closed, or lost what it was told; asking again will not help."""
+    """A registry refused, was closed, or lost its entries; a retry will not help."""
 
 
 class RetryableError(ClusterError):
-    """A failure that may pass by itself: the job may retry. All other errors are final."""
+    """A failure that may be temporary: the job may retry. All other errors are final."""
 
 
 class UnavailableError(RetryableError, ConnectionError):
@@ -264,15 +264,15 @@ class FailedPeerError(UnavailableError):
 
 
 class LostStateError(UnavailableError):
-    """A server restarted or began another run, and no longer holds what the caller works on."""
+    """A server restarted or started another run, and has lost the state that the caller works on."""
 
 
 class OverloadedError(RetryableError):
-    """A server has as many requests as it may hold; a later one, or one elsewhere, may be answered."""
+    """A server has as many requests as its limits allow; retry later, or on another server."""
 
 
 class DeadlineExceededError(RetryableError, TimeoutError):
-    """It took longer than allowed."""
+    """An operation took longer than allowed."""
 
 
 class NodeAliveCheckerError(RetryableError, ConnectionError):
@@ -285,14 +285,14 @@ class NodeAliveCheckerError(RetryableError, ConnectionError):
     def __init__(self, dead: dict[str, str]) -> None:
         named = "; ".join(f"{address} ({reason})" for address, reason in sorted(dead.items()))
         super().__init__(
-            f"{len(dead)} node(s) do not answer: {named}. They may have died or be starting again; "
+            f"{len(dead)} node(s) do not answer: {named}. They may have died or be restarting; "
             "see their logs."
         )
         self.dead = dead
 
 
 class AcceleratorError(MonolithError, RuntimeError):
-    """A GPU, its driver or what compiles for it is missing, or refused what was asked."""
+    """A GPU, its driver or its compiler is missing, or refused an operation."""
 
 
 class MetricError(MonolithError, ValueError):
@@ -312,11 +312,11 @@ class WrongThreadError(MonolithError, RuntimeError):
 
 
 class TrainingError(MonolithError, RuntimeError):
-    """A run cannot continue, or cannot do what was asked of it."""
+    """A run cannot continue, or cannot do the requested operation."""
 
 
 class DivergedError(TrainingError):
-    """The loss is NaN, infinite or exploding: nothing that this run learns from now on is of use."""
+    """The loss is NaN, infinite or exploding: from now on the run learns nothing useful."""
 
 
 class NonFiniteError(DivergedError):
@@ -324,7 +324,7 @@ class NonFiniteError(DivergedError):
 
 
 class NothingTrainedError(TrainingError):
-    """A run came to the end of its data without a step, because all of it was skipped."""
+    """A run reached the end of its data without a step, because all of it was skipped."""
 
 
 class BarrierAlreadyPlacedError(TrainingError):
@@ -339,7 +339,7 @@ class ModelDirLockedError(MonolithError):
     """Another process writes to this model_dir.
 
     Attributes:
-        pid: Of the process that holds the lock, or None if it has not said yet.
+        pid: The process that has the lock, or None if it is unknown.
         host: The machine it runs on, or None.
     """
 
@@ -350,12 +350,12 @@ class ModelDirLockedError(MonolithError):
 
 
 class ExportError(MonolithError, ValueError):
-    """A model or a checkpoint cannot be made into a servable; what was there before is as it was."""
+    """A model or a checkpoint cannot be exported; existing versions are unchanged."""
 
 
 class SaveError(MonolithError, ValueError):
-    """State is of a kind that a checkpoint cannot hold; nothing was written."""
+    """State cannot be part of a checkpoint; nothing was written."""
 
 
 class RestoreError(MonolithError, ValueError):
-    """Saved state does not fit what it is being restored into."""
+    """Saved state does not fit the model that it is restored into."""

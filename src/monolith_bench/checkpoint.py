@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from monolith import native
-from monolith.checkpoint import Checkpointer, Moment, Saver, TablesPart, read_manifest
+from monolith.checkpoint import Checkpointer, PendingCheckpoint, Saver, TablesPart, read_manifest
 from monolith.errors import ConfigError
 from monolith.observe import Resting, yield_to_others
 from monolith.store import LocalStore
@@ -269,10 +269,10 @@ def measure_beside(plan: CheckpointPlan, report: Report, case: str, trained: Ste
         part = TablesPart(trained.tables, write_workers=1, write_progress=rest)
         checkpointer = Checkpointer(Saver(str(run_dir), max_to_keep=1), [part])
         with timed() as cut:
-            moment = checkpointer.cut(turn + 1)
+            moment = checkpointer.snapshot(turn + 1)
         cuts.append(cut.seconds)
 
-        def write(moment: Moment = moment) -> None:
+        def write(moment: PendingCheckpoint = moment) -> None:
             yield_to_others()
             moment.write()
 

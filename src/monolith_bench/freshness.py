@@ -23,8 +23,8 @@ import torch
 
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
-from monolith.run.config import ExportConfig
 from monolith.runtime import LocalRun, Trainer
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve.client import ClientAnswer, HttpTransport
 from monolith.serve.freshness_probe import quantile

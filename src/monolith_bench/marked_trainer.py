@@ -24,7 +24,7 @@ import torch
 
 from monolith.errors import MonolithError, UnavailableError
 from monolith.runtime import LocalRun, Trainer
-from monolith.sync.channels import open_writer
+from monolith.sync.channel_url import open_writer
 from monolith.sync.publish_config import PublishConfig
 from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.publishing.share import PublishPlan

@@ -21,7 +21,7 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.feature import Batch
 from monolith.model import apply_gradients
-from monolith.runtime.coordinator import Start, WorkerState
+from monolith.runtime.coordinator import Start, WorkerProgress, WorkerState
 from monolith.runtime.prefetch import PrefetchPipeline
 from monolith.runtime.ranks import RankCoordinator
 from monolith.store import RankGroups
@@ -44,41 +44,30 @@ class StepsDone(NamedTuple):
 
 
 class RankWorker:
-    """One rank, as a `Stepper` whose data has no end.
+    """One rank whose data has no end.
 
     Args:
         examples: In a batch of this rank.
     """
 
-    step = 0
-    interrupted = False
-
     def __init__(self, task: FleetTask, groups: RankGroups, examples: int) -> None:
-        self._peers = RankCoordinator(groups)
-        self._model = Model(task, Mode.TRAIN, seed=0, make_store=self._peers.make_store)
+        self._coordinator = RankCoordinator(groups)
+        self._placement = self._coordinator.placement
+        self._model = Model(task, Mode.TRAIN, seed=0, make_store=self._placement.make_store)
         assert self._model.sparse is not None
         self._sparse = self._model.sparse
-        self._dense = self._peers.attach(self._model)
-        self._peers.begin()
-        self._peers.open(Start(step=0), self)
+        self._dense = self._placement.attach(self._model)
+        self._coordinator.join(lambda _: Start(step=0))
         batches = itertools.cycle(task.batches(examples, groups.rank))
         self._lane: PrefetchPipeline[Batch, LookedUp] = PrefetchPipeline(
-            self._peers.read_in_step(batches, every=60.0, pressed=lambda: False, silences=False),
+            self._placement.align(batches, every=60.0, pressed=lambda: False, silences=False),
             self._model.prepare,
             in_step=True,
         )
 
-    def drain(self) -> None:
-        self._lane.drain()
-
-    def state(self) -> WorkerState:
-        return WorkerState(position={}, examples=0, skipped=0, event_time=None)
-
-    def go_back(self, start: Start) -> None:
-        """Do nothing: nothing was saved to go back to."""
-
     def take_step(self) -> None:
-        self._peers.meet(self)
+        state = WorkerState(position={}, examples=0, skipped=0, event_time=None)
+        self._coordinator.at_step(WorkerProgress(step=0, state=state))
         found = self._lane.next()
         assert found is not None
         batch, rows = found
@@ -88,7 +77,7 @@ class RankWorker:
             self._sparse,
             self._dense,
             self._model.task.updates(),
-            together=self._peers.together,
+            together=self._placement.averaging,
             examples=len(batch),
             push=self._lane.push,
         )

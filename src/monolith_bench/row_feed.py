@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from monolith.errors import UnavailableError
-from monolith.sync.channel import ShareLog
+from monolith.sync.channel import ShardLog
 from monolith.sync.flight_channel import DeltaPort
-from monolith.sync.messages import Delta, LearnedUpTo, LogPlace, Message, PublishState
+from monolith.sync.messages import Delta, LearnedUpTo, LogPosition, Message, PublishState
 from monolith.table import Rows
 
-START = LogPlace("bench", 0)
+START = LogPosition("bench", 0)
 """What a server has that begins with the export."""
 _DRAWN = 16
 
@@ -45,8 +45,8 @@ class RowFeed:
         self._interval = interval
         self._port = DeltaPort()
         self._writer = self._port.writer()
-        self._writer.open(ShareLog("bench", (0, 1), START, 1, dict(widths)), _no_snapshot)
-        self._writer.say(PublishState(number=1))
+        self._writer.open(ShardLog("bench", (0, 1), START, 1, dict(widths)), _no_snapshot)
+        self._writer.set_state(PublishState(number=1))
         self._place = START
         self._going = threading.Event()
         self._stop = threading.Event()
@@ -85,7 +85,7 @@ class RowFeed:
 
     def go_back(self, version: str) -> None:
         """Have servers go back to an exported version."""
-        self._writer.say(PublishState(held=True, reason="bench", version=version, number=2))
+        self._writer.set_state(PublishState(paused=True, reason="bench", version=version, number=2))
 
     def _keep_feeding(self) -> None:
         while not self._stop.is_set():

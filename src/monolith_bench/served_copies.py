@@ -22,7 +22,7 @@ from torch import Tensor
 from monolith.errors import TrainingError
 from monolith.model import DeepFM
 from monolith.store import LocalStore
-from monolith.sync import MemoryChannel, Publisher, Subscriber, TableTarget
+from monolith.sync import MemoryChannel, Publisher, PublisherConfig, Subscriber, TableTarget
 from monolith.table import Fp32, NativeTable, TableConfig
 from monolith_bench.movielens import Learner, logits_of, make_deepfm
 from monolith_bench.timed_events import OnlinePlan, TimedEvents
@@ -127,8 +127,7 @@ class FollowingCopies:
         publisher = Publisher(
             _tables(trained),
             channel.writer(),
-            run="freshness",
-            dense_interval=0.0,
+            PublisherConfig(run="freshness", dense_interval=0.0),
             dense=lambda: {name: weight.clone() for name, weight in trained.state_dict().items()},
             clock=lambda: float(self._now),
         )
@@ -140,10 +139,10 @@ class FollowingCopies:
         def catch_up() -> None:
             publisher.flush()
             subscriber.catch_up()
-            if subscriber.standing[0].place != publisher.place:
+            if subscriber.progress[0].position != publisher.position:
                 raise TrainingError(
-                    f"a copy did not catch up with what was published: it is at {subscriber.standing[0]}, "
-                    f"the publisher at {publisher.place}"
+                    f"a copy did not catch up with what was published: it is at {subscriber.progress[0]}, "
+                    f"the publisher at {publisher.position}"
                 )
 
         catch_up()

@@ -29,7 +29,7 @@ from monolith.serve.predictor import GRAPH, WEIGHTS
 from monolith.serve.request_reader import RequestReader
 from monolith.serve.tracing import trace_dense
 from monolith.serve.versions import NewVersion
-from monolith.sync.messages import LogPlace
+from monolith.sync.messages import LogPosition
 from monolith.table import FrozenSegment, write_frozen_table
 from monolith.tensors.files import write_tensors
 from monolith_bench.options import BenchServeOptions
@@ -43,7 +43,7 @@ def names_of(features: int) -> tuple[str, ...]:
     return tuple(f"f{number:03d}" for number in range(features))
 
 
-def write_deepfm(root: Path, options: BenchServeOptions, place: LogPlace | None = None) -> dict[str, int]:
+def write_deepfm(root: Path, options: BenchServeOptions, place: LogPosition | None = None) -> dict[str, int]:
     """Write the one version of the model: a table for each feature, with ids from 0 on.
 
     Args:

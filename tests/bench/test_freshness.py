@@ -209,10 +209,10 @@ def test_a_feed_publishes_rows_of_all_tables_and_a_version_to_go_back_to() -> No
         state, *deltas = reader.read(0, START, wait=0.0)
         reader.close()
     assert isinstance(state, PublishState)
-    assert (state.held, state.version) == (True, "1")
+    assert (state.paused, state.version) == (True, "1")
     for number, delta in enumerate(deltas, 1):
         assert isinstance(delta, Delta)
-        assert (delta.place.sequence, delta.learned.step) == (number, number)
+        assert (delta.position.sequence, delta.learned.step) == (number, number)
         assert {name: rows.values.shape for name, rows in delta.rows.items()} == {"a": (10, 3), "b": (10, 2)}
         assert all(len(torch.unique(rows.ids)) == 10 for rows in delta.rows.values())
     assert (len(deltas), feed.sequence, feed.rows) == (2, 2, 20)

@@ -20,7 +20,7 @@ from monolith.checkpoint import (
     merge_entries,
 )
 from monolith.checkpoint.part import Entry
-from monolith.checkpoint.tables import TablesCut
+from monolith.checkpoint.tables import TablesSnapshot
 from monolith.table import NativeTable, SlidingFilter, SlotThresholds
 
 Content = dict[str, dict[int, tuple[Any, ...]]]
@@ -39,15 +39,15 @@ class ServersPart:
     def __init__(self, parts: Sequence[TablesPart]) -> None:
         self._parts = parts
 
-    def cut(self, step: int) -> ServersCut:
-        return ServersCut([part.cut(step) for part in self._parts])
+    def snapshot(self, step: int) -> ServersSnapshot:
+        return ServersSnapshot([part.snapshot(step) for part in self._parts])
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         return RestoreReport().merge(*(part.restore(chain, options) for part in self._parts))
 
 
-class ServersCut:
-    def __init__(self, cuts: Sequence[TablesCut]) -> None:
+class ServersSnapshot:
+    def __init__(self, cuts: Sequence[TablesSnapshot]) -> None:
         self._cuts = cuts
 
     def write(self, prefix: str, *, full: bool) -> Entry:
@@ -86,7 +86,7 @@ class Servers:
             TablesPart(
                 tables,
                 {"item": self.filters[k]} if filters else {},
-                share=(k, servers),
+                shard=(k, servers),
                 num_shards=2,
                 incremental=True,
             )

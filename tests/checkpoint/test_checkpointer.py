@@ -64,7 +64,7 @@ class Run:
                 self.tables,
                 {"item": self.filter},
                 incremental=self.full_every > 1,
-                share=self.share,
+                shard=self.share,
             ),
             DensePart(self.model, [self.optimizer]),
             StatePart("position", lambda: self.position, self.position.update),
@@ -131,7 +131,7 @@ def test_the_moment_is_that_of_the_cut_whatever_follows(make: Callable[..., Run]
     run.train(1, 2, 3)
     run.train(1, 2, 3)
     saved = run.state()
-    moment = run.checkpointer.cut(1)
+    moment = run.checkpointer.snapshot(1)
     run.train(2, 3, 4, 5, time=9)
     run.tables["user"].remove(ids(1))
     prefix = moment.write()
@@ -148,7 +148,7 @@ def test_there_is_no_checkpoint_before_the_manifest(make: Callable[..., Run], tm
     class Breaks:
         name = "last"
 
-        def cut(self, step: int) -> Any:  # noqa: ARG002
+        def snapshot(self, step: int) -> Any:  # noqa: ARG002
             return self
 
         def write(self, prefix: str, *, full: bool) -> Any:  # noqa: ARG002
@@ -174,7 +174,7 @@ def test_a_second_attempt_writes_the_same_moment(make: Callable[..., Run]) -> No
     run = make()
     run.train(1, 2)
     saved = run.state()
-    moment = run.checkpointer.cut(1)
+    moment = run.checkpointer.snapshot(1)
     run.train(1, 2, 3)
     blocked = run.folder / "model.ckpt-1.assets"
     blocked.parent.mkdir(exist_ok=True)
@@ -191,14 +191,14 @@ def test_a_second_attempt_writes_the_same_moment(make: Callable[..., Run]) -> No
 
 def test_one_moment_at_a_time(make: Callable[..., Run]) -> None:
     run = make()
-    moment = run.checkpointer.cut(1)
+    moment = run.checkpointer.snapshot(1)
     with pytest.raises(SaveError, match="step 1 is still being written"):
-        run.checkpointer.cut(2)
+        run.checkpointer.snapshot(2)
     prefix = moment.write()
     with pytest.raises(RestoreError, match="still being written"):
         run.checkpointer.restore(prefix)
     moment.close(saved=True)
-    run.checkpointer.cut(2).close(saved=False)
+    run.checkpointer.snapshot(2).close(saved=False)
 
 
 def test_who_brings_back_what_a_cut_waits_for_can_ask_for_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_who_brings_back_what_a_cut_waits_for_can_ask_for_the_newest_checkpoint(
     saved: list[str] = []
     checkpointer = Checkpointer(Saver(str(tmp_path)), [StatePart("state", state, lambda _: None)])
     saved.append(checkpointer.save(1))
-    cut = threading.Thread(target=checkpointer.cut, args=(2,), daemon=True)
+    cut = threading.Thread(target=checkpointer.snapshot, args=(2,), daemon=True)
     cut.start()
     assert cutting.wait(60)
     asked = threading.Thread(target=lambda: saved.append(checkpointer.newest or ""), daemon=True)
@@ -268,7 +268,7 @@ def test_another_capacity_takes_the_rows_or_says_that_there_is_no_room(make: Cal
     prefix = run.checkpointer.save(1)
     make(item=replace(ITEM, initial_rows=100_000)).checkpointer.restore(prefix)
     small = make(item=replace(ITEM, capacity_bytes=100_000))
-    with pytest.raises(RestoreError, match="no room within capacity_bytes"):
+    with pytest.raises(RestoreError, match="do not fit into capacity_bytes"):
         small.checkpointer.restore(prefix)
 
 
@@ -399,7 +399,7 @@ def test_changes_of_a_save_that_failed_are_in_the_next_one(make: Callable[..., R
     run.train(1, 2)
     run.checkpointer.save(1)
     run.train(2)
-    moment = run.checkpointer.cut(2)
+    moment = run.checkpointer.snapshot(2)
     run.train(1)
     moment.close(saved=False)
     prefix = run.checkpointer.save(3)

@@ -41,7 +41,7 @@ def test_a_table_that_moved_goes_on_as_the_one_that_stayed(tmp_path: Path, write
     source, target = writer(STEEP), reader(STEEP)
     _train(source, range(4))
     prefix = str(tmp_path / "model.ckpt-4")
-    cut = TablesPart({"item": source}).cut(4)
+    cut = TablesPart({"item": source}).snapshot(4)
     saved = SavedPart(prefix, cut.write(prefix, full=True))
     cut.close(saved=True)
     TablesPart({"item": target}).restore([saved], RestoreOptions())

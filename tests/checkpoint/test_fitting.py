@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from monolith.checkpoint import Checkpointer, DensePart, FeaturesPart, RestoreOptions, Saver, TablesPart
-from monolith.checkpoint.fitting import Changes, changes_from_json, changes_to_json, covered
+from monolith.checkpoint.part import Changes, changes_from_json, changes_to_json, covered
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature, IdFeature
 from monolith.table import Adagrad, Adam, NativeTable, RandomUniform, Segment, TableConfig
 from monolith.wire.messages import read_message, write_message

@@ -19,7 +19,7 @@ from monolith.checkpoint.folder.state_files import (
     update_monolith_checkpoint,
     write_checkpoint_state,
 )
-from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
+from monolith.checkpoint.override import resolve_restore, roll_back, start_from, wait_for_start
 from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError
 from monolith.filesystem.backends import LocalBackend
 
@@ -355,7 +355,7 @@ def test_a_failure_of_an_earlier_run_is_not_taken_for_this_one(other, new, tmp_p
 def test_but_it_is_told_if_nothing_else_comes(new, tmp_path):
     with pytest.raises(RestoreError):
         start_from(f"{tmp_path}/nowhere", new, clock=FakeClock(0.0))
-    with pytest.raises(RestoreError, match=r"waited .* last word was: .*no checkpoint in"):
+    with pytest.raises(RestoreError, match=r"waited .* last message was: .*no checkpoint in"):
         waits(new)
 
 
@@ -369,7 +369,7 @@ def test_a_marker_without_a_state_file_is_of_a_run_that_was_reset(other, new):
 def test_a_marker_that_makes_no_sense_is_raised(new):
     Path(new).mkdir()
     Path(new, "restore_dir").write_text("done")
-    with pytest.raises(CorruptFileError, match="not what a chief writes"):
+    with pytest.raises(CorruptFileError, match="not a marker of the chief"):
         waits(new)
 
 
@@ -411,7 +411,7 @@ def long_run(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("name", ["model.ckpt-20", "20", "{}/model.ckpt-20", "{}/model.ckpt-20.manifest"])
 def test_a_person_goes_back_to_whatever_is_on_disk(long_run: str, name: str) -> None:
-    assert go_back(long_run, name.format(long_run)) == f"{long_run}/model.ckpt-20"
+    assert roll_back(long_run, name.format(long_run)) == f"{long_run}/model.ckpt-20"
     state = read_checkpoint_state(long_run)
     assert state == CheckpointState(f"{long_run}/model.ckpt-20", (f"{long_run}/model.ckpt-20",), (20.0,), 5.0)
     assert checkpoint_exists(f"{long_run}/model.ckpt-40")
@@ -419,28 +419,28 @@ def test_a_person_goes_back_to_whatever_is_on_disk(long_run: str, name: str) -> 
 
 
 def test_a_person_goes_back_once_to_each(long_run: str, caplog: pytest.LogCaptureFixture) -> None:
-    go_back(long_run, "30")
+    roll_back(long_run, "30")
     assert listed(long_run) == [30]
     saver = Saver(long_run, keep_every=None)
     saver.recover()
     saver.save(35, write_checkpoint)
-    assert go_back(long_run, "model.ckpt-30") is None
+    assert roll_back(long_run, "model.ckpt-30") is None
     assert "Remove " in caplog.text
     assert listed(long_run) == [30, 35]
-    assert go_back(long_run, "20") == f"{long_run}/model.ckpt-20"
+    assert roll_back(long_run, "20") == f"{long_run}/model.ckpt-20"
     assert listed(long_run) == [20]
 
 
 def test_the_names_of_another_folder_are_not_ours(long_run: str) -> None:
     with pytest.raises(RestoreError, match=r"no checkpoint /elsewhere/model\.ckpt-20"):
-        go_back(long_run, "/elsewhere/model.ckpt-20")
+        roll_back(long_run, "/elsewhere/model.ckpt-20")
 
 
 @pytest.mark.parametrize("name", ["model.ckpt-25", "25", "model.ckpt"])
 def test_a_name_that_is_not_there_is_an_error_and_changes_nothing(long_run: str, name: str) -> None:
     before = content(long_run)
     with pytest.raises(RestoreError, match=r"it has model\.ckpt-10, model\.ckpt-20, model\.ckpt-30"):
-        go_back(long_run, name)
+        roll_back(long_run, name)
     assert content(long_run) == before
 
 
@@ -448,7 +448,7 @@ def test_later_ones_that_are_not_listed_any_more_keep_what_they_continue(tmp_pat
     folder = with_manifest(tmp_path / "run", 10, 20, 30, 40, after={20: 10, 30: 20, 40: 30})
     paths = tuple(f"{folder}/model.ckpt-{step}" for step in (10, 20, 30, 40))
     write_checkpoint_state(folder, CheckpointState(paths[-1], paths))
-    go_back(folder, "20")
+    roll_back(folder, "20")
     saver = Saver(folder, max_to_keep=1, keep_every=None)
     saver.recover(needs=needs_of)
     for step in (21, 22, 23):
@@ -464,7 +464,7 @@ def test_a_later_one_that_is_exempt_would_be_replaced_so_nobody_goes_back(long_r
     update_monolith_checkpoint(long_run, seed=exempt)
     before = content(long_run)
     with pytest.raises(RestoreError, match=r"model\.ckpt-40 is later"):
-        go_back(long_run, "20")
+        roll_back(long_run, "20")
     assert content(long_run) == before
 
 
@@ -480,9 +480,9 @@ def test_killed_between_list_and_marker_it_goes_back_again(
 
     monkeypatch.setattr(LocalBackend, "rename", die)
     with pytest.raises(KeyboardInterrupt):
-        go_back(long_run, "20")
+        roll_back(long_run, "20")
     monkeypatch.undo()
-    assert go_back(long_run, "20") == f"{long_run}/model.ckpt-20"
+    assert roll_back(long_run, "20") == f"{long_run}/model.ckpt-20"
     assert listed(long_run) == [20]
 
 
@@ -491,9 +491,9 @@ def test_a_person_starts_from_what_is_on_disk_elsewhere_or_not_at_all(long_run: 
     with pytest.raises(RestoreError, match=r"no checkpoint 25 .* it has model\.ckpt-10"):
         start_from(long_run, own, "25", required=True)
     assert start_from(long_run, own, "20", required=True) == f"{long_run}/model.ckpt-20"
-    assert go_back(own, "20") == f"{long_run}/model.ckpt-20"
+    assert roll_back(own, "20") == f"{long_run}/model.ckpt-20"
     saver = Saver(own, keep_every=None)
     saver.recover()
     saver.save(25, write_checkpoint)
-    assert go_back(own, "20") is None, "a restart goes on"
+    assert roll_back(own, "20") is None, "a restart resumes"
     assert latest(read_checkpoint_state(own)) == "model.ckpt-25"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import RestoreReport
 
 
 def test_it_reads_well() -> None:

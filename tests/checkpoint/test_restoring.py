@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint.dense.restores import restore_dense
 
 from monolith.checkpoint.dense.custom_restore import CustomRestore
-from monolith.checkpoint.dense.state import capture_dense, restore_dense
+from monolith.checkpoint.dense.state import capture_dense
 from monolith.checkpoint.restoring import InitializedShards, RestoreListener, run_restore
 from monolith.table import DictTable, Segment, TableConfig, dump, load
 
@@ -127,7 +128,7 @@ class Cluster:
         return [server.state for server in self.servers]
 
     def save(self, prefix: str) -> None:
-        capture_dense(self.variables).write(prefix)
+        capture_dense(self.variables).write_files(prefix)
         for i, server in enumerate(self.servers):
             dump(server.table, f"{prefix}.assets/table{i}")
 

@@ -61,7 +61,7 @@ def test_a_save_writes_all_rows_and_counts_by_slot_those_it_wrote(folder: Path, 
     """Whether rows have expired is for who evicts them to say: saving takes none."""
     table = kind(TableConfig(name="item", segments=(Segment(dim=2),), expiry=Expiry.days(1)))
     table.assign(ids(1, 2, 1 << 48), torch.ones(3, 2), event_time=ids(0, 0, 100 * 86_400))
-    cut = TablesPart({"item": table}).cut(1)
+    cut = TablesPart({"item": table}).snapshot(1)
     entry = cut.write(str(folder / "model.ckpt-1"), full=True)
     cut.close(saved=True)
     assert (entry["tables"]["item"]["rows"], entry["slots"]) == (3, {"0": 2, "1": 1})
@@ -79,7 +79,7 @@ def test_checkpoints_move_between_tables_of_host_and_device(folder: Path, made: 
         table.apply_gradients(keys, torch.ones(len(keys), 3), event_time=time)
 
     def write(step: int) -> SavedPart:
-        cut = part.cut(step)
+        cut = part.snapshot(step)
         train(0, 500, 99)  # which the checkpoint knows nothing of
         prefix = str(folder / f"model.ckpt-{step}")
         entry = cut.write(prefix, full=step == 1)
@@ -240,14 +240,14 @@ def test_only_shares_that_may_hold_rows_of_the_share_are_read(
         for other in set(range(writers)) - read:
             shutil.rmtree(f"{prefix}.assets/ps-{other}-of-{writers}")
     table = NativeTable(USER)
-    TablesPart({"user": table}, share=share).restore(saved_parts(prefixes[-1]), RestoreOptions())
+    TablesPart({"user": table}, shard=share).restore(saved_parts(prefixes[-1]), RestoreOptions())
     number, total = share
     expected = {key: row for key, row in contents[-1]["user"].items() if server_of(key, total) == number}
     assert rows_of(table) == expected
     for needed in read:
         shutil.move(f"{prefixes[0]}.assets/ps-{needed}-of-{writers}", folder / "aside")
-        with pytest.raises(RestoreError, match=f"share ps-{needed}-of-{writers} of model.ckpt-1"):
-            TablesPart({"user": table}, share=share).restore(saved_parts(prefixes[-1]), RestoreOptions())
+        with pytest.raises(RestoreError, match=f"shard ps-{needed}-of-{writers} of model.ckpt-1"):
+            TablesPart({"user": table}, shard=share).restore(saved_parts(prefixes[-1]), RestoreOptions())
         shutil.move(folder / "aside", f"{prefixes[0]}.assets/ps-{needed}-of-{writers}")
     assert rows_of(table) == expected
 
@@ -317,7 +317,7 @@ def test_shares_in_each_others_place_are_refused(folder: Path) -> None:
     (folder / "aside").rename(places[1])
     for readers in (1, 2):
         with pytest.raises(
-            RestoreError, match=r"2 rows in share ps-0-of-2 of model\.ckpt-1 have ids of other"
+            RestoreError, match=r"2 rows in shard ps-0-of-2 of model\.ckpt-1 have ids of other"
         ):
             restored(prefix, readers)
 
@@ -330,7 +330,7 @@ def test_a_share_of_another_save_is_refused(folder: Path, tmp_path: Path) -> Non
         prefixes.append(run.save(1))
     shutil.rmtree(f"{prefixes[0]}.assets/ps-1-of-2")
     shutil.copytree(f"{prefixes[1]}.assets/ps-1-of-2", f"{prefixes[0]}.assets/ps-1-of-2")
-    with pytest.raises(RestoreError, match=r"4 rows in share ps-0-of-2 of model\.ckpt-1 to 1, .* with 3"):
+    with pytest.raises(RestoreError, match=r"4 rows in shard ps-0-of-2 of model\.ckpt-1 to 1, .* with 3"):
         restored(prefixes[0], 1)
 
 
@@ -340,7 +340,7 @@ def test_a_table_without_room_for_all_shares_is_left_empty(folder: Path) -> None
     prefix = run.save(1)
     config = TableConfig(name="user", segments=USER.segments, capacity_bytes=400_000)
     table = NativeTable(config)
-    with pytest.raises(RestoreError, match="found no room within"):
+    with pytest.raises(RestoreError, match="do not fit into"):
         TablesPart({"user": table}).restore(saved_parts(prefix), RestoreOptions())
     assert len(table) == 0
 
@@ -351,16 +351,16 @@ def test_a_table_without_room_for_all_shares_is_left_empty(folder: Path) -> None
 @pytest.mark.parametrize("share", [(2, 2), (-1, 2), (0, 0)])
 def test_a_share_that_cannot_be_is_refused(share: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match=r"k from 0 to n - 1"):
-        TablesPart({}, share=share)
+        TablesPart({}, shard=share)
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_rows_that_a_restore_would_not_find_are_not_saved(folder: Path, full: bool) -> None:
     table = NativeTable(USER)
-    part = TablesPart({"user": table}, share=(1, 2), incremental=True)
+    part = TablesPart({"user": table}, shard=(1, 2), incremental=True)
     table.assign(ids(1, -3, 6), torch.ones(3, 2))
-    with pytest.raises(SaveError, match=r"'user' as share 1 of 2: .* such as 6\."):
-        part.cut(1).write(str(folder / "model.ckpt-1"), full=full)
+    with pytest.raises(SaveError, match=r"'user' as shard 1 of 2: .* such as 6\."):
+        part.snapshot(1).write(str(folder / "model.ckpt-1"), full=full)
 
 
 def test_the_steepest_scale_of_all_shares_is_taken(folder: Path, tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_the_steepest_scale_of_all_shares_is_taken(folder: Path, tmp_path: Path)
     run = Servers(folder, 2)
     for tables in run.tables:
         tables["user"] = NativeTable(config)
-    run.parts[:] = [TablesPart({"user": tables["user"]}, share=(k, 2)) for k, tables in enumerate(run.tables)]
+    run.parts[:] = [TablesPart({"user": tables["user"]}, shard=(k, 2)) for k, tables in enumerate(run.tables)]
     run.tables[0]["user"].apply_gradients(ids(2), torch.ones(1, 2), step=400)
     run.tables[1]["user"].apply_gradients(ids(1), torch.ones(1, 2), step=100)
     prefix = run.save(1)
@@ -422,9 +422,7 @@ def test_counts_that_cannot_be_put_together_begin_anew_and_the_report_says_so(
     others = Servers(tmp_path / "other", readers, filters=True)
     others.train(*APART)  # what was counted before the restore is of another history
     report = others.restore(prefix)
-    why = (
-        f"starts counting from zero, because what {writers} servers counted cannot be put together for {whom}"
-    )
+    why = f"starts counting from zero, because the counts of {writers} servers cannot be merged for {whom}"
     assert report.reset == {"filter of item": why}
     assert "filter of item: starts counting from zero" in report.describe()
     assert set(map(sum, counts(*others.filters))) == {0}
@@ -450,8 +448,8 @@ def test_a_filter_that_remembers_no_ids_goes_on_from_any_share(folder: Path) -> 
     for k in (0, 1):
         admission = ProbabilisticFilter(SlotThresholds(3))
         admission.refuse(ids(*range(k + 5)))
-        part = TablesPart({"user": NativeTable(USER)}, {"user": admission}, share=(k, 2))
-        entries.append(part.cut(1).write(prefix, full=True))
+        part = TablesPart({"user": NativeTable(USER)}, {"user": admission}, shard=(k, 2))
+        entries.append(part.snapshot(1).write(prefix, full=True))
     chances = ProbabilisticFilter(SlotThresholds(3))
     part = TablesPart({"user": NativeTable(USER)}, {"user": chances})
     assert part.restore([SavedPart(prefix, merge_entries(entries))], RestoreOptions()).complete
@@ -512,7 +510,7 @@ def test_a_checkpoint_restores_whether_slots_are_merged_or_not(
     found: dict[int, Any] = {}
     for number in range(readers):
         again = other()
-        restored = Checkpointer(Saver(str(folder)), [TablesPart(again, share=(number, readers))]).restore(
+        restored = Checkpointer(Saver(str(folder)), [TablesPart(again, shard=(number, readers))]).restore(
             prefix
         )
         assert restored.report.complete

@@ -424,4 +424,4 @@ def test_a_missing_piece_is_named_and_the_status_is_1(folder: Path, printed: Any
     Path(f"{prefixes[0]}.assets/ps-1-of-2/user.manifest").unlink()
     for arguments in (("list",), ("inspect",)):
         text = printed(*arguments, str(folder), status=1)
-        assert "share ps-1-of-2 of model.ckpt-1" in text
+        assert "shard ps-1-of-2 of model.ckpt-1" in text

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from run.config_files import write_project
+from runtime.config_files import write_project
 
 from monolith.cli import commands, main
 from monolith.cli.commands import Command
@@ -14,8 +14,8 @@ from monolith.cli.options.jobs import (
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import derive_token
 from monolith.config.fields import leaf_paths
-from monolith.run import RunConfig
 from monolith.runtime import task_data
+from monolith.runtime.config import RunConfig
 
 MODULE = "monolith.cli.config_commands"
 CONFIG_COMMANDS = {

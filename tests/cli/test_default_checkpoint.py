@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run.config_files import write_project
+from runtime.config_files import write_project
 
 from monolith.checkpoint import BestCheckpoint, write_best
 from monolith.cli.main import main

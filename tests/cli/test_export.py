@@ -23,12 +23,12 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec, IdFeature, Label
 from monolith.model import DeepFM
 from monolith.observe import Metrics
-from monolith.run.config import ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import STATE_FILE, ExportListener, VersionMarks, exports_when_saving
 from monolith.serve import Predictor
 from monolith.serve.versions import LockedVersion, list_versions, withheld_versions
-from monolith.sync.run_identity import run_identity
+from monolith.sync.messages import run_identity
 from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig
 from monolith.train.publishing.hold_file import NAME, KeptHold
 
@@ -96,7 +96,7 @@ class Looking(Served):
     config = trained(tmp_path / "run", Looking())
     flags = [config.model_dir, "--task", "looking.py:Looking", "--to", "to", "--quiet"]
     assert answer(["export", *flags]) == 2
-    assert "reads the ids of feature 'history' outside of its" in capsys.readouterr().err
+    assert "reads the IDs of feature 'history' outside of its" in capsys.readouterr().err
     assert answer(["export", *flags, "--as-module"]) == 0
     with pytest.raises(ConfigError, match="allow_module=True"):
         Predictor("to", show=False)

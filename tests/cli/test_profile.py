@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run.config_files import write_project
+from runtime.config_files import write_project
 from serve.served_tasks import exported, trained
 from services import warm
 
 from monolith.cli.main import main
 from monolith.cluster.status import ProcessStatus, Role, StatusBoard
-from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
+from monolith.runtime.cluster_config import ClusterConfig, DiscoveryConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.control import control_place, tracer_of
 from monolith.runtime.status import OwnStatus
 from monolith.train import TrainConfig

@@ -33,7 +33,7 @@ from monolith.serve import Predictor
 from monolith.serve.client import open_client
 from monolith.serve.exporter import ExportHow
 from monolith.serve.versions import list_versions
-from monolith.sync.channels import open_writer
+from monolith.sync.channel_url import open_writer
 
 pytest.importorskip("grpc")
 pytest.importorskip("uvicorn")
@@ -367,7 +367,7 @@ def test_whom_to_follow_is_checked_before_anything_is_served(tmp_path):
         assert nobody is None
     with trainer(str(tmp_path)) as found:
         reader = found()
-        assert list(reader.shares()) == []
+        assert list(reader.logs()) == []
         reader.close()
     with pytest.raises(ConfigError, match="--discovery"), trainer("discovery"):
         pass

@@ -34,12 +34,13 @@ from monolith.cli.train_report import MARK, _describe_lost
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
-from monolith.run import RunConfig, load_run_config
 from monolith.runtime import Trainer, process
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.losses import LostServer
-from monolith.sync import LogPlace, Subscriber
-from monolith.sync.channels import open_reader
-from monolith.sync.run_identity import run_identity
+from monolith.sync import LogPosition, Subscriber
+from monolith.sync.channel_url import open_reader
+from monolith.sync.messages import run_identity
 from monolith.train import Hook, Mode, StepResult, TrainConfig, TrainingRun
 from monolith.train.hooks import ControlClient, LiveLineHook
 from monolith.train.hooks.live_line import log_status
@@ -735,12 +736,12 @@ def test_what_a_run_publishes_is_read_from_where_its_config_says(
     said = train_json(capsys, *flags)
     following = Following(Clicks())
     with closing(open_reader(folder)) as reader:
-        (log,) = reader.shares()
+        (log,) = reader.logs()
     assert log.run == run_identity(model_dir)
-    places = {0: LogPlace(log.newest.epoch, 0)}
-    with closing(Subscriber(lambda: open_reader(folder), following.target, places=places)) as subscriber:
+    places = {0: LogPosition(log.newest.epoch, 0)}
+    with closing(Subscriber(lambda: open_reader(folder), following.target, positions=places)) as subscriber:
         subscriber.catch_up()
-        assert subscriber.standing[0].learned.step == said["step"] == 6
+        assert subscriber.progress[0].learned.step == said["step"] == 6
     saved = read_model(Clicks(), Path(model_dir))
     assert following.values == {
         name: {key: tuple(value) for key, (_, value, _) in rows.items()} for name, rows in saved.rows.items()
@@ -827,7 +828,7 @@ def test_a_run_that_was_killed_while_it_was_held_is_held_from_its_next_start_on(
     assert json.loads(Path(model_dir, "page.json").read_text()) == [True, "a bad upstream", since]
     assert json.loads(Path(model_dir, "resumed.json").read_text()) == [0, False], "nothing was let out before"
     with closing(open_reader(log)) as reader:
-        assert reader.shares()[0].newest.sequence > 0
+        assert reader.logs()[0].newest.sequence > 0
     assert HoldFile(model_dir).read() is None, "who resumes means it for the next start as well"
 
 

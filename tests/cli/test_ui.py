@@ -38,7 +38,7 @@ def test_it_prints_the_address_of_a_page_that_shows_a_run_and_ends_when_told(tmp
         while True:
             with urllib.request.urlopen(f"{url}state", timeout=60) as answer:
                 run, gone = json.load(answer)["sources"]
-            if run["up"] and gone["error"] != "not asked yet":
+            if run["up"] and gone["error"] != "not read yet":
                 break
         assert (run["name"], run["processes"][0]["name"]) == ("mine", "worker 0")
         assert "127.0.0.1:9 cannot be reached" in gone["error"]

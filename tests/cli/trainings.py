@@ -9,7 +9,8 @@ from typing import NamedTuple
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.run_settings import run_of
 from monolith.cli.train import _make_task
-from monolith.run import RunConfig, check_run
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import check_run
 from monolith.runtime.task_setup import prepared_task, set_threads
 from monolith.train import Task, TrainConfig
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from monolith.config import Dropped, Renamed, Unsupported, differences, load_config
+from monolith.config import ConfigNames, Dropped, Renamed, Unsupported, differences, load_config
 from monolith.errors import ConfigError
 
 
@@ -31,9 +31,10 @@ ALIASES = {
 }
 
 
-def load(**sources):
+def load(*, foreign=None, **sources):
     warnings: list[str] = []
-    return load_config(Whole, aliases=ALIASES, warn=warnings.append, **sources), warnings
+    names = ConfigNames(aliases=ALIASES, foreign=foreign or {})
+    return load_config(Whole, warn=warnings.append, names=names, **sources), warnings
 
 
 def file(folder: Path, text: str) -> Path:
@@ -144,17 +145,21 @@ GONE = {"ranks": Unsupported("not built yet"), "ways": Unsupported("there is one
 
 @pytest.mark.parametrize("value", [True, "yes", 3, {"a": 1}, "two"])
 def test_asking_for_what_cannot_be_had_is_an_error_with_the_reason(value):
-    assert problems(code={"ranks": value}, aliases=GONE) == ["ranks (from code): not built yet"]
+    assert problems(code={"ranks": value}, names=ConfigNames(aliases=GONE)) == [
+        "ranks (from code): not built yet"
+    ]
 
 
 @pytest.mark.parametrize("name, value", [("ranks", False), ("ranks", 0), ("ranks", ""), ("ways", "one")])
 def test_asking_for_nothing_is_not(name, value):
-    assert load_config(Whole, code={name: value}, aliases=GONE) == Whole()
+    assert load_config(Whole, code={name: value}, names=ConfigNames(aliases=GONE)) == Whole()
 
 
 def test_a_bare_flag_asks_and_its_negation_does_not():
-    assert problems(args=["--ranks"], aliases=GONE) == ["ranks (from --ranks): not built yet"]
-    assert load_config(Whole, args=["--noranks"], aliases=GONE) == Whole()
+    assert problems(args=["--ranks"], names=ConfigNames(aliases=GONE)) == [
+        "ranks (from --ranks): not built yet"
+    ]
+    assert load_config(Whole, args=["--noranks"], names=ConfigNames(aliases=GONE)) == Whole()
 
 
 MOVED = {
@@ -167,12 +172,14 @@ MOVED = {
 
 def test_a_field_that_moved_is_an_error_that_names_its_place_in_every_source(tmp_path):
     said = "old.count is part.count (from {})"
-    assert problems(code={"old.count": 1}, moved=MOVED) == [said.format("code")]
-    assert problems(args=["--old.count", "1"], moved=MOVED) == [said.format("--old.count")]
-    assert problems(args=["--old.count=1"], moved=MOVED) == [said.format("--old.count")]
-    assert problems(environ={"MONOLITH_OLD__COUNT": "1"}, moved=MOVED) == [said.format("MONOLITH_OLD__COUNT")]
+    assert problems(code={"old.count": 1}, names=ConfigNames(moved=MOVED)) == [said.format("code")]
+    assert problems(args=["--old.count", "1"], names=ConfigNames(moved=MOVED)) == [said.format("--old.count")]
+    assert problems(args=["--old.count=1"], names=ConfigNames(moved=MOVED)) == [said.format("--old.count")]
+    assert problems(environ={"MONOLITH_OLD__COUNT": "1"}, names=ConfigNames(moved=MOVED)) == [
+        said.format("MONOLITH_OLD__COUNT")
+    ]
     path = file(tmp_path, "[old]\ncount = 1\nway = 2\nnone = 3\n[table]\nkey = 4\n")
-    assert problems(file=path, moved=MOVED) == [
+    assert problems(file=path, names=ConfigNames(moved=MOVED)) == [
         f"old.count is part.count (from {path})",
         f"old.way is gone (from {path}): not built yet",
         f"table.key is part.names (from {path})",
@@ -183,9 +190,14 @@ def test_a_field_that_moved_is_an_error_that_names_its_place_in_every_source(tmp
 def test_a_former_path_that_is_an_old_name_is_one_where_it_stands_alone(tmp_path):
     aliases = {"num": Renamed("part.count")}
     moved = {"num": "part.count", "old": "second"}
-    assert load_config(Whole, file=file(tmp_path, "num = 3\n"), aliases=aliases, moved=moved).part.count == 3
+    assert (
+        load_config(
+            Whole, file=file(tmp_path, "num = 3\n"), names=ConfigNames(aliases=aliases, moved=moved)
+        ).part.count
+        == 3
+    )
     path = file(tmp_path, "num = 3\nold = 4\n")
-    assert problems(file=path, aliases=aliases, moved=moved) == [
+    assert problems(file=path, names=ConfigNames(aliases=aliases, moved=moved)) == [
         f"num is part.count (from {path})",
         f"old is second (from {path})",
     ]
@@ -193,7 +205,9 @@ def test_a_former_path_that_is_an_old_name_is_one_where_it_stands_alone(tmp_path
 
 def test_an_old_name_that_a_table_has_now_is_told_by_its_value():
     aliases = {"part": Renamed("text", beside_table=True)}
-    config = load_config(Whole, code={"part": "x"}, environ={"MONOLITH_PART__COUNT": "3"}, aliases=aliases)
+    config = load_config(
+        Whole, code={"part": "x"}, environ={"MONOLITH_PART__COUNT": "3"}, names=ConfigNames(aliases=aliases)
+    )
     assert (config.text, config.part.count) == ("x", 3)
 
 
@@ -205,7 +219,9 @@ def test_of_two_that_exclude_each_other_the_later_source_has_its_way(tmp_path):
 
     exclusive = [("steps", "secs")]
     path = file(tmp_path, "secs = 3\n")
-    assert load_config(Save, file=path, exclusive=exclusive) == Save(steps=None, secs=3)
-    assert load_config(Save, file=path, args=["--steps", "5"], exclusive=exclusive) == Save(steps=5)
-    both = load_config(Save, code={"steps": 1, "secs": 2}, exclusive=exclusive)
+    assert load_config(Save, file=path, names=ConfigNames(exclusive=exclusive)) == Save(steps=None, secs=3)
+    assert load_config(
+        Save, file=path, args=["--steps", "5"], names=ConfigNames(exclusive=exclusive)
+    ) == Save(steps=5)
+    both = load_config(Save, code={"steps": 1, "secs": 2}, names=ConfigNames(exclusive=exclusive))
     assert both == Save(steps=1, secs=2)  # for the config itself to refuse

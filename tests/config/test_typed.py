@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monolith.config import config_from_mapping, load_config, to_dict, to_toml
+from monolith.config import ConfigNames, config_from_mapping, load_config, to_dict, to_toml
 from monolith.errors import ConfigError
 
 
@@ -357,13 +357,15 @@ def test_malformed_json_in_a_variable_is_a_problem_with_its_name():
 
 def test_variables_that_are_not_config_can_be_named():
     environ = {"MONOLITH_VECTORS": "x", "MONOLITH_TABLE__DIM": "1", "MONOLITHIC": "y"}
-    assert load_config(RunConfig, environ=environ, ignore=["MONOLITH_VECTORS"]).table.dim == 1
+    assert (
+        load_config(RunConfig, environ=environ, names=ConfigNames(ignore=["MONOLITH_VECTORS"])).table.dim == 1
+    )
     assert len(problems_of(lambda: load_config(RunConfig, environ=environ))) == 1
 
 
 def test_another_prefix_reads_other_variables():
     environ = {"SERVE_TABLE__DIM": "1", "MONOLITH_STEPS": "x"}
-    assert load_config(RunConfig, environ=environ, prefix="SERVE").table.dim == 1
+    assert load_config(RunConfig, environ=environ, names=ConfigNames(prefix="SERVE")).table.dim == 1
 
 
 # Flags

@@ -13,7 +13,7 @@ from runtime.fleets import PATIENT, begun_fleets, worker_state
 
 from monolith.errors import RetryableError
 from monolith.runtime.coordinator import Start
-from monolith.runtime.fleet_placement import FleetBarrier
+from monolith.runtime.fleet_coordinator import FleetBarrier
 from monolith.train.hooks import Barrier, LocalBarrier
 
 WORKERS = 3
@@ -56,9 +56,9 @@ def _fleet() -> Iterator[Held]:
 def _ranks() -> Iterator[Held]:
     over = threading.Event()
     with CREWS["three ranks"]() as crew:
-        threads = [_start(lambda one=one: one.begin(Start(step=0))) for one in crew]  # type: ignore[misc]
+        threads = [_start(lambda one=one: one.join(Start(step=0))) for one in crew]  # type: ignore[misc]
         assert all(joined(thread) for thread in threads)
-        leader, barrier = crew[0], crew[0].peers.barrier
+        leader, barrier = crew[0], crew[0].coordinator.barrier
 
         def lead() -> None:
             """Do as rank 0 does: a barrier keeps it from its next step, to which it comes afterwards."""
@@ -68,10 +68,10 @@ def _ranks() -> Iterator[Held]:
                         continue
                     while barrier.placement() is not None and not over.wait(0.005):
                         pass
-                    leader.peers.meet(leader)
+                    leader.at_step()
 
         def meet(worker: int) -> threading.Thread:
-            return _start(lambda: crew[worker].peers.meet(crew[worker]))
+            return _start(crew[worker].at_step)
 
         _start(lead)
         yield Held(barrier, meet)

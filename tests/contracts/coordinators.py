@@ -1,4 +1,4 @@
-"""Every implementation of the peers seam, as everybody who trains one model together."""
+"""Every implementation of the coordinator seam, as the processes that train one model together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ from dataclasses import dataclass, field
 from runtime.fleets import SOON, Tallied, serving, worker_state
 from store.ranks import connected
 
+from monolith.data.source import Position
 from monolith.model import WeightOptimizer
 from monolith.runtime import Coordinator, Fleet, FleetCoordinator, LocalCoordinator
-from monolith.runtime.coordinator import Start, WorkerState
+from monolith.runtime.coordinator import (
+    Continue,
+    Outcome,
+    Pause,
+    Quiesced,
+    Restore,
+    Start,
+    Stop,
+    WorkerProgress,
+    WorkerState,
+)
 from monolith.runtime.ranks import RankCoordinator
 from monolith.store import ServerGroup
 from monolith.train import Mode, TrainConfig
@@ -20,50 +31,72 @@ from monolith.train.model import Model
 
 @dataclass
 class Process:
-    """One of those who train together: its peers, its model, and what a session would be."""
+    """One of the processes that train together: its coordinator, its model, and a session's place."""
 
-    peers: Coordinator
+    coordinator: Coordinator
     model: Model
     weights: WeightOptimizer | None
     step: int = 0
     interrupted: bool = False
     drained: int = 0
     said: WorkerState = field(default_factory=lambda: worker_state(0))
+    committed: list[Position] = field(default_factory=list)
 
     def drain(self) -> None:
         self.drained += 1
 
-    def state(self) -> WorkerState:
-        return self.said
+    @property
+    def progress(self) -> WorkerProgress:
+        return WorkerProgress(step=self.step, state=self.said)
 
-    def go_back(self, start: Start) -> None:
-        self.step = start.step
+    def join(self, start: Start) -> Start | None:
+        """Start as a session does; the chief restores `start`."""
+        return self.coordinator.join(lambda _: start, interrupted=lambda: self.interrupted)
 
-    def begin(self, start: Start) -> Start | None:
-        """Begin as a session does, having restored `start` where this one leads."""
-        self.peers.begin()
-        self.peers.go_to(start.step)
-        mine = start if self.peers.leads else Start(step=0)
-        return self.peers.open(mine, self)
+    def at_step(self) -> str | None:
+        """Act on decisions as a session does, until this process continues; return why it is to stop."""
+        while True:
+            decision = self.coordinator.at_step(self.progress)
+            match decision:
+                case Pause():
+                    with self.coordinator.quiesce(self.progress, self.drain):
+                        pass
+                case Restore(start):
+                    self.step = start.step
+                case Continue() | Stop():
+                    if decision.committed is not None:
+                        self.committed.append(decision.committed)
+                    return decision.reason if isinstance(decision, Stop) else None
+                case _:
+                    raise AssertionError(decision)
+
+    def quiesce(self) -> AbstractContextManager[Quiesced | None]:
+        return self.coordinator.quiesce(self.progress, self.drain)
+
+    def end(self, outcome: Outcome) -> tuple[Quiesced | Restore | None, bool]:
+        found = self.coordinator.finish(outcome, self.progress, lambda: None)
+        return found, self.coordinator.leave(outcome, self.said)
 
     def take_step(self) -> int:
         """Train the weights on what gradients they have, and return which step that was."""
         assert self.weights is not None
-        if self.peers.together is not None:
-            self.peers.together.begin(1)
-            assert self.peers.together.finish(None) is None
+        placement = self.coordinator.placement
+        if placement.averaging is not None:
+            placement.averaging.begin(1)
+            assert placement.averaging.finish(None) is None
         self.weights.step()
-        self.step = self.peers.count(self.step)
+        self.step = placement.count_step(self.step)
         return self.step
 
 
 Crew = list[Process]
-"""In the order of their shares; the first leads."""
+"""In the order of their indices; the first is the chief."""
 
 
-def _process(peers: Coordinator, number: int) -> Process:
-    model = Model(Tallied(), Mode.TRAIN, seed=0, make_store=peers.make_store)
-    return Process(peers, model, peers.attach(model), said=worker_state(number))
+def _process(coordinator: Coordinator, number: int) -> Process:
+    placement = coordinator.placement
+    model = Model(Tallied(), Mode.TRAIN, seed=0, make_store=placement.make_store)
+    return Process(coordinator, model, placement.attach(model), said=worker_state(number))
 
 
 @contextmanager
@@ -124,4 +157,4 @@ CREWS: dict[str, Callable[[], AbstractContextManager[Crew]]] = {
     "three ranks": _ranks(3),
     "two ranks on a server": _ranks_on_servers(2, 1),
 }
-"""By name. Whoever adds peers adds a line here."""
+"""By name. A new implementation of the seam gets a line here."""

@@ -1,4 +1,4 @@
-"""What all peers do, whoever they are: a session need not know."""
+"""Every coordinator keeps this contract: a session need not know which one it has."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from contracts.coordinators import CREWS, Crew, Process
-from train.runs import FakeRun
 
 from monolith.data import Shard
 from monolith.errors import RetryableError
-from monolith.runtime.coordinator import Gathered, Start
+from monolith.runtime.coordinator import Outcome, Quiesced, Start
 from monolith.train.hook import DATA_ENDED
 
 SECONDS = 30.0
@@ -54,7 +53,7 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
 @pytest.fixture
 def training(crew: Crew) -> Crew:
     """A crew that has begun, at step 7."""
-    each(crew, lambda process: process.begin(START))
+    each(crew, lambda process: process.join(START))
     for process in crew:
         process.step = START.step
     return crew
@@ -68,7 +67,7 @@ def each(crew: Crew, call: Callable[[Process], Any]) -> list[Any]:
 
 def step_of_each(crew: Crew) -> list[int]:
     """Have each take a step: one after the other, unless they take it together."""
-    if crew[0].peers.in_step:
+    if crew[0].coordinator.membership.lockstep:
         return each(crew, Process.take_step)
     return [process.take_step() for process in crew]
 
@@ -87,7 +86,7 @@ class Meetings:
 
     def _meet(self, process: Process) -> str | None:
         while not self._over.wait(0.005):
-            if (reason := process.peers.meet(process)) is not None:
+            if (reason := process.at_step()) is not None:
                 return reason
         return None
 
@@ -100,22 +99,17 @@ class Meetings:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._leader is not None and self._leader.peers.in_step:
-            self._leader.peers.meet(self._leader)  # for which they wait
+        if self._leader is not None and self._leader.coordinator.membership.lockstep:
+            self._leader.at_step()  # for which they wait
         for thread in self._threads:
             thread.join(SECONDS)
 
 
-def stopped(reason: str, *, interrupted: bool = False) -> FakeRun:
-    run = FakeRun()
-    run.request_stop(reason)
-    run.interrupted = interrupted
-    return run
-
-
 def test_the_first_one_leads_and_each_reads_a_share_of_its_own(crew: Crew) -> None:
-    assert [one.peers.leads for one in crew] == [True, *[False] * (len(crew) - 1)]
-    assert [one.peers.share for one in crew] == [Shard(index, len(crew)) for index in range(len(crew))]
+    assert [one.coordinator.membership.is_chief for one in crew] == [True, *[False] * (len(crew) - 1)]
+    assert [one.coordinator.membership.shard for one in crew] == [
+        Shard(index, len(crew)) for index in range(len(crew))
+    ]
 
 
 def test_what_trains_the_weights_trains_those_of_the_model(crew: Crew) -> None:
@@ -127,25 +121,25 @@ def test_what_trains_the_weights_trains_those_of_the_model(crew: Crew) -> None:
 
 def test_a_checkpoint_keeps_rows_and_weights(crew: Crew) -> None:
     leader = crew[0]
-    parts = leader.peers.parts(leader.model, incremental=False, beside=False)
+    parts = leader.coordinator.placement.parts(leader.model, incremental=False, beside=False)
     assert [part.name for part in parts] == ["tables", "dense"]
-    assert leader.peers.dense_part(leader.model).name == "dense"
+    assert leader.coordinator.placement.dense_part(leader.model).name == "dense"
 
 
 def test_everybody_goes_on_from_where_the_one_that_leads_says(crew: Crew) -> None:
-    assert each(crew, lambda process: process.begin(START)) == [START] * len(crew)
+    assert each(crew, lambda process: process.join(START)) == [START] * len(crew)
 
 
 def test_who_waits_to_begin_and_is_interrupted_has_nothing_to_do(crew: Crew) -> None:
     for process in crew[1:]:
         process.interrupted = True
-        assert process.peers.open(Start(step=0), process) is None
+        assert process.join(Start(step=0)) is None
 
 
 def test_the_steps_of_all_are_counted_one_by_one(training: Crew) -> None:
     rounds = 2
     found = [step for _ in range(rounds) for step in step_of_each(training)]
-    if training[0].peers.in_step:  # one step of all of them is one of the model
+    if training[0].coordinator.membership.lockstep:  # one step of all of them is one of the model
         assert found == [8] * len(training) + [9] * len(training)
     else:
         assert found == list(range(8, 8 + rounds * len(training)))
@@ -155,29 +149,29 @@ def test_who_waited_can_take_the_weights_that_others_have_trained(training: Crew
     first, last = training[0], training[-1]
     for weight in first.model.weights().values():
         weight.grad = torch.ones_like(weight)
-    step_of_each(training if first.peers.in_step else training[:1])
-    last.peers.refresh()
+    step_of_each(training if first.coordinator.membership.lockstep else training[:1])
+    last.coordinator.placement.refresh()
     trained = first.model.weights()
     assert all(torch.equal(weight, trained[name]) for name, weight in last.model.weights().items())
 
 
 def test_while_nobody_wants_anything_everybody_trains(training: Crew) -> None:
-    assert each(training, lambda process: process.peers.meet(process)) == [None] * len(training)
-    assert [process.peers.safe() for process in training] == [None] * len(training)
+    assert each(training, Process.at_step) == [None] * len(training)
+    assert [process.committed for process in training] == [[]] * len(training)
 
 
-def halted(training: Crew) -> tuple[ExitStack, Gathered]:
-    """Hold everybody; the stack lets them go."""
+def quiesced(training: Crew) -> tuple[ExitStack, Quiesced | None]:
+    """Quiesce all; the stack releases them."""
     stack = ExitStack()
     stack.enter_context(Meetings(*training[1:], leader=training[0]))
-    return stack, stack.enter_context(training[0].peers.halted(training[0]))
+    return stack, stack.enter_context(training[0].quiesce())
 
 
 def test_when_all_stand_still_the_one_that_leads_knows_where(training: Crew) -> None:
     steps = step_of_each(training)
-    stack, gathered = halted(training)
+    stack, gathered = quiesced(training)
     with stack:
-        assert gathered == Gathered(step=max(steps), others=tuple(one.said for one in training[1:]))
+        assert gathered == Quiesced(step=max(steps), others=tuple(one.said for one in training[1:]))
         assert all(process.drained for process in training[1:]), "no update is under way"
 
 
@@ -187,71 +181,62 @@ def test_nobody_goes_on_while_a_moment_is_cut(training: Crew) -> None:
 
     def meet_once(process: Process, event: threading.Event) -> None:
         while not process.drained:  # until it has heard of the halt
-            process.peers.meet(process)
+            process.at_step()
         event.set()
 
     threads = [Thread(lambda one=one: meet_once(*one)) for one in zip(others, went_on, strict=True)]  # type: ignore[misc]
-    with leader.peers.halted(leader):
+    with leader.quiesce():
         assert not any(event.is_set() for event in went_on)
-    leader.peers.meet(leader)
+    leader.at_step()
     for thread in threads:
         thread.result()
 
 
 def test_what_is_on_disk_is_heard_of_once_by_each(training: Crew) -> None:
-    stack, _ = halted(training)
+    stack, _ = quiesced(training)
     with stack:
         pass
     leader = training[0]
-    leader.peers.note_saved(leader.said.position)
-    assert leader.peers.safe() is None, "it knows by itself"
+    leader.coordinator.committed(leader.said.position)
 
-    found: dict[int, Any] = {}
-    while len(found) < len(training) - 1:
-        each(training, lambda process: process.peers.meet(process))
-        heard = {number: one.peers.safe() for number, one in enumerate(training)}
-        found |= {number: position for number, position in heard.items() if position is not None}
-    assert found == {number: one.said.position for number, one in enumerate(training) if number}
+    while not all(process.committed for process in training[1:]):
+        each(training, Process.at_step)
+    each(training, Process.at_step)
+    assert leader.committed == [], "it knows by itself"
+    assert [one.committed for one in training[1:]] == [[one.said.position] for one in training[1:]]
 
 
 def test_a_clean_end_is_one_for_all(training: Crew) -> None:
     leader, others = training[0], training[1:]
     looked: list[None] = []
-    run = stopped(DATA_ENDED)
-
-    def ends(one: Process) -> Any:
-        return one.peers.gather(one, run, lambda: None), one.peers.leave(run, one.said)
-
-    left = [Thread(lambda one=one: ends(one)) for one in others]  # type: ignore[misc]
-    gathered = leader.peers.gather(leader, run, lambda: looked.append(None))
-    assert gathered == Gathered(step=START.step, others=tuple(one.said for one in others))
-    assert leader.peers.leave(run, leader.said) is False, "it has told its source itself"
+    outcome = Outcome(reason=DATA_ENDED)
+    left = [Thread(lambda one=one: one.end(outcome)) for one in others]  # type: ignore[misc]
+    gathered = leader.coordinator.finish(outcome, leader.progress, lambda: looked.append(None))
+    assert gathered == Quiesced(step=START.step, others=tuple(one.said for one in others))
+    assert leader.coordinator.leave(outcome, leader.said) is False, "it has told its source itself"
     assert [thread.result() for thread in left] == [(None, True)] * len(others)
-    assert all(process.peers.finished for process in training)
+    assert all(process.coordinator.status().finished for process in training)
 
 
 def test_who_is_stopped_stops_all_and_the_run_is_not_finished(training: Crew) -> None:
     leader, others = training[0], training[1:]
-    run = stopped("SIGTERM", interrupted=True)
+    outcome = Outcome(reason="SIGTERM", interrupted=True)
     with Meetings(*others) as meeting:
-        gathering = Thread(lambda: leader.peers.gather(leader, run, lambda: None))
+        gathering = Thread(lambda: leader.coordinator.finish(outcome, leader.progress, lambda: None))
         assert meeting.reasons() == ["SIGTERM"] * len(others)
 
-    def ends(one: Process) -> Any:
-        return one.peers.gather(one, run, lambda: None), one.peers.leave(run, one.said)
-
-    left = [Thread(lambda one=one: ends(one)) for one in others]  # type: ignore[misc]
+    left = [Thread(lambda one=one: one.end(outcome)) for one in others]  # type: ignore[misc]
     assert gathering.result().others == tuple(one.said for one in others)
-    leader.peers.leave(run, leader.said)
+    leader.coordinator.leave(outcome, leader.said)
     for thread in left:
         thread.result()
-    assert not any(process.peers.finished for process in others)
+    assert not any(process.coordinator.status().finished for process in others)
 
 
 @pytest.mark.parametrize("who", [0, -1], ids=["the one that leads", "the last"])
 def test_when_one_cannot_go_on_nobody_can(training: Crew, who: int) -> None:
     failing = training[who]
-    failing.peers.fail(OSError("no disk"))
+    failing.coordinator.leave(Outcome(failed=True, error=OSError("no disk")))
     for process in (one for one in training if one is not failing):
         meeting = Meetings(process)
         with pytest.raises(RetryableError, match="no disk"):
@@ -260,8 +245,8 @@ def test_when_one_cannot_go_on_nobody_can(training: Crew, who: int) -> None:
 
 def test_failing_before_anything_began_is_no_error(crew: Crew) -> None:
     for process in crew:
-        process.peers.fail(None)
+        process.coordinator.leave(Outcome(failed=True))
 
 
 def test_the_barrier_is_for_all_of_them(crew: Crew) -> None:
-    assert crew[0].peers.barrier.capacity == len(crew)
+    assert crew[0].coordinator.barrier.capacity == len(crew)

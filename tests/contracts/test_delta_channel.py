@@ -23,7 +23,7 @@ from sync.delta_channels import (
 from sync.sample_messages import make_delta, same
 
 from monolith.errors import UnavailableError
-from monolith.sync import Delta, LogPlace, PublishState, SnapshotBegin, SnapshotEnd
+from monolith.sync import Delta, LogPosition, PublishState, SnapshotBegin, SnapshotEnd
 
 MOMENT = 0.1
 """Seconds in which something that is there is read again, while we wait for it."""
@@ -43,15 +43,15 @@ def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AnyChann
             yield KafkaChannel(stack, request.getfixturevalue("kafka"))
 
 
-def catch_up(copy: Copy, channel: AnyChannel, publisher: SmallPublisher, share: int = 0) -> None:
+def catch_up(copy: Copy, channel: AnyChannel, publisher: SmallPublisher, shard: int = 0) -> None:
     """Read until the copy is what was published."""
     reader = channel.reader()
-    until(lambda: copy.equals(publisher), lambda: copy.follow(reader, share, wait=MOMENT))
+    until(lambda: copy.equals(publisher), lambda: copy.follow(reader, shard, wait=MOMENT))
 
 
-def test_where_nobody_publishes_there_are_no_shares(channel: AnyChannel) -> None:
+def test_where_nobody_publishes_there_are_no_shards(channel: AnyChannel) -> None:
     reader = channel.reader()
-    assert list(reader.shares()) == []
+    assert list(reader.logs()) == []
     with pytest.raises(UnavailableError):
         list(reader.read(0, None, wait=0.0))
 
@@ -63,14 +63,14 @@ def test_what_is_appended_is_read_in_order(channel: AnyChannel) -> None:
     reader = channel.reader()
 
     def read_on() -> None:
-        after = found[-1].place if found else LogPlace("e1", 0)
+        after = found[-1].position if found else LogPosition("e1", 0)
         found.extend(one for one in reader.read(0, after, wait=MOMENT) if isinstance(one, Delta))
 
     until(lambda: len(found) == 5, read_on)
     assert all(same(*both) for both in zip(found, sent, strict=True))
 
 
-def test_a_reader_goes_on_from_its_place(channel: AnyChannel) -> None:
+def test_a_reader_goes_on_from_its_position(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer())
     copy = Copy()
     publisher.publish([1, 2, 3])
@@ -104,7 +104,7 @@ def test_who_is_too_far_behind_gets_a_snapshot_then_deltas(channel: AnyChannel) 
         for number in itertools.islice(numbers, 10):
             publisher.publish([number], removed=[number - 3])
 
-    until(lambda: reader.shares()[0].oldest > 2, publish_more)
+    until(lambda: reader.logs()[0].oldest > 2, publish_more)
     copy.deltas.clear()
     catch_up(copy, channel, publisher)
     assert copy.snapshots >= 2
@@ -134,8 +134,8 @@ def test_a_reader_that_waits_hears_of_a_new_epoch(channel: AnyChannel) -> None:
     reader, began = channel.reader(), threading.Event()
 
     def follow() -> None:
-        for message in reader.read(0, copy.place, wait=60.0):
-            if isinstance(message, SnapshotBegin) and message.place.epoch == "e2":
+        for message in reader.read(0, copy.position, wait=60.0):
+            if isinstance(message, SnapshotBegin) and message.position.epoch == "e2":
                 began.set()
                 return
 
@@ -147,13 +147,13 @@ def test_a_reader_that_waits_hears_of_a_new_epoch(channel: AnyChannel) -> None:
 
 
 def test_several_shares_are_read_each_on_its_own(channel: AnyChannel) -> None:
-    publishers = [SmallPublisher(channel.writer(), epoch=f"of-{n}", share=(n, 3)) for n in range(3)]
+    publishers = [SmallPublisher(channel.writer(), epoch=f"of-{n}", shard=(n, 3)) for n in range(3)]
     for number, publisher in enumerate(publishers):
         for _ in range(number + 1):
             publisher.publish([3 * number])
-    found = channel.reader().shares()
-    assert [log.share for log in found] == [(0, 3), (1, 3), (2, 3)]
-    assert [log.newest for log in found] == [publisher.place for publisher in publishers]
+    found = channel.reader().logs()
+    assert [log.shard for log in found] == [(0, 3), (1, 3), (2, 3)]
+    assert [log.newest for log in found] == [publisher.position for publisher in publishers]
     assert all(log.tables == {"item": 2} and log.run == "run" for log in found)
     for number, publisher in enumerate(publishers):
         catch_up(Copy(), channel, publisher, number)
@@ -162,13 +162,13 @@ def test_several_shares_are_read_each_on_its_own(channel: AnyChannel) -> None:
 def test_the_newest_publish_state_is_told_to_all(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer())
     publisher.publish([1])
-    publisher.writer.say(PublishState(held=True, reason="AUC fell", since=5.0, number=1))
-    state = PublishState(held=True, reason="rollback", since=6.0, version="17", number=2)
-    publisher.writer.say(state)
+    publisher.writer.set_state(PublishState(paused=True, reason="AUC fell", since=5.0, number=1))
+    state = PublishState(paused=True, reason="rollback", since=6.0, version="17", number=2)
+    publisher.writer.set_state(state)
     copy, reader = Copy(), channel.reader()
     until(lambda: copy.equals(publisher), lambda: copy.follow(reader, wait=MOMENT))
     assert copy.state == 2
-    assert state in list(channel.reader().read(0, publisher.place, wait=0.0))
+    assert state in list(channel.reader().read(0, publisher.position, wait=0.0))
 
 
 def test_a_reader_that_waits_hears_of_a_changed_state(channel: AnyChannel) -> None:
@@ -178,14 +178,14 @@ def test_a_reader_that_waits_hears_of_a_changed_state(channel: AnyChannel) -> No
     catch_up(Copy(), channel, publisher)
 
     def follow() -> None:
-        for message in reader.read(0, publisher.place, wait=60.0):
-            if isinstance(message, PublishState) and message.held:
+        for message in reader.read(0, publisher.position, wait=60.0):
+            if isinstance(message, PublishState) and message.paused:
                 heard.set()
                 return
 
     thread = threading.Thread(target=follow)
     thread.start()
-    publisher.writer.say(PublishState(held=True, number=1))
+    publisher.writer.set_state(PublishState(paused=True, number=1))
     thread.join(60.0)
     assert heard.is_set()
 
@@ -214,7 +214,7 @@ def test_a_reader_that_stops_in_the_middle_holds_nobody_up(channel: AnyChannel) 
     publisher.publish(range(50))
     reader, copy = channel.reader(), Copy()
     until(lambda: bool(copy.rows), lambda: copy.follow(reader, wait=MOMENT))
-    slow = channel.reader().read(0, copy.place, wait=60.0)
+    slow = channel.reader().read(0, copy.position, wait=60.0)
     publisher.publish([1])
     next(slow)  # and no more
     for number in range(60):
@@ -274,14 +274,14 @@ def test_a_writer_that_starts_anew_is_followed(channel: AnyChannel) -> None:
 
 
 def test_fewer_shares_than_before_are_told(channel: AnyChannel) -> None:
-    before = [SmallPublisher(channel.writer(), epoch=f"a{n}", share=(n, 3)) for n in range(3)]
+    before = [SmallPublisher(channel.writer(), epoch=f"a{n}", shard=(n, 3)) for n in range(3)]
     for one in before:
         one.publish([1])
         one.writer.close()
-    after = [SmallPublisher(channel.writer(), epoch=f"b{n}", share=(n, 2)) for n in range(2)]
+    after = [SmallPublisher(channel.writer(), epoch=f"b{n}", shard=(n, 2)) for n in range(2)]
     for number, one in enumerate(after):
         one.publish([number])
-    assert [log.share for log in channel.reader().shares()] == [(0, 2), (1, 2)]
+    assert [log.shard for log in channel.reader().logs()] == [(0, 2), (1, 2)]
     catch_up(Copy(), channel, after[1], 1)
 
 

@@ -424,7 +424,7 @@ def test_a_checkpoint_kept_for_good_that_someone_deleted_needs_nothing(run: Run)
 
 def test_nothing_can_be_built_upon_a_checkpoint_that_is_gone_or_upon_itself(run: Run) -> None:
     saver = run.saver()
-    with pytest.raises(FileMissingError, match="builds upon"):
+    with pytest.raises(FileMissingError, match="it needs"):
         incremental(run, saver, 2, 1)
     with pytest.raises(ConfigError, match="itself"):
         incremental(run, saver, 2, 2)

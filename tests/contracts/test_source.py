@@ -96,7 +96,7 @@ def test_asking_for_the_position_writes_no_file(make: Maker, tmp_path: Path) -> 
         assert files_in(tmp_path) == before
 
 
-def test_what_follows_does_not_depend_on_who_asks_for_the_position(make: Maker) -> None:
+def test_asking_for_the_position_does_not_change_later_records(make: Maker) -> None:
     source, ids = make(), list[int]()
     for batch in source:
         source.position()
@@ -118,7 +118,7 @@ def test_committing_again_and_again_changes_nothing_that_follows(make: Maker) ->
     assert ids == ids_of(make())
 
 
-def test_a_new_source_goes_on_from_what_was_committed_last(make: Maker) -> None:
+def test_a_new_source_resumes_from_the_last_commit(make: Maker) -> None:
     """As a trainer does that is killed after every checkpoint."""
     whole, ids = ids_of(make()), list[int]()
     source = make()
@@ -136,7 +136,7 @@ def test_a_new_source_goes_on_from_what_was_committed_last(make: Maker) -> None:
     assert ids == whole
 
 
-def test_a_new_source_goes_on_at_any_batch(make: Maker) -> None:
+def test_a_new_source_resumes_at_any_batch(make: Maker) -> None:
     whole = ids_of(make())
     source = make()
     positions = [(0, source.position())]
@@ -168,7 +168,7 @@ def test_restoring_again_and_again_loses_nothing(make: Maker) -> None:
     assert ids == whole
 
 
-def test_a_source_goes_back_to_where_it_was(make: Maker) -> None:
+def test_a_source_returns_to_an_earlier_position(make: Maker) -> None:
     source = make()
     whole = ids_of(make())
     first = ids_of(some(source, 2))
@@ -178,7 +178,7 @@ def test_a_source_goes_back_to_where_it_was(make: Maker) -> None:
     assert first + ids_of(source) == whole
 
 
-def test_who_stops_early_goes_on_there(make: Maker) -> None:
+def test_a_consumer_that_stops_early_resumes_there(make: Maker) -> None:
     source = make()
     whole = ids_of(make())
     ids = []
@@ -263,14 +263,12 @@ def shared(make: Maker, share: Shard) -> Source:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
-def test_the_shares_of_all_workers_are_the_whole_and_none_comes_twice(
-    make_shared: Maker, workers: int
-) -> None:
+def test_the_shards_of_all_workers_are_the_whole_without_repeats(make_shared: Maker, workers: int) -> None:
     ids = [one for worker in range(workers) for one in ids_of(shared(make_shared, Shard(worker, workers)))]
     assert sorted(ids) == sorted(make_shared.case.ids)
 
 
-def test_a_share_goes_on_at_any_batch(make_shared: Maker) -> None:
+def test_a_shard_resumes_at_any_batch(make_shared: Maker) -> None:
     source, whole, positions = shared(make_shared, Shard(0, 2)), list[int](), list[Any]()
     for batch in source:
         whole += ids_of([batch])
@@ -283,7 +281,7 @@ def test_a_share_goes_on_at_any_batch(make_shared: Maker) -> None:
 
 
 @pytest.mark.parametrize("use", ["read", "position", "restore"])
-def test_once_it_was_used_it_is_too_late_for_a_share(make_shared: Maker, use: str) -> None:
+def test_a_source_that_was_used_refuses_a_shard(make_shared: Maker, use: str) -> None:
     source = make_shared()
     if use == "read":
         some(source, 1)
@@ -296,7 +294,7 @@ def test_once_it_was_used_it_is_too_late_for_a_share(make_shared: Maker, use: st
 
 
 @pytest.mark.parametrize("share", [Shard(2, 2), Shard(-1, 2), Shard(0, 0)])
-def test_there_must_be_such_a_share(make_shared: Maker, share: Shard) -> None:
+def test_a_shard_that_does_not_exist_is_refused(make_shared: Maker, share: Shard) -> None:
     with pytest.raises(ConfigError, match="there is no worker"):
         make_shared().read_shard(share)
 
@@ -306,7 +304,7 @@ def test_there_must_be_such_a_share(make_shared: Maker, share: Shard) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", [name for name, case in SOURCES.items() if "worker" in case.options])
-def test_workers_share_all_records(name: str, num_workers: int, tmp_path: Path) -> None:
+def test_workers_together_read_all_records(name: str, num_workers: int, tmp_path: Path) -> None:
     case = SOURCES[name]
     ids = [
         one
@@ -339,7 +337,7 @@ def test_epochs_follow_each_other_in_full_batches(name: str, seed: int | None, t
 
 
 @pytest.mark.parametrize("name", [name for name, case in SOURCES.items() if "epochs" in case.options])
-def test_a_new_source_goes_on_in_any_epoch(name: str, tmp_path: Path) -> None:
+def test_a_new_source_resumes_in_any_epoch(name: str, tmp_path: Path) -> None:
     case = SOURCES[name]
     whole = ids_of(case.make(tmp_path, epochs=3, seed=5))
     source = case.make(tmp_path, epochs=3, seed=5)
@@ -367,7 +365,7 @@ def test_the_order_is_the_same_for_any_batch_size(make_shuffled: Maker, batch_si
     assert ids_of(make_shuffled(seed=1, batch_size=batch_size)) == ids_of(make_shuffled(seed=1))
 
 
-def test_a_new_source_goes_on_in_the_middle_of_shuffling(make_shuffled: Maker) -> None:
+def test_a_new_source_resumes_in_the_middle_of_shuffling(make_shuffled: Maker) -> None:
     whole = ids_of(make_shuffled(seed=1, batch_size=3))
     source = make_shuffled(seed=1, batch_size=3)
     read = 0

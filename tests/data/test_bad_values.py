@@ -29,7 +29,7 @@ from monolith.data.formats.memory import MemorySource
 from monolith.data.records import timely
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import ConfigError, DataError, TooManyBadRecordsError
-from monolith.feature.spec.reading import BadReason
+from monolith.feature.spec.problems import BadReason
 from monolith.observe import Metrics
 
 NOW = 1_700_000_000
@@ -63,7 +63,7 @@ def test_times_that_are_far_off_and_can_be_are_trained_on() -> None:
     assert batch.ids.event_times.tolist() == times
 
 
-def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
+def test_a_batch_without_good_records_is_skipped() -> None:
     times = [NOW] * 100 + [NOW * 1000] * 4 + [NOW] * 4
     assert [len(batch) for batch in Pipeline(source(*times)).to_batches(SPEC)] == [4] * 26
 
@@ -74,7 +74,7 @@ def test_where_most_times_are_wrong_the_column_is(caplog: pytest.LogCaptureFixtu
     assert caplog.messages[-1].startswith("left out 4 of 4 records: 4: event time 'time'")
 
 
-def test_the_share_is_a_setting_and_judged_when_there_is_something_to_judge() -> None:
+def test_the_fraction_is_a_setting_and_checked_after_some_records() -> None:
     times = [-1, *[NOW] * 2000, -1, -1, -1]
     few, none = (replace(SPEC, max_bad=share) for share in (0.001, 0.0))
     with pytest.raises(TooManyBadRecordsError, match="4 of 2004"):
@@ -138,18 +138,18 @@ def test_they_are_counted_and_quarantined_by_the_source_below_whatever_stages(tm
     assert b"data_bad_records_total 2.0" in metrics.render()
 
 
-def test_a_shared_time_is_everybodys() -> None:
+def test_a_shared_time_counts_for_every_record() -> None:
     some = records(shared=["time"], item=[[1], [2]], time=[[NOW * 1000]])
     assert timely(some, "time").tolist() == [False, False]
     assert timely(some, None).tolist() == timely(some, "other").tolist() == [True, True]
 
 
-def test_who_makes_batches_by_hand_hears_of_it() -> None:
+def test_making_a_batch_by_hand_raises_an_error() -> None:
     with pytest.raises(DataError, match=r"'time' must be Unix seconds .*milliseconds\?"):
         make_batch(records(item=[[1]], time=[[NOW * 1000]]), SPEC)
 
 
-def test_stages_hand_them_down() -> None:
+def test_stages_reject_them_to_the_source() -> None:
     class Keeps(MemorySource):
         kept: list[BadRecord]
 

@@ -136,7 +136,7 @@ TOPICS = {"servers": ["k:9092"], "topics": ["clicks"], "group": "train"}
         ({"watch": "a/*.csv", "path": "b.csv"}, "both say what to train on"),
         ({"watch": "a/*.csv", "kafka": TOPICS, "train": "c"}, "all say what to train on"),
         ({"watch": "a/*.csv", "queue": "q"}, "a queue, days and a pattern are for files that are there"),
-        ({"kafka": TOPICS, "split": {"evaluate": 0.1}}, "nothing of them can be held back"),
+        ({"kafka": TOPICS, "split": {"evaluate": 0.1}}, "nothing of them can be withheld"),
         ({"path": "a.csv", "stop_after": "1s"}, "set watch"),
         ({"watch": "a/*.csv", "max_wait": "-1s"}, "must not be negative"),
         ({"kafka": {**TOPICS, "format": "csv"}}, "columns names the fields of messages in csv"),
@@ -170,7 +170,7 @@ def test_a_watch_reads_lines_as_they_come_and_whole_files_of_other_formats(tmp_p
     assert numbers(whole) == [4]
 
 
-def test_records_that_are_watched_are_held_back_and_evaluated_on_as_those_of_a_path(tmp_path: Path) -> None:
+def test_watched_records_are_withheld_and_evaluated_on_as_those_of_a_path(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(100)))
     split = DataSplit(evaluate=0.3)
     config = DataConfig(watch=f"{tmp_path}/*.csv", split=split, stop_after=timedelta())

@@ -123,7 +123,7 @@ def test_a_batch_has_as_many_messages_as_were_asked_for_and_waits_a_moment_only(
         assert time.monotonic() - begin < 3  # and not poll_timeout, nor for ever
 
 
-def test_it_ends_after_a_silence_but_not_before_one_poll_and_goes_on_when_iterated_again(
+def test_it_ends_after_a_silence_but_not_before_one_poll_and_continues_when_iterated_again(
     kafka: Kafka, topic: str, send: Callable[..., None]
 ) -> None:
     settings = config(kafka, topic, stream_timeout=timedelta(0), poll_timeout=timedelta(seconds=0.5))
@@ -171,7 +171,7 @@ def test_it_begins_with_the_earliest_message_or_with_the_next_one(
         assert [ids(records) for records in later] == [[5, 6]]
 
 
-def test_several_topics_are_read_by_workers_that_share_no_partition(
+def test_several_topics_are_read_by_workers_with_different_partitions(
     kafka: Kafka, send: Callable[..., None]
 ) -> None:
     topics = (kafka.create_topic(partitions=2), kafka.create_topic(partitions=3))
@@ -242,7 +242,7 @@ def test_a_restored_source_yields_exactly_what_was_left(kafka: Kafka, send: Call
     assert sorted(found) == list(range(100))
 
 
-def test_it_can_go_back_between_iterations(kafka: Kafka, topic: str, send: Callable[..., None]) -> None:
+def test_it_can_be_restored_between_iterations(kafka: Kafka, topic: str, send: Callable[..., None]) -> None:
     send(topic, range(20))
     with KafkaSource(config(kafka, topic, poll_batch=5), decode) as source:
         assert ids(next(iter(source))) == [0, 1, 2, 3, 4]
@@ -278,7 +278,7 @@ def test_positions_of_all_workers_restore_into_another_number_of_workers(
     assert sorted(found) == list(range(40))
 
 
-def test_partitions_are_dealt_to_workers_who_read_nothing_but_those(
+def test_workers_read_only_the_partitions_that_the_chief_assigns(
     kafka: Kafka, send: Callable[..., None]
 ) -> None:
     topic = kafka.create_topic(partitions=4)
@@ -336,7 +336,7 @@ def test_a_worker_that_was_dealt_nothing_yet_waits_until_it_is_or_is_interrupted
             source.collect([missing])
 
 
-def test_who_was_given_its_partitions_is_dealt_none() -> None:
+def test_a_worker_with_a_fixed_assignment_gets_none_from_the_chief() -> None:
     settings = KafkaConfig(servers=("nowhere:1",), topics=("t",), group="g")
     for assignment in (None, ALL):
         with KafkaSource(replace(settings, assignment=assignment), decode) as source:
@@ -345,7 +345,7 @@ def test_who_was_given_its_partitions_is_dealt_none() -> None:
 
 
 @pytest.mark.parametrize("workers", [(1, 3), (3, 2)])
-def test_what_each_worker_has_left_is_redistributed_with_what_stages_held_back(
+def test_remaining_and_buffered_records_are_redistributed(
     kafka: Kafka, send: Callable[..., None], workers: tuple[int, int]
 ) -> None:
     before, after = workers
@@ -424,7 +424,7 @@ def test_nothing_is_committed_but_what_one_commits(
 # What cannot be read
 
 
-def test_malformed_messages_are_counted_handed_over_and_left_out(kafka: Kafka, topic: str) -> None:
+def test_malformed_messages_are_counted_passed_on_and_dropped(kafka: Kafka, topic: str) -> None:
     with KafkaSink((kafka.address,), topic, settings=PRODUCER_SETTINGS) as sink:
         sink.send([payload(0), b"{", payload(1), b"[]", payload(2)])
     bad: list[BadRecord] = []
@@ -439,7 +439,7 @@ def test_malformed_messages_are_counted_handed_over_and_left_out(kafka: Kafka, t
     assert f'test_kafka_messages_total{{topic="{topic}"}} 5.0' in shown
 
 
-def test_a_batch_of_malformed_messages_only_is_passed_over(kafka: Kafka, topic: str) -> None:
+def test_a_batch_of_malformed_messages_only_is_skipped(kafka: Kafka, topic: str) -> None:
     with KafkaSink((kafka.address,), topic, settings=PRODUCER_SETTINGS) as sink:
         sink.send([b"x"] * 5 + [payload(7)])
     with KafkaSource(config(kafka, topic, poll_batch=5), decode) as source:
@@ -555,7 +555,7 @@ class Reader(threading.Thread):
 
 
 @pytest.mark.parametrize("strategy", ["range,roundrobin", "cooperative-sticky"])
-def test_a_group_shares_out_partitions_and_whoever_is_left_goes_on_where_the_other_stopped(
+def test_a_group_assigns_partitions_and_the_remaining_member_resumes_where_the_other_stopped(
     kafka: Kafka, send: Callable[..., None], strategy: str
 ) -> None:
     topic = kafka.create_topic(partitions=4)
@@ -636,7 +636,7 @@ def test_what_a_member_of_a_group_read_and_did_not_commit_comes_again(
         assert [number for records in source for number in ids(records)] == list(range(10, 30))
 
 
-def test_what_a_member_of_the_same_run_handed_over_wins_over_the_restored_position(
+def test_an_offset_committed_by_the_same_run_wins_over_the_restored_position(
     kafka: Kafka, topic: str, send: Callable[..., None]
 ) -> None:
     send(topic, range(30))
@@ -691,14 +691,14 @@ def test_a_client_that_is_never_given_its_partitions_back_is_replaced(
     with KafkaSource(settings, decode, clock=map(float, itertools.count()).__next__) as source:
         reading = iter(source)
         found = ids(next(reading))
-        stuck = source._consumer
+        stuck = source._client.consumer
         assert stuck is not None
         lost = stuck.assignment()
         stuck.unassign()  # as an outage does it, except that this client takes no further step
         source._on_lost(stuck, lost)
         while len(found) < 20:
             found += ids(next(reading))
-        assert source._consumer is not stuck
+        assert source._client.consumer is not stuck
     assert found == list(range(20))
     assert "and rejoins the group" in caplog.text
 

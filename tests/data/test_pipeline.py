@@ -41,7 +41,7 @@ def test_map_replaces_records() -> None:
     assert read(Pipeline(source()).map(negative)) == [[0, -1, -2, -3], [-4, -5, -6, -7], [-8, -9]]
 
 
-def test_map_may_give_more_records_or_fewer_and_empty_batches_are_passed_over() -> None:
+def test_map_may_return_more_records_or_fewer_and_empty_batches_are_skipped() -> None:
     def each_as_often_as_it_says(records: Records) -> Records:
         ids = records["id"].flat_values
         return records.take(torch.repeat_interleave(torch.arange(len(ids)), (ids % 4) * (ids < 4)))
@@ -169,7 +169,7 @@ def test_prefetch_stands_where_its_consumer_stands() -> None:
     assert ahead.position() == {"read": 8}
 
 
-def test_prefetch_begins_anew_after_restoring() -> None:
+def test_prefetch_restarts_after_restoring() -> None:
     counted = Counted()
     ahead = Pipeline(counted).prefetch(2)
     batches = iter(ahead)
@@ -180,7 +180,7 @@ def test_prefetch_begins_anew_after_restoring() -> None:
     assert read(ahead) == [[6], [7]]
 
 
-def test_an_error_comes_after_what_was_read_before_it_and_reading_can_go_on() -> None:
+def test_an_error_comes_after_the_records_before_it_and_reading_can_resume() -> None:
     ahead = Pipeline(Counted(fail_at=2)).prefetch(4)
     batches = iter(ahead)
     assert [next(batches)["id"].flat_values.tolist() for _ in range(2)] == [[0], [1]]

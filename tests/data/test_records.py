@@ -57,7 +57,9 @@ def test_keep_gives_the_rows_of_a_mask(records: Records) -> None:
 @pytest.mark.parametrize(
     ("begin", "end", "ids"), [(1, 3, [[], [2, 3]]), (-1, 1, [[1]]), (2, 9, [[2, 3]]), (2, 1, [])]
 )
-def test_slice_gives_a_stretch(records: Records, begin: int, end: int, ids: list[list[int]]) -> None:
+def test_slice_returns_consecutive_records(
+    records: Records, begin: int, end: int, ids: list[list[int]]
+) -> None:
     cut = records.slice(begin, end)
     assert len(cut) == len(ids)
     assert cut["id"].to_list() == ids

@@ -131,7 +131,7 @@ def test_files_of_a_list_are_read_once_by_however_many_workers(
     check_every_record_once(make, whole, runs, last)
 
 
-def test_a_file_that_others_read_or_will_is_not_found_again_by_who_watches_a_folder(tmp_path: Path) -> None:
+def test_a_file_of_another_worker_is_not_found_again_by_a_watch(tmp_path: Path) -> None:
     paths = [str(tmp_path / f"f{number}") for number in range(9)]
     files = {path: [[10 * number, 10 * number + 1], [10 * number + 2]] for number, path in enumerate(paths)}
 
@@ -151,7 +151,7 @@ def test_a_file_that_others_read_or_will_is_not_found_again_by_who_watches_a_fol
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_a_queue_hears_of_the_positions_and_hands_out_what_is_left(workers: int) -> None:
+def test_a_queue_is_told_the_positions_and_leases_the_rest(workers: int) -> None:
     files = {f"f{number}": [[10 * number, 10 * number + 1], [10 * number + 2]] for number in range(9)}
     queue = LocalFileQueue(sorted(files))
 
@@ -175,7 +175,7 @@ def test_a_queue_hears_of_the_positions_and_hands_out_what_is_left(workers: int)
     assert sorted(ids + rest) == [one for file in files.values() for chunk in file for one in chunk]
 
 
-def test_what_a_stage_on_a_queue_held_back_is_refused_with_what_to_do() -> None:
+def test_records_buffered_on_top_of_a_queue_are_refused_with_advice() -> None:
     files = {"f0": [[0, 1, 2]], "f1": [[3, 4, 5]]}
     queue = LocalFileQueue(sorted(files))
 
@@ -187,7 +187,7 @@ def test_what_a_stage_on_a_queue_held_back_is_refused_with_what_to_do() -> None:
         moved(make, stands, 2)
 
 
-def test_who_counts_records_per_worker_or_cannot_redistribute_says_so() -> None:
+def test_a_stage_that_cannot_redistribute_says_so() -> None:
     def taking() -> Source:
         return Pipeline(FileSource(["f0"], Chunks({"f0": [[0, 1]]}), batch_size=1)).take(1)
 
@@ -210,7 +210,7 @@ def test_other_files_than_before_or_only_some_positions_are_refused() -> None:
         return FileSource(sorted(files), Chunks(files), batch_size=1)
 
     _, stands = train(make, None, [1, 1])
-    with pytest.raises(RestoreError, match=r"shares \[0, 2\] of the files, which are not all"):
+    with pytest.raises(RestoreError, match=r"shards \[0, 2\] of the files, which are not all"):
         moved(make, stands[:1], 3)
     del files["f3"]
     with pytest.raises(RestoreError, match="f3 is not among the files of this source"):

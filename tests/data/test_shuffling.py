@@ -1,4 +1,4 @@
-"""Blocks are cut into stretches and batches, and at every moment one knows the place reached."""
+"""Blocks are cut into blocks and batches, and at every moment one knows the place reached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from monolith.data.formats.memory import to_records
 from monolith.data.records import Records
-from monolith.data.shuffling import Batcher, Block, Shuffler, Stretch
+from monolith.data.shuffling import Batcher, Block, ShuffledBlock, Shuffler
 from monolith.errors import DataError
 
 
@@ -28,8 +28,8 @@ def reversing(buffer: int) -> Shuffler[int]:
     return Shuffler(buffer, lambda _, size: torch.arange(size).flip(0), lambda begin: f"the data at {begin}")
 
 
-def seen(stretches: Iterator[Stretch[int]]) -> list[tuple[int, int, list[int], int]]:
-    return [(one.begin, one.end, values(one.records), one.first) for one in stretches]
+def seen(blocks: Iterator[ShuffledBlock[int]]) -> list[tuple[int, int, list[int], int]]:
+    return [(one.begin, one.end, values(one.records), one.first) for one in blocks]
 
 
 def test_batches_go_across_blocks_and_say_where_they_end() -> None:
@@ -44,12 +44,12 @@ def test_batches_go_across_blocks_and_say_where_they_end() -> None:
     assert batcher.rest() is None
 
 
-def test_what_was_yielded_before_a_restart_is_passed_over() -> None:
+def test_records_yielded_before_a_restart_are_skipped() -> None:
     batcher: Batcher[int] = Batcher(2)
     assert [values(batch) for batch, _ in batcher.add(block(0, 1, 2, 3, first=2))] == [[2, 3]]
 
 
-def test_a_stretch_is_as_long_as_the_buffer_wherever_blocks_end() -> None:
+def test_a_shuffled_block_is_as_long_as_the_buffer_wherever_blocks_end() -> None:
     shuffler = reversing(3)
     assert seen(shuffler.add(block(0, 1))) == []
     assert shuffler.begin == 0
@@ -59,13 +59,13 @@ def test_a_stretch_is_as_long_as_the_buffer_wherever_blocks_end() -> None:
     assert shuffler.end(7) is None
 
 
-def test_a_stretch_that_was_begun_before_has_the_length_it_had_then() -> None:
+def test_a_shuffled_block_from_before_a_restart_keeps_its_length() -> None:
     shuffler = reversing(3)
     resumed = block(0, 1, 2, 3, 4, length=2, taken=1)
     assert seen(shuffler.add(resumed)) == [(0, 2, [1, 0], 1), (2, 5, [4, 3, 2], 0)]
 
 
-def test_a_stretch_that_was_longer_before_is_refused_by_the_name_of_its_data() -> None:
+def test_a_shuffled_block_that_was_longer_before_is_refused_by_the_name_of_its_data() -> None:
     shuffler = reversing(3)
     list(shuffler.add(block(0, 1, length=3, taken=1)))
     with pytest.raises(DataError, match="the data at 0 has fewer records than when its position was saved"):

@@ -157,7 +157,7 @@ def test_a_part_is_one_of_the_input_where_records_are_left_out(tmp_path: Path) -
     assert near(fractions(sampled.to_batches(SPEC)), BATCH / RECORDS)
 
 
-def test_a_part_is_one_of_all_epochs_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_the_fraction_is_of_all_epochs_and_continues_after_a_restart(tmp_path: Path) -> None:
     source = csv(tmp_path)
     source.read_epochs(Epochs(count=3, seed=1, buffer=200))
     first = fractions(Pipeline(source).take(1800))
@@ -170,7 +170,7 @@ def test_a_part_is_one_of_all_epochs_and_goes_on_after_a_restart(tmp_path: Path)
     assert found[-1] == pytest.approx(1.0, abs=0.01)
 
 
-def test_each_worker_knows_the_part_of_its_share(tmp_path: Path) -> None:
+def test_each_worker_knows_the_fraction_of_its_shard(tmp_path: Path) -> None:
     assert near(fractions(csv(tmp_path, worker=1, num_workers=2)), BATCH / 600)
 
 
@@ -253,7 +253,7 @@ def test_a_queue_gives_what_one_had_left_to_another_from_the_middle_of_a_file(
     assert next_one.position()["good"] == position["good"], "but its records are still counted"
 
 
-def test_a_worker_that_is_closed_keeps_what_it_has_where_somebody_else_gives_it_back(
+def test_a_closed_worker_keeps_its_leases_if_the_chief_gives_them_back(
     task: TalliedQueue,
 ) -> None:
     kept, let_go = reader(task, 1), reader(task, 2)
@@ -264,7 +264,7 @@ def test_a_worker_that_is_closed_keeps_what_it_has_where_somebody_else_gives_it_
     assert task.queue().readers() == ["worker 1"]
 
 
-def test_who_waits_for_others_is_interrupted(task: TalliedQueue) -> None:
+def test_a_worker_that_waits_for_others_is_interrupted(task: TalliedQueue) -> None:
     queue = task.queue()
     while queue.take("another") is not None:
         pass
@@ -277,7 +277,7 @@ def test_who_waits_for_others_is_interrupted(task: TalliedQueue) -> None:
     thread.join()
 
 
-def test_a_new_run_takes_back_what_any_worker_had_whoever_saved_a_position(task: TalliedQueue) -> None:
+def test_a_new_run_releases_the_leases_of_all_former_workers(task: TalliedQueue) -> None:
     saver, newcomer = reader(task, 1), reader(task, 2)
     for source in (saver, newcomer):
         hands(source).defer_to_chief()
@@ -319,7 +319,7 @@ def test_stages_that_hold_nothing_back_pass_it_on_and_others_do_not(task: Tallie
         assert held.work_queue is None
 
 
-def test_a_list_of_files_and_a_queue_that_counts_by_itself_hand_out_nothing(tmp_path: Path) -> None:
+def test_a_list_of_files_and_an_auto_committing_queue_have_no_work_queue(tmp_path: Path) -> None:
     paths = TalliedFiles(batches=15, folder=str(tmp_path)).write()
     assert FileSource(paths, ParquetFormat(), batch_size=5).work_queue is None
     queue = SharedFileQueue(str(tmp_path / "queue"))

@@ -85,7 +85,7 @@ def test_cells_that_are_empty_are_counted_and_said(caplog: pytest.LogCaptureFixt
     assert caplog.messages[1].startswith("left out 1 of 4 records: 1: features.y")
     (said,) = caplog.messages[2:]
     assert said.startswith(
-        "of 3 records so far, some have no number in these features: x: 2 (read as -1). Where that is wrong"
+        "of 3 records so far, some have no number in these features: x: 2 (read as -1). If that is wrong"
     )
 
 
@@ -125,7 +125,7 @@ def test_reasons_with_values_in_them_are_told_apart_as_far_as_they_are_few() -> 
     assert tally.counts[BadTally.OTHER] == 3
 
 
-def test_a_batch_of_bad_records_alone_is_passed_over() -> None:
+def test_a_batch_of_bad_records_alone_is_skipped() -> None:
     one = FeatureSpec(features={"x": FloatFeature()}, labels={}, max_bad=0.5)
     parts = [records(x=[[float("inf")]]), records(x=[[1.0], [2.0]])]
     assert [len(batch) for batch in Pipeline(ListSource(parts)).to_batches(one)] == [2]
@@ -143,7 +143,7 @@ def test_a_column_that_the_data_lacks_is_an_error(tmp_path: Path) -> None:
         list(Pipeline(csv(tmp_path, text)).to_batches(SPEC))
 
 
-def test_a_pipeline_goes_on_where_it_was() -> None:
+def test_a_pipeline_resumes_where_it_was() -> None:
     some = {"item": list(range(8)), "label": [0, 1] * 4}
     one = FeatureSpec(features={"item": IdFeature()}, labels={"label": Label()})
 

@@ -11,7 +11,7 @@ import torch
 from monolith.data import Records, concat
 from monolith.data.config import DataConfig, DataSplit, Part
 from monolith.data.formats.memory import to_records
-from monolith.data.splitting import fractions, kept_for
+from monolith.data.splitting import fractions, part_filter
 from monolith.errors import ConfigError, DataError
 from monolith.tensors import RaggedTensor
 
@@ -33,9 +33,9 @@ def records(many: int = 2000) -> Records:
     )
 
 
-def test_parts_have_their_shares_and_every_record_is_in_one() -> None:
+def test_parts_have_their_fractions_and_every_record_is_in_one() -> None:
     data, split = records(), DataSplit(evaluate=0.2, predict=0.1)
-    masks = [kept_for(part, split)(data) for part in PARTS]
+    masks = [part_filter(part, split)(data) for part in PARTS]
     assert (torch.stack(masks).sum(0) == 1).all()
     shares = [float(mask.double().mean()) for mask in masks]
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.03)
@@ -63,7 +63,7 @@ def test_every_column_counts_and_so_does_the_seed() -> None:
 
 def test_by_a_column_all_that_are_alike_in_it_stay_together() -> None:
     data = records()
-    mask = kept_for("evaluate", DataSplit(evaluate=0.3, by=("user",)))(data)
+    mask = part_filter("evaluate", DataSplit(evaluate=0.3, by=("user",)))(data)
     sides = mask.view(20, 100)
     assert (sides == sides[0]).all()
     assert 10 < int(sides[0].sum()) < 50
@@ -71,7 +71,7 @@ def test_by_a_column_all_that_are_alike_in_it_stay_together() -> None:
 
 def test_by_time_parts_follow_each_other() -> None:
     data, split = records(10), DataSplit(time="item", evaluate_from=6, predict_from=8)
-    kept = [data.keep(kept_for(part, split)(data))["item"].flat_values.tolist() for part in PARTS]
+    kept = [data.keep(part_filter(part, split)(data))["item"].flat_values.tolist() for part in PARTS]
     assert kept == [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9]]
 
 
@@ -89,14 +89,14 @@ def test_by_time_parts_follow_each_other() -> None:
 )
 def test_times_may_be_texts_timestamps_or_any_number(times: list[Any], at: Any) -> None:
     data, split = to_records({"t": times}), DataSplit(time="t", evaluate_from=at)
-    kept = [kept_for(part, split)(data).tolist() for part in ("train", "evaluate")]
+    kept = [part_filter(part, split)(data).tolist() for part in ("train", "evaluate")]
     assert kept == [[True, False, True, False], [False, True, False, True]]  # without a time: trained on
 
 
-def test_a_share_is_the_same_whether_unix_times_are_numbers_or_texts() -> None:
+def test_a_part_is_the_same_whether_unix_times_are_numbers_or_texts() -> None:
     numbers = list(range(1_714_557_600, 1_714_557_700))
     shares = [
-        kept_for("evaluate", DataSplit(evaluate=0.5), times=["t"])(to_records({"t": times})).tolist()
+        part_filter("evaluate", DataSplit(evaluate=0.5), times=["t"])(to_records({"t": times})).tolist()
         for times in (numbers, list(map(str, numbers)))
     ]
     assert shares[0] == shares[1]
@@ -105,17 +105,17 @@ def test_a_share_is_the_same_whether_unix_times_are_numbers_or_texts() -> None:
 def test_by_time_needs_times() -> None:
     split = DataSplit(time="user", evaluate_from=6)
     with pytest.raises(DataError, match="column 'user' has 'user 0', which is neither a time nor a number"):
-        kept_for("train", split)(records(3))
+        part_filter("train", split)(records(3))
     with pytest.raises(DataError, match="several values in column 't'"):
-        kept_for("train", DataSplit(time="t", evaluate_from=6))(to_records({"t": [[1, 2]]}))
+        part_filter("train", DataSplit(time="t", evaluate_from=6))(to_records({"t": [[1, 2]]}))
     with pytest.raises(DataError, match="none of the columns age"):
-        kept_for("train", DataSplit(evaluate=0.5, by=("age",)))(records(3))
+        part_filter("train", DataSplit(evaluate=0.5, by=("age",)))(records(3))
 
 
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ({}, "nothing is held back"),
+        ({}, "nothing is withheld"),
         ({"evaluate": 1.0}, "from 0 to below 1"),
         ({"evaluate": 0.6, "predict": 0.4}, "leave nothing to train on"),
         ({"evaluate_from": 3}, "set time"),

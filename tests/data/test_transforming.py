@@ -166,7 +166,7 @@ DECIDING_BY_MORE_THAN_CONTENT = ["AddLabel", "NegativeDownsample", "SpecialStrat
     "kind, around",
     [*((kind, False) for kind in KINDS), *((kind, True) for kind in DECIDING_BY_MORE_THAN_CONTENT)],
 )
-def test_a_fresh_pipeline_goes_on_anywhere_with_the_very_same_records(kind: str, around: bool) -> None:
+def test_a_fresh_pipeline_resumes_anywhere_with_the_same_records(kind: str, around: bool) -> None:
     whole = rows(stages(kind, source(), around=around))
     assert whole
     running, delivered, saved = stages(kind, source(), around=around), 0, []
@@ -293,7 +293,7 @@ class Failing:
         self.seen = state["seen"]
 
 
-def test_after_a_failure_it_goes_on_from_before_the_batch_that_failed() -> None:
+def test_after_a_failure_it_resumes_before_the_failed_batch() -> None:
     failing = Failing()
     pipeline = Pipeline(source()).transform(failing)
     with pytest.raises(DataError, match="out of luck"):

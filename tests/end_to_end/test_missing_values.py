@@ -333,7 +333,7 @@ def test_servers_and_who_asks_them_know_missing_values_as_well(root: Path, score
     rows = [{name: one for name, one in row.items() if name in INPUTS} for row in ROWS]
     absent = [{name: one for name, one in row.items() if one is not None} for row in rows]
     with InferenceServer(
-        config, [served_folder(str(root), VersionPolicy.parse("latest"))], ServableCatalog(threads=1)
+        config, [served_folder(str(root), VersionPolicy.parse("latest"))], ServableCatalog({"threads": 1})
     ) as server:
         for url in (server.http_url, f"grpc://{server.grpc_address}"):
             with open_client(url) as asker:

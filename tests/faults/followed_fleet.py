@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sync.shares import make_table
+from sync.tables import make_table
 
 from monolith.observe.metrics import Metrics
 from monolith.serve.metrics import FollowMetrics
 from monolith.serve.overlay import FollowedTables, FollowTarget
-from monolith.sync import LogPlace, Publisher, Subscriber
+from monolith.sync import LogPosition, Publisher, PublisherConfig, Subscriber
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.table import Expiry, FrozenTable, FrozenTables, Rows, in_share, iterate
@@ -80,7 +80,9 @@ class TrainingShare:
         )
         self._restore()
         writer = DeltaPort(port=port).writer(log_bytes=64 * ids)
-        self._publisher = Publisher({"item": self._table}, writer, run="run", share=share, interval=0.05)
+        self._publisher = Publisher(
+            {"item": self._table}, writer, PublisherConfig(run="run", shard=share, interval=0.05)
+        )
         self._publisher.start()
 
     def live(self) -> None:
@@ -98,7 +100,7 @@ class TrainingShare:
                         self._step()
                     say("steps", self._steps, len(self._table))
                 case ["save"]:
-                    place = self._publisher.place  # before the rows are read, which may be newer
+                    place = self._publisher.position  # before the rows are read, which may be newer
                     write_rows(self._saved, *self._rows())
                     say("save", place.epoch, place.sequence)
                 case ["rewind"]:
@@ -140,7 +142,7 @@ class TrainingShare:
     def _end(self, lines: queue.SimpleQueue[str]) -> None:
         while not self._publisher.flush():
             threading.Event().wait(0.01)
-        place = self._publisher.place
+        place = self._publisher.position
         write_rows(self._held, *self._rows())
         said = {
             "place": [place.epoch, place.sequence],
@@ -157,17 +159,17 @@ def serve(shard: tuple[int, int], folder: Path, addresses: list[str]) -> None:
     export = FrozenTables({"item": FrozenTable(str(folder / f"export{shard[0]}.rows"))}, threads=1)
     view = tables.attach(export)
     said = json.loads((folder / "places.json").read_text())
-    places = {int(share): LogPlace(*place) for share, place in said.items()}
+    places = {int(share): LogPosition(*place) for share, place in said.items()}
     target = FollowTarget("model", tables, FollowMetrics(Metrics(), "model"), go_to=lambda _: None)
-    subscriber = Subscriber(lambda: FlightDeltaReader(addresses), target, places=places, wait=0.2)
+    subscriber = Subscriber(lambda: FlightDeltaReader(addresses), target, positions=places, wait=0.2)
     subscriber.start()
     lines = heard()
     while True:
         line = lines.get()
-        wanted = {int(share): LogPlace(*place) for share, place in json.loads(line).items()}
+        wanted = {int(share): LogPosition(*place) for share, place in json.loads(line).items()}
         reached = subscriber.wait_for(wanted, PATIENCE_S)
         write_rows(folder / f"served{shard[0]}.npz", *view.present("item", 0, (1 << 64) - 1))
-        say("reached" if reached else "late", dict(subscriber.standing))
+        say("reached" if reached else "late", dict(subscriber.progress))
 
 
 if __name__ == "__main__":

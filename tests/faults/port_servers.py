@@ -27,10 +27,10 @@ from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
 from monolith.runtime.parameter_server import ServedShard
-from monolith.serve.shards import ServingServer
+from monolith.serve.shards import ServingServer, ServingServerConfig
 from monolith.store import ParameterServer
 from monolith.sync import MemoryChannel, PublishConfig
-from monolith.sync.flight_channel import DeltaPort
+from monolith.sync.flight_channel import DeltaPort, ReaderLimits
 from monolith.train import PublishPlan, TrainConfig
 from monolith.train.hooks import ControlServerHook, LocalBarrier
 from monolith.wire.ports import Limits
@@ -59,14 +59,14 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
         ParameterServer([], shard=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
     )
     write_shards(Path(folder, "export"), shards=1)
-    serving = stack.enter_context(ServingServer(f"{folder}/export", 0, limits=LIMITS))
+    serving = stack.enter_context(ServingServer(f"{folder}/export", 0, ServingServerConfig(limits=LIMITS)))
     control = ControlServerHook(
         LocalBarrier(1), saved, security=SecurityConfig(token=Secret(TOKEN)), limits=LIMITS, grace=0.1
     )
     control.after_create(FakeRun(f"{folder}/control", step=7))
     stack.callback(control.close)
     metrics = stack.enter_context(Metrics().serve(0))
-    deltas = DeltaPort(limits=LIMITS, readers=1 << 20, snapshots=1 << 20)
+    deltas = DeltaPort(limits=LIMITS, reader_limits=ReaderLimits(readers=1 << 20, snapshots=1 << 20))
     stack.callback(deltas.close)
     SmallPublisher(deltas.writer()).publish(range(100))
     assert control.address is not None

@@ -17,7 +17,7 @@ import pytest
 from data.service.loopback import until
 from services import warm
 from sync.delta_channels import SmallPublisher
-from sync.shares import make_table
+from sync.tables import make_table
 
 from monolith.cli.serve_shards import guard_of_follower
 from monolith.cluster.run_token import TOKEN_FILE, read_token
@@ -25,8 +25,7 @@ from monolith.cluster.security import Guard, SecurityConfig, derive_token
 from monolith.config import Secret
 from monolith.errors import ConfigError, RequestError
 from monolith.sync import Subscriber, TableTarget
-from monolith.sync.flight_calls import SERVICE
-from monolith.sync.flight_channel import DeltaPort
+from monolith.sync.flight_channel import SERVICE, DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.wire.flight import Caller
 
@@ -117,9 +116,9 @@ def connect(stack: ExitStack, address: str, count: int) -> list[socket.socket]:
 def test_a_run_of_one_process_that_publishes_has_a_token_for_its_user_alone(run: PublishingRun) -> None:
     assert (run.model_dir / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match=r"refused the shared token.*--token-file MODEL_DIR/run_token"):
-        FlightDeltaReader([run.address]).shares()
+        FlightDeltaReader([run.address]).logs()
     reader = FlightDeltaReader([run.address], guard=run.guard)
-    assert len(reader.shares()) == 1
+    assert len(reader.logs()) == 1
     reader.close()
 
 
@@ -127,11 +126,11 @@ def test_the_token_for_following_follows_and_one_for_predicting_does_not(run: Pu
     control = read_token(run.model_dir / TOKEN_FILE)
     follow = Guard(token=derive_token(control, "follow"), role="follow")
     reader = FlightDeltaReader([run.address], guard=follow)
-    assert len(reader.shares()) == 1
+    assert len(reader.logs()) == 1
     reader.close()
     predict = Guard(token=derive_token(control, "predict"), role="predict")
     with pytest.raises(ConfigError, match="refused the shared token"):
-        FlightDeltaReader([run.address], guard=predict).shares()
+        FlightDeltaReader([run.address], guard=predict).logs()
 
 
 def test_a_server_of_the_same_user_finds_the_token_of_the_run_by_itself(run: PublishingRun) -> None:
@@ -151,7 +150,7 @@ def test_a_run_saves_and_publishes_while_many_connections_to_its_port_say_nothin
         before = run.saves()
         until(lambda: run.saves() >= before + 3, 60)
         reader = FlightDeltaReader([run.address], guard=run.guard)
-        assert len(reader.shares()) == 1
+        assert len(reader.logs()) == 1
         reader.close()
         until(lambda: "limits.connections" in run.log.read_text(), 60)
     folder = Path(f"/proc/{run.process.pid}/fd")
@@ -216,8 +215,8 @@ def test_a_program_that_takes_the_port_while_the_trainer_is_away_is_not_followed
     subscriber = Subscriber(lambda: FlightDeltaReader([port.address], guard=guard), target, wait=0.1)
     stack.callback(subscriber.close)
     subscriber.start()
-    until(lambda: subscriber.standing.get(0) is not None and subscriber.standing[0].snapshots > 0)
-    place = subscriber.standing[0].place
+    until(lambda: subscriber.progress.get(0) is not None and subscriber.progress[0].snapshots > 0)
+    place = subscriber.progress[0].position
     port.close()
     with caplog.at_level(logging.WARNING):
         thief = Thief(port.port, shares)
@@ -226,12 +225,12 @@ def test_a_program_that_takes_the_port_while_the_trainer_is_away_is_not_followed
         finally:
             thief.shutdown()
     assert token.reveal() not in "".join(thief.seen)
-    assert subscriber.standing[0].place == place
+    assert subscriber.progress[0].position == place
     again = DeltaPort(port=port.port, guard=guard)
     stack.callback(again.close)
     other = SmallPublisher(again.writer(), epoch="e2")
     other.publish(range(20))
-    until(lambda: subscriber.standing[0].snapshots > 1)
+    until(lambda: subscriber.progress[0].snapshots > 1)
 
 
 class Silent(flight.FlightServerBase):  # type: ignore[misc, name-defined]

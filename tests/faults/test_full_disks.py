@@ -26,7 +26,7 @@ import torch
 from faults.fleet_processes import LIMIT, FleetProcesses, LaunchedFleet, LaunchedRanks
 from serve.served_tasks import SPEC, Served, columns
 from services import warm
-from sync.shares import held, make_table, write
+from sync.tables import held, make_table, write
 
 from monolith.cli.main import main
 from monolith.cli.status import is_well, totals
@@ -36,11 +36,11 @@ from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.errors import DataError, TransientFilesystemError
 from monolith.feature import Batch
 from monolith.observe import Metrics
-from monolith.run.config import ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import exports_when_saving
 from monolith.serve.versions import list_versions
-from monolith.sync import Publisher, Subscriber, TableTarget
+from monolith.sync import Publisher, PublisherConfig, Subscriber, TableTarget
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
 from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 
@@ -226,7 +226,9 @@ def test_a_publisher_keeps_changed_rows_while_its_folder_has_no_room_and_subscri
     folder = str(disk.path / "log")
     table, copy, numbers = make_table(dim=8), make_table(dim=8), random.Random(7)
     publisher = Publisher(
-        {"item": table}, FolderDeltaWriter(folder, look_every=0.05), run="run", interval=0.01
+        {"item": table},
+        FolderDeltaWriter(folder, check_every=0.05),
+        PublisherConfig(run="run", interval=0.01),
     )
     subscriber = Subscriber(
         lambda: FolderDeltaReader(folder, poll_every=0.01), TableTarget({"item": copy}), wait=0.1
@@ -238,7 +240,7 @@ def test_a_publisher_keeps_changed_rows_while_its_folder_has_no_room_and_subscri
     with contextlib.closing(publisher), contextlib.closing(subscriber):
         publisher.start()
         subscriber.start()
-        until(lambda: bool(subscriber.standing), change)
+        until(lambda: bool(subscriber.progress), change)
         disk.fill()
         until(lambda: bool(publisher.trouble), change)
         for _ in range(10):

@@ -25,10 +25,10 @@ CALLERS = 3
 SERVER = """
 import sys
 from monolith.cluster import FilesConfig, FilesDiscovery
-from monolith.serve.shards import ServingServer
+from monolith.serve.shards import ServingServer, ServingServerConfig
 folder, registry, shard, replica = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 discovery = FilesDiscovery(FilesConfig(folder=registry))
-server = ServingServer(folder, shard, replica=replica, discovery=discovery, threads=1)
+server = ServingServer(folder, shard, ServingServerConfig(replica=replica, threads=1), discovery=discovery)
 server.start()
 print("ready", flush=True)
 server.serve()

@@ -133,7 +133,7 @@ def test_the_distinct_ids_of_each_table_come_in_the_order_they_are_met() -> None
     assert found.floats == 7 * 3 + 3 * 2
 
 
-def test_features_the_model_does_not_read_are_passed_over_and_absent_ones_are_zeros() -> None:
+def test_features_the_model_does_not_read_are_skipped_and_absent_ones_are_zeros() -> None:
     found = Gatherer(PLAN).read(FeatureIds.pack({"sum": ragged([1], [2]), "other": ragged([8], [9])}))
     assert found.ids.tolist() == [1, 2]
     outputs = found.layouts(found.outputs(torch.arange(6.0)))
@@ -173,7 +173,7 @@ def test_the_order_of_a_batchs_features_does_not_matter() -> None:
         ({"splits": torch.tensor([0, 1, 2, 4])}, "end with the number of ids, 3"),
         ({"splits": torch.tensor([1, 1, 2, 3])}, "begin with 0"),
         ({"batch_size": 2}, "splits must have one entry per cell"),
-        ({"names": ("sum", "sum")}, "stands twice"),
+        ({"names": ("sum", "sum")}, "appears twice"),
     ],
 )
 def test_a_batch_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
@@ -370,7 +370,7 @@ def large_batch() -> tuple[GatheredBatch, Tensor]:
     return found, random_rows(found)
 
 
-def test_memory_that_nobody_holds_is_used_again() -> None:
+def test_unreferenced_memory_is_reused() -> None:
     found, rows = large_batch()
     (first,) = found.gather(rows)
     place = first.data_ptr()
@@ -381,7 +381,7 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     assert third.data_ptr() == place
 
 
-def test_what_somebody_holds_is_left_alone() -> None:
+def test_referenced_memory_is_left_alone() -> None:
     found, rows = large_batch()
     rows.requires_grad_()
     (held,) = found.outputs(rows)

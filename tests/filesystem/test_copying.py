@@ -299,7 +299,7 @@ def test_a_failed_copy_to_a_store_without_renames_leaves_no_part_of_it(tmp_path)
     assert Failing.store == {}
 
 
-def test_retries_and_pauses_are_handed_to_every_file(tmp_path):
+def test_retries_and_pauses_apply_to_every_file(tmp_path):
     tree = tmp_path / "tree"
     tree.mkdir()
     (tree / "gone").symlink_to("nowhere")

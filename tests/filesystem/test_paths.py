@@ -63,7 +63,7 @@ def test_parent_and_base_name_split_urls_too(path, folder, name):
     assert base_name(path) == name
 
 
-def test_a_temporary_name_is_beside_its_path_and_recognised():
+def test_a_temporary_name_is_next_to_its_path_and_recognised():
     name = temporary("/a/model.ckpt-3")
     assert name.startswith("/a/model.ckpt-3-tmp-")
     assert is_temporary(name)

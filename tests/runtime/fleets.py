@@ -29,7 +29,7 @@ from monolith.runtime import LocalRun, Trainer, TrainReport, join_fleet, serve_p
 from monolith.runtime.checkpoints import newest_checkpoint
 from monolith.runtime.coordinator import Start, WorkerState
 from monolith.runtime.fleet import Fleet
-from monolith.runtime.fleet_placement import FleetCoordinator
+from monolith.runtime.fleet_coordinator import FleetCoordinator
 from monolith.runtime.parameter_server import ABANDONED_AFTER, ServedShard, ServerEnd
 from monolith.runtime.service import LOST_AFTER
 from monolith.store import ServerGroup
@@ -308,7 +308,7 @@ def run_fleet(
                 task if task_of is None else task_of(index),
                 settings,
                 hooks=hooks(index),
-                peers=FleetCoordinator(fleet, dense),
+                coordinator=FleetCoordinator(fleet, dense),
                 publish=publish,
             )
             trainers(index, trainer)

@@ -225,7 +225,11 @@ class Worker(threading.Thread):
         super().__init__(daemon=True, name=f"worker-{index}")
         self.fleet = fleet.fleet(index, **how)
         self.trainer = Trainer(
-            fleet.task, fleet.config, hooks=hooks, peers=FleetCoordinator(self.fleet), publish=fleet.publish
+            fleet.task,
+            fleet.config,
+            hooks=hooks,
+            coordinator=FleetCoordinator(self.fleet),
+            publish=fleet.publish,
         )
         self.found: TrainReport | BaseException | None = None
         self.start()

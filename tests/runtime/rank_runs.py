@@ -54,12 +54,12 @@ def train_ranks(
             group = ServerGroup(addresses, patience=SOON) if addresses else None
             if group is not None:
                 stack.callback(group.close)
-            peers = RankCoordinator(groups, ranks, servers=group)
+            coordinator = RankCoordinator(groups, ranks, servers=group)
             return Trainer(
                 task,
                 config,
                 hooks=partial(hooks, rank),
-                peers=peers,
+                coordinator=coordinator,
                 publish=publish,
                 clock=clock,
                 accelerator=accelerator,

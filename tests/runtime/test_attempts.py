@@ -8,8 +8,8 @@ import pytest
 
 from monolith.errors import UnavailableError
 from monolith.observe import Metrics
-from monolith.run import FailoverConfig
 from monolith.runtime.attempts import STEADY, UNCOUNTED, Retries
+from monolith.runtime.cluster_config import FailoverConfig
 
 LOST = UnavailableError("server 1 is gone")
 

@@ -17,9 +17,9 @@ from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec, IdFeature, SequenceFeature
 from monolith.model import TwoTower
 from monolith.model.by_name import ModelConfig
-from monolith.run.loading import read_run
-from monolith.run.settling import RETRIEVAL_TASK
 from monolith.runtime import Trainer
+from monolith.runtime.config import RETRIEVAL_TASK
+from monolith.runtime.config_loading import read_run
 from monolith.runtime.config_task import ConfigRetrievalTask
 from monolith.table import Adagrad
 from monolith.train import CandidatesConfig, Mode, RetrievalTask, TrainConfig, load_task

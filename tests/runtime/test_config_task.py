@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run.config_files import write_clicks, write_project
+from runtime.config_files import write_clicks, write_project
 
 from monolith.checkpoint.folder.manifest import read_manifest
 from monolith.checkpoint.offline.reading import find_id
@@ -20,9 +20,9 @@ from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
 from monolith.model import DeepFM
 from monolith.model.by_name import ModelConfig
-from monolith.run.loading import read_run
-from monolith.run.settling import CONFIG_TASK
 from monolith.runtime import Trainer
+from monolith.runtime.config import CONFIG_TASK
+from monolith.runtime.config_loading import read_run
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_data import data_of
 from monolith.train import Mode, TrainConfig, load_task

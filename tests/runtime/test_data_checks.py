@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from run.config_files import write_project
+from runtime.config_files import write_project
 
 from monolith.data import DataConfig
-from monolith.run import RunConfig, read_run
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import read_run
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_data import check_before_training, task_problems
 from monolith.runtime.task_setup import make_task

@@ -25,7 +25,9 @@ from monolith.data import DataConfig, DataServiceConfig, DriftConfig, DriftingSt
 from monolith.data.formats import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
-from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig, load_run_config
+from monolith.runtime.cluster_config import ClusterConfig, DiscoveryConfig
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.data_service import data_security, secured, state_folder, stopped_with_chief
 from monolith.runtime.launch import extra_members
 from monolith.train import Mode, TrainConfig

@@ -15,8 +15,8 @@ from train.tasks import Clicks, rows_of
 from monolith.cuda import Device
 from monolith.errors import ConfigError
 from monolith.runtime import Trainer
-from monolith.runtime.fleet_placement import FleetCoordinator
-from monolith.runtime.local import LocalCoordinator, store_maker
+from monolith.runtime.fleet_coordinator import FleetCoordinator
+from monolith.runtime.local import LocalPlacement, store_maker
 from monolith.store import LocalStore
 from monolith.table import CudaTable, Segment, SpillingTable, TableConfig
 from monolith.train import TrainConfig
@@ -174,7 +174,7 @@ def test_memory_for_rows_on_a_device_is_for_such_rows() -> None:
 
 def test_memory_of_a_device_is_shared_out_among_the_tables_of_one_collection(device: Device) -> None:
     config = TrainConfig(embedding_device="device", accelerator="cuda", device_memory_bytes=1 << 20)
-    make = store_maker(config, OnDevice(device), LocalCoordinator())
+    make = store_maker(config, OnDevice(device), LocalPlacement())
     tables = {"item": TableConfig(name="item", segments=(Segment(dim=4),))}
     make(tables, thresholds=None, threads=1).close()
     with pytest.raises(ConfigError, match="several embedding collections"):
@@ -188,12 +188,12 @@ def test_rows_on_a_device_need_a_gpu() -> None:
         TrainConfig(embedding_device="device", accelerator="xla")
     config = TrainConfig(embedding_device="device", accelerator="cuda")
     with pytest.raises(ConfigError, match=r"set train.accelerator to cuda, or train.embedding"):
-        store_maker(config, Cpu(), LocalCoordinator())
-    assert store_maker(TrainConfig(), Cpu(), LocalCoordinator()) == LocalStore.from_configs
+        store_maker(config, Cpu(), LocalPlacement())
+    assert store_maker(TrainConfig(), Cpu(), LocalPlacement()) == LocalStore.from_configs
 
 
 def test_rows_on_a_device_are_for_who_holds_them() -> None:
-    peers = FleetCoordinator(cast(Any, None))
+    coordinator = FleetCoordinator(cast(Any, None))
     config = TrainConfig(embedding_device="device", accelerator="cuda")
     with pytest.raises(ConfigError, match="rows are on parameter servers in this run"):
-        Trainer(TASK, config, peers=peers, accelerator=Cpu())
+        Trainer(TASK, config, coordinator=coordinator, accelerator=Cpu())

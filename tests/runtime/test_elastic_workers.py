@@ -59,7 +59,7 @@ class Held(Hook):
     def after_step(self, run: Any, result: StepResult) -> None:  # noqa: ARG002
         self.taken += 1
         if self.taken == self._after:
-            fleet = run.session._peers._fleet
+            fleet = run.session.coordinator._fleet
             wait_for(lambda: self._may() or fleet.is_halted, "what holds a worker")
 
 
@@ -95,7 +95,7 @@ class Paced(Hook):
 
     def before_step(self, run: Any) -> None:
         def may() -> bool:
-            run.session.meet(run)
+            run.session.at_step(run)
             return self.taken < self.may
 
         wait_for(may, "steps that may be taken")
@@ -116,7 +116,7 @@ class Vanish(Hook):
     def after_step(self, run: Any, result: StepResult) -> None:  # noqa: ARG002
         self._left -= 1
         if not self._left or self.now.is_set():
-            place = run.session._peers._fleet
+            place = run.session.coordinator._fleet
             place._close_listener()
             place._run = ""
             self._fleet.miss(self._worker)

@@ -168,7 +168,10 @@ def test_another_seed_is_refused_in_the_middle_of_epochs_with_what_to_set_it_to(
     task, config = Files(folder=str(tmp_path)), {"epochs": 3, "shuffle_buffer": 20}
     train(task, tmp_path / "model", Read(), seed=5, steps=3, **config)
     for change, said in (
-        ({"seed": 6}, r"train\.seed 5, .*this run has train\.seed 6\. Set it back to train\.seed 5 to go on"),
+        (
+            {"seed": 6},
+            r"train\.seed 5, .*this run has train\.seed 6\. Set it back to train\.seed 5 to resume",
+        ),
         ({"seed": 5, "shuffle_buffer": 10}, r"Set it back to train\.shuffle_buffer 20"),
         ({"seed": 5, "epochs": None}, r"train\.seed 5 and train\.shuffle_buffer 20, .*has no train\.epochs"),
     ):

@@ -149,7 +149,7 @@ def test_a_table_that_would_lose_a_large_share_at_once_keeps_it_and_says_so(
     assert report.overdue == {"item": 100}
     warnings = [record for record in caplog.records if "have expired" in record.getMessage()]
     assert 1 <= len(warnings) <= 4  # of about ten evictions
-    for part in ("table 'item'", "100 of 500 rows", "share of 0.1", "max_fraction"):
+    for part in ("table 'item'", "100 of 500 rows", "fraction of 0.1", "max_fraction"):
         assert part in warnings[0].getMessage()
     assert 'train_rows_overdue{table="item"} 100.0' in metrics.render().decode()
     allowed = config(tmp_path / "all", expiry=ExpiryConfig(max_fraction=1))
@@ -173,7 +173,7 @@ class Clock(Hook):
         self.times: list[int | None] = []
 
     def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
-        self.times.append(run.session.expiry.now())
+        self.times.append(run.session.progress.expiry.now())
 
 
 def test_a_run_that_goes_on_has_the_clock_it_ended_with(tmp_path: Path) -> None:

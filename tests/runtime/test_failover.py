@@ -16,7 +16,7 @@ from runtime.losing import LosingFleet, Worker, settings, wait_for
 from monolith.checkpoint import Checkpointer, CustomRestore, RestoreOptions, Saver
 from monolith.errors import UnavailableError
 from monolith.runtime import FleetCoordinator
-from monolith.runtime.coordinator import Start, WorkerState
+from monolith.runtime.coordinator import Start
 from monolith.runtime.losses import Lost
 from monolith.table import iterate
 from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
@@ -220,23 +220,21 @@ class Trained:
     def __enter__(self) -> Self:
         self.fleet.__enter__()
         chief = self.fleet.fleet()
-        peers = FleetCoordinator(chief)
-        model = Model(TASK, Mode.TRAIN, seed=0, make_store=peers.make_store)
-        optimizer = peers.attach(model)
+        coordinator = FleetCoordinator(chief)
+        model = Model(TASK, Mode.TRAIN, seed=0, make_store=coordinator.placement.make_store)
+        optimizer = coordinator.placement.attach(model)
         assert optimizer is not None
-        peers.begin()
-        peers.go_to(0)
-        self.chief, self.peers, self.model = chief, peers, model
-        peers.open(Start(step=0), RunState())
+        self.chief, self.coordinator, self.model = chief, coordinator, model
+        coordinator.join(lambda _: Start(step=0))
         self._set(1.0)
-        checkpointer = Checkpointer(Saver(self.fleet.config.model_dir), self.parts(peers, model))
+        checkpointer = Checkpointer(Saver(self.fleet.config.model_dir), self.parts(coordinator, model))
         self.prefix = checkpointer.save(1)
         self._set(2.0)
         chief._close_listener()
         return self
 
-    def parts(self, peers: FleetCoordinator, model: Model) -> list[Any]:
-        return peers.parts(model, incremental=False, beside=False)
+    def parts(self, coordinator: FleetCoordinator, model: Model) -> list[Any]:
+        return coordinator.placement.parts(model, incremental=False, beside=False)
 
     def _set(self, value: float) -> None:
         """Make every weight, and the one row of each server, this value."""
@@ -249,15 +247,11 @@ class Trained:
 
     def restart(self, options: RestoreOptions | None = None) -> None:
         """Another process of the chief restores the checkpoint."""
-        peers = FleetCoordinator(self.fleet.fleet())
-        model = Model(TASK, Mode.TRAIN, seed=0, make_store=peers.make_store)
-        peers.attach(model)
-        peers.begin()
-        restored = Checkpointer(Saver(self.fleet.config.model_dir), self.parts(peers, model)).restore(
-            self.prefix, options
-        )
-        peers.go_to(restored.step)
-        peers.open(Start(step=restored.step), RunState())
+        coordinator = FleetCoordinator(self.fleet.fleet())
+        model = Model(TASK, Mode.TRAIN, seed=0, make_store=coordinator.placement.make_store)
+        coordinator.placement.attach(model)
+        checkpointer = Checkpointer(Saver(self.fleet.config.model_dir), self.parts(coordinator, model))
+        coordinator.join(lambda _: Start(step=checkpointer.restore(self.prefix, options).step))
 
     def values(self) -> list[set[float]]:
         """Of each server: its weights and its row."""
@@ -273,16 +267,6 @@ class Trained:
 
 def _flat(found: Any) -> list[float]:
     return [number for one in found for number in _flat(one)] if isinstance(found, list) else [found]
-
-
-class RunState:
-    step = 0
-    interrupted = False
-
-    def drain(self) -> None: ...
-
-    def state(self) -> WorkerState:
-        return WorkerState(position={}, examples=0, skipped=0, event_time=None)
 
 
 def test_with_two_new_servers_everything_is_as_it_was_saved(tmp_path: Path) -> None:
@@ -364,7 +348,7 @@ class Vanish(Hook):
     def after_step(self, run: Any, result: StepResult) -> None:  # noqa: ARG002
         self._left -= 1
         if not self._left:
-            fleet = run.session._peers._fleet
+            fleet = run.session.coordinator._fleet
             fleet._close_listener()
             fleet._run = ""
             raise Killed
@@ -380,7 +364,7 @@ class Pace(Hook):
     def after_step(self, run: Any, result: StepResult) -> None:
         self.taken.append(result.step)
         if len(self.taken) >= self._steps:
-            fleet = run.session._peers._fleet
+            fleet = run.session.coordinator._fleet
             wait_for(lambda: self._may.is_set() or fleet.is_halted, "the other to be back")
 
 

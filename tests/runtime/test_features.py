@@ -8,7 +8,8 @@ import pytest
 
 from monolith.errors import ConfigError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature, IdFeature, Label
-from monolith.run import RunConfig, load_run_config
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config
 from monolith.table import Adagrad
 
 FILE = """

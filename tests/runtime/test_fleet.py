@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.runtime import Fleet, FleetCoordinator, Trainer, join_fleet, serve_parameters
 from monolith.runtime import local as alone
+from monolith.runtime.coordinator import Start
 from monolith.runtime.parameter_server import ServedShard, ServerEnd
 from monolith.store import LocalStore, ServerGroup
 from monolith.train import (
@@ -52,9 +53,9 @@ LONG = Tallied(batches=400)
 
 def fleet_of(run: Any) -> Fleet:
     """A worker's place, which a run of its own keeps to itself."""
-    peers = run.session._peers
-    assert isinstance(peers, FleetCoordinator)
-    return peers._fleet
+    coordinator = run.session.coordinator
+    assert isinstance(coordinator, FleetCoordinator)
+    return coordinator._fleet
 
 
 class Fail(Hook):
@@ -157,13 +158,15 @@ def test_another_number_of_workers_goes_on_with_what_is_left_of_the_files(
 
 def test_a_chief_that_comes_back_redistributes_nothing_that_the_others_read_on(tmp_path: Path) -> None:
     class CameBack(alone.LocalCoordinator):
-        resumed = True
+        def join(self, restore: Callable[[bool], Start], **_: Any) -> Start | None:
+            return restore(True)
 
     task = TalliedFiles(folder=str(tmp_path))
     run_fleet(task, tmp_path / "model", hooks=lambda _: [StopAt(5)])
     config = TrainConfig(model_dir=str(tmp_path / "model"), summary_every_steps=None)
-    with pytest.raises(RestoreError, match=r"run of 1 workers that goes on: .* checkpoint of 2, .*together"):
-        Trainer(task, config, peers=CameBack()).train()
+    message = r"run of 1 workers that continues: .* checkpoint of 2, .*together"
+    with pytest.raises(RestoreError, match=message):
+        Trainer(task, config, coordinator=CameBack()).train()
 
 
 def test_another_number_of_workers_is_refused_where_the_data_cannot_be_redistributed(tmp_path: Path) -> None:
@@ -560,7 +563,7 @@ def test_a_worker_that_waits_for_its_chief_can_be_stopped(tmp_path: Path) -> Non
     serving.start()
     patient = timedelta(seconds=PATIENT)
     with join_fleet(discovery, index=1, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
-        trainer = Trainer(TASK, config, peers=FleetCoordinator(fleet))
+        trainer = Trainer(TASK, config, coordinator=FleetCoordinator(fleet))
         threading.Timer(0.5, trainer.stop, ["SIGTERM"]).start()
         report = trainer.train()
     assert (report.stop_reason, report.steps, report.finished) == ("SIGTERM", 0, False)
@@ -585,7 +588,7 @@ def test_a_chief_that_is_stopped_does_not_wait_for_workers_that_never_came(tmp_p
     serving.start()
     patient = timedelta(seconds=PATIENT)
     with join_fleet(discovery, index=0, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
-        trainer = Trainer(TASK, config, peers=FleetCoordinator(fleet), hooks=[Ask()])
+        trainer = Trainer(TASK, config, coordinator=FleetCoordinator(fleet), hooks=[Ask()])
         with pytest.raises(UnavailableError, match="workers 1 never joined"):
             trainer.train()
     stop.set()

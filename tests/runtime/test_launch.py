@@ -24,10 +24,10 @@ from monolith.cli.main import main, parse_options
 from monolith.cli.run_settings import run_of
 from monolith.cluster.launch import LaunchOutcome
 from monolith.cluster.run_token import run_security
-from monolith.run import load_run_config
-from monolith.run.runtime import open_discovery
 from monolith.runtime import Trainer, launch
+from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.context import Launch
+from monolith.runtime.discovery import open_discovery
 from monolith.runtime.launch import ChiefReport, members_of
 from monolith.train import TrainConfig
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run.config_files import write_clicks, write_project
+from runtime.config_files import write_clicks, write_project
 
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature, Label
-from monolith.run.config import RunConfig
-from monolith.run.loading import read_run
 from monolith.runtime import Trainer
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import read_run
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_setup import SPEC_FILE, take_learned, with_learned_features
 from monolith.train import load_task

@@ -24,8 +24,9 @@ from monolith.cli.main import parse_options
 from monolith.cluster import FilesConfig, FilesDiscovery, Waiting
 from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
-from monolith.run import RunConfig, load_run_config
 from monolith.runtime import attempts
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.context import Output
 from monolith.runtime.parameter_server import ServerEnd
 from monolith.runtime.process import StoppedWhileWaitingError, Stopper, reported_to_yarn, serve_metrics

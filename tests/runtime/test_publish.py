@@ -11,11 +11,11 @@ from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
-from monolith.run import load_run_config
+from monolith.runtime.config_loading import load_run_config
 from monolith.runtime.publish import address_of, publish_plan
-from monolith.sync import LogPlace, ShareLog
-from monolith.sync.channels import open_reader
-from monolith.sync.run_identity import run_identity
+from monolith.sync import LogPosition, ShardLog
+from monolith.sync.channel_url import open_reader
+from monolith.sync.messages import run_identity
 
 
 def test_a_run_that_says_nothing_has_no_plan() -> None:
@@ -29,10 +29,10 @@ def test_a_plan_has_the_settings_and_names_the_run_by_its_folder_and_id(tmp_path
     assert plan.config == run.publish
     assert plan.run == run_identity(f"{tmp_path}/runs/1")
     assert publish_plan(run, Metrics()).run == plan.run, "a run that is started again is the same"
-    log = ShareLog(plan.run, (0, 1), LogPlace("e", 0), 1, {"item": 4})
+    log = ShardLog(plan.run, (0, 1), LogPosition("e", 0), 1, {"item": 4})
     with closing(plan.open_writer((0, 1))) as writer, closing(open_reader(str(tmp_path / "log"))) as reader:
         writer.open(log, lambda buckets=None: iter(()))  # noqa: ARG005
-        assert [one.run for one in reader.shares()] == [plan.run]
+        assert [one.run for one in reader.logs()] == [plan.run]
 
 
 def test_each_share_has_a_port_of_its_own_and_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,18 +51,18 @@ def test_a_port_of_a_run_that_was_given_no_token_demands_the_one_in_its_folder(t
     code = {"publish.to": "grpc://127.0.0.1:0", "train.model_dir": str(tmp_path)}
     plan = publish_plan(load_run_config(code=code), Metrics())
     assert plan is not None
-    log = ShareLog(plan.run, (0, 1), LogPlace("e", 0), 1, {"item": 4})
+    log = ShardLog(plan.run, (0, 1), LogPosition("e", 0), 1, {"item": 4})
     with closing(plan.open_writer((0, 1))) as writer:
         writer.open(log, lambda buckets=None: iter(()))  # noqa: ARG005
         url = f"grpc://{writer.address}"
         guard = Guard(token=read_token(tmp_path / TOKEN_FILE))
         with closing(open_reader(url, guard=guard)) as reader:
-            assert [one.run for one in reader.shares()] == [plan.run]
+            assert [one.run for one in reader.logs()] == [plan.run]
         with (
             closing(open_reader(url)) as reader,
             pytest.raises(ConfigError, match="refused the shared token"),
         ):
-            reader.shares()
+            reader.logs()
 
 
 def test_holders_listen_at_the_addresses_they_are_given_or_at_ports_that_follow() -> None:

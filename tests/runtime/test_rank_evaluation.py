@@ -91,10 +91,10 @@ def test_when_an_evaluation_fails_the_others_hear_why(tmp_path: Path) -> None:
     class Broken(Steady):
         def dataset(self, mode: Mode) -> Stream[Batch]:
             if mode is Mode.EVALUATE:
-                raise MonolithError("nothing is held back")
+                raise MonolithError("nothing is withheld")
             return super().dataset(mode)
 
-    with pytest.raises(MonolithError, match="nothing is held back"):
+    with pytest.raises(MonolithError, match="nothing is withheld"):
         train_ranks([Broken()] * 2, replace(EVALUATED, model_dir=str(tmp_path)))
 
 

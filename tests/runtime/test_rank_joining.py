@@ -19,8 +19,8 @@ from monolith.cluster import Discovery, MemoryDiscovery, Waiting
 from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.errors import ConfigError, DeadlineExceededError, FailedPeerError, RetryableError
-from monolith.run import read_run
-from monolith.runtime.ranks import ROLE, RankRendezvous
+from monolith.runtime.config_loading import read_run
+from monolith.runtime.rank_rendezvous import ROLE, RankRendezvous
 from monolith.store import RankGroups
 from monolith.store.rank_calls import RankPort
 from monolith.store.rank_groups import RankOptions

@@ -12,8 +12,8 @@ from services.mpi import mpirun, need_mpirun
 from services.ray import RayCluster
 
 from monolith.cli.main import main
-from monolith.run import read_run
 from monolith.runtime.attempts import rank_host
+from monolith.runtime.config_loading import read_run
 
 TESTS = Path(__file__).parents[1]
 

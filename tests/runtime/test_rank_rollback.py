@@ -17,8 +17,7 @@ from torch import Tensor
 from monolith.errors import MonolithError, UnavailableError
 from monolith.feature import Batch
 from monolith.model import UpdateConfig
-from monolith.runtime import LocalRun
-from monolith.runtime import ranks as agreement
+from monolith.runtime import LocalRun, lockstep
 from monolith.train import AlertConfig, Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 
 STEPS = 9
@@ -114,14 +113,14 @@ def test_a_rank_whose_data_hangs_loses_no_record_by_going_back(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All begin again from the same checkpoint instead, with data that is opened anew."""
-    monkeypatch.setattr(agreement, "CLOSE_WITHIN", 0.1)
+    monkeypatch.setattr(lockstep, "CLOSE_WITHIN", 0.1)
     ends = threading.Event()
     given = tasks([Bad(HUGE), Bad(1)])
     # Each has read the seventh ahead, or tries to, when the sixth turns out bad.
     given[rank] = replace(given[rank], wait=lambda number: ends.wait(60) if number == 6 else None)
     try:
         with pytest.raises(
-            UnavailableError, match=f"rank {rank} cannot go back: its data is still being read"
+            UnavailableError, match=f"rank {rank} cannot roll back: its data is still being read"
         ):
             train_ranks(given, settings(tmp_path))
     finally:

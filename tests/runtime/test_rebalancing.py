@@ -124,7 +124,7 @@ class Waiting(Hook):
             return
 
         def may() -> bool:
-            run.session.meet(run)
+            run.session.at_step(run)
             return bool(self._may()) or run.stop_reason is not None
 
         wait_for(may, "what a worker waits for")

@@ -20,7 +20,7 @@ from monolith.model.features import Feature
 from monolith.model.ready import ReadyModel
 from monolith.nn import GradClipType
 from monolith.nn import optimizers as dense
-from monolith.run import RunConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.config_task import ConfigTask
 from monolith.table import AdmissionConfig, DelayCompensated, Sgd, StochasticRounding
 from monolith.train.rate_schedule import ScheduleConfig

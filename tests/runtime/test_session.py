@@ -1,4 +1,4 @@
-"""A session does what its peers say, and does not know who they are."""
+"""A session does what its coordinator decides, and does not know which one it has."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from torch import nn
 from train.tasks import Clicks
 
 from monolith.checkpoint.folder.manifest import read_manifest
-from monolith.data import Shard
 from monolith.errors import UnavailableError
 from monolith.feature import Batch
 from monolith.runtime import LocalCoordinator, Trainer
-from monolith.runtime.coordinator import Gathered, RunState, Start, WorkerState
+from monolith.runtime.coordinator import (
+    Continue,
+    Decision,
+    Membership,
+    Outcome,
+    Quiesced,
+    Start,
+    Stop,
+    WorkerProgress,
+    WorkerState,
+)
+from monolith.runtime.local import LocalPlacement
 from monolith.train import Hook, Outputs, SaveConfig, TrainConfig, TrainingRun
 from monolith.train.hook import StepResult
 
@@ -31,35 +41,34 @@ class Steps(Hook):
         self.steps.append(result.step)
 
 
-def train(peers: LocalCoordinator, **config: Any) -> tuple[list[int], Any]:
+def train(coordinator: LocalCoordinator, **config: Any) -> tuple[list[int], Any]:
     watch = Steps()
     settings = TrainConfig(**{"deterministic": True, "summary_every_steps": None, **config})
-    return watch.steps, Trainer(Clicks(), settings, hooks=[watch], peers=peers).train()
+    return watch.steps, Trainer(Clicks(), settings, hooks=[watch], coordinator=coordinator).train()
 
 
 class Busy(LocalCoordinator):
-    """Others take two steps for each of this process."""
+    """Other workers take two steps for each of this process."""
 
-    def count(self, step: int) -> int:
-        return step + 3
+    class BusyPlacement(LocalPlacement):
+        def count_step(self, step: int) -> int:
+            return step + 3
+
+    placement = BusyPlacement()  # type: ignore[assignment]
 
 
-def test_the_step_is_what_its_peers_count() -> None:
+def test_the_step_is_what_its_placement_counts() -> None:
     steps, report = train(Busy(), max_steps=10)
     assert steps == [3, 6, 9, 12]
     assert (report.step, report.stop_reason) == (12, "max_steps of 10 was reached")
 
 
 class Following(LocalCoordinator):
-    """Where another leads, at step 40."""
+    """The coordinator of the second of two workers, whose chief is at step 40."""
 
-    leads = False
+    membership = Membership(index=1, size=2)
 
-    @property
-    def share(self) -> Shard:
-        return Shard(1, 2)
-
-    def open(self, start: Start, me: RunState) -> Start | None:  # noqa: ARG002
+    def join(self, restore: Callable[[bool], Start], **_: Any) -> Start | None:  # noqa: ARG002
         return Start(step=40)
 
 
@@ -77,18 +86,18 @@ def test_each_reads_its_share() -> None:
         def after_step(self, run: Any, result: StepResult) -> None:  # noqa: ARG002
             seen.append(result.batch.ids.event_time)
 
-    def times(peers: LocalCoordinator) -> list[int]:
+    def times(coordinator: LocalCoordinator) -> list[int]:
         seen.clear()
-        Trainer(Clicks(), TrainConfig(steps=4), hooks=[Look()], peers=peers).train()
+        Trainer(Clicks(), TrainConfig(steps=4), hooks=[Look()], coordinator=coordinator).train()
         return list(seen)
 
     assert times(Following())[:2] == times(LocalCoordinator())[1::2]
 
 
 class Over(LocalCoordinator):
-    """Those whose run is over when this process comes."""
+    """A run that is over when this process joins."""
 
-    def open(self, start: Start, me: RunState) -> Start | None:  # noqa: ARG002
+    def join(self, restore: Callable[[bool], Start], **_: Any) -> Start | None:  # noqa: ARG002
         return None
 
 
@@ -98,24 +107,28 @@ def test_a_run_that_is_over_takes_no_steps() -> None:
 
 
 class Stopping(LocalCoordinator):
-    def meet(self, me: RunState) -> str | None:
-        return "the others stop" if me.step == 2 else None
+    def at_step(self, progress: WorkerProgress) -> Decision:
+        return Stop(reason="the others stop") if progress.step == 2 else Continue()
 
 
-def test_it_stops_when_its_peers_do() -> None:
+def test_it_stops_when_its_coordinator_says_so() -> None:
     steps, report = train(Stopping())
     assert (steps, report.stop_reason) == ([1, 2, 3], "the others stop")
 
 
 class Together(LocalCoordinator):
-    """One other, who has something to say of itself whenever all stand still."""
+    """One other worker, which reports a state whenever all are quiesced."""
 
-    def halted(self, me: RunState) -> AbstractContextManager[Gathered]:
-        return nullcontext(Gathered(step=max(me.step, 14), others=(OTHER,)))
+    def quiesce(
+        self,
+        progress: WorkerProgress,
+        drain: Callable[[], None],  # noqa: ARG002
+    ) -> AbstractContextManager[Quiesced | None]:
+        return nullcontext(Quiesced(step=max(progress.step, 14), others=(OTHER,)))
 
-    def gather(self, me: RunState, run: Any, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
-        look()
-        return Gathered(step=me.step, others=(OTHER,))
+    def finish(self, outcome: Outcome, progress: WorkerProgress, idle: Callable[[], None]) -> Quiesced | None:  # noqa: ARG002
+        idle()
+        return Quiesced(step=progress.step, others=(OTHER,))
 
 
 def test_what_the_others_did_counts(tmp_path: Path) -> None:
@@ -132,32 +145,34 @@ def test_a_checkpoint_holds_the_position_of_each(tmp_path: Path) -> None:
 
 
 class Losing(LocalCoordinator):
-    """One of whom is lost after the third step."""
+    """A run that loses a worker after the third step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.failures: list[BaseException | None] = []
 
-    def meet(self, me: RunState) -> str | None:
-        if me.step == 3:
+    def at_step(self, progress: WorkerProgress) -> Decision:
+        if progress.step == 3:
             raise UnavailableError("worker 1 was lost")
-        return None
+        return super().at_step(progress)
 
-    def fail(self, error: BaseException | None) -> None:
-        self.failures.append(error)
+    def leave(self, outcome: Outcome, state: WorkerState | None = None) -> bool:  # noqa: ARG002
+        if outcome.failed:
+            self.failures.append(outcome.error)
+        return False
 
 
 def test_when_one_is_lost_the_run_fails_and_says_so() -> None:
-    peers = Losing()
+    coordinator = Losing()
     with pytest.raises(UnavailableError, match="worker 1 was lost"):
-        train(peers)
-    assert [str(error) for error in peers.failures] == ["worker 1 was lost"]
+        train(coordinator)
+    assert [str(error) for error in coordinator.failures] == ["worker 1 was lost"]
 
 
 def test_a_clean_end_is_not_a_failure() -> None:
-    peers = Losing()
-    train(peers, steps=2)
-    assert peers.failures == []
+    coordinator = Losing()
+    train(coordinator, steps=2)
+    assert coordinator.failures == []
 
 
 # Predictions for metrics

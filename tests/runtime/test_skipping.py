@@ -46,7 +46,7 @@ class Watch(Hook):
 
     def end(self, run: Any) -> None:
         run.session.drain()
-        self.position = run.session.position
+        self.position = run.session.batches.position
         module = run.session.model.module
         weights = {name: weight.tolist() for name, weight in module.state_dict().items()}
         self.state = (rows_of(module), weights) if hasattr(module, "embeddings") else weights

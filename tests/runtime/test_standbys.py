@@ -74,7 +74,7 @@ def settle(fleet: LosingFleet, places: tuple[int, ...] = (0, 1)) -> None:
 
 
 def has_reached(copy: StandbyCopy[_Held], source: Publisher) -> bool:
-    return copy.followed is not None and copy.followed.place == source.place
+    return copy.followed is not None and copy.followed.position == source.position
 
 
 def rows_of(held: _Held) -> dict[str, Rows]:
@@ -232,8 +232,8 @@ def test_increments_after_a_take_over_have_all_of_the_share(tmp_path: Path) -> N
 
         def lose() -> None:
             settle(fleet)
-            cut: Any = copy_of(fleet, 1).held.tables.cut(0)
-            assert all(one.cleared for one in cut._cuts.values()), (
+            cut: Any = copy_of(fleet, 1).held.tables.snapshot(0)
+            assert all(one.cleared for one in cut._snapshots.values()), (
                 "what was saved before and is gone, stays gone"
             )
             cut.close(saved=False)

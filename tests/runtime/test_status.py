@@ -15,7 +15,8 @@ from train.publishing.test_holders import STANDING
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
 from monolith.cluster.status import JobStatus, StatusBoard
-from monolith.run import load_run_config
+from monolith.runtime.config_loading import load_run_config
+from monolith.runtime.coordinator import CoordinatorStatus
 from monolith.runtime.parameter_server import ShardFigures
 from monolith.runtime.status import OwnStatus
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, TableIds
@@ -48,14 +49,16 @@ def trained(
 ) -> Any:
     """A run in this process, as far as it is looked at."""
     stats = {"item": SimpleNamespace(rows=rows, bytes_total=70)}
+    told = SimpleNamespace(traffic=traffic)
     return SimpleNamespace(
+        told=told,
         session=SimpleNamespace(
             model=SimpleNamespace(stats=lambda: stats),
-            traffic=traffic,
-            standbys=standbys,
-            live=live,
+            coordinator=SimpleNamespace(
+                status=lambda: CoordinatorStatus(traffic=told.traffic, standbys=standbys)
+            ),
             config=TrainConfig(max_steps=max_steps),
-            data=SimpleNamespace(trouble="the queue cannot be written"),
+            batches=SimpleNamespace(live=live, stream=SimpleNamespace(trouble="the queue cannot be written")),
             fraction_read=lambda: None if read is None else next(read),
         ),
         barrier=LocalBarrier(1),
@@ -192,7 +195,7 @@ def test_a_worker_says_how_many_bytes_come_and_go() -> None:
     status.watch_worker(local)
     assert status.status().received_per_s is None
     clock.now += 2
-    local.session.traffic = Traffic(received=900, sent=50)
+    local.told.traffic = Traffic(received=900, sent=50)
     assert (status.status().received_per_s, status.status().sent_per_s) == (400.0, 20.0)
 
 

@@ -9,7 +9,8 @@ import pytest
 from train.tasks import Clicks
 
 from monolith.data import DataConfig
-from monolith.run import JobConfig, RunConfig
+from monolith.runtime.cluster_config import JobConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.task_setup import with_job, with_task
 from monolith.train import SaveConfig, TrainConfig
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from monolith.data import MemorySource, Pipeline, Stream
 from monolith.feature import Batch, FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
 from monolith.model import DeepInterest
-from monolith.run.config import ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow
 from monolith.train import Mode, SaveConfig, Task, TrainConfig

@@ -21,8 +21,8 @@ from train.tasks import Clicks
 from monolith.checkpoint import Checkpointer, Saver, TablesPart, read_chain
 from monolith.checkpoint.offline.reading import SavedTables
 from monolith.errors import ConfigError, CorruptFileError, ExportError, FileMissingError
-from monolith.run.config import ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve import Predictor
 from monolith.serve import exporter as exporting
@@ -263,7 +263,7 @@ def test_an_export_says_from_where_on_a_server_that_follows_reads(tmp_path):
 
 def test_places_in_the_log_that_make_no_sense_are_refused():
     assert exporting._log_places("p", {}) == {}
-    with pytest.raises(CorruptFileError, match="its places in the log make no sense"):
+    with pytest.raises(CorruptFileError, match="its offsets in the delta log cannot be read"):
         exporting._log_places("p", {"value": {"0": ["e", 3]}})
 
 

@@ -16,7 +16,7 @@ import torch
 from serve.served_tasks import columns, exported, trained
 from serve.server.serving import ask_http
 
-from monolith.checkpoint.shares import WHOLE, IdShare
+from monolith.checkpoint.saved_tables import WHOLE, IdShard
 from monolith.errors import ConfigError
 from monolith.serve import Predictor
 from monolith.serve.config import ServeFollowConfig
@@ -24,9 +24,9 @@ from monolith.serve.manifest import Servable, read_servable, write_servable
 from monolith.serve.server import InferenceServer, ServeConfig, VersionPolicy
 from monolith.serve.server.catalog import ServableCatalog, served_folder
 from monolith.store import TableIds
-from monolith.sync.memory_channel import MemoryChannel
-from monolith.sync.messages import LearnedUpTo, LogPlace
-from monolith.sync.publisher import Publisher
+from monolith.sync.channel import MemoryChannel
+from monolith.sync.messages import LearnedUpTo, LogPosition
+from monolith.sync.publisher import Publisher, PublisherConfig
 from monolith.table import FrozenTable, NativeTable, Segment, TableConfig
 
 PATIENCE = 120
@@ -69,7 +69,7 @@ class FakeTrainer:
     """Has the rows and weights of a version, changes them, and publishes what a test tells it to."""
 
     def __init__(
-        self, version: Path, channel: MemoryChannel, share: IdShare = WHOLE, run: str | None = None
+        self, version: Path, channel: MemoryChannel, share: IdShard = WHOLE, run: str | None = None
     ) -> None:
         self.servable: Servable = read_servable(str(version))
         self.tables: dict[str, NativeTable] = {}
@@ -84,9 +84,7 @@ class FakeTrainer:
         self.publisher = Publisher(
             self.tables,
             channel.writer(),
-            run=self.servable.run if run is None else run,
-            share=share,
-            dense_interval=0.0,
+            PublisherConfig(run=self.servable.run if run is None else run, shard=share, dense_interval=0.0),
             dense=lambda: dict(self.dense),
             learned=lambda: self.learned,
         )
@@ -106,15 +104,15 @@ def following(root: Path, channel: MemoryChannel, **config: Any) -> Iterator[Inf
     with InferenceServer(
         ServeConfig(**settings),
         [served_folder(str(root), policy)],
-        ServableCatalog(threads=1),
+        ServableCatalog({"threads": 1}),
         follow=channel.reader,
     ) as server:
         yield server
 
 
-def caught_up(server: InferenceServer, place: LogPlace) -> bool:
+def caught_up(server: InferenceServer, place: LogPosition) -> bool:
     standing = server.followers["served"].standing
-    reached = standing[0].place if 0 in standing else None
+    reached = standing[0].position if 0 in standing else None
     return reached is not None and reached.epoch == place.epoch and reached.sequence >= place.sequence
 
 
@@ -158,7 +156,7 @@ def test_rows_and_dense_weights_that_a_trainer_publishes_are_served(root: Path) 
         gone, stay = ids[:2], ids[2:]
         trainer.tables["item"].remove(gone)
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         assert torch.equal(lookup(server, stay), values[2:])
         assert not lookup(server, gone).any()
         rows_only = ask(server)
@@ -174,10 +172,10 @@ def test_every_answer_says_how_new_it_is_and_metrics_say_where_time_went(root: P
     trainer = FakeTrainer(root / "3", channel)
     trainer.publisher.publish_now()
     with following(root, channel) as server:
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         said = ask(server)["parameters"]
         assert (said["step"], said["watermark"], said["event_at"]) == (70, 1_700_000_000, 100.0)
         assert said["staleness"] >= 0
@@ -198,7 +196,7 @@ def test_a_snapshot_of_rows_that_are_as_exported_is_not_kept_twice(root: Path) -
     trainer = FakeTrainer(root / "3", channel)
     trainer.publisher.publish_now()
     with following(root, channel) as server:
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         assert server.followers["served"].target.rows.rows == 0
     trainer.publisher.close()
 
@@ -207,14 +205,14 @@ def test_a_server_goes_on_from_the_place_that_its_export_names(root: Path) -> No
     channel = MemoryChannel()
     trainer = FakeTrainer(root / "3", channel)
     trainer.publisher.publish_now()
-    place = trainer.publisher.place
+    place = trainer.publisher.position
     write_servable(
         str(root / "3"), replace(trainer.servable, log_places={"0": (place.epoch, place.sequence)})
     )
     ids, values = trainer.change()
     trainer.publisher.publish_now()
     with following(root, channel) as server:
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         assert torch.equal(lookup(server, ids), values)
         assert server.followers["served"].standing[0].snapshots == 0
     trainer.publisher.close()
@@ -226,7 +224,7 @@ def test_a_newer_export_takes_over_while_what_is_newer_stays(root: Path, servabl
     with following(root, channel, follow=ServeFollowConfig(compact_after=timedelta(0))) as server:
         ids, values = trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         release(servables, root)
         until(lambda: server.inference.repository.versions("served") == ("6",))
         assert torch.equal(lookup(server, ids), values)
@@ -236,7 +234,7 @@ def test_a_newer_export_takes_over_while_what_is_newer_stays(root: Path, servabl
         assert torch.equal(lookup(server, ids), values)
         ids, values = trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         assert torch.equal(lookup(server, ids), values)
     trainer.publisher.close()
 
@@ -248,7 +246,7 @@ def test_an_export_that_is_newer_than_what_was_followed_counts(root: Path, serva
     with following(root, channel) as server:
         ids, old = trainer.change(by=100.0)
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         channel.broken = True
         release(servables, root)
         until(lambda: server.inference.repository.versions("served") == ("6",))
@@ -257,7 +255,7 @@ def test_an_export_that_is_newer_than_what_was_followed_counts(root: Path, serva
         ids, values = trainer.change()
         channel.broken = False
         trainer.publisher.publish_now()
-        until(lambda: follower.look() or caught_up(server, trainer.publisher.place))
+        until(lambda: follower.look() or caught_up(server, trainer.publisher.position))
         until(lambda: torch.equal(lookup(server, ids), values))
     trainer.publisher.close()
 
@@ -273,7 +271,7 @@ def test_servers_go_back_to_an_exported_version_and_follow_again(root: Path, ser
     with following(root, channel) as server:
         trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         trainer.publisher.rollback("3")
         until(lambda: server.inference.repository.versions("served") == ("3",))
         said = ask(server)
@@ -285,7 +283,7 @@ def test_servers_go_back_to_an_exported_version_and_follow_again(root: Path, ser
         trainer.publisher.resume()
         until(lambda: server.inference.repository.versions("served") == ("6",))
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         assert torch.equal(lookup(server, ids), values)
         assert ask(server)["parameters"]["step"] == 70
     trainer.publisher.close()
@@ -319,7 +317,7 @@ def test_no_answer_claims_what_its_rows_are_not_while_servers_go_back_and_follow
         exported = hear()
         trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         followed = hear()
         target._go_to, target._forget = between(go_to), between(forget)  # type: ignore[method-assign]
         trainer.publisher.rollback("3")
@@ -330,7 +328,7 @@ def test_no_answer_claims_what_its_rows_are_not_while_servers_go_back_and_follow
         trainer.publisher.resume()
         until(lambda: len(heard) >= 11)
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         hear()
     trainer.publisher.close()
     true = dict([exported, followed, back])
@@ -359,7 +357,7 @@ def test_a_version_that_is_not_there_changes_nothing_and_is_named(root: Path, ca
     with following(root, channel) as server:
         ids, values = trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         trainer.publisher.rollback("77")
         follower = server.followers["served"]
         until(lambda: follower.target.problem)
@@ -375,7 +373,7 @@ def test_a_trainer_that_is_silent_is_warned_about_once_and_answers_go_on(root: P
     trainer = FakeTrainer(root / "3", channel)
     with following(root, channel, follow=ServeFollowConfig(stale_after=timedelta(hours=2))) as server:
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         follower = server.followers["served"]
         ahead = 3600.0
         follower._clock = lambda: time.time() + ahead
@@ -403,7 +401,7 @@ def test_a_publisher_whose_clock_is_ahead_is_named_in_answers_metrics_and_once_i
         for _ in range(2):
             trainer.change()
             trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         said = ask(server)["parameters"]
         for _ in range(2):
             server.followers["served"].look()
@@ -419,11 +417,11 @@ def test_a_server_that_is_catching_up_is_not_said_to_hear_nothing(root: Path, ca
     trainer.publisher._clock = lambda: time.time() - 3600.0
     with following(root, channel) as server:
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         follower = server.followers["served"]
         follower._listens_since -= 60.0
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         follower.look()
         assert "catching up, the deltas that arrive are old" in caplog.text
         assert "no newer rows arrive" not in caplog.text
@@ -451,13 +449,13 @@ def test_what_was_held_has_time_to_come_when_publishing_goes_on(root: Path, capl
     trainer.publisher.publish_now()
     with following(root, channel) as server:
         follower, now = server.followers["served"], time.time()
-        until(lambda: caught_up(server, trainer.publisher.place))
-        trainer.publisher.hold("by hand")
-        until(lambda: follower.target.state.held)
+        until(lambda: caught_up(server, trainer.publisher.position))
+        trainer.publisher.pause("by hand")
+        until(lambda: follower.target.state.paused)
         follower._clock = follower._timer = lambda: now + 3600.0
         follower.look()
         trainer.publisher.resume()
-        until(lambda: not follower.target.state.held)
+        until(lambda: not follower.target.state.paused)
         follower._clock = follower._timer = lambda: now + 3609.0
         follower.look()
         assert "no newer rows arrive" not in caplog.text
@@ -474,7 +472,7 @@ def test_while_a_share_of_training_is_nowhere_answers_are_as_old_as_the_export(
     trainer = FakeTrainer(root / "3", channel, share=(0, 2))
     with following(root, channel) as server:
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         follower = server.followers["served"]
         until(lambda: "name all publishers" in caplog.text)
         assert ask(server)["parameters"]["step"] == 3
@@ -525,7 +523,7 @@ def test_a_run_that_takes_the_place_of_the_one_that_is_followed_is_refused(root:
     with following(root, channel) as server:
         ids, values = trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         trainer.publisher.close()
         other = FakeTrainer(root / "3", channel, run="/models/another")
         other.change()
@@ -536,7 +534,7 @@ def test_a_run_that_takes_the_place_of_the_one_that_is_followed_is_refused(root:
         again = FakeTrainer(root / "3", channel)  # the run of the export is started again, with a new epoch
         ids, values = again.change()
         again.publisher.publish_now()
-        until(lambda: caught_up(server, again.publisher.place))
+        until(lambda: caught_up(server, again.publisher.position))
         assert torch.equal(lookup(server, ids), values)
         again.publisher.close()
 
@@ -549,7 +547,7 @@ def test_a_trainer_of_another_run_is_followed_if_that_is_allowed_and_said_to_be(
     with following(root, channel, follow=ServeFollowConfig(any_run=True)) as server:
         ids, values = trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         follower = server.followers["served"]
         follower.look()
         follower.look()
@@ -570,7 +568,7 @@ def test_a_trainer_of_the_run_of_the_export_is_nothing_to_speak_of(root: Path, c
     trainer = FakeTrainer(root / "3", channel)
     with following(root, channel) as server:
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         server.followers["served"].look()
         assert server.followers["served"].notice == ""
         assert (
@@ -585,10 +583,10 @@ def test_what_differs_is_found_and_repaired(root: Path) -> None:
     trainer = FakeTrainer(root / "3", channel)
     with following(root, channel) as server:
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         ids, values = trainer.change()
         trainer.publisher.publish_now()
-        until(lambda: caught_up(server, trainer.publisher.place))
+        until(lambda: caught_up(server, trainer.publisher.position))
         rows = server.followers["served"].target.rows
         rows.apply({}, {"item": ids[:1]})  # a mistake of somebody
         assert not lookup(server, ids[:1]).any()

@@ -53,8 +53,7 @@ class Trainer:
 
 def probe_of(trainer: Trainer, column: str, **how: Any) -> FreshnessProbe:
     return FreshnessProbe(
-        trainer,
-        "ads",
+        lambda rows: trainer.ask("ads", rows),
         ROW,
         column,
         pause=0.5,
@@ -92,7 +91,7 @@ def test_dense_weights_that_move_are_not_taken_for_the_event() -> None:
 def test_a_column_that_tells_unseen_ids_apart_cannot_be_used() -> None:
     trainer = Trainer()
     trainer.ask = lambda *_: ClientAnswer("ads", "1", {"click": [0.1, 0.2]})  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="tells two ids that it has never seen apart"):
+    with pytest.raises(ConfigError, match="answers two unseen IDs"):
         probe_of(trainer, "user").probe(trainer, timeout=3)
     assert trainer.written == []
     with pytest.raises(ConfigError, match="the row has no column 'where'; it has user, tags"):

@@ -135,7 +135,7 @@ def test_a_snapshot_that_breaks_off_takes_nothing_away(tmp_path):
     view = tables.attach(below(tmp_path, {1: 1, 2: 2}))
     tables.begin_snapshot((0, 1), None)
     tables.snapshot_rows("item", rows({1: 8}))
-    tables.drop_snapshot()
+    tables.abort_snapshot()
     assert tables.end_snapshot() == 0
     assert present(view) == {1: 8, 2: 2}
 

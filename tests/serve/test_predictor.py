@@ -17,7 +17,7 @@ from serve.served_tasks import SPEC, Predicted, columns, exported, predictions, 
 
 from monolith.data import MemorySource
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
-from monolith.run.config import ExportConfig
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export
 from monolith.serve import FoundRows, Predictor
 from monolith.serve.server.tensors import columns_of, listed_tensor

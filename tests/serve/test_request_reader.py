@@ -123,8 +123,8 @@ def test_a_model_of_features_by_hand_is_asked_with_ids_by_feature():
     assert batch.floats["where"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert [one.datatype for one in reader.inputs] == ["INT64", "INT64", "FP32", "FP32"]
     for change, said in [
-        ({"user": ["a", "b"]}, "'user' must hold ids"),
-        ({"price": ["a", "b"]}, "'price' must hold numbers"),
+        ({"user": ["a", "b"]}, "'user' must have IDs"),
+        ({"price": ["a", "b"]}, "'price' must have numbers"),
         ({"where": [[1.0, 2.0], [3.0]]}, "'where': row 1 has 1 numbers instead of 2"),
         ({"price": [1.0, float("inf")]}, r"'price': row 1 is \[inf\]"),
     ]:

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from typing import Any
 
-from monolith.sync.flight_calls import SERVICE, pack_answer, unpack_answer
+from monolith.sync.flight_channel import SERVICE, pack_answer, unpack_answer
 from monolith.sync.wire_format import LEAD_BYTES, frame_bytes
 from monolith.wire.bulk import BulkMessages
 from monolith.wire.flight import Caller, import_arrow

@@ -25,7 +25,7 @@ TOGETHER = {
     "Kafka": (  # and its ZooKeeper
         "tests/contracts/test_source.py",
         "tests/contracts/test_delta_channel.py",
-        "tests/sync/test_kafka_channel.py",
+        "tests/sync/test_kafka_writer.py",
         "tests/runtime/test_rebalancing.py",
         "tests/data/test_kafka.py",
         "tests/faults/test_kill_kafka.py",

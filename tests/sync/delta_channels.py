@@ -1,4 +1,4 @@
-"""Channels for the contract: each opens writers and readers of one place, as a process would."""
+"""Channels for the contract: each opens writers and readers of one position, as a process would."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from sync.sample_messages import make_delta, make_rows
 
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.sync import (
     Delta,
     DeltaReader,
     DeltaWriter,
     LearnedUpTo,
-    LogPlace,
+    LogPosition,
     MemoryChannel,
     Message,
-    ShareLog,
+    ShardLog,
     SnapshotBegin,
     SnapshotEnd,
     SnapshotRows,
@@ -30,7 +30,7 @@ from monolith.sync import (
 
 
 class AnyChannel(Protocol):
-    """One place to publish at."""
+    """One position to publish at."""
 
     snapshots_on_demand: bool
     """Whether a reader that asks gets a snapshot of this moment; else of some moment before."""
@@ -61,10 +61,10 @@ class FlightChannel:
     snapshots_on_demand = True
 
     def __init__(self, stack: ExitStack) -> None:
-        from monolith.sync.flight_channel import DeltaPort
+        from monolith.sync.flight_channel import DeltaPort, ReaderLimits
 
         self._stack = stack
-        self.port = DeltaPort(answer_bytes=1 << 12)
+        self.port = DeltaPort(reader_limits=ReaderLimits(answer_bytes=1 << 12))
         stack.callback(self.port.close)
 
     def writer(self, log_bytes: int = 1 << 20, clock: Callable[[], float] = time.time) -> DeltaWriter:  # noqa: ARG002
@@ -88,7 +88,7 @@ class FolderChannel:
     def writer(self, log_bytes: int = 1 << 20, clock: Callable[[], float] = time.time) -> DeltaWriter:
         from monolith.sync.folder_channel import FolderDeltaWriter
 
-        writer = FolderDeltaWriter(str(self.folder), log_bytes=log_bytes, look_every=0.05, clock=clock)
+        writer = FolderDeltaWriter(str(self.folder), log_bytes=log_bytes, check_every=0.05, clock=clock)
         self._stack.callback(writer.close)
         return writer
 
@@ -107,7 +107,7 @@ class KafkaChannel:
         self.topic = kafka.create_topic(partitions=3)
 
     def writer(self, log_bytes: int = 1 << 20, clock: Callable[[], float] = time.time) -> DeltaWriter:
-        from monolith.sync.kafka_channel import KafkaDeltaWriter
+        from monolith.sync.kafka_writer import KafkaDeltaWriter
 
         writer = KafkaDeltaWriter(
             [self._kafka.address],
@@ -131,31 +131,31 @@ class KafkaChannel:
 class SmallPublisher:
     """Publishes a few rows through a writer, one delta at a time: as little as a publisher can be."""
 
-    def __init__(self, writer: DeltaWriter, *, epoch: str = "e1", share: IdShare = (0, 1)) -> None:
+    def __init__(self, writer: DeltaWriter, *, epoch: str = "e1", shard: IdShard = (0, 1)) -> None:
         self.writer = writer
-        self.share = share
-        self.place = LogPlace(epoch, 0)
+        self.shard = shard
+        self.position = LogPosition(epoch, 0)
         self.rows: dict[int, float] = {}
         self.snapshots = 0
         self.open()
 
     def open(self, epoch: str | None = None) -> None:
-        self.place = LogPlace(epoch or self.place.epoch, 0)
-        log = ShareLog("run", self.share, self.place, 1, {"item": 2})
+        self.position = LogPosition(epoch or self.position.epoch, 0)
+        log = ShardLog("run", self.shard, self.position, 1, {"item": 2})
         self.writer.open(log, self.snapshot)
 
     def publish(
         self, ids: Sequence[int] = (1, 2), *, removed: Sequence[int] = (), value: float = 1.0
     ) -> Delta:
-        self.place = LogPlace(self.place.epoch, self.place.sequence + 1)
+        self.position = LogPosition(self.position.epoch, self.position.sequence + 1)
         for one in removed:
             self.rows.pop(one, None)
         self.rows |= dict.fromkeys(ids, value)
         delta = make_delta(
-            self.place.sequence,
+            self.position.sequence,
             ids,
-            epoch=self.place.epoch,
-            share=self.share,
+            epoch=self.position.epoch,
+            shard=self.shard,
             removed=removed,
             value=value,
         )
@@ -164,40 +164,40 @@ class SmallPublisher:
 
     def snapshot(self, buckets: torch.Tensor | None = None) -> Iterator[Message]:
         self.snapshots += 1
-        place, rows = self.place, dict(self.rows)
-        yield SnapshotBegin("run", self.share, place, LearnedUpTo(step=place.sequence), buckets)
+        position, rows = self.position, dict(self.rows)
+        yield SnapshotBegin("run", self.shard, position, LearnedUpTo(step=position.sequence), buckets)
         for one, value in rows.items():
             yield SnapshotRows("item", make_rows([one], value=value))
-        yield SnapshotEnd(place, self.place)
+        yield SnapshotEnd(position, self.position)
 
 
 class Copy:
-    """What a reader has made of what it read: the rows of one share."""
+    """What a reader has made of what it read: the rows of one shard."""
 
     def __init__(self) -> None:
         self.rows: dict[int, list[float]] = {}
-        self.place: LogPlace | None = None
+        self.position: LogPosition | None = None
         self.snapshots = 0
         self.deltas: list[int] = []
         self.state = -1
 
-    def follow(self, reader: DeltaReader, share: int = 0, *, wait: float = 0.0) -> None:
+    def follow(self, reader: DeltaReader, shard: int = 0, *, wait: float = 0.0) -> None:
         """Read once, until nothing is new."""
-        for message in reader.read(share, self.place, wait=wait):
+        for message in reader.read(shard, self.position, wait=wait):
             self.take(message)
 
     def take(self, message: Message) -> None:
         if isinstance(message, SnapshotBegin):
-            self.rows, self.place = {}, message.place
+            self.rows, self.position = {}, message.position
         elif isinstance(message, SnapshotRows):
             self._put(message.rows)
         elif isinstance(message, SnapshotEnd):
             self.snapshots += 1
         elif isinstance(message, Delta):
-            assert self.place is not None
-            assert message.place == replace(self.place, sequence=self.place.sequence + 1)
-            self.place = message.place
-            self.deltas.append(message.place.sequence)
+            assert self.position is not None
+            assert message.position == replace(self.position, sequence=self.position.sequence + 1)
+            self.position = message.position
+            self.deltas.append(message.position.sequence)
             for ids in message.removed.values():
                 for one in ids.tolist():
                     self.rows.pop(one, None)
@@ -210,7 +210,7 @@ class Copy:
         wanted = {
             one: make_rows([one], value=value).values[0].tolist() for one, value in publisher.rows.items()
         }
-        return self.place == publisher.place and self.rows == wanted
+        return self.position == publisher.position and self.rows == wanted
 
     def _put(self, rows: Any) -> None:
         for one, values in zip(rows.ids.tolist(), rows.values.tolist(), strict=True):

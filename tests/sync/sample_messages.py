@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShare
-from monolith.sync import Delta, LearnedUpTo, LogPlace, Message, SnapshotBegin, SnapshotEnd, SnapshotRows
+from monolith.checkpoint.saved_tables import IdShard
+from monolith.sync import Delta, LearnedUpTo, LogPosition, Message, SnapshotBegin, SnapshotEnd, SnapshotRows
 from monolith.table import Rows
 
 
@@ -27,15 +27,15 @@ def make_delta(
     ids: Sequence[int] = (1, 2),
     *,
     epoch: str = "e1",
-    share: IdShare = (0, 1),
+    shard: IdShard = (0, 1),
     removed: Sequence[int] = (),
     dense: Mapping[str, Tensor] | None = None,
     value: float = 1.0,
 ) -> Delta:
     return Delta(
         "run",
-        share,
-        LogPlace(epoch, sequence),
+        shard,
+        LogPosition(epoch, sequence),
         LearnedUpTo(step=sequence),
         {"item": make_rows(ids, value=value)},
         {"item": torch.tensor(list(removed), dtype=torch.int64)} if removed else {},
@@ -43,12 +43,12 @@ def make_delta(
     )
 
 
-def make_snapshot(place: LogPlace, ids: Sequence[int], *, share: IdShare = (0, 1)) -> list[Message]:
+def make_snapshot(position: LogPosition, ids: Sequence[int], *, shard: IdShard = (0, 1)) -> list[Message]:
     """All messages of a snapshot of one chunk."""
     return [
-        SnapshotBegin("run", share, place, LearnedUpTo(step=place.sequence)),
+        SnapshotBegin("run", shard, position, LearnedUpTo(step=position.sequence)),
         SnapshotRows("item", make_rows(ids)),
-        SnapshotEnd(place, place),
+        SnapshotEnd(position, position),
     ]
 
 

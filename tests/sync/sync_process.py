@@ -1,7 +1,7 @@
 """A publisher or a subscriber as a process of its own, which a test kills: its arguments say which.
 
-    publish PORT IDS FILE      trains and removes rows at random until it hears a line; then says its place
-    follow ADDRESS FILE        follows; for each place that it hears it waits, and says whether it came there
+    publish PORT IDS FILE      changes and removes rows until it is told to end; then says its position
+    follow ADDRESS FILE        follows; waits for each position that it is told, and says whether it got there
 
 Both write the rows they hold to FILE before they say so.
 """
@@ -13,16 +13,16 @@ import threading
 
 import numpy as np
 import torch
-from sync.shares import make_table
+from sync.tables import make_table
 
-from monolith.sync import LogPlace, Publisher, Subscriber, TableTarget
+from monolith.sync import LogPosition, Publisher, PublisherConfig, Subscriber, TableTarget
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.table import Rows, Table, iterate
 
 DIM = 4
 PATIENCE_S = 240.0
-"""To come to a place, on a machine that has much else to do."""
+"""To come to a position, on a machine that has much else to do."""
 
 
 def say(text: object) -> None:
@@ -39,7 +39,9 @@ def write_rows(table: Table, path: str) -> None:
 def publish(port: str, ids: str, path: str) -> None:
     table = make_table(DIM)
     publisher = Publisher(
-        {"item": table}, DeltaPort(port=int(port)).writer(log_bytes=1 << 20), run="run", interval=0.02
+        {"item": table},
+        DeltaPort(port=int(port)).writer(log_bytes=1 << 20),
+        PublisherConfig(run="run", interval=0.02),
     )
     publisher.start()
     told = threading.Event()
@@ -56,7 +58,7 @@ def publish(port: str, ids: str, path: str) -> None:
     while not publisher.flush():
         told.wait(0.01)
     write_rows(table, path)
-    say(f"{publisher.place.epoch} {publisher.place.sequence}")
+    say(f"{publisher.position.epoch} {publisher.position.sequence}")
     sys.stdin.read()
 
 
@@ -66,9 +68,9 @@ def follow(address: str, path: str) -> None:
     subscriber.start()
     for line in sys.stdin:
         epoch, sequence = line.split()
-        reached = subscriber.wait_for({0: LogPlace(epoch, int(sequence))}, PATIENCE_S)
+        reached = subscriber.wait_for({0: LogPosition(epoch, int(sequence))}, PATIENCE_S)
         write_rows(table, path)
-        say("reached" if reached else f"late: {subscriber.standing}")
+        say("reached" if reached else f"late: {subscriber.progress}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A machine trains, removes and evicts rows, publishes and follows at random, over a channel that drops,
 repeats, reorders and delays messages. It kills publishers and the subscriber, takes tables back to an earlier
-state, changes how many shares there are, lets the log overflow, holds publishing back, and spoils rows of the
+state, changes how many shards there are, lets the log overflow, holds publishing back, and spoils rows of the
 copy. When it has had enough it lets the channel be well, and compares.
 """
 
@@ -19,7 +19,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from services.properties import tries
-from sync.shares import Clock, held, ids, make_table
+from sync.tables import Clock, config_of, held, ids, make_table
 from torch import Tensor
 
 from monolith.sync import BUCKETS, ChannelFaults, MemoryChannel, Publisher, Subscriber, TableTarget
@@ -35,43 +35,41 @@ ILL = ChannelFaults(drop=0.15, repeat=0.15, reorder=0.15, delay=0.15)
 
 
 class Fleet:
-    """Holders of rows that publish their shares, and one copy that follows them."""
+    """Holders of rows that publish their shards, and one copy that follows them."""
 
-    def __init__(self, channel: MemoryChannel, cls: Any, *, shares: int, **options: Any) -> None:
+    def __init__(self, channel: MemoryChannel, cls: Any, *, shards: int, **options: Any) -> None:
         self.channel = channel
         self.clock = Clock()
         self._cls = cls
         self._options = options
-        self.shares = [self._table() for _ in range(shares)]
+        self.shards = [self._table() for _ in range(shards)]
         self.publishers = self._published()
         self.copy = self._table()
-        self.places: dict[int, Any] = {}
+        self.positions: dict[int, Any] = {}
         self.subscriber = self._subscribed()
 
     def _table(self) -> Table:
         return make_table(cls=self._cls, expiry=Expiry(default=timedelta(hours=1)))
 
     def _published(self) -> list[Publisher]:
-        total = len(self.shares)
+        total = len(self.shards)
         return [
             Publisher(
                 {"item": table},
                 self.channel.writer(),
-                run="run",
-                share=(number, total),
+                config_of({"shard": (number, total), "digest_buckets": BUCKETS, **self._options}),
                 clock=self.clock,
-                **{"digest_buckets": BUCKETS, **self._options},
             )
-            for number, table in enumerate(self.shares)
+            for number, table in enumerate(self.shards)
         ]
 
     def _subscribed(self) -> Subscriber:
-        return Subscriber(self.channel.reader, TableTarget({"item": self.copy}), places=self.places)
+        return Subscriber(self.channel.reader, TableTarget({"item": self.copy}), positions=self.positions)
 
     def owner(self, keys: Tensor) -> list[tuple[Table, Tensor]]:
-        """Return each share's table with the positions of its ids."""
-        total = len(self.shares)
-        return [(one, in_share(keys, (k, total)).nonzero()[:, 0]) for k, one in enumerate(self.shares)]
+        """Return each shard's table with the positions of its ids."""
+        total = len(self.shards)
+        return [(one, in_share(keys, (k, total)).nonzero()[:, 0]) for k, one in enumerate(self.shards)]
 
     def train(self, keys: Tensor, gradients: Tensor, now: int) -> None:
         for table, mine in self.owner(keys):
@@ -82,17 +80,17 @@ class Fleet:
             table.remove(keys[mine])
 
     def rows(self) -> list[Rows]:
-        return [rows for table in self.shares for rows in iterate(table)]
+        return [rows for table in self.shards for rows in iterate(table)]
 
-    def go_back(self, rows: list[Rows], *, shares: int | None = None) -> None:
-        """Put the tables back to what they held, on as many shares, as a run that is restored does."""
-        same = shares in (None, len(self.shares))
+    def go_back(self, rows: list[Rows], *, shards: int | None = None) -> None:
+        """Put the tables back to what they held, on as many shards, as a run that is restored does."""
+        same = shards in (None, len(self.shards))
         if same:
-            for table in self.shares:
+            for table in self.shards:
                 table.clear()
         else:
             self.kill_publishers()
-            self.shares = [self._table() for _ in range(shares or 1)]
+            self.shards = [self._table() for _ in range(shards or 1)]
         for some in rows:
             for table, mine in self.owner(some.ids):
                 table.restore(some.take(mine))
@@ -105,7 +103,7 @@ class Fleet:
     def kill_publishers(self) -> None:
         """Have all processes that publish end at once: what they had not let out is not let out by them."""
         self.clock.now += 1.0  # nobody starts another in less
-        for table, publisher in zip(self.shares, self.publishers, strict=True):
+        for table, publisher in zip(self.shards, self.publishers, strict=True):
             for touched in publisher._touched.values():
                 table.untouch(touched)
 
@@ -115,8 +113,10 @@ class Fleet:
 
     def kill_subscriber(self, *, keep: bool) -> None:
         """End the process that follows; another begins with what it knew, or with nothing of that."""
-        standing = self.subscriber.standing
-        self.places = {k: one.place for k, one in standing.items() if one.place is not None} if keep else {}
+        standing = self.subscriber.progress
+        self.positions = (
+            {k: one.position for k, one in standing.items() if one.position is not None} if keep else {}
+        )
         self.subscriber = self._subscribed()
 
     def quiet(self) -> None:
@@ -132,7 +132,7 @@ class Fleet:
 
     def compare(self) -> None:
         """Fail where a row differs, is missing, or is a ghost."""
-        expected, found = held(*self.shares), held(self.copy)
+        expected, found = held(*self.shards), held(self.copy)
         assert found.keys() - expected.keys() == set(), "ghosts"
         assert expected.keys() - found.keys() == set(), "missing rows"
         assert found == expected, "differing rows"
@@ -146,12 +146,12 @@ class Following(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 2**16),
-        shares=st.sampled_from([1, 3]),
+        shards=st.sampled_from([1, 3]),
         limit=st.sampled_from([3000, 1 << 20]),
     )
-    def begin(self, seed: int, shares: int, limit: int) -> None:
+    def begin(self, seed: int, shards: int, limit: int) -> None:
         channel = MemoryChannel(limit, faults=ILL, seed=seed)
-        self.fleet = Fleet(channel, self.cls, shares=shares, **self.options)
+        self.fleet = Fleet(channel, self.cls, shards=shards, **self.options)
         self.saved = self.fleet.rows()
         self.now = 0
 
@@ -178,7 +178,7 @@ class Following(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([600, 1800, HOUR]))
     def expire(self, seconds: int) -> None:
         self.now += seconds
-        for table in self.fleet.shares:
+        for table in self.fleet.shards:
             table.evict(self.now)
 
     @rule(which=st.integers(0, 2), seconds=st.sampled_from([0.0, 0.25, 1.0]))
@@ -219,16 +219,16 @@ class Following(RuleBasedStateMachine):
         if now:
             self.fleet.kill_subscriber(keep=keep)
 
-    @rule(now=SELDOM, shares=st.sampled_from([1, 2, 3]))
-    def change_the_number_of_shares(self, now: bool, shares: int) -> None:
+    @rule(now=SELDOM, shards=st.sampled_from([1, 2, 3]))
+    def change_the_number_of_shards(self, now: bool, shards: int) -> None:
         if now:
-            self.fleet.go_back(self.fleet.rows(), shares=shares)
+            self.fleet.go_back(self.fleet.rows(), shards=shards)
 
-    @rule(held=SELDOM)
-    def hold(self, held: bool) -> None:
+    @rule(paused=SELDOM)
+    def pause(self, paused: bool) -> None:
         for publisher in self.fleet.publishers:
-            if held:
-                publisher.hold("a person said so")
+            if paused:
+                publisher.pause("a person said so")
             else:
                 publisher.resume()
 
@@ -248,7 +248,7 @@ class Following(RuleBasedStateMachine):
     @invariant()
     def the_log_is_bounded(self) -> None:
         for log in self.fleet.channel.logs() if hasattr(self, "fleet") else ():
-            assert log.kept_bytes <= 1 << 20
+            assert log.stored_bytes <= 1 << 20
 
     def teardown(self) -> None:
         if hasattr(self, "fleet"):
@@ -302,7 +302,7 @@ def churn(fleet: Fleet, keys: int, rounds: int, batch: int) -> None:
         fleet.remove(some[: batch // 50])
         if round_ % 10 == 9:
             now += HOUR // 2
-            for table in fleet.shares:
+            for table in fleet.shards:
                 table.evict(now)
         fleet.clock.now += 0.25
         for publisher in fleet.publishers:
@@ -319,7 +319,7 @@ def churn(fleet: Fleet, keys: int, rounds: int, batch: int) -> None:
             case 6, True:
                 fleet.go_back(saved)
             case 9, True:
-                fleet.go_back(fleet.rows(), shares=2)
+                fleet.go_back(fleet.rows(), shards=2)
             case _:
                 pass
 
@@ -327,18 +327,18 @@ def churn(fleet: Fleet, keys: int, rounds: int, batch: int) -> None:
 @pytest.mark.parametrize("digest_buckets", [0, BUCKETS])
 def test_a_churning_table_is_followed_through_everything(digest_buckets: int) -> None:
     channel = MemoryChannel(1 << 20, faults=ChannelFaults(0.05, 0.05, 0.05, 0.05), seed=3)
-    fleet = Fleet(channel, NativeTable, shares=3, digest_buckets=digest_buckets)
+    fleet = Fleet(channel, NativeTable, shards=3, digest_buckets=digest_buckets)
     churn(fleet, keys=5000, rounds=36, batch=300)
     fleet.quiet()
-    assert len(fleet.shares) == 2
+    assert len(fleet.shards) == 2
     fleet.compare()
 
 
 @pytest.mark.soak
 def test_a_million_churning_ids_are_followed_through_everything() -> None:
     channel = MemoryChannel(16 << 20, faults=ChannelFaults(0.05, 0.05, 0.05, 0.05), seed=5)
-    fleet = Fleet(channel, NativeTable, shares=3)
+    fleet = Fleet(channel, NativeTable, shards=3)
     churn(fleet, keys=1_000_000, rounds=240, batch=40_000)
     fleet.quiet()
-    assert sum(len(table) for table in fleet.shares) > 100_000
+    assert sum(len(table) for table in fleet.shards) > 100_000
     fleet.compare()

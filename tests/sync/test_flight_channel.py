@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,8 @@ from sync.delta_channels import Copy, SmallPublisher, until
 from sync.sample_messages import make_delta
 
 from monolith.errors import CorruptMessageError, RequestError, UnavailableError
-from monolith.sync import Delta, LogPlace, Message, PublishState, ShareLog, SnapshotBegin, SnapshotEnd
-from monolith.sync.flight_calls import SERVICE
-from monolith.sync.flight_channel import IDLE_S, DeltaPort
+from monolith.sync import Delta, LogPosition, Message, PublishState, ShardLog, SnapshotBegin, SnapshotEnd
+from monolith.sync.flight_channel import IDLE_S, SERVICE, DeltaPort, ReaderLimits
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.wire.flight import Caller
 
@@ -37,8 +38,10 @@ class Seconds:
         return self.now
 
 
-def open_port(stack: ExitStack, port: int = 0, **options: object) -> DeltaPort:
-    opened = DeltaPort(port=port, **options)  # type: ignore[arg-type]
+def open_port(
+    stack: ExitStack, port: int = 0, *, clock: Any = time.monotonic, wall: Any = time.time, **limits: int
+) -> DeltaPort:
+    opened = DeltaPort(port=port, clock=clock, wall=wall, reader_limits=ReaderLimits(**limits))
     stack.callback(opened.close)
     return opened
 
@@ -52,21 +55,21 @@ def open_reader(stack: ExitStack, *addresses: str, **options: object) -> FlightD
 def test_one_port_serves_the_shares_of_several_models(stack: ExitStack) -> None:
     port = open_port(stack)
     of_a = SmallPublisher(port.writer("a"), epoch="a")
-    of_b = [SmallPublisher(port.writer("b"), epoch=f"b{n}", share=(n, 2)) for n in range(2)]
+    of_b = [SmallPublisher(port.writer("b"), epoch=f"b{n}", shard=(n, 2)) for n in range(2)]
     for number, publisher in enumerate([of_a, *of_b]):
         publisher.publish([number])
-    assert list(open_reader(stack, port.address).shares()) == []
+    assert list(open_reader(stack, port.address).logs()) == []
     reader, copy = open_reader(stack, port.address, model="b"), Copy()
-    assert [log.share for log in reader.shares()] == [(0, 2), (1, 2)]
+    assert [log.shard for log in reader.logs()] == [(0, 2), (1, 2)]
     copy.follow(reader, 1)
     assert copy.equals(of_b[1])
 
 
 def test_shares_are_gathered_from_all_addresses(stack: ExitStack) -> None:
     ports = [open_port(stack) for _ in range(2)]
-    publishers = [SmallPublisher(ports[n].writer(), epoch=f"e{n}", share=(n, 2)) for n in range(2)]
+    publishers = [SmallPublisher(ports[n].writer(), epoch=f"e{n}", shard=(n, 2)) for n in range(2)]
     reader = open_reader(stack, ports[0].address, ports[1].address)
-    assert [log.share for log in reader.shares()] == [(0, 2), (1, 2)]
+    assert [log.shard for log in reader.logs()] == [(0, 2), (1, 2)]
     for number, publisher in enumerate(publishers):
         publisher.publish([number])
         copy = Copy()
@@ -76,14 +79,14 @@ def test_shares_are_gathered_from_all_addresses(stack: ExitStack) -> None:
 
 def test_while_one_publisher_is_away_the_others_are_followed(stack: ExitStack) -> None:
     here, gone = open_port(stack), open_port(stack)
-    SmallPublisher(here.writer(), share=(0, 2)).publish([0])
+    SmallPublisher(here.writer(), shard=(0, 2)).publish([0])
     gone.close()
     reader = open_reader(stack, here.address, gone.address)
-    assert [log.share for log in reader.shares()] == [(0, 2)]
-    with pytest.raises(UnavailableError, match="share 1"):
+    assert [log.shard for log in reader.logs()] == [(0, 2)]
+    with pytest.raises(UnavailableError, match="shard 1"):
         list(reader.read(1, None, wait=0.0))
     with pytest.raises(UnavailableError, match="no publisher can be reached"):
-        open_reader(stack, gone.address).shares()
+        open_reader(stack, gone.address).logs()
 
 
 def test_a_reader_goes_on_with_a_publisher_that_was_restarted(stack: ExitStack) -> None:
@@ -107,7 +110,7 @@ def test_a_reader_that_waits_is_let_go_when_the_publisher_ends(stack: ExitStack)
     publisher = SmallPublisher(port.writer())
     failed = threading.Event()
     reader = open_reader(stack, port.address)
-    messages = reader.read(0, publisher.place, wait=60.0)
+    messages = reader.read(0, publisher.position, wait=60.0)
     assert isinstance(next(messages), PublishState)
 
     def follow() -> None:
@@ -128,12 +131,12 @@ def test_readers_are_bounded_and_those_who_leave_make_room(stack: ExitStack) -> 
     port = open_port(stack, readers=2, clock=clock)
     SmallPublisher(port.writer())
     one, two, three = (open_reader(stack, port.address) for _ in range(3))
-    one.shares()
-    two.shares()
+    one.logs()
+    two.logs()
     with pytest.raises(UnavailableError, match="2 readers"):
-        three.shares()
+        three.logs()
     one.close()
-    three.shares()
+    three.logs()
     assert port.reader_count == 2
     clock.now += IDLE_S + 1  # two and three ask no more
     assert port.reader_count == 0
@@ -155,7 +158,7 @@ def test_a_snapshot_comes_in_chunks_and_is_made_while_it_is_fetched(stack: ExitS
             made.append(message)
             yield message
 
-    publisher.writer.open(ShareLog("run", (0, 1), publisher.place, 2, {"item": 2}), counting)
+    publisher.writer.open(ShardLog("run", (0, 1), publisher.position, 2, {"item": 2}), counting)
     messages = open_reader(stack, port.address).read(0, None, wait=0.0)
     next(one for one in messages if isinstance(one, SnapshotBegin))
     assert len(made) < 50
@@ -235,7 +238,7 @@ def test_a_frame_over_the_limit_is_no_message(stack: ExitStack) -> None:
     publisher.publish(range(1000))
     reader = open_reader(stack, port.address, limit=1000)
     with pytest.raises(CorruptMessageError, match="allowed"):
-        list(reader.read(0, LogPlace("e1", 0), wait=0.0))
+        list(reader.read(0, LogPosition("e1", 0), wait=0.0))
 
 
 def test_what_is_kept_is_bounded_in_bytes_whoever_reads(stack: ExitStack) -> None:
@@ -246,7 +249,7 @@ def test_what_is_kept_is_bounded_in_bytes_whoever_reads(stack: ExitStack) -> Non
     copy.follow(reader)
     for number in range(100):
         publisher.publish([number])
-        assert writer.log.kept_bytes <= 5_000
+        assert writer.log.stored_bytes <= 5_000
     copy.follow(reader)
     assert copy.equals(publisher)
     assert copy.snapshots == 2
@@ -258,7 +261,7 @@ def test_a_reader_measures_how_far_the_clock_of_a_publisher_is_from_its_own(
 ) -> None:
     port = open_port(stack, wall=lambda: 5000.0 + ahead)
     SmallPublisher(port.writer())
-    (log,) = open_reader(stack, port.address, wall=lambda: 5000.0).shares()
+    (log,) = open_reader(stack, port.address, wall=lambda: 5000.0).logs()
     assert log.clock_offset == pytest.approx(ahead, abs=1.0)
 
 
@@ -268,7 +271,7 @@ def test_what_comes_is_there_at_once_for_a_reader_that_waits(stack: ExitStack) -
     reader, found = open_reader(stack, port.address), threading.Event()
 
     def follow() -> None:
-        if any(isinstance(one, Delta) for one in reader.read(0, publisher.place, wait=60.0)):
+        if any(isinstance(one, Delta) for one in reader.read(0, publisher.position, wait=60.0)):
             found.set()
 
     thread = threading.Thread(target=follow)

@@ -10,7 +10,7 @@ import pytest
 from sync.delta_channels import Copy, SmallPublisher, until
 
 from monolith.errors import CorruptMessageError, UnavailableError
-from monolith.sync import LogPlace
+from monolith.sync import LogPosition
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
 
 
@@ -21,7 +21,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def make_publisher(stack: ExitStack, folder: Path | str, **options: int) -> SmallPublisher:
-    writer = FolderDeltaWriter(str(folder), look_every=0.02, **options)
+    writer = FolderDeltaWriter(str(folder), check_every=0.02, **options)
     stack.callback(writer.close)
     return SmallPublisher(writer)
 
@@ -34,7 +34,7 @@ def catch_up(copy: Copy, reader: FolderDeltaReader, publisher: SmallPublisher) -
     until(lambda: copy.equals(publisher), lambda: copy.follow(reader, wait=0.05))
 
 
-def share_files(folder: Path, beginning: str) -> list[Path]:
+def shard_files(folder: Path, beginning: str) -> list[Path]:
     return sorted((folder / "share-0-of-1").glob(f"{beginning}*"))
 
 
@@ -42,16 +42,16 @@ def test_deltas_are_bounded_in_bytes_and_in_number(stack: ExitStack, tmp_path: P
     publisher = make_publisher(stack, tmp_path, log_bytes=4_000, log_files=1000)
     for number in range(50):
         publisher.publish([number])
-        assert sum(file.stat().st_size for file in share_files(tmp_path, "delta-")) <= 4_000
+        assert sum(file.stat().st_size for file in shard_files(tmp_path, "delta-")) <= 4_000
     few = make_publisher(stack, tmp_path / "few", log_files=5)
     for number in range(20):
         few.publish([number])
-        assert len(share_files(tmp_path / "few", "delta-")) <= 5
+        assert len(shard_files(tmp_path / "few", "delta-")) <= 5
     catch_up(Copy(), make_reader(tmp_path / "few"), few)
-    until(lambda: len(share_files(tmp_path / "few", "snapshot-")) == 1, lambda: few.publish([1]))
+    until(lambda: len(shard_files(tmp_path / "few", "snapshot-")) == 1, lambda: few.publish([1]))
 
 
-@pytest.mark.parametrize("damage", ["torn", "altered", "foreign", "of another place"])
+@pytest.mark.parametrize("damage", ["torn", "altered", "foreign", "of another position"])
 def test_a_damaged_delta_is_reported_and_passed_over_by_a_snapshot(
     stack: ExitStack, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,14 +60,14 @@ def test_a_damaged_delta_is_reported_and_passed_over_by_a_snapshot(
     catch_up(copy, reader, publisher)
     publisher.publish([2])
     publisher.publish([3])
-    file = share_files(tmp_path, "delta-")[1]
+    file = shard_files(tmp_path, "delta-")[1]
     whole = file.read_bytes()
     file.write_bytes(
         {
             "torn": whole[:-9],
             "altered": whole[:-1] + b"?",
             "foreign": b"hello",
-            "of another place": share_files(tmp_path, "delta-")[2].read_bytes(),
+            "of another position": shard_files(tmp_path, "delta-")[2].read_bytes(),
         }[damage]
     )
     catch_up(copy, reader, publisher)
@@ -87,7 +87,7 @@ def test_a_damaged_snapshot_is_reported_and_another_asked_for(
     publisher.writer.close()  # makes no more of them
     wanted = tmp_path / "share-0-of-1" / "want-snapshot"
     wanted.unlink(missing_ok=True)
-    snapshots = share_files(tmp_path, "snapshot-")
+    snapshots = shard_files(tmp_path, "snapshot-")
     for snapshot in snapshots:
         snapshot.write_bytes(snapshot.read_bytes()[:-40])
     reader, copy = make_reader(tmp_path), Copy()
@@ -109,7 +109,7 @@ def test_foreign_files_are_left_alone(stack: ExitStack, tmp_path: Path) -> None:
     catch_up(Copy(), make_reader(tmp_path), publisher)
     publisher.open("e2")
     assert foreign.read_text() == "hello"
-    assert [log.share for log in make_reader(tmp_path).shares()] == [(0, 1)]
+    assert [log.shard for log in make_reader(tmp_path).logs()] == [(0, 1)]
 
 
 def test_what_was_left_of_another_epoch_goes(stack: ExitStack, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_was_left_of_another_epoch_goes(stack: ExitStack, tmp_path: Path) -
     publisher.publish([1])
     (tmp_path / "share-0-of-1" / "delta-x-tmp-0123456789ab").write_bytes(b"unfinished")
     publisher.open("e2")
-    assert share_files(tmp_path, "delta-") == []
+    assert shard_files(tmp_path, "delta-") == []
 
 
 def test_an_epoch_file_that_makes_no_sense_is_an_error_with_its_path(
@@ -126,11 +126,11 @@ def test_an_epoch_file_that_makes_no_sense_is_an_error_with_its_path(
     make_publisher(stack, tmp_path)
     (tmp_path / "share-0-of-1" / "epoch.json").write_text("{}")
     with pytest.raises(CorruptMessageError, match=r"epoch\.json"):
-        make_reader(tmp_path).shares()
+        make_reader(tmp_path).logs()
 
 
 def test_a_snapshot_that_nobody_makes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    writer = FolderDeltaWriter(str(tmp_path), look_every=0.02)
+    writer = FolderDeltaWriter(str(tmp_path), check_every=0.02)
     publisher, copy, reader = SmallPublisher(writer), Copy(), make_reader(tmp_path, patience=0.05)
     catch_up(copy, reader, publisher)
     writer.close()
@@ -155,4 +155,4 @@ def test_an_epoch_may_have_any_name(stack: ExitStack, tmp_path: Path) -> None:
     publisher.publish([1])
     copy = Copy()
     catch_up(copy, make_reader(tmp_path), publisher)
-    assert copy.place == LogPlace("../e/2-3 %", 1)
+    assert copy.position == LogPosition("../e/2-3 %", 1)

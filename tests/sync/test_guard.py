@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monolith.sync.guard import AllGuards, RowGuard
-from monolith.sync.messages import Delta, LearnedUpTo, LogPlace
+from monolith.sync.messages import Delta, LearnedUpTo, LogPosition
 from monolith.sync.publish_config import GuardConfig
 from monolith.table import Rows
 
@@ -25,8 +25,8 @@ def rows(*values: Sequence[float]) -> Rows:
 def delta(*values: Sequence[float], dense: dict[str, Tensor] | None = None) -> Delta:
     return Delta(
         run="r",
-        share=(0, 1),
-        place=LogPlace("e", 1),
+        shard=(0, 1),
+        position=LogPosition("e", 1),
         learned=LearnedUpTo(),
         rows={"item": rows(*values)} if values else {},
         dense=dense,
@@ -59,7 +59,7 @@ def test_a_value_of_many_times_what_was_published_before_is_held_back() -> None:
     assert guard.check(delta([0.5])) is None
     assert guard.check(delta([4.0])) is None
     why = str(guard.check(delta([41.0])))
-    assert "41, where 4 was the largest that was published before: more than 10 times" in why
+    assert "41, and the largest published before was 4: more than 10 times" in why
     assert guard.check(delta([39.0])) is None, "what was held back is not usual"
 
 

@@ -3,48 +3,48 @@
 from __future__ import annotations
 
 import pytest
-from sync.shares import make_table, publish, write
+from sync.tables import make_table, publish, write
 
 from monolith.errors import UnavailableError
-from monolith.sync import ChannelFaults, Delta, LogPlace, MemoryChannel, PublishState, SnapshotBegin
+from monolith.sync import ChannelFaults, Delta, LogPosition, MemoryChannel, PublishState, SnapshotBegin
 
 
-def sequences(channel: MemoryChannel, after: LogPlace) -> list[int]:
+def sequences(channel: MemoryChannel, after: LogPosition) -> list[int]:
     messages = channel.reader().read(0, after, wait=0)
-    return [message.place.sequence for message in messages if isinstance(message, Delta)]
+    return [message.position.sequence for message in messages if isinstance(message, Delta)]
 
 
-def published(channel: MemoryChannel, deltas: int) -> LogPlace:
-    """Publish some deltas; return the place before them."""
+def published(channel: MemoryChannel, deltas: int) -> LogPosition:
+    """Publish some deltas; return the position before them."""
     table = make_table()
     publisher = publish(channel, table)
     for key in range(deltas):
         write(table, {key: 1.0})
         publisher.publish_now()
-    return LogPlace(publisher.place.epoch, 0)
+    return LogPosition(publisher.position.epoch, 0)
 
 
 def test_shares_are_those_that_are_published_now() -> None:
     channel = MemoryChannel()
-    assert channel.reader().shares() == []
-    publishers = [publish(channel, make_table(), share=(number, 3)) for number in range(3)]
+    assert channel.reader().logs() == []
+    publishers = [publish(channel, make_table(), shard=(number, 3)) for number in range(3)]
     for publisher in publishers:
         publisher.publish_now()
-    assert [log.share for log in channel.reader().shares()] == [(0, 3), (1, 3), (2, 3)]
-    publish(channel, make_table(), share=(0, 2)).publish_now()
-    assert [log.share for log in channel.reader().shares()] == [(0, 2)], "others are of a run that is over"
+    assert [log.shard for log in channel.reader().logs()] == [(0, 3), (1, 3), (2, 3)]
+    publish(channel, make_table(), shard=(0, 2)).publish_now()
+    assert [log.shard for log in channel.reader().logs()] == [(0, 2)], "others are of a run that is over"
 
 
 def test_a_reader_is_told_of_the_state_first_and_of_its_changes() -> None:
     channel = MemoryChannel()
     publisher = publish(channel, make_table())
     publisher.publish_now()
-    messages = channel.reader().read(0, publisher.place, wait=0)
+    messages = channel.reader().read(0, publisher.position, wait=0)
     first = next(messages)
-    publisher.hold("why")
+    publisher.pause("why")
     assert isinstance(first, PublishState)
-    assert not first.held
-    assert [message.held for message in messages if isinstance(message, PublishState)] == [True]
+    assert not first.paused
+    assert [message.paused for message in messages if isinstance(message, PublishState)] == [True]
 
 
 def test_a_read_goes_on_with_a_snapshot_where_its_place_was_dropped() -> None:
@@ -52,7 +52,7 @@ def test_a_read_goes_on_with_a_snapshot_where_its_place_was_dropped() -> None:
     table = make_table()
     publisher = publish(channel, table)
     publisher.publish_now()
-    messages = channel.reader().read(0, publisher.place, wait=0)
+    messages = channel.reader().read(0, publisher.position, wait=0)
     next(messages)
     write(table, {1: 1.0})
     publisher.begin_epoch("rewound")
@@ -61,11 +61,11 @@ def test_a_read_goes_on_with_a_snapshot_where_its_place_was_dropped() -> None:
 
 def test_what_is_not_published_or_broken_cannot_be_read() -> None:
     channel = MemoryChannel()
-    with pytest.raises(UnavailableError, match="share 4"):
+    with pytest.raises(UnavailableError, match="shard 4"):
         channel.reader().read(4, None, wait=0)
     start = published(channel, 1)
     channel.broken = True
-    for call in (channel.reader().shares, lambda: channel.reader().read(0, start, wait=0)):
+    for call in (channel.reader().logs, lambda: channel.reader().read(0, start, wait=0)):
         with pytest.raises(UnavailableError, match="cannot be reached"):
             call()
 

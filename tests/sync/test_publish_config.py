@@ -3,7 +3,7 @@ from datetime import timedelta
 import pytest
 
 from monolith.errors import ConfigError
-from monolith.run import load_run_config
+from monolith.runtime.config_loading import load_run_config
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 
 
@@ -32,7 +32,7 @@ def test_a_file_says_where_to_publish_and_how_often(tmp_path) -> None:
 @pytest.mark.parametrize(
     "values, problem",
     [
-        ({"publish.to": " "}, "must say where to publish"),
+        ({"publish.to": " "}, "must name a channel"),
         ({"publish.interval": 0}, "must be more than 0"),
         ({"publish.dense_interval": -1}, "must be more than 0"),
         ({"publish.keep_bytes": 10}, "must be at least 1048576"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync.shares import Clock, held, ids, make_table, publish, write
+from sync.tables import Clock, held, ids, make_table, publish, write
 from torch import Tensor
 
 from monolith.errors import ConfigError, UnavailableError
@@ -18,10 +18,11 @@ from monolith.sync import (
     BUCKETS,
     Delta,
     LearnedUpTo,
-    LogPlace,
+    LogPosition,
     MemoryChannel,
     Message,
     Publisher,
+    PublisherConfig,
     SnapshotBegin,
     SnapshotEnd,
     SnapshotRows,
@@ -39,7 +40,7 @@ def table(request: pytest.FixtureRequest) -> Any:
     return make_table(cls=request.param, expiry=Expiry(default=timedelta(days=1)))
 
 
-def log_of(channel: MemoryChannel, after: LogPlace | None) -> list[Message]:
+def log_of(channel: MemoryChannel, after: LogPosition | None) -> list[Message]:
     return list(channel.reader().read(0, after, wait=0))
 
 
@@ -73,8 +74,8 @@ def test_a_delta_has_the_rows_that_changed_and_the_ids_that_lost_theirs(
     assert removed_of(second) == [3]
     assert first is not None
     assert second is not None
-    assert (first.place.sequence, second.place.sequence) == (1, 2)
-    assert second.place == publisher.place
+    assert (first.position.sequence, second.position.sequence) == (1, 2)
+    assert second.position == publisher.position
     assert second.run == "run"
 
 
@@ -103,7 +104,9 @@ def test_rows_come_without_state_unless_it_is_asked_for() -> None:
     config = TableConfig(name="item", segments=(Segment(dim=2, optimizer=Adagrad()),))
     for with_state, width in [(False, 0), (True, 2)]:
         table = NativeTable(config)
-        publisher = Publisher({"item": table}, MemoryChannel().writer(), run="run", with_state=with_state)
+        publisher = Publisher(
+            {"item": table}, MemoryChannel().writer(), PublisherConfig(run="run", with_state=with_state)
+        )
         table.apply_gradients(ids(1), torch.ones(1, 2))
         delta = publisher.publish_now()
         assert delta is not None
@@ -187,8 +190,8 @@ def test_what_a_standby_is_told_beside_the_rows_comes_with_the_last_of_several(
 
 
 def test_a_share_must_be_one(channel: MemoryChannel) -> None:
-    with pytest.raises(ConfigError, match="share"):
-        publish(channel, make_table(), share=(2, 2))
+    with pytest.raises(ConfigError, match="shard"):
+        publish(channel, make_table(), shard=(2, 2))
 
 
 # Digests
@@ -233,7 +236,7 @@ def test_a_delta_that_was_not_kept_is_handed_in_again_as_it_was(
     table = make_table()
     publisher = publish(channel, table)
     publisher.publish_now()
-    start = publisher.place
+    start = publisher.position
     channel.broken = True
     with caplog.at_level(logging.INFO):
         write(table, {1: 1.0})
@@ -255,15 +258,12 @@ class Failing:
     def __init__(self) -> None:
         self.fails = True
 
-    def __call__(self) -> None:
+    def __call__(self, *_: Delta) -> None:
         if self.fails:
             raise RuntimeError("not now")
 
-    def check(self, _: Delta) -> None:
-        self()
 
-
-@pytest.mark.parametrize("part", ["dense", "guard"])
+@pytest.mark.parametrize("part", ["dense", "check_delta"])
 def test_what_fails_while_a_delta_is_made_loses_no_change(channel: MemoryChannel, part: str) -> None:
     table, failing = make_table(), Failing()
     publisher = publish(channel, table, **{part: failing})
@@ -295,14 +295,14 @@ def test_what_goes_wrong_does_not_stop_the_thread() -> None:
         tried = threading.Semaphore(0)
 
         def open(self, *_: object) -> None: ...
-        def say(self, *_: object) -> None: ...
+        def set_state(self, *_: object) -> None: ...
         def close(self) -> None: ...
         def append(self, _: Delta) -> None:
             self.tried.release()
             raise RuntimeError("no")
 
     writer = Broken()
-    publisher = Publisher({"item": make_table()}, writer, run="run", interval=0.001)
+    publisher = Publisher({"item": make_table()}, writer, PublisherConfig(run="run", interval=0.001))
     publisher.start()
     for _ in range(3):
         assert writer.tried.acquire(timeout=60)
@@ -312,11 +312,11 @@ def test_what_goes_wrong_does_not_stop_the_thread() -> None:
 
 def test_a_thread_publishes_until_it_is_closed(channel: MemoryChannel) -> None:
     table = make_table()
-    publisher = Publisher({"item": table}, channel.writer(), run="run", interval=0.001)
+    publisher = Publisher({"item": table}, channel.writer(), PublisherConfig(run="run", interval=0.001))
     publisher.start()
     reader = channel.reader()
     write(table, {1: 1.0})
-    messages = _until(lambda: reader.shares() and reader.read(0, None, wait=60), Delta)
+    messages = _until(lambda: reader.logs() and reader.read(0, None, wait=60), Delta)
     assert any(isinstance(message, SnapshotBegin) for message in messages)
     write(table, {2: 2.0})
     publisher.close()
@@ -344,12 +344,12 @@ def test_another_epoch_drops_the_log(channel: MemoryChannel) -> None:
     publisher = publish(channel, table)
     write(table, {1: 1.0})
     publisher.publish_now()
-    before = publisher.place
+    before = publisher.position
     table.clear()
     write(table, {2: 2.0})
     publisher.begin_epoch("the run was rewound")
-    assert publisher.place.epoch != before.epoch
-    assert publisher.place.sequence == 0
+    assert publisher.position.epoch != before.epoch
+    assert publisher.position.sequence == 0
     begin, rows, end = log_of(channel, before)[1:]
     assert isinstance(begin, SnapshotBegin)
     assert isinstance(rows, SnapshotRows)
@@ -366,13 +366,13 @@ def test_more_changes_than_are_remembered_begin_an_epoch_and_say_so(
     write(table, dict.fromkeys(range(20), 1.0))
     publisher = publish(channel, table, touched_capacity=10)
     publisher.publish_now()
-    before = publisher.place
+    before = publisher.position
     if how == "writes":
         write(table, dict.fromkeys(range(20), 2.0))
     else:
         table.clear()
     publisher.publish_now()
-    assert publisher.place.epoch != before.epoch
+    assert publisher.position.epoch != before.epoch
     assert publisher.stats.lost > 10
     assert publisher.stats.epochs == 2
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -393,15 +393,15 @@ class Finite:
 
 def test_a_guard_holds_back_what_it_does_not_like(channel: MemoryChannel) -> None:
     table = make_table()
-    publisher = publish(channel, table, guard=Finite())
+    publisher = publish(channel, table, check_delta=Finite().check)
     write(table, {1: 1.0})
     publisher.publish_now()
-    place = publisher.place
+    position = publisher.position
     write(table, {1: float("nan"), 2: 2.0})
     assert publisher.publish_now() is None
-    assert publisher.state.held
+    assert publisher.state.paused
     assert publisher.state.reason == "rows of item are not finite"
-    assert publisher.place == place
+    assert publisher.position == position
     assert publisher.stats.pending == 2, "they stay changed"
     write(table, {1: 3.0})
     assert publisher.publish_now() is None, "until it is resumed"
@@ -414,14 +414,14 @@ def test_nothing_gets_out_while_it_is_held(channel: MemoryChannel) -> None:
     publisher = publish(channel, table)
     write(table, {1: 1.0})
     publisher.publish_now()
-    publisher.hold("calibration is off")
+    publisher.pause("calibration is off")
     write(table, {1: 9.0})
     assert not publisher.flush()
     with pytest.raises(UnavailableError, match="calibration is off"):
         log_of(channel, None)
-    with pytest.raises(UnavailableError, match="held"):
+    with pytest.raises(UnavailableError, match="paused"):
         list(channel.reader().read_buckets(0, bucket_of(ids(1))))
-    known = log_of(channel, LogPlace(publisher.place.epoch, 0))
+    known = log_of(channel, LogPosition(publisher.position.epoch, 0))
     assert [rows_of(m) for m in known if isinstance(m, Delta)] == [{1: [1.0, 1.0]}], "what was let out stays"
 
 
@@ -432,7 +432,7 @@ def test_a_snapshot_that_is_being_read_ends_when_publishing_is_held(channel: Mem
     publisher.publish_now()
     messages = channel.reader().read_buckets(0, torch.arange(BUCKETS))
     assert isinstance(next(messages), SnapshotBegin)
-    publisher.hold("poisoned")
+    publisher.pause("poisoned")
     with pytest.raises(UnavailableError, match="poisoned"):
         next(messages)
 
@@ -440,21 +440,21 @@ def test_a_snapshot_that_is_being_read_ends_when_publishing_is_held(channel: Mem
 def test_going_on_after_a_rollback_begins_an_epoch(channel: MemoryChannel) -> None:
     publisher = publish(channel, make_table())
     publisher.publish_now()
-    before = publisher.state, publisher.place
+    before = publisher.state, publisher.position
     publisher.rollback("1700")
     state = publisher.state
-    assert (state.held, state.version) == (True, "1700")
+    assert (state.paused, state.version) == (True, "1700")
     assert state.number > before[0].number
     publisher.resume()
-    assert (publisher.state.held, publisher.state.version) == (False, None)
+    assert (publisher.state.paused, publisher.state.version) == (False, None)
     assert publisher.state.number > state.number
-    assert publisher.place.epoch != before[1].epoch
+    assert publisher.position.epoch != before[1].epoch
 
 
 def test_the_state_of_a_publisher_that_starts_again_is_the_newer_one(channel: MemoryChannel) -> None:
     clock = Clock()
     first = publish(channel, make_table(), clock=clock)
-    first.hold("why")
+    first.pause("why")
     clock.now += 1
     assert publish(channel, make_table(), clock=clock).state.number > first.state.number
 
@@ -476,7 +476,7 @@ def test_a_snapshot_is_counted_and_whole(channel: MemoryChannel, monkeypatch: py
     assert isinstance(begin, SnapshotBegin)
     assert isinstance(end, SnapshotEnd)
     assert begin.dense is not None
-    assert begin.place == end.place == end.whole_at == publisher.place
+    assert begin.position == end.position == end.whole_at == publisher.position
     assert end.chunks == len(parts) == 3
     rows = [part for part in parts if isinstance(part, SnapshotRows)]
     assert [part.number for part in rows] == [0, 1, 2]

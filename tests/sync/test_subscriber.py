@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from sync.shares import Clock, held, ids, make_table, publish, subscribe, write
+from sync.tables import Clock, held, ids, make_table, publish, subscribe, write
 
 from monolith.sync import (
     ChannelFaults,
     Delta,
     LearnedUpTo,
-    LogPlace,
+    LogPosition,
     MemoryChannel,
     Publisher,
+    PublisherConfig,
     Subscriber,
     TableTarget,
 )
-from monolith.sync.subscriber import _Lines
+from monolith.sync.subscriber import _LogLimit
 from monolith.table import bucket_of
 
 
@@ -52,8 +53,8 @@ def test_who_begins_gets_a_snapshot_and_then_deltas(channel: MemoryChannel) -> N
     publisher.publish_now()
     subscriber.catch_up()
     assert held(copy) == held(source)
-    assert subscriber.standing[0].place == publisher.place
-    assert subscriber.standing[0].snapshots == 1
+    assert subscriber.progress[0].position == publisher.position
+    assert subscriber.progress[0].snapshots == 1
 
 
 def test_who_has_an_export_begins_with_the_deltas_after_it(channel: MemoryChannel) -> None:
@@ -61,20 +62,20 @@ def test_who_has_an_export_begins_with_the_deltas_after_it(channel: MemoryChanne
     write(source, {1: 1.0})
     write(copy, {1: 1.0})
     publisher.publish_now()
-    exported = publisher.place
+    exported = publisher.position
     write(source, {2: 2.0})
     publisher.publish_now()
-    subscriber, _ = subscribe(channel, copy, places={0: exported})
+    subscriber, _ = subscribe(channel, copy, positions={0: exported})
     subscriber.catch_up()
     assert held(copy) == held(source)
-    assert (subscriber.standing[0].snapshots, subscriber.standing[0].deltas) == (0, 1)
+    assert (subscriber.progress[0].snapshots, subscriber.progress[0].deltas) == (0, 1)
 
 
 def test_an_export_of_another_epoch_is_replaced_by_a_snapshot(channel: MemoryChannel) -> None:
     source, _, copy, _ = pair(channel)
     write(source, {1: 1.0})
     write(copy, {2: 2.0})
-    subscriber, _ = subscribe(channel, copy, places={0: LogPlace("before", 5)})
+    subscriber, _ = subscribe(channel, copy, positions={0: LogPosition("before", 5)})
     subscriber.catch_up()
     assert held(copy) == held(source)
 
@@ -90,7 +91,7 @@ def test_a_slow_reader_is_cut_off_and_catches_up_by_snapshot() -> None:
     publisher.publish_now()
     subscriber.catch_up()
     assert held(copy) == held(source)
-    assert subscriber.standing[0].snapshots == 2
+    assert subscriber.progress[0].snapshots == 2
 
 
 def test_a_rewind_is_followed_without_ghosts(channel: MemoryChannel) -> None:
@@ -115,7 +116,7 @@ def test_what_was_learned_and_when_it_came_is_known(channel: MemoryChannel) -> N
     publisher.publish_now()
     subscriber, _ = subscribe(channel, make_table(), clock=Clock(10.0))
     subscriber.catch_up()
-    standing = subscriber.standing[0]
+    standing = subscriber.progress[0]
     assert standing.learned == replace(learned, published_at=9.0)
     assert (standing.received_at, standing.applied_at) == (10.0, 10.0)
 
@@ -127,16 +128,16 @@ def test_what_was_learned_counts_when_the_last_of_several_deltas_has_come(
     steps = [LearnedUpTo(step=5)]
     source, publisher, _, subscriber = pair(channel, learned=lambda: steps[-1])
     subscriber.catch_up()
-    assert subscriber.standing[0].learned.step == 5
+    assert subscriber.progress[0].learned.step == 5
     write(source, dict.fromkeys(range(15), 1.0))
     steps.append(LearnedUpTo(step=9))
     publisher.publish_now()
     subscriber.catch_up()
-    assert subscriber.standing[0].learned.step == 5, "rows of step 9 are still to come"
+    assert subscriber.progress[0].learned.step == 5, "rows of step 9 are still to come"
     publisher.publish_now()
     subscriber.catch_up()
-    assert subscriber.standing[0].learned.step == 9
-    assert subscriber.standing[0].newest_step == 10, "the update of a step more may have been under way"
+    assert subscriber.progress[0].learned.step == 9
+    assert subscriber.progress[0].newest_step == 10, "the update of a step more may have been under way"
 
 
 def test_whoever_asks_is_told_before_rows_change_and_after(channel: MemoryChannel) -> None:
@@ -188,7 +189,7 @@ def test_lost_repeated_disordered_and_late_messages_change_nothing_in_the_end(ch
     subscriber.catch_up()
     subscriber.catch_up()
     assert held(copy) == held(source)
-    assert subscriber.standing[0].place == publisher.place
+    assert subscriber.progress[0].position == publisher.position
 
 
 def test_an_old_delta_never_replaces_a_newer_row(channel: MemoryChannel) -> None:
@@ -201,9 +202,9 @@ def test_an_old_delta_never_replaces_a_newer_row(channel: MemoryChannel) -> None
     channel.faults = None
     write(source, {1: 2.0})
     publisher.publish_now()
-    other, _ = subscribe(channel, copy, places={0: publisher.place})
+    other, _ = subscribe(channel, copy, positions={0: publisher.position})
     other.catch_up()
-    assert held(copy) == {}, "the late message is of a place before its own"
+    assert held(copy) == {}, "the late message is of a position before its own"
     subscriber.catch_up()
     assert held(copy) == {1: [2.0, 2.0]}
 
@@ -218,7 +219,7 @@ def test_a_snapshot_of_which_a_part_got_lost_is_not_taken_for_whole(
     write(copy, {99: 9.0})
     channel.faults = ChannelFaults(drop=0.1)
     subscriber.catch_up()
-    assert subscriber.standing[0].place is None
+    assert subscriber.progress[0].position is None
     assert 99 in held(copy), "nothing is dropped for a snapshot that is not whole"
     channel.faults = None
     subscriber.catch_up()
@@ -234,14 +235,14 @@ def test_a_channel_that_breaks_is_tried_again_and_said_once(
     for _ in range(3):
         subscriber.catch_up()
     assert "cannot be reached" in subscriber.error
-    assert "cannot be reached" in subscriber.standing[0].error
+    assert "cannot be reached" in subscriber.progress[0].error
     assert len([r for r in caplog.records if "cannot follow" in r.getMessage()]) == 1
     channel.broken = False
     write(source, {1: 1.0})
     publisher.publish_now()
     subscriber.catch_up()
     assert held(copy) == held(source)
-    assert (subscriber.error, subscriber.standing[0].error) == ("", "")
+    assert (subscriber.error, subscriber.progress[0].error) == ("", "")
 
 
 def test_a_part_of_an_older_snapshot_that_comes_late_is_made_good(channel: MemoryChannel) -> None:
@@ -256,7 +257,7 @@ def test_a_part_of_an_older_snapshot_that_comes_late_is_made_good(channel: Memor
     subscriber.catch_up()
     subscriber.catch_up()
     assert held(copy) == held(source) == {1: [2.0, 2.0]}
-    assert subscriber.standing[0].snapshots == 1, "the deltas after it did"
+    assert subscriber.progress[0].snapshots == 1, "the deltas after it did"
 
 
 def test_a_part_of_a_snapshot_of_an_epoch_before_is_made_good(channel: MemoryChannel) -> None:
@@ -296,7 +297,7 @@ def test_what_the_target_let_go_of_is_brought_again(channel: MemoryChannel) -> N
     subscriber.catch_up()
     subscriber.catch_up()
     assert held(copy) == held(source)
-    assert subscriber.standing[0].snapshots == 2
+    assert subscriber.progress[0].snapshots == 2
 
 
 # Differences
@@ -317,12 +318,12 @@ def test_a_row_that_differs_is_found_and_repaired(
         publisher.publish_now()
         subscriber.catch_up()
     assert held(copy) == held(source)
-    assert subscriber.standing[0].repaired == len(bucket_of(ids(7, 8, 1000)).unique())
+    assert subscriber.progress[0].repaired == len(bucket_of(ids(7, 8, 1000)).unique())
     assert "differs" in caplog.text
     write(source, {1: 6.0})
     publisher.publish_now()
     subscriber.catch_up()
-    assert subscriber.standing[0].snapshots == 2, "nothing is left to repair"
+    assert subscriber.progress[0].snapshots == 2, "nothing is left to repair"
 
 
 def test_a_repair_does_not_undo_what_comes_after(channel: MemoryChannel) -> None:
@@ -348,7 +349,7 @@ def test_a_repair_does_not_undo_what_comes_after(channel: MemoryChannel) -> None
 
 def test_shares_are_followed_beside_each_other(channel: MemoryChannel) -> None:
     sources = [make_table() for _ in range(3)]
-    publishers = [publish(channel, one, share=(k, 3)) for k, one in enumerate(sources)]
+    publishers = [publish(channel, one, shard=(k, 3)) for k, one in enumerate(sources)]
     for k, source in enumerate(sources):
         write(source, {key: float(key) for key in range(30) if key % 3 == k})
         publishers[k].publish_now()
@@ -359,7 +360,7 @@ def test_shares_are_followed_beside_each_other(channel: MemoryChannel) -> None:
     publishers[1].publish_now()
     subscriber.catch_up()
     assert held(copy) == held(*sources)
-    assert sorted(subscriber.standing) == [0, 1, 2]
+    assert sorted(subscriber.progress) == [0, 1, 2]
 
 
 def test_another_number_of_shares_is_taken_anew(channel: MemoryChannel) -> None:
@@ -367,7 +368,7 @@ def test_another_number_of_shares_is_taken_anew(channel: MemoryChannel) -> None:
         sources = [make_table() for _ in range(total)]
         for k, source in enumerate(sources):
             write(source, {key: value for key, value in values.items() if key % total == k})
-            publish(channel, source, share=(k, total)).publish_now()
+            publish(channel, source, shard=(k, total)).publish_now()
         return sources
 
     copy = make_table()
@@ -377,23 +378,23 @@ def test_another_number_of_shares_is_taken_anew(channel: MemoryChannel) -> None:
     sources = published(2, dict.fromkeys(range(10, 40), 2.0))
     subscriber.catch_up()
     assert held(copy) == held(*sources)
-    assert {one.share for one in subscriber.standing.values()} == {(0, 2), (1, 2)}
+    assert {one.shard for one in subscriber.progress.values()} == {(0, 2), (1, 2)}
 
 
 def test_shares_that_are_not_all_there_yet_do_not_replace_those_that_are_followed(
     channel: MemoryChannel,
 ) -> None:
     for k in range(3):
-        publish(channel, make_table(), share=(k, 3)).publish_now()
+        publish(channel, make_table(), shard=(k, 3)).publish_now()
     subscriber, _ = subscribe(channel, make_table())
     subscriber.catch_up()
-    publish(channel, make_table(), share=(0, 2)).publish_now()
+    publish(channel, make_table(), shard=(0, 2)).publish_now()
     subscriber.catch_up()
-    assert {one.share[1] for one in subscriber.standing.values()} == {3}
-    assert all(one.error or one.share[0] == 0 for one in subscriber.standing.values())
-    publish(channel, make_table(), share=(1, 2)).publish_now()
+    assert {one.shard[1] for one in subscriber.progress.values()} == {3}
+    assert all(one.error or one.shard[0] == 0 for one in subscriber.progress.values())
+    publish(channel, make_table(), shard=(1, 2)).publish_now()
     subscriber.catch_up()
-    assert {one.share[1] for one in subscriber.standing.values()} == {2}
+    assert {one.shard[1] for one in subscriber.progress.values()} == {2}
 
 
 def test_a_share_that_is_nowhere_is_said_until_it_is_found(
@@ -401,14 +402,14 @@ def test_a_share_that_is_nowhere_is_said_until_it_is_found(
 ) -> None:
     sources = [make_table(), make_table()]
     write(sources[1], {1: 1.0})
-    publish(channel, sources[0], share=(0, 2)).publish_now()
+    publish(channel, sources[0], shard=(0, 2)).publish_now()
     subscriber, _ = subscribe(channel, copy := make_table())
     for _ in range(3):
         subscriber.catch_up()
     assert subscriber.missing == (1,)
-    assert "of 2 shares nobody who was asked publishes 1" in subscriber.error
-    assert len([r for r in caplog.records if "name all publishers" in r.getMessage()]) == 1
-    publish(channel, sources[1], share=(1, 2)).publish_now()
+    assert "no publisher found for shards 1 of 2" in subscriber.error
+    assert len([r for r in caplog.records if "Add the missing addresses" in r.getMessage()]) == 1
+    publish(channel, sources[1], shard=(1, 2)).publish_now()
     subscriber.catch_up()
     assert (subscriber.missing, subscriber.error) == ((), "")
     assert held(copy) == held(*sources)
@@ -424,13 +425,13 @@ def test_the_target_is_told_of_a_hold_and_of_a_version(channel: MemoryChannel) -
     publisher.publish_now()
     subscriber, target = subscribe(channel, copy)
     subscriber.catch_up()
-    publisher.hold("AUC fell")
+    publisher.pause("AUC fell")
     subscriber.catch_up()
     assert target.state.reason == "AUC fell"
     publisher.rollback("3")
     subscriber.catch_up()
     assert target.state.version == "3"
-    assert subscriber.standing[0].place is None
+    assert subscriber.progress[0].position is None
     write(source, {2: 2.0})
     subscriber.catch_up()
     assert set(held(copy)) == {1}, "nothing is read while a version is served"
@@ -442,9 +443,9 @@ def test_the_target_is_told_of_a_hold_and_of_a_version(channel: MemoryChannel) -
 
 def test_who_needs_a_snapshot_while_publishing_is_held_is_told_why(channel: MemoryChannel) -> None:
     source, publisher, copy, subscriber = pair(channel)
-    publisher.hold("poisoned")
+    publisher.pause("poisoned")
     subscriber.catch_up()
-    assert "poisoned" in subscriber.standing[0].error
+    assert "poisoned" in subscriber.progress[0].error
     publisher.resume()
     write(source, {1: 1.0})
     subscriber.catch_up()
@@ -461,14 +462,14 @@ def test_a_publisher_that_starts_again_counts_though_its_clock_is_behind(channel
     again.publish_now()
     subscriber.catch_up()
     assert target.state.version is None
-    again.hold("AUC fell")
+    again.pause("AUC fell")
     subscriber.catch_up()
     assert target.state.reason == "AUC fell"
 
 
 def test_while_one_share_goes_back_all_do_whatever_their_clocks_say(channel: MemoryChannel) -> None:
     clocks = [Clock(5000.0), Clock(1000.0)]
-    publishers = [publish(channel, make_table(), share=(k, 2), clock=one) for k, one in enumerate(clocks)]
+    publishers = [publish(channel, make_table(), shard=(k, 2), clock=one) for k, one in enumerate(clocks)]
     subscriber, target = subscribe(channel, make_table())
 
     def told() -> str | None:
@@ -493,7 +494,7 @@ def test_while_one_share_goes_back_all_do_whatever_their_clocks_say(channel: Mem
 def test_threads_keep_up_until_they_are_closed(channel: MemoryChannel) -> None:
     sources = [make_table(), make_table()]
     publishers = [
-        Publisher({"item": one}, channel.writer(), run="run", share=(k, 2), interval=0.002)
+        Publisher({"item": one}, channel.writer(), PublisherConfig(run="run", shard=(k, 2), interval=0.002))
         for k, one in enumerate(sources)
     ]
     copy = make_table()
@@ -507,9 +508,9 @@ def test_threads_keep_up_until_they_are_closed(channel: MemoryChannel) -> None:
             source.remove(ids(2 * round_ + k))
     for publisher in publishers:
         assert publisher.flush()
-    assert subscriber.wait_for({k: one.place for k, one in enumerate(publishers)}, timeout=60)
+    assert subscriber.wait_for({k: one.position for k, one in enumerate(publishers)}, timeout=60)
     assert held(copy) == held(*sources)
-    assert not subscriber.wait_for({0: LogPlace("another", 1)}, timeout=0)
+    assert not subscriber.wait_for({0: LogPosition("another", 1)}, timeout=0)
     subscriber.close()
     for publisher in publishers:
         publisher.close()
@@ -534,10 +535,10 @@ def test_an_error_nobody_thought_of_does_not_end_the_thread(
     target = Stumbling({"item": copy})
     subscriber = Subscriber(channel.reader, target, wait=0.01)
     subscriber.start()
-    assert subscriber.wait_for({0: publisher.place}, timeout=60)
+    assert subscriber.wait_for({0: publisher.position}, timeout=60)
     write(source, {1: 1.0})
     publisher.publish_now()
-    assert subscriber.wait_for({0: publisher.place}, timeout=60)
+    assert subscriber.wait_for({0: publisher.position}, timeout=60)
     assert held(copy) == held(source)
     assert target.stumbled
     assert "nobody thought of this" in caplog.text
@@ -553,7 +554,7 @@ def test_a_subscriber_may_come_before_anybody_publishes(channel: MemoryChannel) 
     write(source, {1: 1.0})
     delta = publisher.publish_now()
     assert isinstance(delta, Delta)
-    assert subscriber.wait_for({0: delta.place}, timeout=60)
+    assert subscriber.wait_for({0: delta.position}, timeout=60)
     assert held(copy) == held(source)
     subscriber.close()
     subscriber.close()
@@ -561,7 +562,7 @@ def test_a_subscriber_may_come_before_anybody_publishes(channel: MemoryChannel) 
 
 def test_lines_about_a_publisher_are_one_per_change_and_one_a_second_at_most() -> None:
     now = 0.0
-    lines = _Lines(clock=lambda: now)
+    lines = _LogLimit(clock=lambda: now)
     assert lines.is_due("no answer")
     now = 100.0
     assert not lines.is_due("no answer")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sync.sample_messages import make_delta, make_rows, make_snapshot, same
+from sync.sample_messages import make_delta, make_snapshot, same
 
 from monolith import native
 from monolith.errors import CorruptMessageError
@@ -20,10 +20,10 @@ from monolith.sync import (
     Delta,
     Digests,
     LearnedUpTo,
-    LogPlace,
+    LogPosition,
     Message,
     PublishState,
-    ShareLog,
+    ShardLog,
     SnapshotBegin,
     SnapshotEnd,
     SnapshotRows,
@@ -36,15 +36,14 @@ from monolith.sync.wire_format import (
     frame_bytes,
     log_from_plain,
     log_to_plain,
-    split_delta,
 )
 from monolith.table import Rows
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 seconds = st.floats(0, 1e12)
-places = st.builds(LogPlace, names, st.integers(0, 1 << 50))
-shares = st.integers(1, 9).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n)))
+positions = st.builds(LogPosition, names, st.integers(0, 1 << 50))
+shards = st.integers(1, 9).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n)))
 learned = st.builds(LearnedUpTo, st.integers(0, 1 << 50), int64s, seconds, seconds, seconds, seconds)
 
 
@@ -76,15 +75,15 @@ dense = st.none() | st.dictionaries(names, weights(), max_size=2)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         Delta,
-        *(names, shares, places, learned),
+        *(names, shards, positions, learned),
         st.dictionaries(names, rows(), max_size=2),
         st.dictionaries(names, ints(), max_size=2),
         dense,
         st.dictionaries(names, digests, max_size=2),
     ),
-    st.builds(SnapshotBegin, names, shares, places, learned, st.none() | buckets, dense, names),
+    st.builds(SnapshotBegin, names, shards, positions, learned, st.none() | buckets, dense, names),
     st.builds(SnapshotRows, names, rows(), names, st.integers(0, 1 << 40)),
-    st.builds(SnapshotEnd, places, places, names, st.none() | st.integers(0, 1 << 40)),
+    st.builds(SnapshotEnd, positions, positions, names, st.none() | st.integers(0, 1 << 40)),
     st.builds(PublishState, st.booleans(), names, seconds, st.none() | names, st.integers(0, 1 << 40)),
 )
 
@@ -172,7 +171,7 @@ def test_a_forged_frame_that_says_the_truth_is_read() -> None:
 
 def test_buckets_are_ascending_and_there_are_4096() -> None:
     for found in ([4096], [-1], [2, 2], [2, 1]):
-        begin = SnapshotBegin("run", (0, 1), LogPlace("e", 0), LearnedUpTo(), torch.tensor(found))
+        begin = SnapshotBegin("run", (0, 1), LogPosition("e", 0), LearnedUpTo(), torch.tensor(found))
         with pytest.raises(CorruptMessageError):
             decode(encode(begin))
 
@@ -203,49 +202,13 @@ def test_tensors_are_views_of_a_frame_that_may_be_written_to() -> None:
 
 
 def test_the_messages_of_a_snapshot_are_read() -> None:
-    snapshot = make_snapshot(LogPlace("e", 4), [1, 2, 3])
+    snapshot = make_snapshot(LogPosition("e", 4), [1, 2, 3])
     data = b"".join(map(encode, snapshot))
     assert all(same(*both) for both in zip(decode_all(data), snapshot, strict=True))
 
 
-def test_what_a_channel_knows_of_a_share_is_plain_and_back() -> None:
-    log = ShareLog("run", (1, 3), LogPlace("e", 7), 3, {"item": 8})
+def test_the_description_of_a_log_becomes_plain_values_and_back() -> None:
+    log = ShardLog("run", (1, 3), LogPosition("e", 7), 3, {"item": 8})
     assert log_from_plain(json.loads(json.dumps(log_to_plain(log)))) == log
     with pytest.raises(CorruptMessageError):
         log_from_plain({"run": 1})
-
-
-# Large deltas
-
-
-def test_a_small_delta_is_not_split() -> None:
-    (only,) = split_delta(DELTA)
-    assert same(only, DELTA)
-
-
-@given(st.integers(0, 40), st.integers(0, 30), st.integers(24, 400))
-def test_a_large_delta_becomes_several_that_say_the_same(many: int, gone: int, limit: int) -> None:
-    delta = Delta(
-        *("run", (0, 1), LogPlace("e", 5), LearnedUpTo(step=2)),
-        {"item": make_rows(range(many)), "user": make_rows(range(100, 100 + many), dim=1)},
-        {"item": torch.arange(1000, 1000 + gone)},
-        {"w": torch.ones(3)},
-        {"item": Digests(torch.tensor([1]), torch.tensor([2]))},
-    )
-    parts = split_delta(delta, limit)
-    assert [part.place.sequence for part in parts] == list(range(5, 5 + len(parts)))
-    for table, found in delta.rows.items():
-        of_table = [part.rows[table] for part in parts if table in part.rows]
-        assert same(Rows.concat(of_table), found)
-    assert torch.equal(
-        torch.cat([part.removed["item"] for part in parts if part.removed]), delta.removed["item"]
-    )
-    sizes = [
-        sum(len(rows) * (16 + 4 * rows.values.shape[1]) for rows in part.rows.values())
-        + sum(8 * len(ids) for ids in part.removed.values())
-        for part in parts
-    ]
-    assert all(size <= max(limit, 24) for size in sizes)
-    assert [part.dense is not None for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert [part.complete for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert [bool(part.digests) for part in parts] == [False] * (len(parts) - 1) + [True]

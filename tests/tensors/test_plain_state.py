@@ -102,6 +102,6 @@ def test_what_would_need_a_pickle_is_refused_by_name(value: Any) -> None:
         {"$new": 1},
     ],
 )
-def test_what_nobody_encodes_is_refused(value: Any) -> None:
+def test_an_unknown_type_is_refused(value: Any) -> None:
     with pytest.raises(RestoreError, match=r"the saved state has \$"):
         decode({"a": [value]}, {})

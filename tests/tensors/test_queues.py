@@ -105,7 +105,7 @@ def test_a_queue_closed_with_an_error_raises_it_after_the_last_item() -> None:
         queue.get()
 
 
-def test_closing_wakes_those_who_wait() -> None:
+def test_closing_wakes_waiting_threads() -> None:
     full: PrefetchQueue[int] = PrefetchQueue(1)
     full.put(1)
     empty: PrefetchQueue[int] = PrefetchQueue(1)

@@ -80,7 +80,7 @@ def test_a_path_that_is_not_there_is_refused(findings: Findings) -> None:
     text = (
         "`src/a.py` `src/gone.py` `src/*.py` `src/*.cc` `src/a.py::test_x` `elsewhere/b.py` `src/<name>.py`"
     )
-    assert findings({"CONTRIBUTING.md": text, "src/a.py": ""}) == [
+    assert findings({"CONTRIBUTING.md": text, "src/a.py": "def test_x(): ..."}) == [
         "CONTRIBUTING.md:1: there is no src/*.cc",
         "CONTRIBUTING.md:1: there is no src/gone.py",
     ]
@@ -177,6 +177,58 @@ def test_a_figure_that_stands_under_its_command_passes(findings: Findings) -> No
 def test_a_figure_without_its_source_is_refused(findings: Findings, readme: str, message: str) -> None:
     (found,) = findings({"README.md": readme, "benchmarks/README.md": FIGURES})
     assert found == f"README.md:1: {message}" or found.endswith(message)
+
+
+MODULE = "class Table:\n    def lookup(self): ...\n\ndef merge(): ...\n"
+
+
+def test_a_name_in_a_file_that_defines_it_passes(findings: Findings) -> None:
+    page = "`src/monolith/t.py::Table`, `src/monolith/t.py::Table.lookup`, `src/monolith/t.py::merge`"
+    assert findings({"docs/a.md": page, "src/monolith/t.py": MODULE}) == []
+
+
+@pytest.mark.parametrize("name", ["Tables", "Table.assign", "lookup", "merge.lookup"])
+def test_a_name_in_a_file_that_does_not_define_it_is_refused(findings: Findings, name: str) -> None:
+    (found,) = findings({"docs/a.md": f"`src/monolith/t.py::{name}`", "src/monolith/t.py": MODULE})
+    assert found == f"docs/a.md:1: src/monolith/t.py does not define {name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["monolith.t", "monolith.t.Table.lookup", "monolith.Table", "monolith.commands"]
+)
+def test_a_dotted_name_that_exists_passes(findings: Findings, name: str) -> None:
+    files = {"src/monolith/__init__.py": "from monolith.t import Table", "src/monolith/t.py": MODULE}
+    assert findings({"docs/a.md": f"`{name}`", **files}) == []
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("monolith.s", "monolith has no s"), ("monolith.t.Store", "t.py does not define Store")],
+)
+def test_a_dotted_name_that_nothing_defines_is_refused(findings: Findings, name: str, message: str) -> None:
+    files = {"src/monolith/__init__.py": "", "src/monolith/t.py": MODULE}
+    assert findings({"docs/a.md": f"`{name}`", **files}) == [f"docs/a.md:1: `{name}`: {message}"]
+    assert findings({"docs/a.md": "", "docs/decisions/README.md": f"`{name}`", **files}) == []
+
+
+@pytest.mark.parametrize(
+    "claim",
+    ["is not built yet", "GPUs are not supported yet", "are planned", "not implemented", "coming soon"],
+)
+def test_a_page_that_calls_a_feature_missing_is_refused(findings: Findings, claim: str) -> None:
+    (found,) = findings({"docs/a.md": f"It {claim}."})
+    assert "is it still missing?" in found
+    assert findings({"docs/a.md": "", "docs/seed-map.md": f"It {claim}."}) == []
+
+
+@pytest.mark.parametrize("text", ["ranks are not supported yet", "several processes cannot roll back yet"])
+def test_a_message_that_calls_a_feature_missing_is_refused(findings: Findings, text: str) -> None:
+    (found,) = findings({"src/monolith/t.py": f"\nMESSAGE = {text!r}\n"})
+    assert found.startswith("src/monolith/t.py:2: ")
+
+
+def test_a_message_or_a_comment_about_a_state_passes(findings: Findings) -> None:
+    assert findings({"src/monolith/t.py": "MESSAGE = 'it has not started yet'  # cannot start yet\n"}) == []
 
 
 def test_findings_are_printed_and_exit_with_one(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from monolith.observe import Metrics
-from monolith.sync import Delta, MemoryChannel, PublishState, ShareLog, Subscriber, TableTarget, TakeSnapshot
+from monolith.sync import Delta, MemoryChannel, PublishState, ShardLog, Subscriber, TableTarget, TakeSnapshot
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.table import NativeTable, iterate
 from monolith.train import Mode, Task
@@ -88,19 +88,21 @@ class Following:
 class _Watched:
     """A writer whose log stays, and which is read once more when it closes."""
 
+    address = None
+
     def __init__(self, following: Following) -> None:
         self._following = following
         self._inner = following.channel.writer()
 
-    def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:
+    def open(self, log: ShardLog, snapshot: TakeSnapshot) -> None:
         self._inner.open(log, snapshot)
 
     def append(self, delta: Delta) -> None:
         self._inner.append(delta)
         self._following.deltas.append(delta)
 
-    def say(self, state: PublishState) -> None:
-        self._inner.say(state)
+    def set_state(self, state: PublishState) -> None:
+        self._inner.set_state(state)
 
     def close(self) -> None:
         self._following.catch_up()

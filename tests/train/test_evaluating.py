@@ -15,7 +15,7 @@ from runtime.fleets import Tallied, run_fleet
 from torch import nn
 from train.tasks import Clicks, rows_of
 
-from monolith.checkpoint import go_back, list_checkpoints, named_checkpoint, read_best
+from monolith.checkpoint import list_checkpoints, named_checkpoint, read_best, roll_back
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
 from monolith.runtime import LocalRun, Trainer, TrainReport
@@ -303,14 +303,14 @@ def test_a_best_that_is_on_disk_already_is_named_and_not_written_again(tmp_path:
 def test_a_run_that_keeps_no_best_saves_as_ever(tmp_path: Path) -> None:
     train(TASK, tmp_path, evaluate=EvaluateConfig(every_steps=4, keep_best=False))
     assert [one.step for one in list_checkpoints(str(tmp_path)).checkpoints] == [5, 10, 15, 20]
-    with pytest.raises(RestoreError, match=r"nobody has said.*train\.evaluate"):
+    with pytest.raises(RestoreError, match=r"no evaluation has named.*train\.evaluate"):
         named_checkpoint(str(tmp_path), "best")
 
 
 def test_a_run_does_not_go_back_to_what_changes_as_it_goes_on(tmp_path: Path) -> None:
     train(Scripted(script={4: 0.1}), tmp_path, evaluate=BY_LOSS)
     with pytest.raises(RestoreError, match=r"name model\.ckpt-4 instead"):
-        go_back(str(tmp_path), "best")
+        roll_back(str(tmp_path), "best")
 
 
 # Stopping early

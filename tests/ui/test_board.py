@@ -150,7 +150,7 @@ def test_a_source_that_is_down_says_why_and_comes_back_by_itself() -> None:
     assert state(board)["sources"][0]["up"] is False
     board.look(source)
     (one,) = state(board)["sources"]
-    assert (one["up"], one["kind"], one["facts"], one["heard"]) == (
+    assert (one["up"], one["kind"], one["facts"], one["read_at"]) == (
         True,
         "server",
         {"requests": "1"},
@@ -162,7 +162,7 @@ def test_a_source_that_is_down_says_why_and_comes_back_by_itself() -> None:
     board.look(source)
     (one,) = state(board)["sources"]
     assert (one["up"], one["error"], one["since"]) == (False, "host:1 cannot be reached", 1_010.0)
-    assert (one["facts"], one["heard"]) == ({"requests": "1"}, 1_000.0)  # what it said last
+    assert (one["facts"], one["read_at"]) == ({"requests": "1"}, 1_000.0)  # what it said last
     source.outcome = PageReading(kind="server", facts={"requests": "2"})
     board.look(source)
     (one,) = state(board)["sources"]

@@ -12,7 +12,7 @@ from vectors.case import Case, floats
 
 from monolith.nn.gradients import clip_by_global_norm
 from monolith.nn.optimizers import Adamom, RMSprop, Shampoo
-from monolith.nn.schedules import RateSchedule
+from monolith.nn.optimizers.dense_optimizer import RateSchedule
 from monolith.table import ConstantRate, PolynomialDecay
 from monolith.table.config import LearningRate
 

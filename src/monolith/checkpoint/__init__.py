@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on, committed together.
+"""Checkpoints: everything a run needs to resume, committed together.
 
 checkpointer = Checkpointer(Saver("runs/1"), [TablesPart(tables), DensePart(model, [optimizer])])
 checkpointer.save(step)

@@ -1,16 +1,32 @@
-"""Checkpointer: all parts of one moment, committed by one rename.
+"""Checkpointer: saves all parts of a run at one moment, committed by one rename.
 
     checkpointer = Checkpointer(Saver("runs/1"), [tables, dense, position])
-    moment = checkpointer.cut(step)      # training waits for this
-    prefix = moment.write()              # in any thread, while training goes on
-    moment.close(saved=True)
+    pending = checkpointer.snapshot(step)    # training waits for this
+    prefix = pending.write()                 # in any thread, while training continues
+    pending.close(saved=True)
     ...
     checkpointer.restore(prefix)
 
-With `full_every` above 1, most checkpoints are increments: they hold only the rows that
-changed, and restoring reads the last full one and every increment after it. After
-`full_every` checkpoints a full one begins a new chain, so no chain grows without end, and
-the old one goes when nothing listed needs it any more.
+The phases of a save, and what a kill leaves behind:
+
+    1. snapshot   every part copies, or freezes, its state of this step. A kill: nothing is on disk.
+    2. write      each part writes its files; the manifest is renamed last. A kill: files without a manifest,
+                  which are no checkpoint and are deleted by the next save.
+    3. list       the saver replaces the state file `checkpoint`. A kill before it: a whole checkpoint that is
+                  not listed, deleted by the next save. After it the checkpoint counts.
+    4. close      the parts forget the changes that are saved now.
+
+The order is what makes it atomic: the manifest names and checksums every other file, so a checkpoint exists
+    if and only if its manifest does; and a run restores only what the state file lists.
+
+With `full_every` above 1, most checkpoints are incremental: they have only the rows that changed, and
+restoring reads the last full one and every increment after it. With `full_every=3`:
+
+    step       100 full <- 200 incremental <- 300 incremental      400 full <- 500 incremental ...
+    chain      (100)       (100, 200)         (100, 200, 300)      (400)       (400, 500)
+
+Each increment names the manifest before it and its checksum, so a chain with a missing or replaced member is
+refused. A chain never has more than `full_every` members, and retention deletes none that a listed one needs.
 """
 
 from __future__ import annotations
@@ -20,22 +36,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from monolith import filesystem
-from monolith.checkpoint.features import FeaturesPart
-from monolith.checkpoint.fitting import Changes
 from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, write_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists
 from monolith.checkpoint.folder.state_files import CkptInfo, write_ckpt_info
-from monolith.checkpoint.part import FEATURES, Part, PartCut, RestoreOptions, SavedPart
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import (
+    FEATURES,
+    Changes,
+    Part,
+    PartSnapshot,
+    RestoreOptions,
+    RestoreReport,
+    SavedPart,
+)
+from monolith.checkpoint.parts import FeaturesPart
 from monolith.errors import ConfigError, RestoreError, SaveError
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a checkpoint brought back."""
+    """The checkpoint that was restored, and what became of each part."""
 
     prefix: str
     step: int
@@ -50,7 +72,7 @@ class _Tip(NamedTuple):
 
 
 OF_MODEL = (FEATURES, "tables", "dense")
-"""The parts that a run takes over from another one's model."""
+"""The parts that a run takes over from another run's model."""
 
 
 def _saved(part: Part, chain: Sequence[Link]) -> list[SavedPart]:
@@ -62,12 +84,16 @@ def _saved(part: Part, chain: Sequence[Link]) -> list[SavedPart]:
 
 
 class Checkpointer:
-    """Saves and restores the parts of a run. `cut` and `restore` belong to the training thread.
+    """Saves and restores the parts of a run. Only the training thread calls `snapshot` and `restore`.
+
+        checkpointer = Checkpointer(Saver("runs/1"), [TablesPart(tables), DensePart(model, [optimizer])])
+        checkpointer.save(100)                               # writes runs/1/model.ckpt-100.*
+        checkpointer.restore("runs/1/model.ckpt-100").step   # 100; tables and model are as they were
 
     Args:
-        saver: Where checkpoints are kept and how many.
+        saver: Where checkpoints are, and how many stay.
         parts: In the order in which they are restored. Their names must differ.
-        full_every: Every so many checkpoints a full one; 1 writes no increments.
+        full_every: Write a full checkpoint every N saves; the rest are incremental. 1 writes only full ones.
         clock: Unix seconds.
     """
 
@@ -88,9 +114,12 @@ class Checkpointer:
         self._parts = list(parts)
         self._full_every = full_every
         self._clock = clock
-        self._lock = threading.Lock()  # guards what follows
+        # Guards `_tip` and `_open`. Held while parts take their snapshots, which may wait for a lost
+        # parameter server; so `_newest`, which the server's replacement asks for meanwhile, is read without
+        # it.
+        self._lock = threading.Lock()
         self._tip: _Tip | None = None
-        self._open: Moment | None = None
+        self._open: PendingCheckpoint | None = None
         self._newest: str | None = None
 
     @property
@@ -99,47 +128,47 @@ class Checkpointer:
 
     @property
     def newest(self) -> str | None:
-        """The checkpoint that was written or restored last. From any thread, also while a moment is cut: that
-        may wait for a lost server, and who brings the server back asks for this."""
+        """The checkpoint that was written or restored last. From any thread, also during `snapshot`."""
         return self._newest
 
-    def cut(self, step: int) -> Moment:
-        """Hold this moment fast, to be written.
+    def snapshot(self, step: int) -> PendingCheckpoint:
+        """Take a snapshot of every part, to be written by the checkpoint that is returned.
 
         Raises:
-            SaveError: The moment before has not been closed.
+            SaveError: The checkpoint before has not been closed.
         """
         with self._lock:
             if self._open is not None:
                 raise SaveError(f"cannot save step {step}: step {self._open.step} is still being written")
             tip = self._tip
             after = tip if tip is not None and len(tip.chain) < self._full_every else None
-            cuts: dict[str, PartCut] = {}
+            taken: dict[str, PartSnapshot] = {}
             try:
                 for part in self._parts:
-                    cuts[part.name] = part.cut(step)
+                    taken[part.name] = part.snapshot(step)
             except BaseException:
-                for cut in cuts.values():
-                    cut.close(saved=False)
+                for one in taken.values():
+                    one.close(saved=False)
                 raise
-            self._open = Moment(self, step, cuts, after, self._clock())
+            self._open = PendingCheckpoint(self, step, taken, after, self._clock())
             return self._open
 
     def save(self, step: int) -> str:
-        """Save this moment and wait for it; return the prefix."""
-        moment = self.cut(step)
+        """Save this step and wait until it is on disk; return the prefix."""
+        pending = self.snapshot(step)
         saved = False
         try:
-            prefix = moment.write()
+            prefix = pending.write()
             saved = True
             return prefix
         finally:
-            moment.close(saved=saved)
+            pending.close(saved=saved)
 
     def fitting(self, prefix: str, options: RestoreOptions) -> RestoreOptions:
-        """Return options that load what fits of another model's checkpoint, and start the rest fresh.
+        """Return options that load the fitting parts of another model's checkpoint, and start the rest fresh.
 
-        Only rows and weights: the place in the data, metrics and evaluations are those of the other run.
+        Only rows and weights are loaded: the position in the data, metrics and evaluations are those of the
+        other run.
         """
         chain = read_chain(prefix)
         changes = Changes()
@@ -151,12 +180,12 @@ class Checkpointer:
         return replace(options, changes=changes, strict=False, optimizer_state=state, custom=custom)
 
     def restore(self, prefix: str, options: RestoreOptions | None = None) -> Restored:
-        """Go back to a checkpoint, whatever parts it was made of.
+        """Restore a checkpoint, whatever parts it has.
 
         Raises:
             FileMissingError: There is no such checkpoint.
             RestoreError: It does not fit, or its chain is broken.
-            CorruptFileError: A file is damaged; says which and where.
+            CorruptFileError: A file is damaged; names the file and the offset.
         """
         options = RestoreOptions() if options is None else options
         chain = read_chain(prefix)
@@ -175,49 +204,49 @@ class Checkpointer:
         step = last.manifest.step if report.global_step is None else report.global_step
         with self._lock:
             self._newest = prefix
-        # An increment speaks of tables by their present names, so one that was renamed starts a new chain.
-        as_it_was = report.complete and not report.renamed
-        if as_it_was and filesystem.parent(prefix) == filesystem.parent(self._saver.names.prefix(0)):
-            with self._lock:
+            # The next save may continue this chain only if the run is exactly what the chain says, in the
+            # same folder. A renamed table is not: increments name tables by their present names.
+            unchanged = report.complete and not report.renamed
+            if unchanged and filesystem.parent(prefix) == filesystem.parent(self._saver.names.prefix(0)):
                 self._tip = _Tip(tuple(link.prefix for link in chain), last.crc)
         return Restored(prefix, step, report)
 
-    def _written(self, moment: Moment, link: Link) -> None:
-        chain = () if moment.after is None else moment.after.chain
+    def _written(self, pending: PendingCheckpoint, link: Link) -> None:
+        chain = () if pending.after is None else pending.after.chain
         with self._lock:
             self._tip = _Tip((*chain, link.prefix), link.crc)
             self._newest = link.prefix
 
-    def _closed(self, moment: Moment) -> None:
+    def _closed(self, pending: PendingCheckpoint) -> None:
         with self._lock:
-            if self._open is moment:
+            if self._open is pending:
                 self._open = None
 
 
-class Moment:
-    """One moment of a run. Written in any thread, as often as it takes; closed once."""
+class PendingCheckpoint:
+    """The snapshots of all parts at one step. Written in any thread, again after a failure; closed once."""
 
     def __init__(
         self,
         checkpointer: Checkpointer,
         step: int,
-        cuts: dict[str, PartCut],
+        parts: dict[str, PartSnapshot],
         after: _Tip | None,
         saved_at: float,
     ) -> None:
         self.step = step
         self.after = after
         self._checkpointer = checkpointer
-        self._cuts = cuts
+        self._parts = parts
         self._saved_at = saved_at
 
     @property
     def kind(self) -> Literal["full", "incremental"]:
-        """What is written: all, or only what changed since the checkpoint before."""
+        """Whether everything is written, or only the changes since the checkpoint before."""
         return "full" if self.after is None else "incremental"
 
     def write(self) -> str:
-        """Write the checkpoint and let the saver list it; return its prefix.
+        """Write the checkpoint and list it; return its prefix.
 
         Raises:
             FilesystemError: It could not be written; the checkpoints before are as they were. May be
@@ -237,41 +266,41 @@ class Moment:
         return prefix
 
     def close(self, *, saved: bool) -> None:
-        """Let go of the moment; what changed up to it counts as saved, or as changed still.
+        """Release the snapshots; the changes up to them count as saved, or as still changed.
 
-        Half of a checkpoint that was not saved is deleted.
+        The files of a checkpoint that was not saved are deleted.
         """
-        for cut in self._cuts.values():
-            cut.close(saved=saved)
+        parts, self._parts = self._parts, {}  # copies of weights are freed now, not with this object
+        for one in parts.values():
+            one.close(saved=saved)
         if not saved:
             self._checkpointer.saver.discard(self.step)
         self._checkpointer._closed(self)
 
     def _write_files(self, prefix: str) -> Link:
+        """Write all files, the manifest last."""
         full = self.after is None
-        if checkpoint_exists(prefix):  # of another history: half of it must not look like a whole one
+        if checkpoint_exists(prefix):
+            # A checkpoint of another history has this step. Its manifest goes first: a kill must not leave
+            # it next to files of ours.
             filesystem.remove(prefix + MANIFEST)
-        parts = {name: cut.write(prefix, full=full) for name, cut in self._cuts.items()}
+        entries = {name: one.write(prefix, full=full) for name, one in self._parts.items()}
+        if "tables" in entries:
+            self._write_row_counts(prefix, entries["tables"])
         manifest = Manifest(
             step=self.step,
             kind=self.kind,
-            parts=parts,
+            parts=entries,
             saved_at=self._saved_at,
             after=None if self.after is None else filesystem.base_name(self.after.chain[-1]),
             after_crc=None if self.after is None else self.after.crc,
         )
-        self._write_info(prefix, manifest)
         return Link(prefix, manifest, write_manifest(prefix, manifest))
 
-    def _write_info(self, prefix: str, manifest: Manifest) -> None:
-        """Write how many rows there are by table and, in a full checkpoint, by slot."""
-        entry = manifest.parts.get("tables")
-        if entry is not None:
-            write_ckpt_info(
-                filesystem.parent(prefix),
-                self.step,
-                CkptInfo(
-                    slot_counts={int(slot): many for slot, many in entry.get("slots", {}).items()},
-                    feature_counts={name: table["rows"] for name, table in entry["tables"].items()},
-                ),
-            )
+    def _write_row_counts(self, prefix: str, entry: dict[str, Any]) -> None:
+        """Write the number of rows by table and, in a full checkpoint, by slot."""
+        info = CkptInfo(
+            slot_counts={int(slot): many for slot, many in entry.get("slots", {}).items()},
+            feature_counts={name: table["rows"] for name, table in entry["tables"].items()},
+        )
+        write_ckpt_info(filesystem.parent(prefix), self.step, info)

@@ -1,15 +1,15 @@
-"""Where a run begins: at the latest checkpoint, at an earlier one, or at another run's.
+"""Where a run starts: from the latest checkpoint, from an earlier one, or from another run's.
 
-`restore_ckpt` names an earlier checkpoint of the same folder. A training run goes back to it
-once: the marker `restore_ckpt` says that it did, and a restart goes on from what was
-saved since. An evaluation goes there every time and leaves no trace.
+`restore_ckpt` names an earlier checkpoint of the same folder. A training run rolls back to it once: the
+marker `restore_ckpt` records that, and a restart resumes from the newest checkpoint saved since. An
+evaluation reads it every time and writes nothing.
 
-That is for a setting that nobody watches: a name that is not listed is passed over with a
-warning. A person who names a checkpoint gets that one or an error: see `go_back`.
+That is for an unattended setting: a name that is not listed is ignored with a warning. An operator who names
+    a checkpoint gets that one or an error: see `roll_back`.
 
-`restore_dir` is the folder of another run to begin from. The chief writes state files that
-point there; no data is copied. The other workers wait for the marker `restore_dir`, which
-says that this is done, or why it cannot be.
+`restore_dir` is the folder of another run to start from. The chief writes state files that point there; no
+data is copied. The other workers wait for the marker `restore_dir`, which records that this is done, or why
+it failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from datetime import timedelta
 from typing import Literal
 
 from monolith import filesystem
-from monolith.checkpoint.folder.best import BEST, LATEST, read_best
 from monolith.checkpoint.folder.manifest import needs_of, read_manifest
 from monolith.checkpoint.folder.retention import exempt_paths
 from monolith.checkpoint.folder.saver import (
@@ -33,13 +32,16 @@ from monolith.checkpoint.folder.saver import (
     require_checkpoint,
 )
 from monolith.checkpoint.folder.state_files import (
+    BEST,
     CHECKPOINT_FILE,
+    LATEST,
     CheckpointState,
     MonolithCheckpointState,
     SaveNames,
     Sleep,
     absolute_path,
     load_monolith_checkpoint,
+    read_best,
     read_checkpoint_state,
     read_journal,
     read_monolith_checkpoint,
@@ -63,7 +65,7 @@ RESTORE_DIR_MARKER = "restore_dir"
 
 _POLL_SECONDS = 30.0
 _EARLIER_RUN_SECONDS = 60.0
-"""A failure published so long before a worker began to wait is that of an earlier run."""
+"""A failure published so long before a worker started to wait is that of an earlier run."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,12 +82,12 @@ def resolve_restore(
 ) -> CheckpointState | None:
     """Return the state of a folder with the checkpoint to restore as its latest; None if it has none.
 
-    Any thread may call it, all at once too: they agree.
+    Several threads may call it at once, and get the same answer.
 
     Args:
-        restore_ckpt: The checkpoint to go back to; only its name counts. One that is not listed
-            is passed over with a warning.
-        mode: Whether to go back once and for all ("train"), or for this reading only.
+        restore_ckpt: The checkpoint to restore; only its name counts. One that is not listed is ignored with
+            a warning.
+        mode: Whether to roll back the run ("train"), or only this reading.
 
     Raises:
         CorruptFileError: The state file makes no sense.
@@ -95,7 +97,7 @@ def resolve_restore(
         raise ConfigError(f"a run can train, eval or predict, got the mode {mode!r}")
     marker = filesystem.join(model_dir, RESTORE_CKPT_MARKER)
     overrides = bool(restore_ckpt) and latest_filename == CHECKPOINT_FILE
-    # Looked for before the state is read: it is written after it, so who sees it sees the choice too.
+    # Checked before the state is read: it is written after the state, so if it exists, so does the choice.
     was_applied = overrides and mode == "train" and filesystem.exists(marker)
     state = read_checkpoint_state(model_dir, latest_filename, sleep=sleep)
     if state is None or not restore_ckpt or not overrides or was_applied:
@@ -103,7 +105,7 @@ def resolve_restore(
     latest = state.model_checkpoint_path
     wanted = filesystem.join(filesystem.parent(latest), filesystem.base_name(restore_ckpt))
     if wanted not in state.all_model_checkpoint_paths:
-        _log.warning("checkpoint %s does not exist in %s; going on from %s", wanted, model_dir, latest)
+        _log.warning("checkpoint %s does not exist in %s; resuming from %s", wanted, model_dir, latest)
         return state
     if wanted == latest:
         _log.warning("restore_ckpt %s is the latest checkpoint already", wanted)
@@ -115,16 +117,16 @@ def resolve_restore(
     return chosen
 
 
-def to_go_back_to(model_dir: str, name: str) -> str | None:
-    """Return the checkpoint that a person names, for a run to go back to; None if the run did so already.
+def checkpoint_to_roll_back_to(model_dir: str, name: str) -> str | None:
+    """Return the checkpoint that an operator names; None if the run was rolled back to it already.
 
     Raises:
         RestoreError: There is none of that name, it is damaged, or a later one must not be replaced.
     """
-    if name == BEST:  # which one that is changes as the run goes on, and each start would go back again
+    if name == BEST:  # the best changes while the run trains, and each start would roll back again
         found = filesystem.base_name(named_checkpoint(model_dir, name))
         raise RestoreError(
-            f"cannot go back to {BEST}, which changes as the run goes on: name {found} instead"
+            f"cannot roll back to {BEST}, which changes while the run trains: name {found} instead"
         )
     done = _marked(model_dir)
     if done is not None and is_named(done, name):
@@ -132,35 +134,36 @@ def to_go_back_to(model_dir: str, name: str) -> str | None:
     prefix = named_checkpoint(model_dir, name)
     if pinned := [path for path in _later(model_dir, prefix) if path in _exempt(model_dir)]:
         raise RestoreError(
-            f"cannot go back to {prefix}: {filesystem.base_name(pinned[0])} is later, and would be replaced "
-            "once the run reaches that step again, but monolith_checkpoint names it as exempt. Copy it to "
-            "another folder with `monolith checkpoint reshard` and remove its name from that file."
+            f"cannot roll back to {prefix}: {filesystem.base_name(pinned[0])} is later, and would be "
+            "replaced once the run reaches that step again, but monolith_checkpoint names it as exempt. "
+            "Copy it to another folder with `monolith checkpoint reshard` and remove its name from that file."
         )
     return prefix
 
 
-def go_back(model_dir: str, name: str) -> str | None:
-    """Let the run in `model_dir` go on from the checkpoint that a person names, listed or not. For the chief.
+def roll_back(model_dir: str, name: str) -> str | None:
+    """Roll the run in `model_dir` back to the checkpoint that an operator names, listed or not. For the
+    chief.
 
-    The state file then ends with that checkpoint, so that a restart goes on from there too, or from what
-    was saved since. Those that are later leave the list; their files stay until a person deletes them or
-    a save of the same step replaces them. A run goes back to a checkpoint once: the marker `restore_ckpt`
-    names it, and whoever starts again with the same name goes on from what was saved since.
+    The state file then ends with that checkpoint, so that a restart resumes from it too, or from one saved
+    since. Later checkpoints leave the list; their files stay until an operator deletes them or a save of the
+    same step replaces them. A run rolls back to a checkpoint once: the marker `restore_ckpt` names it, and a
+    restart with the same setting resumes from the newest checkpoint.
 
     Returns:
-        The checkpoint, or None if the run went back to it at an earlier start.
+        The checkpoint, or None if the run was rolled back to it at an earlier start.
 
     Raises:
-        RestoreError: See `to_go_back_to`.
+        RestoreError: See `checkpoint_to_roll_back_to`.
         CorruptFileError: A state file makes no sense.
         FilesystemError: The choice cannot be written.
     """
     marker = filesystem.join(model_dir, RESTORE_CKPT_MARKER)
-    prefix = to_go_back_to(model_dir, name)
+    prefix = checkpoint_to_roll_back_to(model_dir, name)
     state = read_checkpoint_state(model_dir)
     if prefix is None:
         _log.warning(
-            "checkpoint %s was restored by an earlier start; going on from %s. Remove %s to restore it again",
+            "checkpoint %s was restored by an earlier start; resuming from %s. Remove %s to restore it again",
             name,
             None if state is None else state.model_checkpoint_path,
             marker,
@@ -172,8 +175,8 @@ def go_back(model_dir: str, name: str) -> str | None:
     _write(marker, absolute_path(prefix))
     if later:
         _log.warning(
-            "going back to %s. Later checkpoints stay on disk, unlisted, until you delete them or a save of "
-            "the same step replaces them: %s",
+            "rolling back to %s. Later checkpoints stay on disk, unlisted, until you delete them or a save "
+            "of the same step replaces them: %s",
             prefix,
             ", ".join(map(filesystem.base_name, later)),
         )
@@ -181,7 +184,7 @@ def go_back(model_dir: str, name: str) -> str | None:
 
 
 def _ending_with(prefix: str, state: CheckpointState | None) -> CheckpointState:
-    """Return the state of a run that goes on from `prefix`: it is the latest, and later ones are left out."""
+    """Return the state of a run that resumes from `prefix`: it is the latest, and later ones are left out."""
     if state is None:
         return CheckpointState(prefix, (prefix,), (read_manifest(prefix).manifest.saved_at,))
     paths, step = state.all_model_checkpoint_paths, SaveNames.step_of(prefix)
@@ -198,7 +201,7 @@ def _ending_with(prefix: str, state: CheckpointState | None) -> CheckpointState:
 
 
 def _later(model_dir: str, prefix: str) -> list[str]:
-    """Return the checkpoints in the folder that a run going on from `prefix` has yet to come to."""
+    """Return the checkpoints in the folder of later steps than that of `prefix`."""
     step = SaveNames.step_of(prefix)
     names = sorted(complete_names(model_dir), key=SaveNames.step_of)
     return [filesystem.join(model_dir, name) for name in names if SaveNames.step_of(name) > step]
@@ -215,7 +218,7 @@ def _exempt(model_dir: str) -> frozenset[str]:
 
 
 def _keep_what_is_needed(model_dir: str, unlisted: Iterable[str]) -> None:
-    """Note in the journal what those that leave the list build upon, so that it stays as long as they do."""
+    """Write to the journal what the unlisted checkpoints need, so that it stays as long as they do."""
     journal = read_journal(model_dir)
     needs = {path: tuple(found) for path in unlisted if (found := needs_of(path))}
     if needs:
@@ -231,7 +234,7 @@ def _marked(model_dir: str) -> str | None:
 
 
 def start_named(start: str) -> tuple[str, str | None]:
-    """Return the folder of a run and the name of its checkpoint that a person means by one text.
+    """Return the folder of a run and the name of its checkpoint that a text means.
 
     Args:
         start: A run's folder, RUN/best, RUN/latest, RUN/STEP, RUN/model.ckpt-STEP.
@@ -240,7 +243,7 @@ def start_named(start: str) -> tuple[str, str | None]:
         The folder, and the name; None if only the run is named.
 
     Raises:
-        ConfigError: There is no such run; says what may be given.
+        ConfigError: There is no such run; the message lists the forms.
     """
     path = absolute_path(start.removesuffix(MANIFEST).rstrip("/"))
     if checkpoint_exists(path):
@@ -251,7 +254,7 @@ def start_named(start: str) -> tuple[str, str | None]:
     if filesystem.is_folder(folder) and (
         filesystem.exists(filesystem.join(folder, CHECKPOINT_FILE)) or complete_names(folder)
     ):
-        return folder, name  # whoever starts from it says which there are if it is none of them
+        return folder, name  # if there is no such checkpoint, the restore lists those that exist
     raise ConfigError(
         f"there is no run and no checkpoint {start}: give the folder of a run, RUN/best, RUN/latest, "
         "RUN/STEP or the path of a checkpoint such as RUN/model.ckpt-100"
@@ -267,22 +270,22 @@ def start_from(
     clock: Callable[[], float] = time.time,
     sleep: Sleep = time.sleep,
 ) -> str | None:
-    """Let the run in `model_dir` begin with a checkpoint of another folder. For the chief.
+    """Start the run in `model_dir` from a checkpoint of another folder. For the chief.
 
-    Does nothing where `model_dir` has checkpoints already: this is for a first start. The
-    state file is written last, so a chief that was killed half-way begins again.
+    Does nothing if `model_dir` has checkpoints already: this is for a first start. The state file is written
+    last, so a chief that was killed half-way starts over.
 
     Args:
         restore_ckpt: Which checkpoint. By default the best, if the other run was evaluated, or the latest;
             the latest, too, if that one is not listed.
-        required: A person named it: listed or not, it is that one or an error.
+        required: An operator named it: listed or not, it is that one or an error.
 
     Returns:
-        The checkpoint to begin with, or None if the run had begun already.
+        The checkpoint to start from, or None if the run had started already.
 
     Raises:
-        RestoreError: There is no such checkpoint, or the files cannot be written. The other workers
-            are told, as far as that can be done.
+        RestoreError: There is no such checkpoint, or the files cannot be written. The other workers are
+            told, if that is possible.
     """
     try:
         filesystem.make_dirs(model_dir)
@@ -316,16 +319,16 @@ def wait_for_start(
     """Wait until the chief has done `start_from`. For the other workers.
 
     Raises:
-        RestoreError: The chief failed, or said nothing in time.
+        RestoreError: The chief failed, or did not finish in time.
     """
-    began = clock()
+    started = clock()
     deadline = timer() + timeout.total_seconds()
     while True:
         word, at, reason = _published(model_dir)
         if word == "done" and filesystem.exists(filesystem.join(model_dir, CHECKPOINT_FILE)):
             return
-        failed = f" The chief's last word was: {reason}" if word == "failed" else ""
-        if failed and at >= began - _EARLIER_RUN_SECONDS:
+        failed = f" The chief's last message was: {reason}" if word == "failed" else ""
+        if failed and at >= started - _EARLIER_RUN_SECONDS:
             raise RestoreError(f"the chief could not prepare {model_dir}.{failed}")
         left = deadline - timer()
         if left <= 0:
@@ -373,7 +376,7 @@ def _published(model_dir: str) -> tuple[str, float, str]:
     except FileMissingError:
         return "", 0.0, ""
     except (ValueError, TypeError, KeyError) as cause:
-        raise CorruptFileError(path, 0, f"it is not what a chief writes: {cause}") from cause
+        raise CorruptFileError(path, 0, f"it is not a marker of the chief: {cause}") from cause
 
 
 def _write(path: str, text: str) -> None:

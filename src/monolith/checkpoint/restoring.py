@@ -1,38 +1,38 @@
-"""Restoring, in order: who is called when a run starts from a checkpoint, and what is left alone.
+"""Restoring in order: the listeners of a restore, and which parameter servers are left alone.
 
-When some parameter servers died and others did not, only the new ones load the
-checkpoint: the survivors are ahead of it, and rolling them back would lose what they
-learned. Which is which, only the servers know, so the flag lives with each of them and
-dies with it.
+If some parameter servers were replaced and some survived, only the new ones load the checkpoint: the
+survivors are ahead of it, and rolling them back would lose updates. Only a server knows which it is, so each
+has a flag in its own process, which is lost with it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 
 class RestoreListener:
-    """Called around a restore. The work belongs into `before_restore`: its order is the listeners'."""
+    """Called around a restore. The work belongs into `before_restore`, which is called in the listeners'
+    order."""
 
     def begin(self) -> None:
-        """Once, before any state exists or is asked for."""
+        """Called once, before any state exists or is asked for."""
 
     def before_restore(self) -> None:
-        """Restore what is yours; those before you in the list have restored theirs."""
+        """Restore the listener's own state; the listeners before it have restored theirs."""
 
     def after_restore(self) -> None:
-        """Everybody has restored."""
+        """Called when all listeners have restored."""
 
     def end(self) -> None:
-        """The restore is over, well or not; called if `begin` was."""
+        """Called at the end, also after a failure, if `begin` was."""
 
 
 def run_restore(listeners: Iterable[RestoreListener]) -> None:
     """Call every listener's `begin`, then every `before_restore`, then every `after_restore`, in order.
 
-    Once per start, never per step. Each listener that was begun is ended, whatever failed;
-    the first failure is raised when they have been.
+    Once per start, never per step. Each listener whose `begin` was called is ended, whatever failed; then the
+    first failure is raised.
     """
     listed = tuple(listeners)
     begun: list[RestoreListener] = []
@@ -58,37 +58,29 @@ def run_restore(listeners: Iterable[RestoreListener]) -> None:
         raise failures[0]
 
 
-class ShardFlag(Protocol):
-    """A flag kept by one server; a `threading.Event` is one. It is down when the server starts."""
-
-    def is_set(self) -> bool: ...
-
-    def set(self) -> None: ...
-
-
 class InitializedShards:
-    """Which servers hold live state.
+    """Which servers have live state.
 
     Args:
-        flags: Device -> the flag that its server keeps.
+        flags: Device -> the flag of its server, which is not set when the server starts.
     """
 
-    def __init__(self, flags: Mapping[str, ShardFlag]) -> None:
+    def __init__(self, flags: Mapping[str, threading.Event]) -> None:
         self._flags = dict(flags)
 
     def uninitialised(self, device: str) -> bool:
-        """Whether what is on `device` has yet to be restored. What is on no server always has."""
+        """Whether the state on `device` must be restored; always true for a device without a server."""
         return device not in self._flags or not self._flags[device].is_set()
 
     def mark_all(self) -> None:
-        """Raise all flags; for the chief, once the restore is complete."""
+        """Set all flags; for the chief, once the restore is complete."""
         for flag in self._flags.values():
             flag.set()
 
     def restorable(self, device_of: Callable[[str], str]) -> Callable[[str], bool]:
-        """Return what restore functions take as `only`: whether a name is on an uninitialised device.
+        """Return the `only` of `DenseSelection`: whether a name is on an uninitialised device.
 
-        Each device is asked once, at its first name, so that one restore sees one answer.
+        Each device is asked once, at its first name, so that one restore uses one answer.
         """
         answers: dict[str, bool] = {}
 

@@ -1,11 +1,18 @@
 """The tables of a model in a checkpoint: rows with their optimizer state, and the filters.
 
     model.ckpt-100.assets/item.manifest ...     a dump of the table, whole or of its changes
-    model.ckpt-100.assets/hash_filter_item-...  what its filter has counted
+    model.ckpt-100.assets/hash_filter_item-...  the counts of its admission filter
 
-A cut holds all tables at one moment; see `monolith.table.table`. Restoring goes into tables
-of any capacity and, with `share`, into one of several that each hold a share of the rows. Several may
-also write one checkpoint together; see `shares`.
+A snapshot has all tables at one moment; see `monolith.table.table`. A checkpoint restores into tables of any
+capacity and, with `shard`, into one of several processes that each have a shard of the rows. Several may also
+write one checkpoint together; see `saved_tables`.
+
+Shapes: a row is d floats in segments (an embedding, maybe with a bias before it), then s floats of optimizer
+state, then its event time. Example:
+
+    part = TablesPart({"item": table}, shard=(0, 2))     # this process has the ids that are 0 modulo 2
+    part.snapshot(100).write(prefix, full=True)          # writes <prefix>.assets/ps-0-of-2/item.*
+    TablesPart({"item": other}).restore(chain, options)  # one process reads the shards of both
 """
 
 from __future__ import annotations
@@ -21,17 +28,15 @@ import numpy as np
 from torch import Tensor
 
 from monolith import filesystem, native
-from monolith.checkpoint.fitting import Changes, aligned
-from monolith.checkpoint.part import Entry, RestoreOptions, SavedPart
-from monolith.checkpoint.report import RestoreReport
-from monolith.checkpoint.shares import (
+from monolith.checkpoint.part import Changes, Entry, RestoreOptions, RestoreReport, SavedPart, aligned
+from monolith.checkpoint.saved_tables import (
     WHOLE,
-    IdShare,
+    IdShard,
     SavedTable,
-    check_share,
+    check_shard,
     filter_basename,
-    filter_shares,
-    share_folder,
+    filter_shards,
+    shard_folder,
 )
 from monolith.errors import RestoreError, SaveError
 from monolith.feature import MAX_SLOTS_V2, slot_of
@@ -55,7 +60,9 @@ from monolith.table import (
 from monolith.table.dumps import Keep, kept_ids
 
 _MOST_SLOTS = 1024
-"""Where rows are of more slots than any model has, their ids are plain hashes, and slots say nothing."""
+"""If rows are of more slots than any model has, their ids are plain hashes, and slots mean nothing."""
+_READ_WORKERS = 4
+"""Files that a restore reads at once."""
 
 
 class TablesPart:
@@ -63,20 +70,18 @@ class TablesPart:
 
     Args:
         tables: By name, which is also the name of their files.
-        filters: By the name of the table that asks them.
+        filters: Admission filters, by the name of their table.
         num_shards: Files per table; by default one per million rows, up to 4.
-        share: The ids these tables hold, where they are one of several parameter servers: (k, n) for those
-            that are k modulo n; by default all. Each writes its share of a checkpoint into a folder of its
-            own, and what all return goes through `merge_entries` into the manifest.
-        incremental: Whether tables keep track of changes, so that a checkpoint may be an increment.
-        workers: Files to read at once.
-        write_workers: Files to write at once; fewer where training goes on beside it.
-        progress: Advanced by rows that are read.
+        shard: The ids of these tables if they are those of one of several parameter servers: (k, n) for ids
+            that are k modulo n; by default all. Each server writes its shard of a checkpoint into a folder of
+            its own, and `merge_entries` makes one entry of the manifest of all that they return.
+        incremental: Whether tables track changes, so that a checkpoint may be incremental.
+        write_workers: Files to write at once; fewer if training continues meanwhile.
         write_progress: Advanced by rows that are written, by the thread that writes them.
-        restoring: Made around every restore, for whoever must not look at tables that are half restored.
+        restoring: Entered around every restore: publishing must not see tables that are half restored.
 
     Raises:
-        ConfigError: There is no such share.
+        ConfigError: There is no such shard.
     """
 
     name = "tables"
@@ -87,54 +92,49 @@ class TablesPart:
         filters: Mapping[str, AdmissionFilter] | None = None,
         *,
         num_shards: int | None = None,
-        share: IdShare = WHOLE,
+        shard: IdShard = WHOLE,
         incremental: bool = False,
-        workers: int = 4,
         write_workers: int = 4,
-        progress: Progress | None = None,
         write_progress: Progress | None = None,
         restoring: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        check_share("the share of a checkpoint's tables", share)
+        check_shard("the shard of a checkpoint's tables", shard)
         self._tables = dict(tables)
         self._filters = dict(filters or {})
         self._num_shards = num_shards
-        self._share = share
+        self._shard = shard
         self._incremental = incremental
-        self._workers = workers
         self._write_workers = write_workers
-        self._progress = progress
         self._write_progress = write_progress
         self._restoring = restoring
         self._track()
 
-    def cut(self, step: int) -> TablesCut:  # noqa: ARG002
-        with contextlib.ExitStack() as held, contextlib.ExitStack() as undo:
+    def snapshot(self, step: int) -> TablesSnapshot:  # noqa: ARG002
+        with contextlib.ExitStack() as frozen, contextlib.ExitStack() as undo:
             for table in self._tables.values():
-                held.enter_context(table.frozen())
-            cuts: dict[str, TableSnapshot] = {}
+                frozen.enter_context(table.frozen())
+            snapshots: dict[str, TableSnapshot] = {}
             for name, table in self._tables.items():
-                cuts[name] = cut = table.snapshot()
-                undo.callback(cut.close, saved=False)
+                snapshots[name] = one = table.snapshot()
+                undo.callback(one.close, saved=False)
             filters = {name: one.copy() for name, one in self._filters.items()}
             undo.pop_all()
-        return TablesCut(
-            cuts,
+        return TablesSnapshot(
+            snapshots,
             filters,
             num_shards=self._num_shards,
             workers=self._write_workers,
             progress=self._write_progress,
-            share=self._share,
+            shard=self._shard,
         )
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
-        """Go back to what was saved, by however many writers; see `Part.restore`.
+        """Load the saved rows, however many servers wrote them; see `Part.restore`.
 
-        Reads the shares that may hold ids of this one: its own alone where there were as many writers
-        as there are now. If any table holds rows, all that is to be read of the whole chain, all
-        tables and filters, is read once and found good before the first table is touched. Tables that
-        are empty are read once, each block checked before it goes in. A table whose restore fails even
-        so is left empty.
+        Reads the saved shards that may have ids of this one: only its own if there were as many servers as
+        there are now. If any table has rows, every file of the chain is read and verified before the first
+        table is changed. Empty tables have nothing to lose, so their files are read once, each block verified
+        before it is loaded. A table whose restore fails all the same is left empty.
         """
         known = {name for saved in chain for name in saved.entry["tables"]}
         sources = {name: _sources(table.config, chain, known) for name, table in self._tables.items()}
@@ -187,7 +187,7 @@ class TablesPart:
     def _fresh(
         self, chain: Sequence[SavedPart], sources: Mapping[str, Sequence[_Source]], changes: Changes
     ) -> dict[str, str]:
-        """Return the tables of a changed model whose saved rows are of no use, and why."""
+        """Return the tables of a changed model whose saved rows mean something else now, and why."""
         fresh = {}
         for name, found in sources.items():
             if not found:
@@ -209,21 +209,21 @@ class TablesPart:
                 table.track_changes()
 
     def _check(self, chain: Sequence[SavedPart], sources: Mapping[str, Sequence[_Source]]) -> None:
-        """Refuse what is missing, and, if there is something to lose, what is damaged."""
+        """Refuse missing files and, if a table has rows that would be lost, damaged ones."""
         verify = any(len(table) for table in self._tables.values())
         read = {one.name for found in sources.values() for one in found}
         for name in sorted(read):
             for saved in _history(chain, name):
-                mine = saved.shares_for(self._share)
-                files = [saved.inspect(share, verify=verify, workers=self._workers) for share in mine]
-                for share in mine:
-                    saved.inspect_removed(share, verify=verify)
-                if len(mine) == saved.shares:
+                mine = saved.shards_for(self._shard)
+                files = [saved.inspect(shard, verify=verify, workers=_READ_WORKERS) for shard in mine]
+                for shard in mine:
+                    saved.inspect_removed(shard, verify=verify)
+                if len(mine) == saved.shards:
                     saved.check_rows(sum(file.rows for each in files for file in each))
         for name, admission in self._filters.items():
             found = sources.get(name, ())
             whole = len(found) == 1 and found[0].slot is None
-            source = _filter_source(admission, chain, found[0].name, self._share)[0] if whole else None
+            source = _filter_source(admission, chain, found[0].name, self._shard)[0] if whole else None
             if verify and source is not None and isinstance(admission, SlidingFilter):
                 filter_files.inspect(source, verify=True)
 
@@ -245,19 +245,19 @@ class TablesPart:
                 for saved in history:
                     scales: list[list[float]] = list(before)
                     self._forget_cleared(table, saved, source)
-                    for share in saved.shares_for(self._share):
+                    for shard in saved.shards_for(self._shard):
                         done = self._load(
-                            table, saved, share, state, source, clear=not touched, refit=bool(narrower)
+                            table, saved, shard, state, source, clear=not touched, refit=bool(narrower)
                         )
                         touched = True
-                        _check_room(name, done)
+                        _check_capacity(name, done)
                         rows += done.rows
                         scales.append(table.scales)
-                    # They only ever grow.
+                    # Scales only grow, and each shard has its own: the largest is right for all.
                     table.set_scales([max(each) for each in zip(*scales, strict=True)])
                     removed += saved.entry.get("removed", 0)
         except BaseException:
-            if touched:  # half a table looks whole
+            if touched:  # half a table would look complete
                 table.clear()
             raise
         words = f"{len(table):,} rows"
@@ -274,65 +274,64 @@ class TablesPart:
         self,
         table: Table,
         saved: SavedTable,
-        share: int,
+        shard: int,
         state: Literal["keep", "reset"],
         source: _Source,
         *,
         clear: bool,
         refit: bool,
     ) -> LoadReport:
-        """Read one share; a whole one also clears the table before, if it is the first."""
-        own = (share, saved.shares)
-        keep = own if self._share == WHOLE else self._share
+        """Read one shard; the first full one also clears the table."""
+        own = (shard, saved.shards)
+        keep = own if self._shard == WHOLE else self._shard
         how: dict[str, Any] = {
             "keep": source.keep(keep),
             "optimizer_state": state,
-            "workers": self._workers,
-            "progress": self._progress,
+            "workers": _READ_WORKERS,
             "refit": refit,
         }
         if saved.changes:
-            done = load_changes(table, saved.basename(share), **how)
+            done = load_changes(table, saved.basename(shard), **how)
         else:
-            done = load(table, saved.basename(share), clear=clear, verify_first=False, **how)
+            done = load(table, saved.basename(shard), clear=clear, verify_first=False, **how)
         if keep == own and done.skipped and source.slot is None:
             raise RestoreError(
-                f"cannot restore table {table.config.name!r}: {done.skipped:,} rows in {saved.called(share)} "
-                "have ids of other shares. Put the files back where each server wrote them."
+                f"cannot restore table {table.config.name!r}: {done.skipped:,} rows in {saved.called(shard)} "
+                "have ids of other shards. Move each file back to the folder of the server that wrote it."
             )
         return done
 
     def _forget_cleared(self, table: Table, saved: SavedTable, source: _Source) -> None:
-        """Remove what the shares held that were cleared before the changes of one checkpoint."""
-        mine = saved.shares_for(self._share)
-        gone = [share for share in mine if saved.changes and saved.cleared[share]]
+        """Remove the rows of shards that were cleared before the changes of one checkpoint."""
+        mine = saved.shards_for(self._shard)
+        gone = [shard for shard in mine if saved.changes and saved.cleared[shard]]
         if not gone:
             return
         if gone == mine and source.slot is None:
             table.clear()
             return
         lost: list[Tensor] = []
-        for share in gone:
-            in_share = kept_ids((share, saved.shares))
-            assert in_share is not None
+        for shard in gone:
+            in_shard = kept_ids((shard, saved.shards))
+            assert in_shard is not None
             for rows in iterate(table):
-                held = in_share(rows.ids)
-                if source.slot is not None:  # rows of other slots came from elsewhere
-                    held &= slot_of(rows.ids).eq(source.slot)
-                lost.append(rows.ids[held])
+                mine_too = in_shard(rows.ids)
+                if source.slot is not None:  # rows of other slots came from other tables
+                    mine_too &= slot_of(rows.ids).eq(source.slot)
+                lost.append(rows.ids[mine_too])
         for ids in lost:
             table.remove(ids)
 
     def _restore_filter(
         self, name: str, sources: Sequence[_Source], chain: Sequence[SavedPart]
     ) -> dict[str, str]:
-        """Take over what a filter has counted; return what to say where it begins anew."""
+        """Restore the counts of a filter; return the report of one that starts from zero."""
         admission = self._filters.get(name)
         if admission is None:
             return {}
         source: str | None
         if len(sources) == 1 and sources[0].slot is None:
-            source, why = _filter_source(admission, chain, sources[0].name, self._share)
+            source, why = _filter_source(admission, chain, sources[0].name, self._shard)
         else:
             counted = any(_last_with_filter(chain, one.name) for one in sources)
             source, why = None, _OTHER_TABLES if counted and isinstance(admission, SlidingFilter) else ""
@@ -343,58 +342,58 @@ class TablesPart:
         return {f"filter of {name}": why} if why else {}
 
 
-class TablesCut:
-    """The tables of one moment, to be written."""
+class TablesSnapshot:
+    """The tables at one moment, to be written."""
 
     def __init__(
         self,
-        cuts: Mapping[str, TableSnapshot],
+        snapshots: Mapping[str, TableSnapshot],
         filters: Mapping[str, AdmissionFilter],
         *,
         num_shards: int | None,
         workers: int,
         progress: Progress | None,
-        share: IdShare,
+        shard: IdShard,
     ) -> None:
-        self._cuts = dict(cuts)
+        self._snapshots = dict(snapshots)
         self._filters = dict(filters)
         self._num_shards = num_shards
         self._workers = workers
         self._progress = progress
-        self._share = share
-        self._stamp = secrets.token_hex(8)  # a second attempt keeps the files of the first
+        self._shard = shard
+        self._stamp = secrets.token_hex(8)  # a second attempt reuses the complete files of the first
 
     def write(self, prefix: str, *, full: bool) -> Entry:
-        """As `PartCut.write`.
+        """Write all rows, or the changes; see `PartSnapshot.write`.
 
         Raises:
-            SaveError: A table holds ids that are not of this share; a restore would not find them.
+            SaveError: A table has ids of another shard; a restore would not find them.
         """
-        share = self._share
-        folder = share_folder(prefix, share)
+        shard = self._shard
+        folder = shard_folder(prefix, shard)
         tables: dict[str, Entry] = {}
         slots = _Slots()
         filesystem.make_dirs(folder)
-        for name, cut in self._cuts.items():
+        for name, one in self._snapshots.items():
             basename = table_basename(folder, name)
-            watchers = [] if share == WHOLE else [_only(name, share)]
+            watchers = [] if shard == WHOLE else [_only(name, shard)]
             if full:
-                tables[name] = self._write_full(_Watched(cut, *watchers), basename, slots)
+                tables[name] = self._write_full(_Watched(one, *watchers), basename, slots)
             else:
-                tables[name] = self._write_changes(_Watched(cut, *watchers), basename)
-        for name, one in self._filters.items():
-            one.save(filter_basename(prefix, name, share))
+                tables[name] = self._write_changes(_Watched(one, *watchers), basename)
+        for name, admission in self._filters.items():
+            admission.save(filter_basename(prefix, name, shard))
         entry: Entry = {"tables": tables, "filters": sorted(self._filters), "pieces": 1}
-        if share != WHOLE:
-            entry["piece"] = list(share)
+        if shard != WHOLE:
+            entry["piece"] = list(shard)
         met = slots.met()
         if full and len(met) <= _MOST_SLOTS:
             entry["slots"] = met
         return entry
 
-    def _write_full(self, cut: TableSnapshot, basename: str, slots: _Slots) -> Entry:
+    def _write_full(self, snapshot: TableSnapshot, basename: str, slots: _Slots) -> Entry:
         done = dump_snapshot(
-            cut,
+            snapshot,
             basename,
             num_shards=self._num_shards,
             workers=self._workers,
@@ -408,45 +407,45 @@ class TablesCut:
             "rows": done.rows,
             "bytes": done.bytes,
             "expired": done.expired,
-            "layout": _layout(cut.config),
-            **_merged(cut.config),
+            "layout": _layout(snapshot.config),
+            **_merged(snapshot.config),
         }
 
-    def _write_changes(self, cut: TableSnapshot, basename: str) -> Entry:
+    def _write_changes(self, snapshot: TableSnapshot, basename: str) -> Entry:
         done = dump_changes(
-            cut, basename, workers=self._workers, stamp=self._stamp, resume=True, progress=self._progress
+            snapshot, basename, workers=self._workers, stamp=self._stamp, resume=True, progress=self._progress
         )
         return {
             "kind": "changes",
-            "rows": len(cut),
+            "rows": len(snapshot),
             "changed": done.changed.rows,
             "bytes": done.changed.bytes + done.removed_bytes,
             "removed": done.removed,
             "cleared": done.cleared,
-            "layout": _layout(cut.config),
-            **_merged(cut.config),
+            "layout": _layout(snapshot.config),
+            **_merged(snapshot.config),
         }
 
     def close(self, *, saved: bool) -> None:
-        for cut in self._cuts.values():
-            cut.close(saved=saved)
+        for one in self._snapshots.values():
+            one.close(saved=saved)
 
 
 class _Watched:
-    """A cut that shows the ids that are read from it to somebody, in several threads at once."""
+    """A snapshot that calls watchers with the ids that are read from it, in several threads at once."""
 
-    def __init__(self, cut: TableSnapshot, *watchers: Callable[[Tensor], None]) -> None:
-        self._cut = cut
+    def __init__(self, snapshot: TableSnapshot, *watchers: Callable[[Tensor], None]) -> None:
+        self._snapshot = snapshot
         self._watchers = watchers
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._cut, name)
+        return getattr(self._snapshot, name)
 
     def __len__(self) -> int:
-        return len(self._cut)
+        return len(self._snapshot)
 
     def scan(self, cursor: int | None = None, **how: Any) -> Scan:
-        found = self._cut.scan(cursor, **how)
+        found = self._snapshot.scan(cursor, **how)
         for watch in self._watchers:
             watch(found.rows.ids)
         return found
@@ -460,7 +459,7 @@ class _Slots:
         self._lock = threading.Lock()
 
     def __call__(self, ids: Tensor) -> None:
-        # No sorting: it would keep whoever trains from running Python.
+        # No sorting: it would hold the GIL, and block the training thread.
         counts = np.bincount(slot_of(ids).numpy(), minlength=MAX_SLOTS_V2)
         with self._lock:
             self._counts += counts
@@ -469,19 +468,19 @@ class _Slots:
         return {str(slot): int(self._counts[slot]) for slot in np.flatnonzero(self._counts).tolist()}
 
 
-def _only(table: str, share: IdShare) -> Callable[[Tensor], None]:
-    """Return what refuses ids of another share."""
-    in_share = kept_ids(share)
-    assert in_share is not None
+def _only(table: str, shard: IdShard) -> Callable[[Tensor], None]:
+    """Return a watcher that refuses ids of another shard."""
+    in_shard = kept_ids(shard)
+    assert in_shard is not None
 
     def check(ids: Tensor) -> None:
-        mine = in_share(ids)
+        mine = in_shard(ids)
         if not bool(mine.all()):
-            number, total = share
+            number, total = shard
             raise SaveError(
-                f"cannot save table {table!r} as share {number} of {total}: it holds ids of other shares, "
-                f"such as {int(ids[~mine][0])}. This one is for the ids that are {number} modulo {total}, as "
-                "unsigned numbers; send every id to its own server."
+                f"cannot save table {table!r} as shard {number} of {total}: it has ids of other shards, "
+                f"such as {int(ids[~mine][0])}. It is for ids that are, as unsigned numbers, {number} modulo "
+                f"{total}; send every id to its own server."
             )
 
     return check
@@ -500,12 +499,12 @@ class _Source:
     def __str__(self) -> str:
         return f"table {self.name}"
 
-    def keep(self, share: IdShare) -> Keep | None:
-        """Return which ids are those of a share and of the slot; None for all."""
+    def keep(self, shard: IdShard) -> Keep | None:
+        """Return which ids are those of a shard and of the slot; None for all."""
         slot = self.slot
         if slot is None:
-            return None if share == WHOLE else share
-        in_share = kept_ids(None if share == WHOLE else share)
+            return None if shard == WHOLE else shard
+        in_shard = kept_ids(None if shard == WHOLE else shard)
 
         def chosen(ids: Tensor) -> Tensor:
             mine = slot_of(ids).eq(slot)
@@ -515,7 +514,7 @@ class _Source:
                     f"of other slots, such as {int(ids[~mine][0])}. Only ids that are fids tell their slots "
                     "apart; set train.tables.merge_equal_slots to false"
                 )
-            return mine if in_share is None else mine & in_share(ids)
+            return mine if in_shard is None else mine & in_shard(ids)
 
         return chosen
 
@@ -524,9 +523,9 @@ _OTHER_TABLES = "starts counting from zero, because its slots were counted in ot
 
 
 def _sources(config: TableConfig, chain: Sequence[SavedPart], known: Collection[str]) -> list[_Source]:
-    """Return where the rows of a table are in a checkpoint: in that of its name, or in others.
+    """Return where the rows of a table are in a checkpoint: in the table of its name, or in other tables.
 
-    Slots that share a merged table may have had tables of their own, or have shared another one; a table of
+    Slots that shard a merged table may have had tables of their own, or have shared another one; a table of
     one slot may have been merged into another. Ids carry the number of their slot there.
     """
     for old in (config.name, *config.extra_restore_names):
@@ -555,7 +554,7 @@ def _history(chain: Sequence[SavedPart], name: str) -> list[SavedTable]:
 def _state_for(
     config: TableConfig, history: Sequence[SavedTable], options: RestoreOptions
 ) -> tuple[Literal["keep", "reset"], str]:
-    """Return what to do with optimizer state, and why where it starts anew."""
+    """Return what to do with optimizer state, and why if it is reset."""
     if options.optimizer_state == "reset":
         return "reset", "optimizer state reset, as asked"
     if options.optimizer_state == "keep":
@@ -585,7 +584,7 @@ def _width_text(config: TableConfig, history: Sequence[SavedTable]) -> str:
 
 
 def _merged(config: TableConfig) -> Entry:
-    """Return which tables were merged into this one: a run that does not merge them finds its rows by it."""
+    """Return which tables were merged into this one, for a run that does not merge them."""
     return {"merged": [list(slot) for slot in config.merged]} if config.merged else {}
 
 
@@ -593,10 +592,10 @@ def _layout(config: TableConfig) -> list[list[Any]]:
     return [[s.dim, s.optimizer.rule.kind, 0 if config.serving else s.state_dim] for s in config.segments]
 
 
-def _check_room(name: str, done: LoadReport) -> None:
+def _check_capacity(name: str, done: LoadReport) -> None:
     if done.refused:
         raise RestoreError(
-            f"cannot restore table {name!r}: {done.refused:,} of its rows found no room within "
+            f"cannot restore table {name!r}: {done.refused:,} of its rows do not fit into "
             "capacity_bytes. Raise capacity_bytes, or let the oldest rows expire (when_full='expire_oldest')."
         )
 
@@ -606,25 +605,24 @@ def _last_with_filter(chain: Sequence[SavedPart], table: str) -> SavedPart | Non
 
 
 def _filter_source(
-    admission: AdmissionFilter, chain: Sequence[SavedPart], table: str, share: IdShare
+    admission: AdmissionFilter, chain: Sequence[SavedPart], table: str, shard: IdShard
 ) -> tuple[str | None, str]:
-    """Return where to read what a filter has counted; None if nowhere, and why where it was saved.
+    """Return the files of a filter's counts; None if there are none that fit, and why.
 
-    A filter keeps no ids, only cells that their hashes lead to, so its counts can be neither divided
-    nor put together. A share that lies within one that was saved takes over all of it: the counts of
-    ids it never meets fade.
+    A filter has no ids, only counters that hashes of ids select, so its counts can be neither divided nor
+    merged. A shard that is part of a saved one loads all its counts: those of ids that it never sees expire.
     """
     newest = _last_with_filter(chain, table)
     if newest is None:
         return None, ""
-    shares = filter_shares(newest.entry, table)
-    number, total = share
-    source = filter_basename(newest.prefix, table, (number % shares, shares))
-    if not isinstance(admission, SlidingFilter) or shares == total:  # others remember no ids
+    shards = filter_shards(newest.entry, table)
+    number, total = shard
+    source = filter_basename(newest.prefix, table, (number % shards, shards))
+    if not isinstance(admission, SlidingFilter) or shards == total:  # other filters count nothing
         return source, ""
-    if total % shares:
+    if total % shards:
         whom = "one process" if total == 1 else f"{total} servers"
-        why = f"what {shares} servers counted cannot be put together for {whom}"
+        why = f"the counts of {shards} servers cannot be merged for {whom}"
         return None, f"starts counting from zero, because {why}"
     saved = filter_files.inspect(source)[0]
     core = admission.core

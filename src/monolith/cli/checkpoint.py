@@ -38,7 +38,7 @@ from monolith.cli.options.checkpoint import (
 from monolith.cli.options.train import EvaluateOptions
 from monolith.errors import ConfigError, UnknownTableError
 from monolith.observe import Progress, progress
-from monolith.run import read_run
+from monolith.runtime.config_loading import read_run
 
 if TYPE_CHECKING:
     from monolith.checkpoint import Contents, Difference, FoundRow, Listed
@@ -87,7 +87,7 @@ def _model_dir(config: Path) -> str:
 
 
 def _in_folder(folder: str, name: str) -> str:
-    """Return the checkpoint of a folder that is called so; if it is damaged, whoever reads it says so."""
+    """Return the checkpoint of a folder that is called so; a damaged one is reported when it is read."""
     there = checkpoint.list_checkpoints(folder).checkpoints
     found = [one.prefix for one in there if is_named(one.prefix, name)]
     return found[0] if len(found) == 1 else checkpoint.named_checkpoint(folder, name)

@@ -22,10 +22,9 @@ from monolith.cli.options.jobs import (
 from monolith.config import Dropped, FieldInfo, Renamed, Unsupported, describe_fields, to_toml
 from monolith.config.flags import flag_name, variable_name
 from monolith.errors import ConfigError
-from monolith.run import OLD_NAMES, RunConfig, check_run, load_run_config, read_run, settle
-from monolith.run.keys_by_type import BY_NAME, TypedKey, typed_keys
-from monolith.run.old_names import moved_fields
-from monolith.run.templates import template
+from monolith.runtime.config import RunConfig, settle
+from monolith.runtime.config_help import BY_NAME, TypedKey, template, typed_keys
+from monolith.runtime.config_loading import check_run, load_run_config, moved_fields, old_names, read_run
 
 _WIDTH = 100
 
@@ -70,7 +69,7 @@ def explain(options: ConfigExplainOptions) -> int:
     fields = describe_fields(RunConfig)
     name = options.field.removeprefix("--").replace("-", "_")
     exact = {info.path: info for info in fields}
-    alias = OLD_NAMES.get(name)
+    alias = old_names().get(name)
     if name in exact:
         keys = _listed_by_type(name, typed_keys(name, options.task))
         _say("\n".join([_explained(exact[name]), *([""] if keys else []), *keys]))
@@ -125,7 +124,7 @@ def show(options: ConfigShowOptions) -> int:
 
 def _explained(info: FieldInfo) -> str:
     old = [
-        name for name, alias in OLD_NAMES.items() if isinstance(alias, Renamed) and alias.path == info.path
+        name for name, alias in old_names().items() if isinstance(alias, Renamed) and alias.path == info.path
     ]
     facts = {
         "type": info.type_text,
@@ -204,7 +203,7 @@ def _near(name: str, exact: dict[str, FieldInfo]) -> str:
     """The known names most like one that is not."""
     leaf = name.rpartition(".")[2]
     known = {**{path.rpartition(".")[2]: path for path in exact}, **{path: path for path in exact}}
-    known |= {old: old for old in OLD_NAMES}
+    known |= {old: old for old in old_names()}
     found = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or difflib.get_close_matches(
         leaf, known, n=3, cutoff=0.5
     )

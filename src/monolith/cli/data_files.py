@@ -26,7 +26,7 @@ from monolith.cli.options.data import (
     DataValidateOptions,
 )
 from monolith.data import Chunk, Format, Records
-from monolith.data.formats import CsvFormat, JsonLinesFormat, ParquetFormat, format_of
+from monolith.data.formats import format_of
 from monolith.data.records import infinite_rows, known_columns
 from monolith.data.statistics import ColumnStatistics, Statistics
 from monolith.errors import ConfigError, CorruptFileError, DataError, MissingExtraError
@@ -69,7 +69,7 @@ def stats(options: DataStatsOptions) -> int:
     bad = 0
     for path, form, chunk in read(paths, options.format, options.columns, "Counting"):
         bad += len(chunk.bad)
-        statistics.add(chunk.records, form.times(path) if isinstance(form, ParquetFormat) else ())
+        statistics.add(chunk.records, form.times(path))
     if options.plot is not None:
         plot(statistics, options.plot)
     if options.json:
@@ -155,7 +155,7 @@ def validate(options: DataValidateOptions) -> int:
             first, before = 0, records + wrong
             try:
                 kind = thorough(format_of(path, options.format))
-                for odd in kind.odd_values(path) if isinstance(kind, CsvFormat) else ():
+                for odd in kind.odd_values(path):
                     if odd.is_slip:
                         tell(f"{path}: {odd.text}")
                     else:
@@ -216,7 +216,7 @@ def read(
 
 def thorough(form: Format) -> Format:
     """Return a format that gets types from all of a file: whole numbers may be followed by others."""
-    return form.inferring(sys.maxsize) if isinstance(form, CsvFormat | JsonLinesFormat) else form
+    return form.inferring(sys.maxsize)
 
 
 class FilesBar(ExitStack):

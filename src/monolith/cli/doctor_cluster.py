@@ -30,8 +30,9 @@ from monolith.cluster import (
 from monolith.cluster.waiting import Clock
 from monolith.errors import ConfigError, NodeAliveCheckerError
 from monolith.observe.progress import describe_seconds
-from monolith.run import RunConfig, load_run_config
-from monolith.run.runtime import discovery_defaults, open_discovery
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config
+from monolith.runtime.discovery import discovery_defaults, open_discovery
 
 _HOW = "name the registry: --cluster zookeeper://host:2181/job, or the run's file with --config"
 

@@ -20,8 +20,7 @@ from monolith.cli.terminal import say, warn
 from monolith.errors import ConfigError
 from monolith.observe import Progress, progress
 from monolith.observe.progress import describe_bytes
-from monolith.run import RunConfig
-from monolith.run.config import ExportConfig, RowCoding
+from monolith.runtime.config import ExportConfig, RowCoding, RunConfig
 from monolith.runtime.export import export_folder, how_to_export, task_exporter
 from monolith.runtime.report import read_run_manifest
 from monolith.serve.exporter import ExportedServable

@@ -64,7 +64,13 @@ def probed(options: FreshnessOptions, asker: Client, model: str, row: dict[str, 
     """Write so many events, and wait for each."""
     assert options.source is not None
     assert options.id is not None
-    probe = FreshnessProbe(asker, model, row, options.id, event_time=options.event_time, pause=options.pause)
+    probe = FreshnessProbe(
+        lambda rows: asker.ask(model, rows),
+        row,
+        options.id,
+        event_time=options.event_time,
+        pause=options.pause,
+    )
     found = []
     events = open_events(options.source)
     try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from monolith.config import Renamed
 from monolith.errors import ConfigError
-from monolith.run.old_names import OLD_NAMES
+from monolith.runtime.config_loading import old_names
 
 READ = ("data", "kafka", "examples", "labels", "task", "candidates", "threads", "train.model_dir")
 """Groups and fields that say what is read, and with which threads."""
@@ -64,5 +64,5 @@ def with_values(flags: Sequence[str]) -> list[tuple[str, ...]]:
 def _path(word: str) -> str:
     """The dotted path of the field that a flag sets."""
     name = word[2:].partition("=")[0].replace("-", "_")
-    alias = OLD_NAMES.get(name)
+    alias = old_names().get(name)
     return alias.path if isinstance(alias, Renamed) else name

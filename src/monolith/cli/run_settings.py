@@ -16,7 +16,8 @@ from monolith.checkpoint.folder.state_files import absolute_path
 from monolith.cli.options.train import TrainOptions
 from monolith.config import parse_duration
 from monolith.errors import ConfigError
-from monolith.run import RunConfig, read_run
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import read_run
 from monolith.train.config import TrainConfig
 
 _log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
 from monolith.observe import ClockWatch
 from monolith.runtime.local_profile import profiled_by_user
+from monolith.serve.predictor import LoadOptions
 from monolith.serve.server import (
     InferenceServer,
     ServeConfig,
@@ -73,10 +74,11 @@ def run(options: ServeOptions) -> int:
         trainer_of(options, config) as trainer,
         profiled_by_user(f"serve-{index}", os.environ, serves=[one.folder for one in folders]),
     ):
+        loading = LoadOptions(
+            threads=config.predict_threads, allow_module=options.allow_module, compiled=options.compiled
+        )
         catalog = ServableCatalog(
-            threads=config.predict_threads,
-            allow_module=options.allow_module,
-            compiled=options.compiled,
+            loading,
             serve_withheld=options.serve_withheld,
             rows=remote_rows(options, config, guard, stop) if options.role == "entry" else None,
         )

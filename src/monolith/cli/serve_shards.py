@@ -29,11 +29,11 @@ from monolith.observe import ClockWatch, Metrics, MetricsServer, progress
 from monolith.serve.config import ServeConfig
 from monolith.serve.manifest import read_servable
 from monolith.serve.rows import RowSource
-from monolith.serve.shards import ServingServer, open_remote_rows
+from monolith.serve.shards import ServingServer, ServingServerConfig, open_remote_rows
 from monolith.serve.versions import list_versions
 from monolith.sync.channel import OpenReader
-from monolith.sync.channels import open_reader, parse_channel_url
-from monolith.sync.run_identity import split_identity
+from monolith.sync.channel_url import open_reader, parse_channel_url
+from monolith.sync.messages import split_identity
 from monolith.wire.ports import join_address
 
 FROM_DISCOVERY = "discovery"
@@ -60,18 +60,20 @@ def serve_rows(options: ServeOptions) -> int:
         server = ServingServer(
             options.folders[0],
             options.shard,
-            host=config.host,
-            port=config.port or 0,
+            ServingServerConfig(
+                host=config.host,
+                port=config.port or 0,
+                advertise=reachable_host(config.host, options.advertise),
+                replica=options.replica,
+                threads=config.predict_threads,
+                limits=limits_of(options.security, os.environ),
+                follow=config.follow,
+                serve_withheld=options.serve_withheld,
+            ),
             guard=guard,
             discovery=discovery,
-            replica=options.replica,
-            advertise=reachable_host(config.host, options.advertise),
-            threads=config.predict_threads,
-            limits=limits_of(options.security, os.environ),
             follow=trainer,
-            following=config.follow,
             metrics=metrics,
-            serve_withheld=options.serve_withheld,
         )
         with server:
             if options.metrics_port is not None:

@@ -14,7 +14,8 @@ from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOpt
 from monolith.cli.reading_flags import check_reading_flags, flags_of_model, with_values
 from monolith.cli.terminal import say
 from monolith.errors import ConfigError, MonolithError
-from monolith.run import RunConfig, read_run
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import read_run
 from monolith.runtime.report import read_run_manifest
 from monolith.runtime.task_setup import make_task, set_threads, with_learned_features
 from monolith.train import Task, TrainConfig

@@ -23,7 +23,7 @@ from monolith.cli.terminal import EverySignal, StopSignals, say, warn
 from monolith.cli.train_report import write_report
 from monolith.errors import ConfigError
 from monolith.observe.logs import logs_json
-from monolith.run import RunConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Launch, Output, ProgressView, Stop
 from monolith.runtime.launch import decided_fields, without_flags
 from monolith.runtime.run import Run

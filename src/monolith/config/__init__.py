@@ -5,12 +5,20 @@ from monolith.config.problems import Checked, ConfigProblemsError, Problem, Unre
 from monolith.config.secret import MASK, Secret, is_secret_name, looks_secret, masked, masked_words
 from monolith.config.text import UniqueNames, format_duration, parse_bytes, parse_duration, to_snake_case
 from monolith.config.tree import Aliases, Dropped, Moved, Renamed, Unsupported
-from monolith.config.typed import config_from_mapping, differences, load_config, to_dict, to_toml
+from monolith.config.typed import (
+    ConfigNames,
+    config_from_mapping,
+    differences,
+    load_config,
+    to_dict,
+    to_toml,
+)
 
 __all__ = [
     "MASK",
     "Aliases",
     "Checked",
+    "ConfigNames",
     "ConfigProblemsError",
     "Dropped",
     "FieldInfo",

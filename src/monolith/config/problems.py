@@ -1,7 +1,7 @@
 """The problems of a config: all of them, not only the first.
 
 A config that derives from `Checked` lists its problems, each with the fields it is about. The reader of
-files and flags then continues without those fields, and finds the problems of the others, too.
+files and flags then continues without those fields, and reports all other problems, too.
 """
 
 from __future__ import annotations

@@ -160,7 +160,8 @@ def rename(tree: Node, aliases: Aliases, warn: Callable[[str], None]) -> tuple[N
 def relocate(
     tree: Node, moved: Moved, aliases: Aliases, warn: Callable[[str], None]
 ) -> tuple[Node, list[str]]:
-    """Return one source's tree with moved fields at their new paths, and the problems of the others.
+    """Return one source's tree with moved fields at their new paths, and the problems of paths that have no
+    new one.
 
     A former path that is also an old name counts as that, unless the source has other former paths, too.
     """

@@ -21,6 +21,7 @@ import json
 import logging
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path, PurePath
@@ -63,78 +64,96 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigNames:
+    """The names by which sources may set fields, in addition to the fields' own names."""
+
+    prefix: str = "MONOLITH"
+    """First part of our environment variables, before an underscore."""
+    ignore: Collection[str] = ()
+    """Variables that start with `prefix` and are not config."""
+    foreign: Mapping[str, str] = field(default_factory=dict)
+    """Variables of other programs, such as TF_CONFIG -> the dotted path of the field that one sets."""
+    aliases: Aliases = field(default_factory=dict)
+    """Old names of fields, which any source may use."""
+    moved: Moved = field(default_factory=dict)
+    """Former dotted paths of fields. A Renamed one is read, with a warning that names the new path; any other
+    is an error that names the new path, or the reason why there is none."""
+    exclusive: Sequence[tuple[str, str]] = ()
+    """Pairs of dotted paths: a source that sets one of them unsets the other."""
+    prog: str | None = None
+    """The name of the program in the help of `args`."""
+    code_source: str = "code"
+    """The name of `code` in messages."""
+
+
 def load_config(
     cls: type[T],
     *,
     file: Path | None = None,
     environ: Mapping[str, str] | None = None,
-    prefix: str = "MONOLITH",
-    ignore: Collection[str] = (),
     args: Sequence[str] | None = None,
-    prog: str | None = None,
     code: Mapping[str, Any] | None = None,
-    code_source: str = "code",
     defaults: Mapping[str, Any] | None = None,
-    aliases: Aliases | None = None,
-    moved: Moved | None = None,
-    exclusive: Sequence[tuple[str, str]] = (),
-    foreign: Mapping[str, str] | None = None,
+    names: ConfigNames | None = None,
     warn: Callable[[str], None] = _log.warning,
 ) -> T:
-    """Read a config from all the sources given; each may be left out.
+    """Read a config from the given sources. A later one of file, environ, args and code overrides the
+    earlier.
+
+    Example: with dim = 1 in the file and MONOLITH_DIM=2 in `environ`, the config has dim 2.
 
     Args:
         cls: A frozen dataclass.
         file: TOML or JSON, by its suffix.
-        environ: Variables such as `MONOLITH_TABLE__DIM` for `table.dim`. Others are left alone.
-        prefix: What our variables begin with, before an underscore.
-        ignore: Variables that begin with `prefix` and are not config.
+        environ: Variables such as `MONOLITH_TABLE__DIM` for `table.dim`. Other variables are ignored.
         args: Flags such as `--table.dim 8`, `--no-use-gpu`. `--help` prints and exits.
-        prog: The program's name in that help.
-        code: Values by name or dotted path; typed values and whole configs are welcome.
-        code_source: What gave `code`, for messages.
-        defaults: As `code`, but instead of the defaults of `cls`, and so below all other sources.
-        aliases: Old names of fields, which any source may use.
-        moved: Former dotted paths of fields. One that is Renamed is read, and `warn` is told the new path;
-            any other is an error that names the new path, or says why there is none.
-        exclusive: Pairs of dotted paths of which a source that sets one unsets the other.
-        foreign: Variables of others, such as TF_CONFIG -> the dotted path of the field that one sets.
-        warn: Told of names that are accepted and mean nothing any more.
+        code: Values by name or dotted path; typed values and whole configs are accepted.
+        defaults: Values by name or dotted path that replace the defaults of `cls`.
+        names: Old and foreign names that sources may use.
+        warn: Called with a message for each name that is accepted and has no effect any more.
 
     Raises:
         ConfigError: Lists every problem found.
     """
     if not dataclasses.is_dataclass(cls):
         raise ConfigError(f"cannot read {cls!r}: it is not a dataclass")
-    known = aliases or {}
+    names = names or ConfigNames()
+    known, moved = names.aliases, names.moved
     layers: list[Node] = [_code_tree(defaults or {}, "defaults")]
     problems: list[str] = []
     if file is not None:
         layers.append(grow(_file_data(file), str(file)))
     if environ is not None:
         layer, unknown = environment_tree(
-            cls, environ, prefix, ignore=ignore, foreign=foreign, old=known, moved=moved
+            cls,
+            environ,
+            names.prefix,
+            ignore=names.ignore,
+            foreign=names.foreign,
+            old=known,
+            moved=moved,
         )
         layers.append(layer)
         problems += unknown
     if args is not None:
         old, rest = old_flags(args, known, moved)
         if rest:
-            layer, unknown = flags_tree(cls, rest, prog, old=known)
+            layer, unknown = flags_tree(cls, rest, names.prog, old=known)
             old = overlay(old, layer)
             problems += unknown
         layers.append(old)
-    layers.append(_code_tree(code or {}, code_source))
+    layers.append(_code_tree(code or {}, names.code_source))
     tree: Node = Branch({}, "defaults")
     for layer in layers:
-        current, misplaced = relocate(layer, moved or {}, known, warn)
+        current, misplaced = relocate(layer, moved, known, warn)
         renamed, wrong = rename(current, known, warn)
-        tree = overlay(tree, _choosing(renamed, exclusive))
+        tree = overlay(tree, _choosing(renamed, names.exclusive))
         problems += [*misplaced, *wrong]
 
     def how_to_set(path: str) -> str:
         ways = [f"{path} in {file}"] if file is not None else []
-        ways += [variable_name(prefix, path)] if environ is not None else []
+        ways += [variable_name(names.prefix, path)] if environ is not None else []
         ways += [flag_name(path)] if args is not None else []
         return "set " + (" or ".join(ways) or path)
 
@@ -183,15 +202,15 @@ def differences(config: Any, other: Any) -> dict[str, Any]:
     is as in `other`, the defaults, to be left alone. Good as `code` of `load_config`.
     """
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        mine, theirs = getattr(config, field.name), getattr(other, field.name)
-        if not field.init or mine == theirs:
+    for entry in dataclasses.fields(config):
+        mine, theirs = getattr(config, entry.name), getattr(other, entry.name)
+        if not entry.init or mine == theirs:
             continue
         if type(mine) is type(theirs) and dataclasses.is_dataclass(mine):
             inner = differences(mine, theirs)
-            found |= {f"{field.name}.{path}": value for path, value in inner.items()}
+            found |= {f"{entry.name}.{path}": value for path, value in inner.items()}
         else:
-            found[field.name] = mine
+            found[entry.name] = mine
     return found
 
 
@@ -230,7 +249,7 @@ def _typed(cls: type[T], tree: Node, problems: list[str], make_reader: Callable[
         if not fresh:
             break
         found += [problem.text for problem in fresh]
-        paths = {field for problem in fresh for field in problem.fields}
+        paths = {path for problem in fresh for path in problem.fields}
         bad |= paths
         for path in paths:
             tree = cut(tree, tuple(path.split(".")))
@@ -240,7 +259,7 @@ def _typed(cls: type[T], tree: Node, problems: list[str], make_reader: Callable[
 
 
 def _touches(path: str, others: Collection[str]) -> bool:
-    """Whether `path` is one of the others, or above or below one."""
+    """Whether `path` is one of `others`, or above or below one."""
     return any(
         not path or path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
         for other in others

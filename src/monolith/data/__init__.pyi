@@ -15,9 +15,8 @@ from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Batches, Pipeline
 from monolith.data.records import BatchSpec, Records, concat, make_batch
-from monolith.data.sharding import Shard
 from monolith.data.shuffling import Epochs, ShuffleConfig
-from monolith.data.source import Position, Source, Stage, Stream, WorkQueueSource, as_stream
+from monolith.data.source import Position, Shard, Source, Stage, Stream, WorkQueueSource, as_stream
 from monolith.data.synthetic.click_log import ClickLog, ClickLogConfig
 from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 

@@ -1,6 +1,6 @@
 """Bad values: records that can be read, and that a model must not be trained on.
 
-An event time that is none, before 1970 or beyond what a row can keep; a label that is infinite or not there.
+A bad event time is missing, before 1970 or beyond what a row can store; a bad label is infinite or missing.
 Such a record is as bad as one that cannot be read: it is dropped, counted, and quarantined by the source for
 an operator. One of them does not end a run; many mean that the column is wrong.
 """
@@ -18,24 +18,24 @@ from torch import Tensor
 from monolith.data.format import BadRecord
 from monolith.data.records import BatchSpec, Records, infinite_rows, timely
 from monolith.errors import TooManyBadRecordsError
-from monolith.feature.spec.reading import BadReason
+from monolith.feature.spec.problems import BadReason
 from monolith.table.arguments import is_second
 
 _log = logging.getLogger(__name__)
 
 _AFTER = 1000
-"""Records to read before a share is judged; a share of 0 is judged at once."""
+"""Records to read before `max_bad` is checked; a `max_bad` of 0 is checked at once."""
 
 
 class BadTally:
-    """Why records were left out: how many for each reason, and where the first is, as far as is known.
+    """Why records were dropped: how many for each cause, and where the first of each is, if known.
 
     One thread writes it, and any may read it.
     """
 
     REASONS = 32
-    """So many causes are told apart. Features have few each; a reason of a user's own may have values in it,
-    and be another for every record."""
+    """The most causes that are counted separately. Features have few each; the reason of a user's own check
+    may contain values, and then differs for every record."""
     OTHER = "for other reasons"
 
     def __init__(self) -> None:
@@ -73,16 +73,16 @@ class BadTally:
 
 
 class BadRecords:
-    """Leaves bad records out, as long as they are few: keeps them, and counts them.
+    """Drops bad records as long as they are few; counts them and rejects them to the source.
 
     The log has one line for each cause, when it is first seen, and one at the end with all counts.
 
     Args:
-        max_bad: The share of records that may be bad.
-        reject: Given them, with their values as JSON.
-        what: Is wrong with them, and `advice` what to do, for the error that ends a run.
+        max_bad: The fraction of records that may be bad.
+        reject: Called with the bad records, whose payload is their values as JSON.
+        what: Says what is wrong with them, and `advice` what to do, for the error that ends a run.
         first_empty: Returns where the first empty cell of a column is, if known.
-        told: Causes that were logged before, by an earlier pass over the same kind of data; grows.
+        told: Causes that were logged before, while the same kind of data was read; this adds to them.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class BadRecords:
         self._advice = advice
         self._first_empty = first_empty
         self.tally = BadTally()
-        """Why they were left out."""
+        """Why they were dropped."""
         self._told = set() if told is None else told
         self._is_news = False
         self._records = 0
         self._last = ""
         self.count = 0
-        """How many were left out."""
+        """How many were dropped."""
 
     def see(self, records: int) -> None:
         """Count records that were read, good or bad."""
@@ -119,7 +119,7 @@ class BadRecords:
         """Return the records that are good.
 
         Args:
-            bad: Position of each that is bad, in order, to the reason.
+            bad: The row of each bad record, in order, to the reason.
             empty: Column to the reason, of the reasons that are an empty cell of it.
 
         Raises:
@@ -131,6 +131,7 @@ class BadRecords:
         for column, reason in (empty or {}).items():
             if not self.tally.knows(reason):
                 self.tally.place(reason, self._first_empty(column))
+        # Count by cause, not by reason: reasons contain values, and would be as many as records.
         causes = dict.fromkeys([self.tally.add(reason) for reason in bad.values()])
         self._last = self.tally.describe(list(bad.values())[-1])
         self._reject(
@@ -152,7 +153,7 @@ class BadRecords:
         return records.keep(fine)
 
     def judge(self, *, at_end: bool) -> None:
-        """Refuse to go on if too many are bad; at the end, say how many were."""
+        """Raise an error if too many are bad; at the end, log how many were."""
         if at_end and self._is_news:
             self._is_news = False
             said = "; ".join(f"{count:,}: {why}" for why, count in self.tally.described().items())
@@ -167,16 +168,16 @@ class BadRecords:
         if self.count > most * self._records and (at_end or self._records >= _AFTER or most == 0):
             raise TooManyBadRecordsError(
                 f"{self.count} of {self._records} records {self._what}, more than the "
-                f"share of {most} that is allowed. {self._last}. {self._advice}"
+                f"fraction of {most} that is allowed. {self._last}. {self._advice}"
             )
 
 
 class BadValues:
-    """Leaves out records with a bad event time or label, as long as they are few.
+    """Drops records with a bad event time or label, as long as they are few.
 
     Args:
-        reject: Given them, with their values as JSON.
-        first_empty: As of `BadRecords`.
+        reject: Called with the bad records, whose payload is their values as JSON.
+        first_empty: See `BadRecords`.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class BadValues:
 
     @property
     def count(self) -> int:
-        """How many were left out."""
+        """How many were dropped."""
         return self._bad.count
 
     def left_out(self, records: Records) -> Records:
@@ -246,11 +247,11 @@ class BadValues:
 
     @property
     def tally(self) -> BadTally:
-        """Why they were left out."""
+        """Why they were dropped."""
         return self._bad.tally
 
     def judge(self, *, at_end: bool) -> None:
-        """Refuse to go on if too many are bad."""
+        """Raise an error if too many are bad."""
         self._bad.judge(at_end=at_end)
 
     def _reason(self, record: Records) -> str:

@@ -1,4 +1,4 @@
-"""Batches: records become what a model reads, and bad ones are dropped.
+"""Batches: records become the input of a model, and bad ones are dropped.
 
 Two specs describe a batch: a `BatchSpec` names columns of ids and numbers, a `FeatureSpec` reads raw columns.
 Either way a record that cannot be used is dropped, counted and rejected to the source (`bad_values`), and the
@@ -42,7 +42,7 @@ class BatchStage(Stage[Batch, Records]):
 
     @abstractmethod
     def _maker(self) -> ColumnBatchMaker | SpecBatchMaker:
-        """Return what makes the batches of one iteration."""
+        """Return the batch maker of one iteration."""
 
     def __iter__(self) -> Iterator[Batch]:
         make = self._maker()
@@ -139,7 +139,7 @@ class ColumnBatchMaker:
 
 
 class PassThroughColumns:
-    """Raw columns that batches carry: what a prediction is about, in the terms of the data."""
+    """Raw columns that batches carry, so that a prediction can name its user or item as the data does."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(dict.fromkeys(names))

@@ -17,7 +17,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from monolith.data.records import Records
-from monolith.data.shuffling import Batcher, Block, Epochs, ShuffleConfig, Shuffler, Stretch, permutation
+from monolith.data.shuffling import (
+    Batcher,
+    Block,
+    Epochs,
+    ShuffleConfig,
+    ShuffledBlock,
+    Shuffler,
+    permutation,
+)
 from monolith.data.source import Position, Stage, WorkQueueSource, closed_after
 from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
@@ -26,9 +34,9 @@ from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreE
 class _Cursor:
     """A cursor: so many records after a position of the upstream.
 
-    After the number of workers has changed, a new worker first reads what the stages of some old workers had
-    buffered. Each of these is a detour, read from the old worker's position; then the worker's own data
-    follows.
+    After the number of workers has changed, a new worker first reads the records that stages of former
+    workers had buffered. Each of these is a detour, read from the old worker's position; then the worker's
+    own data follows.
 
         detour ──all its records──► next detour ──...──► `then`: the worker's own position of the upstream
     """
@@ -100,6 +108,7 @@ class BufferedStage(Stage[Records, Records]):
             raise RestoreError(
                 f"cannot restore a pipeline: {position!r:.200} is not a position of its stage {self.kind!r}"
             )
+        # A position comes from a file: numbers are checked here, the cursor below, before anything changes.
         numbers = {name: position.get(name) for name in names}
         if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
             raise RestoreError(f"cannot restore a pipeline: stage {self.kind!r} finds {numbers}")
@@ -141,12 +150,12 @@ class BufferedStage(Stage[Records, Records]):
     def adopt(self, position: Position, end: Position | None = None) -> Position:
         if "then" in position:  # its detours were adopted already
             return {**position, "then": self._source.adopt(position["then"])}
-        # If records are buffered at the end, the upstream had come further, and no one knows how far.
+        # If records are buffered at the end, the upstream was further on, and it is unknown how far.
         until = None if end is None or end["skip"] or end.get("length") else end["source"]
         return {**position, "source": self._source.adopt(position["source"], until)}
 
     def _split_off_buffered(self, position: Position) -> list[Position]:
-        """Return what was buffered at a position as detours; and last, the position of the upstream after it.
+        """Return the records buffered at a position as detours; and last, the upstream position after them.
 
         To find that last position, the upstream is read from the old worker's position once more.
         """
@@ -162,6 +171,7 @@ class BufferedStage(Stage[Records, Records]):
                 "detour": cursor.detour,
             }
             return [{**first, **self._numbers()}, *cursor.detours, cursor.then]
+        # Read on until the buffered records are passed; there the upstream has a position of its own again.
         wanted, passed = cursor.skip + self._numbers().get("length", 0), 0
         with closed_after(self._source) as batches:
             while passed < wanted:
@@ -206,7 +216,7 @@ class BufferedStage(Stage[Records, Records]):
         """Yield the blocks of the upstream from the current cursor on.
 
         Args:
-            length, taken: Of the stretch that starts there, if one was started before a restart.
+            length, taken: Of the shuffled block that starts there, if one was started before a restart.
         """
         here = self._cursor()
         while here.detour is not None:
@@ -219,7 +229,7 @@ class BufferedStage(Stage[Records, Records]):
         """Yield blocks from a cursor on: to the end of the data, or of the detour if the cursor is in one."""
         # After a restore the upstream is already there; after an iteration that stopped early it is not.
         if self._source.position() != here.source:
-            self._source.restore(here.source)  # it was read further than what was yielded
+            self._source.restore(here.source)  # it was read further than was yielded
         before, passed = here, 0
         with closed_after(self._source) as batches:
             for records in batches:
@@ -281,7 +291,7 @@ class Rebatched(BufferedStage):
 
 
 class Shuffled(BufferedStage):
-    """Stretches of `buffer` records, each permuted by the seed and its number."""
+    """Blocks of `buffer` records, each permuted by the seed and its number."""
 
     kind = "shuffle"
 
@@ -305,29 +315,31 @@ class Shuffled(BufferedStage):
                 step = max(step, len(block.records) - block.first)
                 begun, here = shuffler.begin, block.cursor(block.first)
                 if begun is not None and begun.detours_left != here.detours_left:
-                    # A stretch ends with its detour: it could not be moved to another worker otherwise.
+                    # A shuffled block ends with its detour: it could not be moved to another worker
+                    # otherwise.
                     short = shuffler.end(here)
                     assert short is not None
                     yield from self._in_batches(short, step)
-                for stretch in shuffler.add(block):
-                    yield from self._in_batches(stretch, step)
+                for shuffled in shuffler.add(block):
+                    yield from self._in_batches(shuffled, step)
         last = shuffler.end(_Cursor(self._source.position()))
         if last is not None:
             yield from self._in_batches(last, step)
         self._here = None
 
-    def _in_batches(self, stretch: Stretch[_Cursor], step: int) -> Iterator[Records]:
-        """Yield a stretch in batches as large as they came in."""
-        size = len(stretch.records)
-        for first in range(stretch.first, size, step):
+    def _in_batches(self, block: ShuffledBlock[_Cursor], step: int) -> Iterator[Records]:
+        """Yield a shuffled block in batches as large as those of the upstream."""
+        size = len(block.records)
+        for first in range(block.first, size, step):
             last = min(first + step, size)
+            # The position is set before the yield: while the consumer has this batch, it is behind it.
             if last < size:
-                self._here, self._taken, self._length = stretch.begin, last, size
+                self._here, self._taken, self._length = block.begin, last, size
             else:
-                self._here, numbers = stretch.end, stretch.end.numbers
+                self._here, numbers = block.end, block.end.numbers
                 self._taken, self._length = numbers.get("taken", 0), numbers.get("length", 0)
                 self._number = numbers.get("number", self._number + 1)
-            yield stretch.records.slice(first, last)
+            yield block.records.slice(first, last)
 
     def fraction_read(self, position: Position, records: int = 0) -> float | None:
         return super().fraction_read(position, position["taken"] + records)
@@ -383,6 +395,7 @@ class Taken(BufferedStage):
             return
         with closed_after(self._blocks()) as blocks:
             for block in blocks:
+                # The position moves before the yield, as in every stage.
                 end = min(len(block.records), block.first + self._records - self._taken)
                 self._taken += end - block.first
                 self._here = None if end == len(block.records) else block.cursor(end)

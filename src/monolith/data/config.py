@@ -1,4 +1,4 @@
-"""What a run says of the data its task reads: files, files that are watched, topics, or a data service.
+"""The config of the data that a task reads: files, watched files, topics, or a data service.
 
 A task takes one as a setting and makes a source of it when it is asked for its dataset:
 
@@ -72,19 +72,19 @@ def moment_of(at: float | str) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSplit(Checked):
-    """Which records of one set of files are held back from training.
+    """Which records of one set of files are withheld from training.
 
-    By chance, which follows from a record's values alone: it is in the same part in every run, on every
-    worker and in whatever order the files are read. Or by time, from a moment on.
+    By chance: a hash of a record's values decides, so it is in the same part in every run, on every worker
+    and in whatever order the files are read. Or by time: records from a moment on.
     """
 
     evaluate: float = 0.0
-    """The share of records to evaluate on, 0 to 1."""
+    """The fraction of records to evaluate on, 0 to 1."""
     predict: float = 0.0
-    """The share of records to predict, 0 to 1, such as a test set; with 0, those to evaluate on are."""
+    """The fraction of records to predict, 0 to 1, such as a test set; 0 predicts those to evaluate on."""
     by: tuple[str, ...] = ()
-    """Columns whose values decide: records that are alike in them are in one part, such as all of a user.
-    None means every column that is read."""
+    """Columns whose values decide: records with the same values there are in one part, such as all of a
+    user. None means every column that is read."""
     seed: int = 0
     """Another seed is another choice."""
     time: str | None = None
@@ -101,8 +101,8 @@ class DataSplit(Checked):
             if not 0 <= getattr(self, name) < 1:
                 yield Problem((name,), f"must be from 0 to below 1, got {getattr(self, name)}")
         if self.evaluate + self.predict >= 1:
-            yield Problem(("evaluate", "predict"), "the shares leave nothing to train on")
-        shares = self.evaluate or self.predict
+            yield Problem(("evaluate", "predict"), "the fractions leave nothing to train on")
+        by_chance = self.evaluate or self.predict
         moments = []
         for name in ("evaluate_from", "predict_from"):
             at = getattr(self, name)
@@ -113,12 +113,12 @@ class DataSplit(Checked):
                 return
         if self.time is None and moments:
             yield Problem(("evaluate_from", "predict_from"), "these are values of a time column: set time")
-        if self.time is None and not shares:
-            yield Problem(("evaluate",), "nothing is held back: set a share, such as 0.1, or time")
-        if self.time is not None and (shares or self.by):
+        if self.time is None and not by_chance:
+            yield Problem(("evaluate",), "nothing is withheld: set a fraction, such as 0.1, or time")
+        if self.time is not None and (by_chance or self.by):
             yield Problem(("time", "evaluate", "predict", "by"), "split by chance or by time, not by both")
         if self.time is not None and not moments:
-            yield Problem(("evaluate_from", "time"), "set the value from which records are held back")
+            yield Problem(("evaluate_from", "time"), "set the value from which records are withheld")
         if moments != sorted(moments):
             yield Problem(
                 ("evaluate_from", "predict_from"), "what is predicted comes after what is evaluated on"
@@ -126,9 +126,12 @@ class DataSplit(Checked):
 
     def has(self, part: Part) -> bool:
         """Whether there are records for this."""
-        held = {"evaluate": (self.evaluate, self.evaluate_from), "predict": (self.predict, self.predict_from)}
-        share, moment = held.get(part, (1.0, None))
-        return share > 0 or moment is not None
+        withheld = {
+            "evaluate": (self.evaluate, self.evaluate_from),
+            "predict": (self.predict, self.predict_from),
+        }
+        fraction, moment = withheld.get(part, (1.0, None))
+        return fraction > 0 or moment is not None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -144,12 +147,12 @@ class DataConfig(Checked):
     """All of the data: a file, a folder with `pattern` or dates below it, or a path with * and {DATE(...)} in
     it."""
     train: str | None = None
-    """What to train on, in place of path, where there are files for each purpose."""
+    """What to train on, in place of path, if there are files for each purpose."""
     watch: str | None = None
-    """What to train on as it comes, in place of path: a path with * in it. Files that appear are read, and
-    what is appended to CSV, TSV and JSON lines. Other formats, and compressed files, must appear whole."""
+    """What to train on as it arrives, in place of path: a path with * in it. New files are read, and records
+    that are appended to CSV, TSV and JSON lines. Other formats, and compressed files, must appear whole."""
     kafka: TopicsConfig | None = None
-    """What to train on as it comes, in place of path: topics."""
+    """What to train on as it arrives, in place of path: topics."""
     max_wait: timedelta = timedelta(milliseconds=50)
     """How long the first record of a batch waits for the rest of it, with `watch` and `kafka`; then the batch
     is trained on as it is."""
@@ -157,11 +160,11 @@ class DataConfig(Checked):
     """The run ends after so long without a new record, with `watch`; None waits for good. Topics have
     kafka.stream_timeout."""
     evaluate: str | None = None
-    """The files to evaluate on; None takes what `split` holds back."""
+    """The files to evaluate on; None evaluates on the records that `split` withholds."""
     predict: str | None = None
-    """The files to predict; None takes what `split` holds back, or what is evaluated on."""
+    """The files to predict; None predicts the records that `split` withholds, or those to evaluate on."""
     split: DataSplit | None = None
-    """Which records are held back from training, where there is one set of files."""
+    """Which records are withheld from training, if there is one set of files."""
     pattern: str | None = None
     """Which files of the folder are read, such as *.parquet; with dates, all by default."""
     format: FormatName | None = None
@@ -188,11 +191,11 @@ class DataConfig(Checked):
     end_hour: int | None = None
     """The hour after the last one of each day."""
     max_unreadable: float = 0.0
-    """The share of records that may be malformed, 0 to 1, such as lines with too many fields: they are left
-    out and counted. More end the run, and with 0 the first does."""
+    """The fraction of records that may be malformed, 0 to 1, such as lines with too many fields: they are
+    dropped and counted. More end the run, and with 0 the first does."""
     queue: str | None = None
-    """A local folder that all workers see: they take files from a queue in it, so that a fast worker reads
-    more. None deals the files out beforehand."""
+    """A local folder that all workers see: they lease files from a queue in it, so that a fast worker reads
+    more. None assigns the files beforehand."""
 
     def problems(self) -> Iterator[Problem]:
         if not 0 <= self.max_unreadable <= 1:
@@ -225,7 +228,7 @@ class DataConfig(Checked):
         if self.kafka is not None and self.split is not None:
             yield Problem(
                 ("kafka", "split"),
-                "topics are read once, so nothing of them can be held back; name files to evaluate on",
+                "topics are read once, so nothing of them can be withheld; name files to evaluate on",
             )
         if self.stop_after is not None and self.watch is None:
             yield Problem(("stop_after", "watch"), "this is for files that are watched; set watch")
@@ -240,11 +243,11 @@ class DataConfig(Checked):
 
     @property
     def live(self) -> bool:
-        """Whether what to train on comes as it happens, and does not end."""
+        """Whether the training data arrives as it happens, and does not end."""
         return self.watch is not None or self.kafka is not None
 
     def at_rest(self) -> DataConfig:
-        """Return what is there to train on now, which ends.
+        """Return the training data that is there now, which ends.
 
         Raises:
             ConfigError: It is in topics.
@@ -270,8 +273,8 @@ class DataConfig(Checked):
         if part == "predict":
             return self.part("evaluate")
         raise ConfigError(
-            "data: nothing says what to evaluate on; set data.evaluate to files of their own, or hold some "
-            "records back, as in `split = { evaluate = 0.1 }`"
+            "data: nothing says what to evaluate on; set data.evaluate to files of their own, or "
+            "withhold some records, as in `split = { evaluate = 0.1 }`"
         )
 
     def _of(self, path: str | None) -> DataConfig:
@@ -301,7 +304,7 @@ class DataConfig(Checked):
             ConfigError: Nothing says what to evaluate on.
         """
         from monolith.data.pipeline import Pipeline
-        from monolith.data.splitting import kept_for, times_in, types_for
+        from monolith.data.splitting import part_filter, times_in, types_for
 
         files, split, chosen = self.part(part)
         if types is not None:
@@ -313,8 +316,8 @@ class DataConfig(Checked):
             return read
         several = tuple(types) if types is not None else None
         times = () if types is None else times_in(types)
-        kept = read.filter(kept_for(chosen, split, several, times))
-        # To fill up the batches of a stream would be to wait for it.
+        kept = read.filter(part_filter(chosen, split, several, times))
+        # Filling up the batches of a live stream would delay them.
         return kept if files.live else kept.rebatch(batch_size)
 
     def patterns(self) -> list[str]:
@@ -388,7 +391,7 @@ class DataConfig(Checked):
 
         if self.kafka is not None:
             return self._topics(self.kafka, batch_size, types, options)
-        options = {"bad": BadRecordPolicy(max_share=self.max_unreadable), **options}
+        options = {"bad": BadRecordPolicy(max_fraction=self.max_unreadable), **options}
         if self.watch is not None:
             return self._watched(self.watch, batch_size, types, options)
         files = self.files()
@@ -437,14 +440,14 @@ class DataConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataServiceConfig(Checked):
-    """A data service: other processes read the data and hand out its batches."""
+    """A data service: other processes read the data and assign its batches to trainers."""
 
     enabled: bool = False
     """Whether the task reads from the data service."""
     dispatcher: str | None = None
     """The address of the data service's dispatcher, host:port."""
     folder: str | None = None
-    """The local folder in which the dispatcher of the run keeps how far the data was read; None is
+    """The local folder in which the dispatcher of the run stores how far the data was read; None is
     data_service in the model_dir."""
     readers: int = 2
     """How many files a data worker of the run reads at the same time."""
@@ -463,7 +466,7 @@ class DataServiceConfig(Checked):
             yield Problem(("patience",), f"must not be negative, got {self.patience}")
 
     def source(self, trainer: str, *, guard: PortGuard | None = None) -> DataServiceSource | None:
-        """Return a source of this trainer's share, see `DataServiceSource`; None where it is not enabled.
+        """Return a source of this trainer's chunks, see `DataServiceSource`; None if it is not enabled.
 
         Raises:
             ConfigError: There is no dispatcher.

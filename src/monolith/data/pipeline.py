@@ -1,4 +1,4 @@
-"""Pipelines: what happens to records between a source and the model.
+"""Pipelines: the stages that records pass between a source and the model.
 
     batches = (
         Pipeline(source)
@@ -17,8 +17,8 @@
 Each stage is a source again, with a position as exact as that of its upstream. A stage that buffers records
 saves the position before the oldest of them and how many of the following records were yielded; restoring
 reads these once more and drops them. So a function must make the same of the same record each time; it may
-see records in other batches. A function that draws, counts or remembers must be a transform, whose state is
-part of the position."""
+see records in other batches. A function that draws random numbers, counts or has other state must be a
+transform, whose state is part of the position."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pipeline(Stage[Records, Records]):
     """A source, and the stages on top of it. Adding a stage returns a new pipeline over the same source."""
 
     def map(self, function: Map) -> Pipeline:
-        """Replace records by what the function makes of them: as many, fewer or more."""
+        """Replace records by the result of a function: as many, fewer or more."""
         return Pipeline(_Mapped(self._source, function))
 
     def filter(self, predicate: Predicate) -> Pipeline:
@@ -61,20 +61,20 @@ class Pipeline(Stage[Records, Records]):
         return self.map(lambda records: records.keep(predicate(records)))
 
     def transform(self, transform: Transform, *, snapshot_every: int = SNAPSHOT_EVERY) -> Pipeline:
-        """Replace records by what a transform of `monolith.data.transforms` or `.sampling` makes of them.
+        """Replace records by the result of a transform of `monolith.data.transforms` or `.sampling`.
 
         Records are numbered from 0 where the transforms begin, and several one after the other are one
-        `Compose`: a record keeps its number. What a transform remembers, a pool of items as much as a random
-        generator, is part of the position, so a run that is taken up again gets what it would have got.
+        `Compose`: a record keeps its number. The state of a transform, such as a pool of items or a random
+        generator, is part of the position, so a resumed run gets the same records.
 
         Args:
-            transform: Belongs to this pipeline from here on, if it remembers what it saw.
-            snapshot_every: Records after which another snapshot is taken of what it remembers; restoring
-                transforms those since the last one once more. Over a source that may not repeat its order,
-                as Kafka, there is one after every batch.
+            transform: Belongs to this pipeline from now on, if it has state.
+            snapshot_every: Records between two snapshots of its state; restoring transforms the records since
+                the last one once more. If the source may not repeat its order, as Kafka, there is a snapshot
+                after every batch.
 
         Raises:
-            ConfigError: It cannot go on exactly after a restart, and why.
+            ConfigError: It cannot resume exactly after a restart; the message says why.
         """
         return Pipeline(transformed(self._source, transform, snapshot_every))
 
@@ -118,13 +118,13 @@ class Pipeline(Stage[Records, Records]):
         return Pipeline(_Ahead(self._source, batches))
 
     def to_batches(self, spec: BatchSpec | FeatureSpec) -> Batches:
-        """Turn records into what a model reads: columns of ids and numbers by a `BatchSpec`, raw ones by a
+        """Turn records into the input of a model: columns of ids and numbers by a `BatchSpec`, raw ones by a
         `FeatureSpec`.
 
         Records whose event time is out of range, one of whose labels is NaN or infinite, or that have none of
-        their labels, are left out, counted and put where the source puts malformed ones; see
+        their labels, are dropped, counted and rejected to the source; see
         `BatchSpec.max_bad`. By a feature spec, so are those that lack one of their labels, or of which some
-        other value cannot be read. Reading raises a DataError where the data has no column of that name; see
+        other value cannot be read. Reading raises a DataError if the data has no column of that name; see
         `BatchSpec.optional`.
         """
         if isinstance(spec, FeatureSpec):
@@ -247,13 +247,14 @@ class _Ahead(Stage[Item, Item]):
             self._running = prefetch(_with_positions(self._source), self._capacity)
         while True:
             try:
+                # The position after this item, taken by the thread when it read the item.
                 item, self._position = next(self._running)
             except StopIteration:
                 break
             except BaseException:
                 self._stop()
                 raise
-            yield item  # a consumer that stops here resumes with what was read ahead
+            yield item  # a consumer that stops here resumes with the prefetched items
             if self._running is None:
                 raise DataError("pipeline: restored or closed while it was being read")
         self._running = None
@@ -281,7 +282,7 @@ class _Ahead(Stage[Item, Item]):
         if self._running is not None:
             self._running.close()
             self._running = None
-            # What was read ahead is dropped; the next iteration reads it again.
+            # The prefetched items are dropped; the next iteration reads them again.
             assert self._position is not None
             self._source.restore(self._position)
 

@@ -1,8 +1,8 @@
-"""Records: a stretch of examples, column by column.
+"""Records: consecutive examples, column by column.
 
-What sources yield and transforms work on. A column is ragged: a record has any number
-of values of each feature, none included. There is no object per record anywhere, so a
-stretch of a thousand costs little more than one.
+Sources yield them and transforms work on them. A column is ragged: a record has any number of
+values of each feature, none included. There is no object per record anywhere, so a thousand
+records cost little more than one.
 
 Columns with a meaning have these names:
 
@@ -45,19 +45,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """Some records, in order. Never changes."""
+    """Some records, in order. Never changes.
+
+    With n records and v values, a column is one of
+
+        int64, float32    values (v,), row_splits (n + 1,): record i has values[row_splits[i]:row_splits[i +
+        1]] strings, uint8    values (bytes,) in rows (v,) of rows (n,): ragged rank 2
+
+        records = to_records({"user": [17, 18], "tags": [[3, 9], []]})
+        records["tags"].row_splits                     # tensor([0, 2, 2])
+        records.take(torch.tensor([1, 0]))             # the same records in another order
+    """
 
     size: int
     """How many there are."""
     columns: Mapping[str, RaggedTensor]
     """By name: int64 or float32 of ragged rank 1, or strings: uint8 of ragged rank 2."""
     shared: frozenset[str] = field(default_factory=frozenset)
-    """Columns of a single row that is shared by every record."""
+    """Columns of a single row that every record has, such as the user of a whole request."""
     complete: bool = False
-    """Whether a column that is not here is not in the data at all, as in a table; where each record brings
-    columns of its own, it may be in the next ones."""
+    """Whether a column that is not here is not in the data at all, as in a table. False if each record has
+    columns of its own, so the next records may have it."""
     kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
-    """By name: how the data holds a column, for those where that is known."""
+    """By name: how the data stores a column, if that is known."""
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():
@@ -77,7 +87,7 @@ class Records:
         return self.size
 
     def __getitem__(self, name: str) -> RaggedTensor:
-        """Return a column with one row per record, also where it is shared."""
+        """Return a column with one row per record, also if it is shared."""
         if name not in self.columns:
             raise DataError(f"records have no column {name!r}; {known_columns(name, self.columns)}")
         column = self.columns[name]
@@ -159,8 +169,8 @@ class Records:
 
 
 def concat(parts: Sequence[Records]) -> Records:
-    """Lay records end to end. A column that some do not have is empty there, and one without a value in some
-    is of the type that it has in the others.
+    """Concatenate records. A column that some parts lack is empty there, and one without a value in some
+    parts has the type of the remaining parts.
 
     Raises:
         DataError: A column has different types in different parts.
@@ -195,6 +205,28 @@ def concat(parts: Sequence[Records]) -> Records:
             kinds[name] = kind
     size = sum(part.size for part in parts)
     return Records(size, columns, complete=all(part.complete for part in parts), kinds=kinds)
+
+
+def text_rows(texts: Sequence[bytes]) -> RaggedTensor:
+    """Return strings as rows of bytes: uint8 of ragged rank 1, the values of a column of strings."""
+    flat = torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).copy())
+    lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+    return RaggedTensor.from_row_lengths(flat, lengths, validate=False)
+
+
+def column_from_arrays(
+    flat: NDArray[Any], splits: NDArray[np.int64], texts: NDArray[np.int64] | None
+) -> RaggedTensor:
+    """Return a column over the memory of arrays, as the native parsers return them.
+
+    Args:
+        splits: int64 of shape (records + 1,).
+        texts: Of strings, int64 of shape (values + 1,): where each begins in `flat`. None for numbers.
+    """
+    values: Tensor | RaggedTensor = torch.from_numpy(flat)
+    if texts is not None:
+        values = RaggedTensor(values, torch.from_numpy(texts), validate=False)
+    return RaggedTensor(values, torch.from_numpy(splits), validate=False)
 
 
 def empty_rows(dtype: torch.dtype, rows: int) -> RaggedTensor:
@@ -263,7 +295,7 @@ def infinite_rows(column: RaggedTensor) -> Tensor:
 
 
 def missing_rows(column: RaggedTensor) -> Tensor:
-    """Return which rows of a column have no value, NaN being none: bool of shape (rows,)."""
+    """Return which rows of a column have no value, or only NaN: bool of shape (rows,)."""
     values, lengths = column.values, column.row_lengths()
     if not isinstance(values, Tensor) or not values.is_floating_point() or not bool(values.isnan().any()):
         return lengths == 0
@@ -276,8 +308,8 @@ def missing_rows(column: RaggedTensor) -> Tensor:
 class BatchSpec:
     """Which columns a model reads, and as what.
 
-    A column that the data does not have is an error, unless it is `optional`: it is a slip of the pen, and
-    would train a model without that feature.
+    A column that the data does not have is an error, unless it is `optional`: it is most likely a typo, and
+    the model would train without that feature.
     """
 
     ids: tuple[str, ...]
@@ -295,8 +327,8 @@ class BatchSpec:
     optional: Collection[str] = ()
     """Columns that the data may lack: ids then read as none, numbers as zeros, and a label is not there."""
     max_bad: float = 0.1
-    """The share of records whose event time may be out of range, or a label NaN, 0 to 1. They are left out,
-    counted and put where the source puts malformed records; more end the run, and with 0 the first does."""
+    """The fraction of records whose event time may be out of range, or a label NaN, 0 to 1. They are dropped,
+    counted and rejected to the source; more end the run, and with 0 the first does."""
 
     def __post_init__(self) -> None:
         pairs = list(self.labels.values()) if isinstance(self.labels, Mapping) else [None]
@@ -363,8 +395,8 @@ class ColumnCheck:
     as a tf.Example does, a column counts as missing when none of the first `PATIENCE` records has it.
 
     Args:
-        who: Needs them, as an error begins.
-        optional: How to say that a column may be missing, with {} for its name.
+        who: The name of the reader that needs them, with which an error begins.
+        optional: How a user declares that a column may be missing, with {} for its name.
     """
 
     PATIENCE = 1000
@@ -377,10 +409,11 @@ class ColumnCheck:
         self._records = 0
 
     def look(self, records: Records, *, complete: bool | None = None) -> None:
-        """See the next records.
+        """Check the next records.
 
         Args:
-            complete: Whether they lack what they do not have; by default what they say of themselves.
+            complete: Whether a column that they do not have is missing for good; by default
+                `records.complete`.
 
         Raises:
             DataError: A column is missing; names those that are there.
@@ -398,7 +431,7 @@ class ColumnCheck:
             raise self._missing(f"none of the first {self._records:,} records has a")
 
     def end(self) -> None:
-        """Hear that there are no more records.
+        """Check the whole stream, after its last record.
 
         Raises:
             DataError: None of them had a column.
@@ -418,7 +451,7 @@ class BatchMaker:
     """Makes batches of a stream of records, and refuses columns that it does not have; see `ColumnCheck`.
 
     Args:
-        resumed: Whether the records are what is left of a stream; its end then says nothing.
+        resumed: Whether earlier records were read before a restart, so a column may have been in those.
     """
 
     def __init__(self, spec: BatchSpec, *, resumed: bool = False) -> None:
@@ -437,7 +470,7 @@ class BatchMaker:
         return read_batch(records, self._spec)
 
     def end(self) -> None:
-        """Hear that there are no more.
+        """Check the whole stream, after its last record.
 
         Raises:
             DataError: None of the records had a column that is not optional.
@@ -465,7 +498,7 @@ def _check_of(spec: BatchSpec) -> ColumnCheck:
 
 
 def read_batch(records: Records, spec: BatchSpec) -> Batch:
-    """Return the same as `make_batch`, with what is missing left empty."""
+    """Return the same as `make_batch`, with missing columns left empty."""
     there = records.columns
     ids = {name: there[name] if name in there else empty_rows(torch.int64, records.size) for name in spec.ids}
     for name, column in ids.items():
@@ -498,7 +531,7 @@ def read_batch(records: Records, spec: BatchSpec) -> Batch:
 
 
 def _event_times(records: Records, column: str | None) -> Tensor | None:
-    """Return Unix seconds of all records that have one; None where there is no such column."""
+    """Return Unix seconds of all records that have one; None if there is no such column."""
     found = records.columns.get(column or "")
     if found is None:
         return None

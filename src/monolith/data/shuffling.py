@@ -1,14 +1,14 @@
 """The order of records: epochs, shuffling that can be resumed, and batches of one size.
 
-A shuffle buffer from which records are drawn at random would have to be saved whole. Here a *stretch* of
-records is permuted by a function of the seed and of where the stretch begins, so a position needs two numbers
-more: the length of the stretch and how many of its records were yielded.
+A shuffle buffer from which records are drawn at random would have to be saved whole. Here a block of records
+is permuted by a function of the seed and of where the block begins, so a position needs only two more
+numbers: the length of the block and how many of its records were yielded.
 
 A source reads *blocks* (chunks of files, batches of another stream) and yields batches of one size, maybe in
 another order. Records that it buffers meanwhile must neither be lost nor come twice. So each block knows the
 *cursor* before each of its records, and the two classes below report the cursor they have come to:
 
-    blocks ──Shuffler──► stretches, each permuted     blocks ──Batcher──► (batch, cursor after it), ...
+    blocks ──Shuffler──► shuffled blocks          blocks ──Batcher──► (batch, cursor after it), ...
 
 A cursor is a place between two records, in the terms of the source; a `Position` is a cursor as plain values.
 """
@@ -109,17 +109,18 @@ class Block(Generic[Cursor]):
     records: Records
     cursor: Callable[[int], Cursor]
     """Returns the cursor before record `number`; for `len(records)`, the one after the block. Only valid
-    until the source reads on."""
+    until the source reads the next block."""
     first: int = 0
     """The first of `records` to yield; those before it were yielded earlier."""
     length: int = 0
-    """Of the stretch that starts at `first`, if it was started before a restart; otherwise 0."""
+    """Records of the shuffled block that starts at `first`, if it was started before a restart; otherwise
+    0."""
     taken: int = 0
-    """Records of that stretch that were yielded before the restart."""
+    """Records of that shuffled block that were yielded before the restart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch(Generic[Cursor]):
+class ShuffledBlock(Generic[Cursor]):
     """Records that were permuted together, and the cursors around them."""
 
     begin: Cursor
@@ -130,12 +131,12 @@ class Stretch(Generic[Cursor]):
 
 
 class Shuffler(Generic[Cursor]):
-    """Permutes stretches of records by numbers that a position has; see `permutation`.
+    """Permutes blocks of records by numbers that a position contains; see `permutation`.
 
-    A stretch that was started before a restart keeps its length, however much data there is now.
+    A block that was started before a restart has the same length again, however much data there is now.
 
     Args:
-        buffer: Records of a stretch; only one that the source ends is shorter.
+        buffer: Records of a shuffled block; only one that the source ends is shorter.
         order: Returns the permutation of so many records from a cursor on.
         name_of: Returns what to call the data at a cursor in a message.
     """
@@ -152,14 +153,16 @@ class Shuffler(Generic[Cursor]):
 
     @property
     def begin(self) -> Cursor | None:
-        """Where the unfinished stretch begins; None if there is none."""
+        """Where the unfinished block begins; None if there is none."""
         return self._begin
 
-    def add(self, block: Block[Cursor]) -> Iterator[Stretch[Cursor]]:
-        """Yield the stretches that a block completes, and buffer the rest of it."""
+    def add(self, block: Block[Cursor]) -> Iterator[ShuffledBlock[Cursor]]:
+        """Yield the shuffled blocks that a block completes, and buffer the rest of it."""
         here, size = block.first, len(block.records)
         while here < size:
             if self._begin is None:
+                # A block that was started before a restart gets the same records, so the same order: its
+                # length comes from the position, and it begins with the first block that is read.
                 self._resumed = block.length if here == block.first else 0
                 self._taken = block.taken if self._resumed else 0
                 self._missing = self._resumed or self._buffer
@@ -168,10 +171,10 @@ class Shuffler(Generic[Cursor]):
             self._buffered.append(block.records.slice(before, here))
             self._missing -= here - before
             if not self._missing:
-                yield self._stretch(self._begin, block.cursor(here))
+                yield self._shuffled(self._begin, block.cursor(here))
 
-    def end(self, cursor: Cursor) -> Stretch[Cursor] | None:
-        """Return the unfinished stretch, short as it is; None if there is none.
+    def end(self, cursor: Cursor) -> ShuffledBlock[Cursor] | None:
+        """Return the unfinished block, short as it is; None if there is none.
 
         Raises:
             DataError: It was longer before a restart.
@@ -184,12 +187,12 @@ class Shuffler(Generic[Cursor]):
                 f"{self._name_of(begin)} has fewer records than when its position was saved: the data was "
                 "replaced since. Restore the data, or start from the beginning."
             )
-        return self._stretch(begin, cursor)
+        return self._shuffled(begin, cursor)
 
-    def _stretch(self, begin: Cursor, end: Cursor) -> Stretch[Cursor]:
+    def _shuffled(self, begin: Cursor, end: Cursor) -> ShuffledBlock[Cursor]:
         records = concat(self._buffered)
         self._buffered, self._begin = [], None
-        return Stretch(begin, end, records.take(self._order(begin, len(records))), self._taken)
+        return ShuffledBlock(begin, end, records.take(self._order(begin, len(records))), self._taken)
 
 
 class Batcher(Generic[Cursor]):
@@ -224,6 +227,7 @@ class Batcher(Generic[Cursor]):
         return not self._buffered
 
     def _batch(self) -> Records:
+        # Slices share memory with their blocks; only here, once per batch, are records copied.
         batch = concat(self._buffered)
         self._buffered, self._missing = [], self._size
         return batch

@@ -8,6 +8,12 @@ exactly the remaining records, whatever the number of threads or the size of buf
     │   a constructor opens no file, broker or queue                  too late for the other two      │
     └──────────────────────────────────────────────────────────────────────────────────────close()────┘
 
+Workers that train together must not read the same records. A task does not know about that: it makes its
+stream as if it were the only worker, and the run assigns each worker a `Shard` before the first read:
+
+    stream = task.dataset(Mode.TRAIN)
+    stream.read_shard(Shard(1, 4))      # its FileSource reads every fourth file
+
 Derive a source of your own from `Source` and implement `__iter__`, `position` and `restore`. All other
 methods are optional abilities with a default: a source that does not override `read_shard`, for example,
 cannot be split among several workers, and the run says so. An object that is not derived from `Source` is
@@ -35,20 +41,99 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from monolith.data.format import BadRecord
 from monolith.data.records import Records
-from monolith.data.sharding import Shard
 from monolith.data.shuffling import Epochs
-from monolith.errors import NotRepeatableError, NotShareableError, RestoreError
+from monolith.errors import ConfigError, NotRepeatableError, NotShareableError, RestoreError
 
 T = TypeVar("T")
 Item_co = TypeVar("Item_co", covariant=True)
 In = TypeVar("In")
 
 Position = dict[str, Any]
-"""A place between two records, as plain values that survive JSON. A source of the same kind resumes there."""
+"""A place between two records, as plain values that survive JSON. A source of the same kind resumes there.
+
+Positions are saved in checkpoints, so their keys never change their meaning."""
+
+
+class Shard(NamedTuple):
+    """One of several equal parts of the data."""
+
+    worker: int = 0
+    workers: int = 1
+
+
+class ShardChoice:
+    """The shard that one source reads: as its arguments say, otherwise as the run says, otherwise everything.
+
+        open ──choose──► open ──settle, by the first read, position or restore──► settled for good
+
+    Args:
+        source: The name of the source in messages.
+        worker: The `worker` argument of the source. Without `num_workers`, the run says how many there are.
+        num_workers: The `num_workers` argument of the source.
+
+    Raises:
+        ConfigError: There is no such worker.
+    """
+
+    def __init__(self, source: str, worker: int | None = None, num_workers: int | None = None) -> None:
+        self._source = source
+        self._worker = worker
+        self._chosen = Shard()
+        self._settled: Shard | None = None
+        self._fixed: Shard | None = None
+        if num_workers is not None:
+            self._fixed = self._checked(Shard(worker or 0, num_workers))
+        elif worker is not None and worker < 0:
+            raise ConfigError(f"{source}: there is no worker {worker}; the first is 0")
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the arguments of the source name the shard, so that the run has no choice."""
+        return self._fixed is not None
+
+    def choose(self, shard: Shard) -> None:
+        """Choose the shard, on behalf of the run.
+
+        Raises:
+            ConfigError: There is no such shard, or the choice is settled.
+        """
+        if self._settled is not None:
+            raise ConfigError(
+                f"{self._source}: cannot read shard {shard.worker} of {shard.workers} now, it was read or "
+                "asked for its position before; call read_shard() first"
+            )
+        self._chosen = self._checked(shard)
+
+    def settle(self) -> Shard:
+        """Return the shard, which stays the same from now on.
+
+        Raises:
+            ConfigError: The `worker` of the source is not one of the workers of the run.
+        """
+        if self._settled is None:
+            self._settled = self._choice()
+        return self._settled
+
+    def _choice(self) -> Shard:
+        if self._fixed is not None:
+            return self._fixed
+        if self._worker is None:
+            return self._chosen
+        if self._worker >= self._chosen.workers:
+            raise ConfigError(
+                f"{self._source}: there is no worker {self._worker} of {self._chosen.workers}; give "
+                "num_workers with it"
+            )
+        return Shard(self._worker, self._chosen.workers)
+
+    def _checked(self, shard: Shard) -> Shard:
+        if shard.workers < 1 or not 0 <= shard.worker < shard.workers:
+            raise ConfigError(f"{self._source}: there is no worker {shard.worker} of {shard.workers}")
+        return shard
 
 
 class Stream(ABC, Generic[Item_co]):
@@ -118,7 +203,7 @@ class Stream(ABC, Generic[Item_co]):
         del epochs
         raise NotRepeatableError(f"{_name(self)} cannot be read several times: it has no read_epochs()")
 
-    # What is known about the data. All of these may be called from any thread.
+    # Facts about the data. All of these may be called from any thread.
 
     @property
     def live(self) -> bool | None:
@@ -155,7 +240,7 @@ class Stream(ABC, Generic[Item_co]):
 
     @property
     def trouble(self) -> str:
-        """What the stream cannot do now and retries, for an operator; empty if all is well."""
+        """Says which operation fails now and is retried, for an operator; empty if all is well."""
         return ""
 
     # Bad records
@@ -206,7 +291,7 @@ class Stream(ABC, Generic[Item_co]):
         raise _cannot_redistribute(self)
 
     def adopt(self, position: Position, end: Position | None = None) -> Position:
-        """Return a position from which this source yields what the worker of `position` would have.
+        """Return a position from which this source yields the records that the worker of `position` would.
 
         A stage that buffers records needs it: the buffered records of an old worker are in the middle of a
         unit, so one of the new workers reads them first, from the shard of the old one.
@@ -224,7 +309,7 @@ class Stream(ABC, Generic[Item_co]):
     def work_queue(self) -> WorkQueueSource | None:
         """The source whose work moves between workers while they read; None if shards are fixed.
 
-        A stage that buffers records has none: what it buffers cannot be given back.
+        A stage that buffers records has none: buffered records cannot be given back.
         """
         return None
 
@@ -292,16 +377,16 @@ class WorkQueueSource(ABC):
         Raises:
             RestoreError: They are of other data, or something is missing.
         """
-        raise NotImplementedError(f"the chief does not assign the work of {_name(self)}: {len(positions)}")
+        del positions
+        raise _no_chief(self)
 
     def reassign(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Return the remaining work as positions of so many workers, some of which may be empty.
 
         Only if the chief assigns. From any thread, while this source is read: its own position stays.
         """
-        raise NotImplementedError(
-            f"the chief does not assign the work of {_name(self)}: {len(positions)} to {workers}"
-        )
+        del positions, workers
+        raise _no_chief(self)
 
 
 class Stage(Stream[Item_co], Generic[Item_co, In]):
@@ -451,6 +536,11 @@ def closed_after(items: Iterable[T]) -> Iterator[Iterator[T]]:
 def _name(source: object) -> str:
     kind = type(source._items) if isinstance(source, _Wrapped) else type(source)
     return kind.__name__.lstrip("_")
+
+
+def _no_chief(source: object) -> NotImplementedError:
+    # Only a bug calls it: callers check `chief_assigns` first.
+    return NotImplementedError(f"a queue assigns the work of {_name(source)}, not the chief")
 
 
 def _cannot_redistribute(source: object) -> RestoreError:

@@ -1,7 +1,7 @@
 """Splitting: which records of a set are trained on, evaluated on and predicted.
 
-A record's part follows from its values: their hash, as a number from 0 to 1, falls into a share. So it needs
-no state, no second pass and no order, and a copy of a record is never on both sides.
+A hash of its values, as a number from 0 to 1, decides the part of a record. So splitting needs no state, no
+second pass and no order, and a copy of a record is always in the same part.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from monolith import native
 from monolith.data.config import DataSplit, Part, moment_of
 from monolith.data.records import Records
 from monolith.errors import DataError
-from monolith.feature.spec.fitting import mixed
 from monolith.feature.spec.times import TIME, read_times, whole_texts, without_empty_texts
+from monolith.table.hashing import mix
 from monolith.tensors import RaggedTensor
 
 
 def types_for(split: DataSplit | None, types: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Return the types of what is read, those of the columns that a split names included."""
+    """Return the types of all columns to read, including those that a split names."""
     named = {} if split is None else dict.fromkeys(split.columns, torch.uint8)
     if split is not None and split.time is not None:
         named[split.time] = TIME
@@ -35,16 +35,16 @@ def times_in(types: Mapping[str, torch.dtype]) -> frozenset[str]:
     return frozenset(name for name, dtype in types.items() if dtype is TIME)
 
 
-def kept_for(
+def part_filter(
     part: Part,
     split: DataSplit,
     columns: Sequence[str] | None = None,
     times: Collection[str] = (),
 ) -> Callable[[Records], Tensor]:
-    """Return what says of each record whether it is in this part.
+    """Return a predicate: whether each record is in this part.
 
     Args:
-        columns: Those that decide where the split names none; None means all there are.
+        columns: Those that decide if the split names none; None means all there are.
         times: Those that hold times, which may be numbers as texts.
     """
     if split.time is not None:
@@ -71,16 +71,20 @@ def fractions(
     there = [name for name in sorted(columns) if name in records.columns]
     if not there:
         raise DataError(f"cannot split: the data has none of the columns {', '.join(columns)}")
-    total = mixed(np.full(len(records), seed % (1 << 64), dtype=np.uint64))
+    total = mix(np.full(len(records), seed % (1 << 64), dtype=np.uint64))
     for name in there:
-        total = mixed(total ^ _row_hashes(records[name], name in times))
+        total = mix(total ^ _row_hashes(records[name], name in times))
     return (total >> np.uint64(11)).astype(np.float64) / float(1 << 53)
 
 
 def _range(part: Part, split: DataSplit) -> tuple[float, float]:
-    """Return which fractions are in a part: what is evaluated on comes first, then what is predicted."""
-    held = split.evaluate + split.predict
-    bounds = {"evaluate": (0.0, split.evaluate), "predict": (split.evaluate, held), "train": (held, 1.0)}
+    """Return the range of hashes of a part: records to evaluate on first, then those to predict."""
+    withheld = split.evaluate + split.predict
+    bounds = {
+        "evaluate": (0.0, split.evaluate),
+        "predict": (split.evaluate, withheld),
+        "train": (withheld, 1.0),
+    }
     return bounds[part]
 
 
@@ -133,8 +137,8 @@ def _row_hashes(column: RaggedTensor, is_time: bool) -> NDArray[np.uint64]:
     splits = column.row_splits.numpy()
     lengths = np.diff(splits)
     places = np.arange(len(values), dtype=np.uint64) - np.repeat(splits[:-1], lengths).astype(np.uint64)
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed(values + mixed(places)), dtype=np.uint64)])
-    return mixed(sums[splits[1:]] - sums[splits[:-1]] + lengths.astype(np.uint64))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mix(values + mix(places)), dtype=np.uint64)])
+    return mix(sums[splits[1:]] - sums[splits[:-1]] + lengths.astype(np.uint64))
 
 
 def _value_hashes(column: RaggedTensor, is_time: bool) -> NDArray[np.uint64]:

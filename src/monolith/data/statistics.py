@@ -1,4 +1,4 @@
-"""Statistics of records: what each column holds, in one pass and bounded memory.
+"""Statistics of the columns of records, in one pass and bounded memory.
 
 Distinct values are counted exactly up to `EXACT` of them, by their hashes. Beyond, they are
 estimated by a HyperLogLog sketch: 16 KiB a column, within about one percent; `is_exact` says
@@ -70,7 +70,8 @@ class Distinct:
         estimate = bias * _REGISTERS**2 / float(np.exp2(-self._ranks.astype(np.float64)).sum())
         empty = int((self._ranks == 0).sum())
         if estimate <= 2.5 * _REGISTERS and empty:
-            estimate = _REGISTERS * math.log(_REGISTERS / empty)  # few: better told from what is still empty
+            # With few values, the number of empty registers gives the better estimate.
+            estimate = _REGISTERS * math.log(_REGISTERS / empty)
         return round(estimate)
 
 
@@ -85,7 +86,7 @@ class Span:
 
     @property
     def mean(self) -> float:
-        """NaN where there is no number."""
+        """NaN if there is no number."""
         return self.total / self.count if self.count else math.nan
 
     def add(self, values: NDArray[np.generic]) -> None:
@@ -98,7 +99,7 @@ class Span:
 
 @dataclass(slots=True)
 class ColumnStatistics:
-    """What one column holds."""
+    """The statistics of one column."""
 
     type: str
     """ids (whole numbers), floats or strings."""
@@ -110,7 +111,7 @@ class ColumnStatistics:
     numbers: Span = field(default_factory=Span)
     """Of numbers; of strings, their lengths in bytes."""
     seconds: Span | None = None
-    """Of times; None where some value is none."""
+    """Of times; None if some value is not a time."""
     distinct: Distinct = field(default_factory=Distinct)
 
     @property
@@ -120,7 +121,7 @@ class ColumnStatistics:
 
     @property
     def unit(self) -> str | None:
-        """What `span` is measured in, where it is not of the values themselves."""
+        """The unit of `span`, if it is not that of the values themselves."""
         return {"times": "Unix seconds", "strings": "bytes"}.get(self.kind)
 
     @property
@@ -153,7 +154,7 @@ class ColumnStatistics:
 
 @dataclass(slots=True)
 class Statistics:
-    """What some records hold."""
+    """The statistics of some records."""
 
     records: int = 0
     columns: dict[str, ColumnStatistics] = field(default_factory=dict)
@@ -200,17 +201,15 @@ class Statistics:
 
 
 def _numbers(column: RaggedTensor) -> tuple[NDArray[np.generic], NDArray[np.uint64]]:
-    """Return the numbers of a column, of strings their lengths, and a hash for each value."""
+    """Return the numbers of a column, of strings their lengths, and a hash for each value.
+
+    A signature has 54 bits; `mix` spreads them over all 64, of which the sketch uses the highest.
+    """
     values = column.values
     if isinstance(values, RaggedTensor):
         flat, splits = values.flat_values.numpy(), values.row_splits.numpy()
-        return np.diff(splits), _mixed(native.hash_strings(flat.tobytes(), splits, 0, 1))
+        return np.diff(splits), mix(native.hash_strings(flat.tobytes(), splits, 0, 1))
     numbers = values.numpy()
     if numbers.dtype == np.float32:
-        return numbers, _mixed(native.hash_floats(np.ascontiguousarray(numbers), 0, 1))
+        return numbers, mix(native.hash_floats(np.ascontiguousarray(numbers), 0, 1))
     return numbers, mix(numbers)
-
-
-def _mixed(fids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Spread the 54 bits of a signature over all 64."""
-    return mix(fids)

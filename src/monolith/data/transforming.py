@@ -1,18 +1,19 @@
 """Transforms as a stage of a pipeline: records have numbers, and the state of transforms is in the position.
 
-What a transform decides by determines what a position must contain:
+A position must contain more, the more a transform depends on:
 
-    what is in a record        nothing: the position is that of the source
-    the number of a record     the number of the next one
-    what it saw before         that, and what it remembers: a snapshot now and then, and the records since
+    the values of a record     nothing: the position is that of the source
+    the number of a record     the number of the next record
+    earlier records            also its state: a snapshot now and then, and how many records came since
 
 A snapshot of a pool of items may be large, and a position is asked for after every batch. So the stage
 takes one every so many records, all positions until the next one share it, and restoring transforms the
-records since then once more, without yielding what comes of them.
+records since then once more, without yielding the results.
 
-    snapshot ──records that were delivered: transformed again, and dropped──► position ──► what is left
+    snapshot ──records that were delivered: transformed again, and dropped──► position ──► the remaining
+    records
 
-Where these might come in another order, as those of several partitions do, each batch has its snapshot.
+If these might come in another order, as those of several partitions do, each batch has its snapshot.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from monolith.data.transforms.transform import Compose, Filter, Rewrite, Statefu
 from monolith.errors import ConfigError, DataError, RestoreError
 
 SNAPSHOT_EVERY = 65_536
-"""Records between two snapshots of what a transform remembers."""
+"""Records between two snapshots of the state of a transform."""
 
 KIND = "transform"
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -41,7 +42,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What it takes to go on from a place between two batches of the source."""
+    """All that is needed to resume between two batches of the source."""
 
     source: Position
     number: int
@@ -51,7 +52,7 @@ class _Snapshot:
 
 
 class TransformedByContent(Stage[Records, Records]):
-    """Transforms that look at nothing but what is in a record."""
+    """Transforms that depend only on the values of a record."""
 
     def __init__(self, source: Stream[Records], transforms: Sequence[Transform]) -> None:
         super().__init__(source)
@@ -68,10 +69,10 @@ class TransformedByContent(Stage[Records, Records]):
 
 
 class Transformed(Stage[Records, Records]):
-    """Transforms that look at the number of a record, or remember what they saw. Owns them from here on.
+    """Transforms that depend on the number of a record, or have state. Owns them from now on.
 
     Args:
-        snapshot_every: Records, at least, between two snapshots of what is remembered.
+        snapshot_every: Records, at least, between two snapshots of the state.
     """
 
     def __init__(self, source: Stream[Records], transforms: Sequence[Transform], snapshot_every: int) -> None:
@@ -91,10 +92,10 @@ class Transformed(Stage[Records, Records]):
     def __iter__(self) -> Iterator[Records]:
         if self._torn:
             self.restore(self.position())
-        self._stand()
+        self._settled_base()
         with closed_after(self._source) as batches:
             for records in batches:
-                made = self._pass(records)
+                made = self._transform_batch(records)
                 if len(made):
                     yield made
         if self._again:
@@ -102,12 +103,13 @@ class Transformed(Stage[Records, Records]):
                 f"pipeline: {self._again} records fewer than when the position was saved; the data has "
                 "changed"
             )
-        self._base, self._since = self._snapshot(), 0  # where the source says that it has ended
+        # The source may have more later; a snapshot at its end makes a restart cheap.
+        self._base, self._since = self._snapshot(), 0
 
-    def _pass(self, records: Records) -> Records:
-        """Transform a batch of the source; return what is made of those that were not delivered before."""
+    def _transform_batch(self, records: Records) -> Records:
+        """Transform a batch of the source; return the results that were not delivered before."""
         again = min(self._again, len(records))
-        # If a transform raises halfway, its state has seen some records of this batch and not others. The
+        # If a transform raises halfway, its state includes only some records of this batch. The
         # next iteration then restores the last snapshot, and transforms the records since once more.
         self._torn = True
         if again:
@@ -117,7 +119,7 @@ class Transformed(Stage[Records, Records]):
         self._torn = False
         self._again -= again
         self._since += len(rest)
-        if not self._again and (self._since >= self.snapshot_every or not self._waits):
+        if not self._again and (self._since >= self.snapshot_every or not self._snapshots_are_rare):
             self._base, self._since = self._snapshot(), 0
         return made
 
@@ -134,13 +136,13 @@ class Transformed(Stage[Records, Records]):
         return self._source.fraction_read(position["source"], position["skip"] + records)
 
     def position(self) -> Position:
-        base = self._stand()
+        base = self._settled_base()
         found: Position = {"stage": KIND, "source": base.source, "number": base.number, "skip": self._since}
         return found if base.state is None else {**found, "state": base.state}
 
     def restore(self, position: Position) -> None:
         base, since = self._read(position)
-        # Nothing moves unless both do. It is the state that is taken back: the place may be far away.
+        # Either both are restored or neither. The state is restored first because undoing that is cheap.
         earlier = self._state()
         self._remember(base.state)
         try:
@@ -176,8 +178,8 @@ class Transformed(Stage[Records, Records]):
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         if self._remembers:
             raise RestoreError(
-                f"{_named(self._remembers)} of a pipeline remembers what its worker saw, so what another "
-                "number of workers would make of the rest follows from nothing. Go on with "
+                f"{_named(self._remembers)} of a pipeline remembers what its worker saw, so its state "
+                "cannot be divided among another number of workers. Resume with "
                 f"{len(positions)} workers."
             )
         number = max(
@@ -189,16 +191,16 @@ class Transformed(Stage[Records, Records]):
     def adopt(self, position: Position, end: Position | None = None) -> Position:  # noqa: ARG002
         raise RestoreError(
             f"{_named(self.transforms)} of a pipeline decides by the number of a record, and a stage above "
-            "it held records back: read again by another worker they might have other numbers. Go on with as "
-            "many workers as before."
+            "it buffers records: read by another worker they might have other numbers. Resume with as many "
+            "workers as before."
         )
 
     @property
-    def _waits(self) -> bool:
-        """Whether a snapshot is worth waiting for, and the records since can be had again."""
+    def _snapshots_are_rare(self) -> bool:
+        """Whether snapshots may be far apart: the records since the last one come again in the same order."""
         return bool(self._remembers) and self.repeats_order
 
-    def _stand(self) -> _Snapshot:
+    def _settled_base(self) -> _Snapshot:
         if self._base is None:
             self._base = self._snapshot()
         return self._base
@@ -207,7 +209,7 @@ class Transformed(Stage[Records, Records]):
         return _Snapshot(self._source.position(), self._number, self._state())
 
     def _state(self) -> dict[str, Any] | None:
-        """Return a copy of the state, which never changes."""
+        """Return a copy of the state, which later records do not change."""
         if not self._remembers:
             return None
         state = self._transform.state()
@@ -241,7 +243,7 @@ def transformed(source: Stream[Records], transform: Transform, snapshot_every: i
     its number through all of them; see `Compose`.
 
     Raises:
-        ConfigError: It cannot go on exactly after a restart, and why.
+        ConfigError: It cannot resume exactly after a restart; the message says why.
     """
     added = list(_parts(transform))
     for one in added:
@@ -281,13 +283,13 @@ def _check_exact(transform: Transform) -> None:
     has = [method for method in ("state", "restore") if hasattr(transform, method)]
     if len(has) == 1:
         raise ConfigError(
-            f"pipeline: {name} has {has[0]}() alone; to go on exactly after a restart it needs state() and "
+            f"pipeline: {name} has {has[0]}() alone; to resume exactly after a restart it needs state() and "
             "restore()"
         )
     drawn = [what for what, one in getattr(transform, "__dict__", {}).items() if isinstance(one, _GENERATORS)]
     if drawn and not has:
         raise ConfigError(
-            f"pipeline: {name} draws from its {drawn[0]!r}, which would begin again after a restart. Give it "
+            f"pipeline: {name} draws from its {drawn[0]!r}, which would start over after a restart. Give it "
             "state() and restore(), or draw by the number of a record, as "
             "monolith.data.transforms.transform.draw does."
         )

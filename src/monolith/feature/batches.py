@@ -1,8 +1,12 @@
-"""Batches: what the features of a model hold, for a number of examples.
+"""Batches: the feature values of a number of examples, as a model reads them.
 
-The ids of all features lie in one tensor, feature after feature, so that one call
-into the core reads them all. A cell is what one feature has in one example; a shared
+The ids of all features are in one tensor, feature after feature, so that one call into
+the core reads them all. A cell is the ids of one feature in one example; a shared
 feature, such as the user of a request with many items, has one cell for all examples.
+
+    names   ("user", "tags")             2 examples: user 17 with tags 3 and 9, user 18 without tags
+    ids     [17, 18, 3, 9]               (n,)
+    splits  [0, 1, 2, 4, 4]              (cells + 1,): cells of user, then of tags
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ from monolith.tensors import RaggedTensor
 
 @dataclass(frozen=True, slots=True)
 class ColumnKind:
-    """How the data holds a column, so that its values can be written as they were read.
+    """How the data stores a column, so that its values can be written as they were read.
 
-    In memory a column is ragged, of int64, float32 or bytes. A join of what is written with the data needs
-    more: whether a value is a list, a text or bytes, a signed or an unsigned number.
+    In memory a column is ragged, of int64, float32 or bytes. To join written predictions with the data, more
+    is needed: whether a value is a list, a text or bytes, a signed or an unsigned number.
     """
 
     type: str
@@ -84,20 +88,20 @@ class FeatureIds:
         batch_size: int | None = None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> FeatureIds:
-        """Bring features together.
+        """Pack the ids of several features into one tensor.
 
         Args:
             features: Ragged int64 ids with one row per example; or a tensor of shape (examples,) or
                 (examples, k), whose features then have one id, or k, in each example.
-            shared: Features of one row that stands for every example.
+            shared: Features of one row, which counts for every example.
             batch_size: Needed only when all features are shared.
             weights: Feature to a number for each of its ids, in their order; 1 for all others.
         """
-        alone = set(shared)
-        if unknown := alone - features.keys():
+        single = set(shared)
+        if unknown := single - features.keys():
             raise FeatureError(f"batch: shared names features that are not there: {sorted(unknown)}")
         ragged = {name: _ragged(name, feature) for name, feature in features.items()}
-        sizes = {name: rows.nrows for name, rows in ragged.items() if name not in alone}
+        sizes = {name: rows.nrows for name, rows in ragged.items() if name not in single}
         if batch_size is None:
             if not sizes:
                 raise FeatureError(
@@ -105,7 +109,7 @@ class FeatureIds:
                 )
             batch_size = next(iter(sizes.values()))
         for name, rows in ragged.items():
-            wanted = 1 if name in alone else batch_size
+            wanted = 1 if name in single else batch_size
             if rows.nrows != wanted:
                 raise FeatureError(f"batch: feature {name!r} has {rows.nrows} rows instead of {wanted}")
         splits, offset = [torch.zeros(1, dtype=torch.int64)], 0
@@ -118,7 +122,7 @@ class FeatureIds:
             ids=torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64),
             splits=torch.cat(splits),
             batch_size=batch_size,
-            shared=tuple(name in alone for name in ragged),
+            shared=tuple(name in single for name in ragged),
             event_time=event_time,
             event_times=event_times,
             weights=_weights(ragged, weights) if weights else None,
@@ -161,7 +165,7 @@ class FeatureIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Everything a model reads of a number of examples, and what it should have said."""
+    """Everything that a model reads of a number of examples, and their labels."""
 
     ids: FeatureIds
     floats: Mapping[str, Tensor] = field(default_factory=dict)
@@ -171,7 +175,7 @@ class Batch:
     raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
     """Columns of the data as they were read, if the caller asked for some; models do not read them."""
     raw_kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
-    """How the data holds the columns of `raw`, where that is known."""
+    """How the data stores the columns of `raw`, if that is known."""
     group: str | None = None
     """The feature of ids that groups examples for metrics by group, such as the user."""
 
@@ -192,14 +196,9 @@ class Batch:
 
     @property
     def groups(self) -> Tensor | None:
-        """The group of each example, int64: its first id of `group`, 0 where it has none; None without."""
-        if self.group is None:
-            return None
-        ids = self.ids[self.group]
-        first = torch.zeros(ids.nrows, dtype=torch.int64)
-        some = ids.row_lengths() > 0
-        first[some] = ids.flat_values[ids.row_splits[:-1][some]]
-        return first if ids.nrows == len(self) else first.expand(len(self))
+        """The group of each example, int64: its first id of `group`, 0 if it has none; None without a
+        group."""
+        return None if self.group is None else self.ids.first(self.group)
 
     def __len__(self) -> int:
         return self.ids.batch_size

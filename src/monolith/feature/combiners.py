@@ -24,7 +24,7 @@ class Combiner:
 
     pooling: ClassVar[Pooling]
     length: ClassVar[int] = 0
-    """Positions an example has, where they are kept; 0 where they are combined."""
+    """Positions of an example, if embeddings stay apart; 0 if they are combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Sum(Combiner):
 
 @dataclass(frozen=True, slots=True)
 class Mean(Combiner):
-    """Averages the embeddings, repeats included; each id has its share of the gradient."""
+    """Averages the embeddings, repeats included; each id gets its part of the gradient."""
 
     pooling = Pooling.MEAN
 
@@ -91,7 +91,7 @@ def make_combiner(kind: str, max_length: int | None = None) -> Combiner:
 def largest(values: Tensor, index: Tensor, zeros: Tensor) -> Tensor:
     """Return the maximum of the values that go to each place of `zeros`; zero where none does.
 
-    Every maximum starts below all numbers: torch gives what it starts with a share of the gradient.
+    Every maximum starts below all numbers: torch would give the initial value a part of the gradient.
     """
     least = torch.full_like(zeros, -torch.inf)
     peaks = least.scatter_reduce(0, index, values, "amax")

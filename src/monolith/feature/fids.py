@@ -1,7 +1,7 @@
 """Feature ids: which feature an id belongs to, and which of its values it is.
 
-A fid is 64 bits: a slot, which stands for a kind of feature, and a signature, which
-stands for a value. Version 1 has 10 bits of slot and 54 of signature; version 2 has a
+A fid is 64 bits: a slot, which identifies a kind of feature, and a signature, which
+identifies a value. Version 1 has 10 bits of slot and 54 of signature; version 2 has a
 zero bit, 15 of slot and 48 of signature. Everything after parsing works on version 2.
 
 Fids are int64. Those of version 1 from slot 512 on have their highest bit set and are
@@ -78,7 +78,7 @@ def describe(fid: int, version: int = 2) -> str:
 def hash_strings(texts: Sequence[str | bytes], slot: int | None = None, version: int = 2) -> Tensor:
     """Return one id per string, int64 of shape (n,); a str is taken as its UTF-8.
 
-    The same id that a feature spec gives the string, so that a row can be found by the word it stands for.
+    The same id that a feature spec gives the string, so that a row can be found by its word.
     For whole columns a `FeatureSpec` is much faster: it makes no Python object of a string.
 
     Args:

@@ -1,7 +1,7 @@
 """Gathering: the rows of a batch become a model's input tensors, with a gradient.
 
 Rows come as one flat tensor, one row per distinct id, table after table. On the CPU the
-core fills every output in one call and brings the gradients back in another. On
+core fills every output in one call and propagates the gradients in another. On
 another device the same is done by torch operations, as many as there are ways to
 pool, whatever the number of features.
 """
@@ -67,7 +67,7 @@ class Gatherer:
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
         if len(places) < len(names):
-            raise FeatureError(f"batch: a feature stands twice in {list(names)}")
+            raise FeatureError(f"batch: a feature appears twice in {list(names)}")
         return np.array([places.get(feature.name, -1) for feature in self.plan.features], dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Layouts: which slices of which features stand where in the tensors a model reads.
+"""Layouts: the positions of slices of features in the tensors that a model reads.
 
 A layout is named and takes slices in an order. CONCAT puts them side by side, STACK
 one above the other, ADDN adds them up, NONE leaves each a tensor of its own. Slices of
@@ -82,7 +82,7 @@ class LayoutSpec:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Where one slice stands: see `UseSpec` in the core."""
+    """The position of one slice: see `UseSpec` in the core."""
 
     feature: int
     start: int

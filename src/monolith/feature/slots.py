@@ -44,7 +44,7 @@ from monolith.table.optimizers import Optimizer
 _FOREVER = timedelta(days=36500)
 
 ROW_OPTIMIZER = Adagrad()
-"""What trains rows where nothing else is said, of ready models and of slots made by hand. Meant for gradients
+"""The default optimizer of rows, of ready models and of slots made by hand. Meant for gradients
 that are summed over a batch, as `EmbeddingOptimizer` applies them: their mean over a thousand examples would
 be lost next to the first accumulator."""
 BIAS_OPTIMIZER = Ftrl(initial_accumulator_value=1e-6, beta=1.0)
@@ -60,10 +60,10 @@ class SlotConfig:
     name: str = ""
     """What the slot's table is called; by default the number of the slot."""
     slot_id: int | None = None
-    """The slot in the high bits of the ids, when they are fids. Needed only where slots share a table."""
+    """The slot in the high bits of the ids, when they are fids. Needed only if slots share a table."""
     table: str | None = None
-    """A table to share with other slots, whose rows must be alike; None for one of its own. Ids of slots that
-    share a table share rows where they are equal, which fids of different slots never are."""
+    """A table to share with other slots, whose rows must be of the same layout; None for one of its own.
+    Equal ids of slots that share a table share a row; fids of different slots are never equal."""
     has_bias: bool = False
     """Whether rows begin with one number for a model's linear part."""
     bias_initializer: Initializer = field(default_factory=Zeros)
@@ -87,7 +87,7 @@ class SlotConfig:
     when_full: Literal["refuse", "expire_oldest"] = "refuse"
     """What happens at that ceiling; see `TableConfig`."""
     initial_rows: int = 0
-    """Rows that the slot's table has room for from the start; 0 leaves it to the run."""
+    """The initial capacity of the slot's table, in rows; 0 leaves it to the run."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -124,7 +124,7 @@ class FeatureSlice:
 
 
 class FeatureSlot:
-    """The rows of one kind of id. Slices are added while a model is built, and lie in that order."""
+    """The rows of one kind of id. Slices are added while a model is built, and are stored in that order."""
 
     def __init__(self, config: SlotConfig) -> None:
         self.config = config
@@ -264,7 +264,7 @@ def collect_tables(
         merge_equal: Whether slots with equal rows live in one table, whose name follows from theirs. Only
             those whose ids are fids (`slot_id`), since equal ids of two slots would be one row; and neither
             those with a table by name nor those with a ceiling of their own.
-        initial_rows: Rows that the table of each slot has room for from the start, if the slot says nothing.
+        initial_rows: The initial capacity of the table of each slot, in rows, if the slot has none.
 
     Raises:
         DuplicateNameError: Two slots have one name.

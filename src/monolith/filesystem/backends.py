@@ -1,10 +1,10 @@
-"""The two kinds of places a path can be: a local disk, and whatever fsspec reaches.
+"""The two kinds of filesystems: local disks, and everything that fsspec reaches.
 
-A local disk is spoken to directly: there, renaming is atomic and `fsync` makes it
-last. Elsewhere fsspec translates; what a store promises beyond that differs, so a
-backend says whether it can rename a folder in one step.
+A local disk is used directly: there, renaming is atomic and `fsync` makes it durable.
+Elsewhere fsspec translates; the guarantees of stores differ, so a backend says whether
+it can rename a folder in one step.
 
-Backends raise plain `OSError`; `errors_as` turns it into ours at the room's border.
+Backends raise plain `OSError`; `errors_as` turns it into a `FilesystemError`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def copy_file(
     A missing `source` is looked for again, since stores may show a new file late.
 
     Args:
-        skip_missing: Whether a `source` that stays missing is passed over.
+        skip_missing: Whether a `source` that stays missing is skipped.
         max_retries: How often to look again.
         pause: Before the first further look; doubles each time.
 

@@ -202,7 +202,7 @@ def rename(source: AnyPath, target: AnyPath) -> None:
 
 
 class FileReserve:
-    """Open files that are kept in reserve, to be given up when the process has no file left. Thread-safe.
+    """Open files in reserve, to be closed when the process has no file descriptor left. Thread-safe.
 
     Connections may have taken all files that a process may open; without a reserve it could not save either.
 

@@ -52,7 +52,7 @@ def base_name(path: AnyPath) -> str:
 
 
 def parent(path: AnyPath) -> str:
-    """The folder that holds `path`; empty for a bare name, a root is its own."""
+    """The folder of `path`; empty for a bare name, a root is its own."""
     return _split(os.fspath(path))[0]
 
 

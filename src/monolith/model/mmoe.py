@@ -25,7 +25,7 @@ from monolith.nn import MMoELayer as MixtureOfExperts
 
 
 class TaskLogits(NamedTuple):
-    """What `MMoEDense` returns."""
+    """The output of `MMoEDense`."""
 
     logits: dict[str, Tensor]
     """Task to float of shape (examples,)."""
@@ -34,36 +34,18 @@ class TaskLogits(NamedTuple):
 
 
 class MMoEDense(nn.Module):
-    """The dense half of `MMoE`: experts, a gate per task, and a tower per task."""
+    """The dense half of `MMoE`: experts, a gate per task, and a tower per task.
 
-    def __init__(
-        self,
-        in_features: int,
-        tasks: Sequence[str],
-        num_experts: int,
-        experts: Sequence[int],
-        hidden: Sequence[int],
-        *,
-        gate_type: str = "softmax",
-        top_k: int = 1,
-        dropout: float = 0.0,
-        kernel_norm: bool = False,
-    ) -> None:
+    Args:
+        mixture: The experts and gates, with one output per task.
+        towers: One module per task, from the width of an expert to one logit.
+    """
+
+    def __init__(self, tasks: Sequence[str], mixture: MixtureOfExperts, towers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.tasks = tuple(tasks)
-        self.mixture = MixtureOfExperts(
-            in_features,
-            len(self.tasks),
-            num_experts,
-            experts,
-            expert_activations=["relu"] * len(experts),
-            gate_type=gate_type,
-            top_k=top_k,
-            kernel_norm=kernel_norm,
-        )
-        self.towers = nn.ModuleList(
-            tower(experts[-1], hidden, dropout=dropout, kernel_norm=kernel_norm) for _ in self.tasks
-        )
+        self.mixture = mixture
+        self.towers = nn.ModuleList(towers)
 
     def forward(self, vectors: Tensor, floats: Tensor | None = None) -> TaskLogits:
         """Return the logits of each task.
@@ -117,16 +99,18 @@ class MMoE(ReadyModel):
         chosen, numbers = inputs.features, inputs.floats
         check_combined("MMoE", chosen)
         with inputs.seeded():
-            dense = MMoEDense(
+            mixture = MixtureOfExperts(
                 sum(chosen.widths(dim).values()) + numbers.width,
-                tasks,
+                len(tasks),
                 num_experts,
                 experts,
-                hidden,
                 gate_type=gate_type,
                 top_k=top_k,
-                **inputs.tower,
+                expert_activations=["relu"] * len(experts),
+                kernel_norm=inputs.tower["kernel_norm"],
             )
+            towers = [tower(experts[-1], hidden, **inputs.tower) for _ in tasks]
+        dense = MMoEDense(tasks, mixture, towers)
         layout = Layout("vectors", CONCAT, chosen.vectors(dim))
         super().__init__(inputs, [layout], dense)
         self._segments = chosen.widths(dim) | numbers.widths

@@ -103,7 +103,7 @@ from monolith.nn.optimizers import (
     Shampoo,
     eigen_inverse_root,
 )
-from monolith.nn.schedules import (
+from monolith.nn.optimizers.dense_optimizer import (
     RateSchedule,
 )
 

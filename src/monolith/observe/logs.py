@@ -78,8 +78,7 @@ def logs_json() -> bool:
 
 
 def name_process(name: str) -> None:
-    """Put a name and the process id before every line from now on: for one of several processes whose lines
-    go to one place, where nobody else says whose they are."""
+    """Put a name and the process ID before every line from now on, for processes that log to one place."""
     for handler in _ours():
         handler.setFormatter(_Named(name, handler.formatter))
 
@@ -114,10 +113,10 @@ class _Named(logging.Formatter):
 
 
 class OncePerCause(logging.Filter):
-    """Passes a warning once for each cause, and again when an hour has passed; counts the others.
+    """Passes a warning once per cause and hour, and counts the suppressed ones.
 
-    The cause is what the record has as `cause` (`extra={"cause": ...}`), and else its whole text: files,
-    epochs and evaluations find the same thing wrong in other places and numbers. Errors and lower levels
+    The cause is the `cause` of the record (`extra={"cause": ...}`), or else its whole text: files, epochs and
+    evaluations report one problem with different names and numbers. Errors and lower levels
     always pass. Thread-safe.
 
     Args:

@@ -174,7 +174,8 @@ class Metrics:
 
         Args:
             port: 0 lets the system choose; the server knows which.
-            address: Only this machine by default. Whoever names another one says who may come in:
+            address: By default only this machine can connect. For another address, restrict clients by
+                `context` or `admits`.
             context: Of a server, for TLS; it may ask callers for a certificate.
             admits: Whether a caller with this "authorization" header, "" for none, is answered.
             pages: Other paths, such as "/status", and what makes the JSON to answer with, on any thread.

@@ -23,12 +23,14 @@ from monolith.cluster.run_token import rank_security
 from monolith.cluster.security import guard_caller, guard_listener
 from monolith.errors import FailedPeerError, RetryableError
 from monolith.observe import Metrics
-from monolith.run import FailoverConfig, RunConfig
-from monolith.run.runtime import listen_address
 from monolith.runtime import Coordinator, Fleet, FleetCoordinator, TrainReport, join_fleet
+from monolith.runtime.cluster_config import FailoverConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output
+from monolith.runtime.discovery import listen_address
 from monolith.runtime.fleet import reach_servers
-from monolith.runtime.ranks import RankCoordinator, RankRendezvous
+from monolith.runtime.rank_rendezvous import RankRendezvous
+from monolith.runtime.ranks import RankCoordinator
 from monolith.store import RankGroups, ServerGroup
 from monolith.store.rank_calls import RankPort
 from monolith.store.rank_groups import RankOptions

@@ -14,8 +14,8 @@ from monolith import filesystem
 from monolith.checkpoint import (
     BestCheckpoint,
     Checkpointer,
-    Moment,
     Part,
+    PendingCheckpoint,
     Restored,
     RestoreOptions,
     Saver,
@@ -91,6 +91,7 @@ class RunCheckpoints:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
+        self._placement = session.coordinator.placement
         self._config = config
         self._clock, self._timer = clock, timer
         saver = Saver(
@@ -116,7 +117,7 @@ class RunCheckpoints:
         self._began_from: LastCheckpoint | None = None
         self._best: BestCheckpoint | None = None
         """What is the best once it is on disk."""
-        session.restore_lost_from(self._last)
+        self._placement.restore_lost_from(self._last)
         self.newest: str | None = None
         """The last checkpoint that was saved or restored."""
 
@@ -130,14 +131,14 @@ class RunCheckpoints:
         prefix = newest_checkpoint(self._config, "train")
         return None if prefix is None else self._restore(prefix)
 
-    def cut(self, step: int) -> Moment:
+    def snapshot(self, step: int) -> PendingCheckpoint:
         """Hold this moment fast, when every update of a row is done."""
         if self._config.keep.evict:
             self._session.evict()
         self._session.drain()
         self._session.check_weights()
-        moment = self._checkpointer.cut(step)
-        self._positions[step] = self._session.position
+        moment = self._checkpointer.snapshot(step)
+        self._positions[step] = self._session.batches.position
         return moment
 
     def hooks(self, metrics: Metrics, listeners: Sequence[SaveListener] = ()) -> list[Hook]:
@@ -153,9 +154,9 @@ class RunCheckpoints:
             replace(config.save, asynchronous=config.saves_beside),
             listeners=listeners,
             memory=memory,
-            resumed=lambda: self._session.resumed,
-            together=self._session.together,
-            outlives=self._session.outlives,
+            resumed=lambda: self._session.rejoined,
+            together=self._session.quiesced,
+            outlives=self._placement.survives,
             on_saved=self._note,
             metrics=metrics,
             clock=self._clock,
@@ -176,8 +177,9 @@ class RunCheckpoints:
                 *hooks,
             ]
         if config.dense_save is not None:
+            dense_part = self._placement.dense_part(self._session.model)
             dense = SaveHook(
-                Checkpointer(self._dense_saver(), [self._session.dense_part()], clock=self._clock),
+                Checkpointer(self._dense_saver(), [dense_part], clock=self._clock),
                 config.dense_save,
                 memory=memory,
                 dense_only=True,
@@ -199,7 +201,7 @@ class RunCheckpoints:
                 config.alert,
                 rollback=rollback,
                 also_when=save.timer.should_trigger,
-                skipped=lambda: self._session.skipped,
+                skipped=lambda: self._session.progress.skipping.batches,
                 metrics=metrics,
             )
             hooks.insert(0, self.alert)
@@ -215,8 +217,8 @@ class RunCheckpoints:
         saver.recover()
         return saver
 
-    def look(self, run: TrainingRun) -> None:
-        """Save if it is time to, or somebody waits for it, where no step is taken that would."""
+    def save_if_due(self, run: TrainingRun) -> None:
+        """Save if it is time to, or a worker that left waits for it, while no step is taken that would."""
         assert self.save is not None
         self.commit()
         self.save.look(run, wanted=self._session.save_wanted and not self.save.is_writing)
@@ -281,7 +283,7 @@ class RunCheckpoints:
     def _roll_back(self) -> None:
         if self.newest is None:
             raise RestoreError("cannot roll back: nothing was saved yet")
-        with self._session.going_back():
+        with self._session.rolling_back():
             self._restore(self.newest)
 
     def _restore(self, prefix: str) -> Restored:
@@ -297,7 +299,7 @@ class RunCheckpoints:
             options = self._checkpointer.fitting(prefix, options)
         cleared = options.custom.clears(options.model_dir)
         restored = self._checkpointer.restore(prefix, options)
-        self._session.go_on_from(restored.step)
+        self._session.start_from(restored.step)
         with self._lock:
             self._began_from = LastCheckpoint(prefix=prefix, options=options, dense_cleared=cleared)
         self.newest = prefix

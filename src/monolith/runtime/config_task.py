@@ -32,7 +32,7 @@ from monolith.model import TwoTower, UpdateConfig
 from monolith.model.by_name import ModelConfig
 from monolith.nn import optimizers as own
 from monolith.nn.losses import Target
-from monolith.run.config import TWO_TOWER
+from monolith.runtime.config import TWO_TOWER
 from monolith.table import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.retrieval import RetrievalTask

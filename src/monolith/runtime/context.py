@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from monolith.run import RunConfig
+from monolith.runtime.config import RunConfig
 
 if TYPE_CHECKING:
     from monolith.train import Task

@@ -17,9 +17,9 @@ from monolith import filesystem
 from monolith.cluster import concat_ip_and_port
 from monolith.cluster.run_token import is_guarded
 from monolith.cluster.security import SecurityConfig
-from monolith.run import RunConfig
-from monolith.run.runtime import listen_address
 from monolith.runtime import LocalRun
+from monolith.runtime.config import RunConfig
+from monolith.runtime.discovery import listen_address
 from monolith.runtime.status import OwnStatus
 from monolith.train import Hook, TrainingRun
 from monolith.train.hooks import ActionFileHook, BarrierHook, ControllerHook, ControlServerHook

@@ -1,47 +1,57 @@
-"""The coordinator seam: the processes that train one model together, as one of them sees the others.
+"""The coordinator seam: the processes that train one model together, as one of them sees the run.
 
-A session does not know whether it trains alone, as a worker of a fleet on parameter servers, or as one of
-several ranks. It reports its progress to its coordinator, which tells it what to do:
+A training process does not know whether it trains alone, as a worker on parameter servers, or as one of
+several ranks. It owns its steps, and asks its coordinator what to do between them:
 
-    begin          prepare for creating or restoring the model
-    go_to          the model is at this step: new, or restored
-    open           start from a step and a position in the data; or the run has ended
-    meet           between steps, and while there is no data: pause if all processes pause, learn which
-                   process was lost, return the work of a lost worker to the queue, or reassign it
-    refresh        before a step that followed a wait: fetch the newest weights
-    count          the number of the step just taken
-    halted         all processes are quiesced and have reported their state while a snapshot is taken
-    go_back        all processes roll back to an earlier checkpoint, restored while they are quiesced
-    note_saved     the snapshot is on disk, so each source may commit its position
-    wait_for_more  the data has ended here: a worker may be lost, or leave, and leave work to this process
-    gather         this process has finished: wait for the other processes
-    leave          a clean end; `fail` ends with an error
+    join        the chief restores the model; every process learns the step and the position to start from
+    at_step     between two steps, and while there is no data: returns one of the decisions below
+    quiesce     all processes finish their updates and report their state; the chief takes a snapshot
+    committed   the snapshot is on disk, so each process may commit the position it reported at that quiesce
+    finish      this process has no more to do; the chief waits for the other processes to say the same
+    leave       the last call: a clean end, the handover of unfinished work, or a failure
+    membership  one immutable value: the index of this process, how many there are, and which one is chief
+
+`at_step` returns a decision, and the process acts on it before it asks again:
+
+    Continue    take the next step
+    Pause       call `quiesce`: the chief takes a snapshot, or assigns the work anew
+    Rebalance   work moved between workers: read from another position
+    Restore     the chief rolled the model back to an earlier checkpoint: follow it there
+    Stop        end the run
+
+                  join                 Pause                  release
+    (created) ───────────► training ───────────► quiesced ───────────────► training
+                              │                      └──── Restore ──────► training, at an earlier step
+                              │ Stop, or no more data
+                              ▼
+                          finishing ── finish ──► finished ── leave ──► (left)
 
 One process, the chief, restores, saves, evicts rows and decides when the run ends. A lost process or machine
 is a `RetryableError` of the next call: the caller then makes a new coordinator and restarts from the last
-checkpoint. A fleet that keeps going replaces a lost server itself, from the checkpoint that `restore_from`
-returns, and reports it in `lost`; only a save under way is dropped (`outlives`).
+checkpoint. A fleet that keeps going replaces a lost server itself, from the checkpoint that
+`Placement.restore_lost_from` names; only a save under way is dropped (`Placement.survives`).
+
+Where the parameters live, and how this process reads and updates them, is a seam of its own: `Placement`.
 
 Every implementation passes `tests/contracts/test_coordinator.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from monolith.checkpoint import Part, RestoreOptions
-from monolith.data import Shard
+from monolith.data import Shard, WorkQueueSource
 from monolith.data.source import Position
 from monolith.model import Together, WeightOptimizer
 from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
 from monolith.store import MakeStore
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.train.config import TrainConfig
-from monolith.train.hook import TrainingRun
 from monolith.train.hooks.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
@@ -53,55 +63,72 @@ from monolith.wire.messages import Count
 Item = TypeVar("Item")
 
 
+# Values
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
-    """What one process says of itself while a moment is cut."""
+    """The state of one process that a checkpoint keeps, in addition to the model."""
 
     position: Position
-    """Where its data goes on."""
+    """The position from which its data resumes."""
     examples: Count
-    """Trained on by it since everybody began."""
+    """Examples it has trained on since the run started."""
     skipped: Count
-    """Batches that it did not train on since then."""
+    """Batches it has skipped since then."""
     event_time: int | None
-    """The time by which its rows expire; None while it cannot tell."""
+    """The time by which its rows expire; None while it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerProgress:
+    """How far one process has come, as it tells its coordinator."""
+
+    step: int
+    """The global step, as far as this process knows it."""
+    state: WorkerState
+    data_ended: bool = False
+    """Whether its data has ended. It stays in the run for as long as it may be given more work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Where everybody goes on."""
+    """The step and the positions from which all processes start."""
 
     step: Count
     positions: tuple[Position, ...] = ()
-    """Of each worker's data; none where all data begins."""
+    """One per worker; empty if all data starts at its beginning."""
     back: WorkerState | None = None
-    """How this process stood when the last checkpoint was cut, where it comes back to a run that goes on."""
+    """The state of this process in the last checkpoint, if it rejoins a run that continued without it."""
     others: tuple[WorkerState, ...] = ()
-    """How the others stood then, where this one leads and comes back."""
+    """The states of the other workers then, if this process is the chief and rejoins."""
     hands_out: bool = False
-    """Whether the data hands out work: everybody begins with nothing, and workers may come and go."""
+    """Whether the data is a work queue: every worker starts with nothing, and workers may join and leave."""
     deals_out: bool = False
-    """Whether it does so only when the one that leads deals it out, who begins with all of it."""
+    """Whether the chief assigns the work of that queue, and starts with all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastCheckpoint:
-    """What a share that was lost is restored from."""
+    """The checkpoint that a lost shard is restored from."""
 
     prefix: str
     options: RestoreOptions
     dense_cleared: bool = False
-    """Whether the run began from it with the dense weights as they are made, and has saved none since."""
+    """Whether the run started from it with new dense weights, and has saved none since."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gathered:
-    """Everybody stands still."""
+@dataclass(kw_only=True, slots=True)
+class Quiesced:
+    """All processes have finished their updates and take no steps."""
 
     step: int
     """The global step of the model."""
     others: tuple[WorkerState, ...] = ()
-    """All but this process, in order."""
+    """The states of all processes but this one, in order."""
+    restored: Start | None = None
+    """Set by the chief if it restored an earlier checkpoint meanwhile: all other processes then roll back
+    to it, by a `Restore` of their next `at_step`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,242 +136,285 @@ class Staleness:
     """How many steps, of all workers, the dense weights of a gradient lacked when it was applied."""
 
     last: int
-    """Those of the last gradient."""
+    """For the last gradient."""
     most: int
-    """Those of the gradient that lacked most."""
+    """For the stalest gradient so far."""
 
 
-class Stepper(Protocol):
-    """What all peers ask of the session of this process."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """The part that this process has in the run."""
 
-    @property
-    def step(self) -> int:
-        """The global step, as far as is known here."""
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether somebody wants this process to stop, and wait for nothing."""
-
-    def drain(self) -> None:
-        """Return when all updates of this process are done."""
-
-    def state(self) -> WorkerState:
-        """Return what a checkpoint keeps of this process."""
-
-    def go_back(self, start: Start) -> None:
-        """Go on from a step and a place in the data that were before; the model was restored to them."""
-
-
-class RunState(Stepper, Protocol):
-    """What those ask besides who may come and go."""
-
-    def give_back(self, position: Position) -> Position:
-        """Have the data hand out what one of the others has not done; see `WorkQueueSource`."""
-
-    def deal(self, positions: Sequence[Position], workers: int) -> list[Position]:
-        """Have the data deal what some workers had to so many; see `WorkQueueSource`."""
-
-    def move_to(self, position: Position) -> None:
-        """Go on from what was dealt to this process, all updates done; what it read ahead is dropped."""
-
-
-class Coordinator(Protocol):
-    """Those who train a model together, as one of them sees the others. Used by the training thread."""
+    index: int = 0
+    size: int = 1
+    """How many shards the data has: the most workers there may be."""
+    elastic: bool = False
+    """Whether workers may join and leave, if the data is a work queue."""
+    growable: bool = False
+    """Whether there may be more workers than at the start."""
+    lockstep: bool = False
+    """Whether all processes take every step together. All of them then stop at the same step, and every
+    lookup and update is a call that all make in one order."""
 
     @property
-    def leads(self) -> bool:
-        """Whether it is this process that restores and saves."""
+    def is_chief(self) -> bool:
+        """Whether this process restores, saves, and decides when the run ends."""
+        return self.index == 0
 
     @property
-    def share(self) -> Shard:
-        """Which share of the data this process reads."""
+    def shard(self) -> Shard:
+        """The shard of the data that this process reads."""
+        return Shard(self.index, self.size)
 
-    @property
-    def may_change(self) -> bool:
-        """Whether processes may come and go where the data hands out work."""
 
-    @property
-    def more_may_come(self) -> bool:
-        """Whether there may be more of them than there are at first."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorStatus:
+    """What one process can tell about the run, for reports and status pages."""
 
-    @property
-    def departed(self) -> bool:
-        """Whether this process has left a run that goes on without it."""
+    finished: bool = True
+    """Once the run is over: whether it reached its end, and was not stopped before."""
+    departed: bool = False
+    """Whether this process has left a run that continues without it."""
+    stopping: bool = False
+    """Whether all processes were told to stop."""
+    lost: Lost = field(default_factory=Lost)
+    """Servers and workers that were lost while the run kept going, as the chief knows them."""
+    traffic: Traffic | None = None
+    """Bytes received from and sent to other processes; None if there are none."""
+    staleness: Staleness | None = None
+    """The age of the dense weights this process computes with; None if it cannot lag behind."""
+    standbys: str = ""
+    """Which shards of the parameter servers lack a standby, in words; empty if none does."""
 
-    @property
-    def save_wanted(self) -> bool:
-        """Whether somebody has left whose work can be given back only when its last steps are saved, where
-        this process leads."""
 
-    @property
-    def finished(self) -> bool:
-        """Once the run is over: whether it came to its end everywhere, and nobody stopped it before."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Why this process has no more to do."""
 
-    @property
-    def resumed(self) -> bool:
-        """Whether this process, which leads, came back to others who went on without it."""
+    reason: str | None = None
+    """The stop reason of its run."""
+    interrupted: bool = False
+    """Whether it was stopped from outside, with more to do."""
+    failed: bool = False
+    error: BaseException | None = None
+    """What it failed with, if it did."""
+
+
+# Decisions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continue:
+    """Take the next step."""
+
+    committed: Position | None = None
+    """A position of this process that is on disk, and that its source may commit now; told once."""
+    save: bool = False
+    """Whether the chief should save now: a worker has left, and its work can be given back only once its
+    last steps are in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Call `quiesce`, then ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalance:
+    """Work moved between workers; then ask again."""
+
+    position: Position | None
+    """The position to read from; None if work returned to the queue, which this process reads already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """The chief restored an earlier checkpoint, rows and weights included: resume there, then ask again."""
+
+    start: Start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """End the run."""
+
+    reason: str
+    committed: Position | None = None
+    """See `Continue`."""
+
+
+Decision = Continue | Pause | Rebalance | Restore | Stop
+
+
+# The seams
+
+
+class Placement(Protocol):
+    """Where the parameters of a model live, and how one process reads and updates them.
+
+    In this process (local), on parameter servers, or sharded across ranks. Used by the training thread.
+
+        store = placement.make_store             # bind the model to stores of this placement
+        dense = placement.attach(model)          # the optimizer of its dense weights
+        step = placement.count_step(step)        # after the update: the global step it was
+    """
 
     @property
     def make_store(self) -> MakeStore:
-        """Makes the stores of the model, in the order of its collections."""
-
-    def holding(self, local: MakeStore) -> MakeStore | None:
-        """Return what makes the stores of the model over stores of this process; None where it holds no rows.
-
-        Args:
-            local: Makes those, of all rows or of a share of them.
-        """
+        """Makes the stores of the model, in the order of its embedding collections."""
 
     @property
-    def barrier(self) -> Barrier:
-        """Holds everybody between their steps, where this process leads."""
-
-    @property
-    def in_step(self) -> bool:
-        """Whether all take every step together. Then whatever one does between steps, all do: they meet just
-        before a step, and stop at the same one."""
-
-    @property
-    def together(self) -> Together | None:
-        """Those with whom gradients are averaged; None where everybody trains with its own."""
+    def averaging(self) -> Together | None:
+        """Averages gradients over ranks; None if every process trains with its own."""
 
     @property
     def others(self) -> Others | None:
-        """What hooks may ask of the other processes; None where there are none."""
+        """The other processes, as far as hooks ask for them; None if there are none."""
 
-    @property
-    def lost(self) -> Lost:
-        """What was lost while the others kept going, where this process leads."""
+    def over(self, local: MakeStore) -> MakeStore | None:
+        """Return a maker of the model's stores on top of stores in this process; None if it has no rows.
+
+        Args:
+            local: Makes stores in this process, of all rows or of one shard.
+        """
 
     def check(self, config: TrainConfig) -> None:
-        """Look at the settings of a run before anything is made.
+        """Check the settings of a run before anything is made.
 
         Raises:
-            ConfigError: They ask for what these peers cannot do together.
+            ConfigError: They ask for what these processes cannot do together.
         """
 
     def attach(self, model: Model) -> WeightOptimizer | None:
-        """Take part with a model, bound to stores of `make_store`; return what trains its dense weights.
+        """Take over a model that is bound to stores of `make_store`; return its dense optimizer.
 
         Raises:
-            ConfigError: Its rows are not where everybody's are.
+            ConfigError: Its rows are in a store of its own.
         """
 
     def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:
-        """Return what a checkpoint keeps of the model, rows and weights; see `Model.parts`."""
+        """Return the parts of a checkpoint that hold rows and weights; see `Model.parts`."""
 
     def dense_part(self, model: Model) -> Part:
-        """Return what a checkpoint keeps of the weights."""
+        """Return the part of a checkpoint that holds the dense weights."""
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
-        """Return who publishes the rows of an attached model, as this process has to do with them; None where
-        it has nothing to do.
-
-        Args:
-            guard: Of the model as a whole, asked beside those that look at rows.
-        """
-
-    def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
-        """Hear, as the one that leads, how to find the newest checkpoint. It may be asked from any thread."""
-
-    def outlives(self, error: Exception) -> bool:
-        """Whether training goes on although a save failed with this."""
-
-    # Beginning
-
-    def begin(self, *, hands_out: bool = False) -> None:
-        """Make ready for a restore, with a model as it was made.
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
+        """Return the publishers of an attached model's rows; None if this process has no part in it.
 
         Args:
-            hands_out: Whether the data hands out work, and processes may come and go.
+            guard: Checks the model as a whole, in addition to the guards that check rows.
         """
 
-    def go_to(self, step: int) -> None:
-        """Have everybody count on from a step, as the one that leads."""
+    def restore_lost_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
+        """Set how the chief finds the newest checkpoint for a lost shard. It is called from any thread."""
 
-    def open(self, start: Start, me: RunState) -> Start | None:
-        """Go on together, when everything was made or restored.
+    def survives(self, error: Exception) -> bool:
+        """Whether training continues although a save failed with this error."""
 
-        Args:
-            start: What this process found, where it leads; the others hear it.
-
-        Returns:
-            Where everybody goes on; None where this process has nothing to do any more.
-        """
-
-    # Between steps
-
-    def read_in_step(
+    def align(
         self, items: Iterator[Item], *, every: float, pressed: Callable[[], bool], silences: bool
     ) -> Iterator[Item | Silence]:
-        """Return the batches of this process that all train on, where they are `in_step`; see `agreed`."""
+        """Return the items of this process for which all processes take a step; see `lockstep.aligned`.
 
-    def meet(self, me: RunState) -> str | None:
-        """Stand still as long as the others are held; return why everybody is to stop, if they are.
-
-        Raises:
-            RetryableError: One of them was lost.
+        Every item is returned unless the processes train in lockstep.
         """
 
-    def count(self, step: int) -> int:
-        """Return which step of the model was just taken, from 1; `step` is the last that was known here."""
+    def count_step(self, step: int) -> int:
+        """Return the number of the step just taken, from 1; `step` is the last one known here."""
 
     def refresh(self) -> None:
-        """Take the newest weights: this process has waited, and the others may not have."""
+        """Fetch the newest dense weights: this process has waited while others may have trained."""
 
-    def staleness(self) -> Staleness | None:
-        """Return how old the weights are that this process computes with; None where there are no others."""
+    def readable(self) -> AbstractContextManager[None]:
+        """Make every row readable by the chief alone, while all processes are quiesced."""
 
-    def traffic(self) -> Traffic | None:
-        """Return what came over the wire and went there; None where there are no others. From any thread."""
 
-    def standbys(self) -> str:
-        """Return which shards lack a standby, in words; empty if none does, or none is wanted. From any
-        thread."""
+class Coordinator(Protocol):
+    """The processes that train one model, as one of them sees the run. Used by its training thread."""
 
-    def halted(self, me: RunState) -> AbstractContextManager[Gathered]:
-        """Hold the others between their steps, as the one that leads, while a moment is cut."""
+    @property
+    def membership(self) -> Membership:
+        """The part that this process has in the run; it never changes."""
 
-    def looking(self) -> AbstractContextManager[None]:
-        """Have every row within reach of this process, which holds the others, to look at the model."""
+    @property
+    def placement(self) -> Placement:
+        """Where the parameters live."""
 
-    def go_back(self, start: Start) -> None:
-        """Have everybody go on from where this process, which leads, restored the model to while it holds the
-        others."""
+    @property
+    def barrier(self) -> Barrier:
+        """Pauses all processes between their steps, for an operator or a hook of the chief. Thread-safe."""
 
-    def note_saved(self, position: Position) -> None:
-        """Hear, as the one that leads, that the moment with this position is on disk."""
+    def status(self) -> CoordinatorStatus:
+        """Return what is known about the run. From any thread."""
 
-    def safe(self) -> Position | None:
-        """Return a position of this process that is on disk, where it does not lead; each once."""
-
-    # Ending
-
-    def wait_for_more(self, me: RunState, look: Callable[[], None]) -> bool:
-        """Wait, as the one that leads and has read all data there is, until the others have no more to do;
-        return at once, with True, when there is more to read here.
-
-        Args:
-            look: Called every second meanwhile: it may be time to save.
-        """
-
-    def leaves_work(self, run: TrainingRun) -> bool:
-        """Whether this process is told to stop, and the others are to go on with what it has not done."""
-
-    def gather(self, me: RunState, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:
-        """Wait, as the one that leads, until the others have no more to do; None where another leads.
+    def join(
+        self,
+        restore: Callable[[bool], Start],
+        *,
+        work_queue: WorkQueueSource | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Start | None:
+        """Start together, with a model that is attached to the placement.
 
         Args:
-            run: Why this process has no more to do. Unless its data has ended, the others are told to stop.
-            look: Called every second meanwhile: it may be time to save.
-        """
-
-    def leave(self, run: TrainingRun, state: WorkerState) -> bool:
-        """End this process's part; the last thing of all, since the others may be gone after it.
+            restore: Restores the model and returns the start of all. Called on the chief only, with True if
+                it rejoins a run that its workers continued without it.
+            work_queue: Set if workers may join and leave. Work of lost workers is given back to it.
+            interrupted: Whether this process was asked to stop, and should not wait. From any thread.
 
         Returns:
-            Whether what it trained was saved by another, so that its source is still to be told.
+            Where this process starts; None if the run is over, or it was interrupted.
         """
 
-    def fail(self, error: BaseException | None) -> None:
-        """Say that this process cannot go on, if anybody hears it. It never raises."""
+    def at_step(self, progress: WorkerProgress) -> Decision:
+        """Return what this process does next. Does not block, unless its data has ended or in lockstep.
+
+        Raises:
+            RetryableError: A process was lost.
+        """
+
+    def quiesce(
+        self, progress: WorkerProgress, drain: Callable[[], None]
+    ) -> AbstractContextManager[Quiesced | None]:
+        """Have all processes finish their updates and report their state.
+
+        The chief enters whenever it wants the model unchanged; every other process after a `Pause`, and
+        leaves when the chief does.
+
+        Args:
+            drain: Finishes the updates of this process. Ranks call it between two collective calls, so it
+                cannot be called before; the chief of a fleet drains inside the block.
+
+        Yields:
+            The states of all processes, on the chief; None on another process, or if the chief only
+            assigned work anew.
+        """
+
+    def committed(self, position: Position) -> None:
+        """Note, as the chief, that the snapshot in which it reported this position is on disk."""
+
+    def finish(
+        self, outcome: Outcome, progress: WorkerProgress, idle: Callable[[], None]
+    ) -> Quiesced | Restore | None:
+        """Say that this process has no more to do; as the chief, wait until all others say the same.
+
+        Args:
+            outcome: Unless its data ended, all other processes are told to stop.
+            idle: Called every second meanwhile: a save may be due.
+
+        Returns:
+            The last states of all processes, on the chief; None on another process. `Restore` if the chief
+            rolled the model back at this very step: follow it there, then call this again.
+        """
+
+    def leave(self, outcome: Outcome, state: WorkerState | None = None) -> bool:
+        """End the part of this process; no call follows, and servers and ranks may be gone.
+
+        A process that failed reports it to the other processes if it can, and never raises.
+
+        Args:
+            state: Its last state; None only if it failed.
+
+        Returns:
+            Whether another process saved what it trained, so that its source is still to commit it.
+        """

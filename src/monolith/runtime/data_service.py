@@ -30,8 +30,8 @@ from monolith.cluster.waiting import poll
 from monolith.data.config import DataServiceConfig
 from monolith.errors import ConfigError, DeadlineExceededError, MonolithError, RetryableError
 from monolith.observe import progress
-from monolith.run import RunConfig
-from monolith.run.runtime import dispatcher_address, listen_address, open_discovery
+from monolith.runtime.config import RunConfig
+from monolith.runtime.discovery import dispatcher_address, listen_address, open_discovery
 
 if TYPE_CHECKING:
     from monolith.data.service import Dispatcher

@@ -23,8 +23,8 @@ from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
 from monolith.observe import Metrics
 from monolith.observe.progress import describe_bytes
-from monolith.run.config import EXPORTED, ExportConfig
 from monolith.runtime import Trainer
+from monolith.runtime.config import EXPORTED, ExportConfig
 from monolith.serve.export_tables import TableCodings
 from monolith.serve.exporter import ExportedServable, Exporter, ExportHow, ExportModel
 from monolith.serve.manifest import draw_requests, read_servable
@@ -40,7 +40,7 @@ from monolith.serve.versions import (
     withheld_versions,
     withhold,
 )
-from monolith.sync.run_identity import is_same_run, run_identity
+from monolith.sync.messages import is_same_run, run_identity
 from monolith.train import Mode, Task, TrainConfig
 from monolith.train.hooks.save_timing import SaveListener
 from monolith.train.publishing.hold_file import HoldFile, KeptHold

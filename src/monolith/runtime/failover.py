@@ -34,8 +34,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from monolith.checkpoint import RestoreOptions, SavedPart
-from monolith.checkpoint.fitting import changes_to_json
 from monolith.checkpoint.folder.manifest import read_chain
+from monolith.checkpoint.part import changes_to_json
 from monolith.errors import (
     ClusterError,
     DeadlineExceededError,

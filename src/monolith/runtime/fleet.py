@@ -30,6 +30,7 @@ from typing import NamedTuple, Self, TypeVar
 from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
 from monolith.cluster.security import Guard
+from monolith.data import WorkQueueSource
 from monolith.data.source import Position
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
 from monolith.observe import Metrics
@@ -64,7 +65,7 @@ from monolith.runtime.messages import (
     Served,
     ServerHealth,
     ServerStatus,
-    Stop,
+    StopRun,
 )
 from monolith.runtime.push_counts import PushCounts
 from monolith.runtime.server_calls import POLL, ServerCalls, TableWork, ask, on_each, tell
@@ -528,18 +529,18 @@ class Fleet:
         self._halts[step] = self._last_halt
         self._pushes.mark(self._last_halt)
 
-    def hold(self) -> int:
-        """Pause the other workers, as the chief, until `let_go`; return its number. From any thread."""
+    def pause(self) -> int:
+        """Pause the other workers, as the chief, until `resume`; return its number. From any thread."""
         self._held = True
         return self._halt()
 
-    def let_go(self) -> None:
-        """Let the others go on that were held."""
+    def resume(self) -> None:
+        """End a `pause`."""
         self._held = False
         self._release()
 
-    def standing_still(self) -> list[int]:
-        """Return the other workers who have arrived at the halt in force, or have left, as the chief."""
+    def quiesced_workers(self) -> list[int]:
+        """Return the other workers that are quiesced at the pause in force, or have left, as the chief."""
         answer = self._ask("meeting.gathered", AskGathered(self._run), GatheredStates)
         return sorted(int(worker) for worker in answer.states)
 
@@ -585,7 +586,7 @@ class Fleet:
         Args:
             unfinished: Whether there is more to do: the run is then not done, however well it ends.
         """
-        self._surely("meeting.stop", Stop(self._run, reason, unfinished))
+        self._surely("meeting.stop", StopRun(self._run, reason, unfinished))
 
     # Ending
 
@@ -656,21 +657,14 @@ class Fleet:
             return False
         return bool(self._departing()) or not self._asked.issuperset(self._listener.present)
 
-    def deal(
-        self,
-        halt: QuiescedFleet,
-        mine: WorkerState,
-        deal: Callable[[Sequence[Position], int], list[Position]],
-        give_back: Callable[[Position], Position],
-    ) -> Position | None:
-        """Deal what there is to everybody who is there, at a halt, as the chief.
+    def deal(self, halt: QuiescedFleet, mine: WorkerState, queue: WorkQueueSource) -> Position | None:
+        """Divide all remaining work among the workers that are here, while all are quiesced, as the chief.
 
         Args:
-            mine: How the chief stands.
-            deal, give_back: Those of the data; see `WorkQueueSource`.
+            mine: The state of the chief.
 
         Returns:
-            Where the chief goes on; None where all keep what they have.
+            The position from which the chief reads now; None if all workers keep their work.
         """
         assert self._listener is not None
         self._asked = {*halt.here, *self._listener.present} - halt.departing.keys()
@@ -678,13 +672,14 @@ class Fleet:
         if not halt.departing and states.keys() == self._dealt.keys():
             return None
         gone = {worker: halt.states[worker] for worker in halt.departing}
-        positions = deal([one.position for one in (*states.values(), *gone.values())], len(states))
+        remaining = [one.position for one in (*states.values(), *gone.values())]
+        positions = queue.reassign(remaining, len(states))
         states = {
             worker: replace(states[worker], position=position)
             for worker, position in zip(states, positions, strict=True)
         }
         gone = {
-            worker: replace(one, position=give_back(one.position), event_time=None)
+            worker: replace(one, position=queue.give_back(one.position), event_time=None)
             for worker, one in gone.items()
         }
         given = (GivenBack(self._run, one, halt.departing[one].number, gone[one]) for one in gone)
@@ -731,52 +726,37 @@ class Fleet:
             gone = Leave(self._run, self.index, failure=why, final=final, lost=lost, member=self._member)
             self._tell("meeting.leave", gone)
 
-    def wait_for_others(
-        self,
-        idle: Callable[[], None],
-        *,
-        stopping: bool = False,
-        until: Callable[[], bool] = lambda: False,
-    ) -> dict[int, WorkerState]:
-        """Wait, as the chief, until all others have left; return their last states, in order.
+    def wait_for_others(self, idle: Callable[[], None], *, stopping: bool = False) -> dict[int, WorkerState]:
+        """Wait, as the chief, until all other workers have left; return their last states, in order.
 
-        After `finish_timeout` they are asked to stop where they are.
+        After `finish_timeout` they are asked to stop.
 
         Args:
             idle: Called every second meanwhile.
-            stopping: Whether the run is to stop before its end: who has not joined it yet never will.
-            until: Ends the wait; looked at every second, after `idle`.
+            stopping: Whether the run stops before its end: a worker that has not joined yet never will.
 
         Raises:
-            UnavailableError: One was lost, or never came.
-            DeadlineExceededError: One does not stop.
+            UnavailableError: A worker was lost, or never joined.
+            DeadlineExceededError: A worker does not stop.
         """
-        asked_at: float | None = None
-        limit = self._clock() + self._finish_timeout.total_seconds()
-        began = self._clock()
-        while missing := self._still_training():
+        began, deadline = self._clock(), self.finish_deadline()
+        while missing := self.still_training():
             if stopping:
                 self._check_joined(began)
             idle()
-            if until():
-                break
-            now, who = self._clock(), ", ".join(map(str, missing))
-            if asked_at is None and now >= limit:
-                _log.warning("workers %s are still training; asking them to stop", who)
-                self.stop(f"the chief has waited {self._finish_timeout} for this worker", unfinished=True)
-                asked_at = now
-            elif asked_at is not None and now - asked_at > STOP_WITHIN:
-                raise DeadlineExceededError(
-                    f"workers {who} were asked to stop and did not within {STOP_WITHIN:g} s; "
-                    "all steps since the last checkpoint are lost"
-                )
+            deadline.check(missing)
         return self._states()
 
-    def _still_training(self) -> list[int]:
-        """Return who has not left yet; a meeting that was lost with server 0 is asked when it is back."""
+    def finish_deadline(self) -> FinishDeadline:
+        """Return a deadline, from now, for the other workers to finish."""
+        return FinishDeadline(self, self._finish_timeout, self._clock)
+
+    def still_training(self) -> list[int]:
+        """Wait up to a second, as the chief, for all other workers to leave; return those that have not."""
         try:
             return self._missing(wait=1.0)
         except RetryableError:
+            # The coordination service was lost with server 0: ask again once that is replaced.
             if self._how is None:
                 raise
             self.check()
@@ -927,6 +907,37 @@ class Fleet:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+
+class FinishDeadline:
+    """Asks workers that still train to stop once the chief has waited for them long enough.
+
+    waiting ──timeout──► asked to stop ──STOP_WITHIN──► DeadlineExceededError
+    """
+
+    def __init__(self, fleet: Fleet, timeout: timedelta, clock: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._timeout = timeout
+        self._clock = clock
+        self._limit = clock() + timeout.total_seconds()
+        self._asked_at: float | None = None
+
+    def check(self, training: Sequence[int]) -> None:
+        """Note that these workers still train.
+
+        Raises:
+            DeadlineExceededError: They were asked to stop, and did not in time.
+        """
+        now, workers = self._clock(), ", ".join(map(str, training))
+        if self._asked_at is None and now >= self._limit:
+            _log.warning("workers %s are still training; asking them to stop", workers)
+            self._fleet.stop(f"the chief has waited {self._timeout} for this worker", unfinished=True)
+            self._asked_at = now
+        elif self._asked_at is not None and now - self._asked_at > STOP_WITHIN:
+            raise DeadlineExceededError(
+                f"workers {workers} were asked to stop and did not within {STOP_WITHIN:g} s; "
+                "all steps since the last checkpoint are lost"
+            )
 
 
 @contextlib.contextmanager

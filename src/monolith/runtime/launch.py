@@ -34,10 +34,10 @@ from monolith.cluster.mpi import MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLE
 from monolith.cluster.run_token import RUN_TOKEN
 from monolith.config import differences, to_dict
 from monolith.errors import ConfigError
-from monolith.run import RunConfig, refused
-from monolith.run.loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems
-from monolith.run.runtime import listen_address
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems, refused
 from monolith.runtime.context import Launch, MakeTask, RunContext, RunResult
+from monolith.runtime.discovery import listen_address
 
 if TYPE_CHECKING:
     from monolith.train import Task
@@ -83,9 +83,11 @@ def run_launched(run: RunContext) -> RunResult:
     check_launch(config, launch)
     restore = config.train.restore
     if restore.required and restore.checkpoint is not None and restore.dir is None:
-        from monolith.checkpoint.override import to_go_back_to
+        from monolith.checkpoint.override import checkpoint_to_roll_back_to
 
-        to_go_back_to(config.train.model_dir, restore.checkpoint)  # or an error, before any process starts
+        checkpoint_to_roll_back_to(
+            config.train.model_dir, restore.checkpoint
+        )  # or an error, before any process starts
     if not launch.command:
         launch = replace(launch, command=written_command(run, config))
     report = ChiefReport()

@@ -1,4 +1,4 @@
-"""Training in one process: it coordinates with no other, and has all parameters in its memory."""
+"""Training in one process, which coordinates with no other and has all parameters in its memory."""
 
 from __future__ import annotations
 
@@ -11,75 +11,105 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint import Part
-from monolith.data import Shard
+from monolith.data import WorkQueueSource
 from monolith.data.source import Position
 from monolith.errors import ConfigError
 from monolith.model import WeightOptimizer
 from monolith.runtime.coordinator import (
-    Coordinator,
-    Gathered,
+    Continue,
+    CoordinatorStatus,
+    Decision,
     Item,
     LastCheckpoint,
-    RunState,
-    Staleness,
+    Membership,
+    Outcome,
+    Placement,
+    Quiesced,
     Start,
+    Stop,
+    WorkerProgress,
     WorkerState,
 )
-from monolith.runtime.losses import Lost
 from monolith.runtime.prefetch import Silence
 from monolith.store import LocalStore, MakeStore, Store
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.table import TableConfig
 from monolith.train.accelerator import Accelerator
 from monolith.train.config import TrainConfig
-from monolith.train.hook import TrainingRun
+from monolith.train.hook import DATA_ENDED
 from monolith.train.hooks.barrier import Barrier, LocalBarrier
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders, OwnRows
 from monolith.train.publishing.share import PublishPlan, SharePublisher
-from monolith.wire.bulk import Traffic
 
 
 class LocalCoordinator:
-    """Nobody else: one process, with everything in it."""
+    """A run of one process: every verb of the seam has a trivial answer."""
 
-    leads = True
-    may_change = False
-    more_may_come = False
-    departed = False
-    save_wanted = False
-    finished = True
-    resumed = False
-    in_step = False
-    together = None
-    others = None
-    lost = Lost()
+    membership = Membership()
 
     def __init__(self) -> None:
         self._barrier = LocalBarrier(1)
+        self._placement = LocalPlacement()
 
     @property
-    def share(self) -> Shard:
-        return Shard()
-
-    @property
-    def make_store(self) -> MakeStore:
-        return LocalStore.from_configs
-
-    def holding(self, local: MakeStore) -> MakeStore:
-        return local
+    def placement(self) -> Placement:
+        return self._placement
 
     @property
     def barrier(self) -> Barrier:
         return self._barrier
 
+    def status(self) -> CoordinatorStatus:
+        return CoordinatorStatus()
+
+    def join(
+        self,
+        restore: Callable[[bool], Start],
+        *,
+        work_queue: WorkQueueSource | None = None,  # noqa: ARG002
+        interrupted: Callable[[], bool] = lambda: False,  # noqa: ARG002
+    ) -> Start | None:
+        return restore(False)
+
+    def at_step(self, progress: WorkerProgress) -> Decision:
+        return Stop(reason=DATA_ENDED) if progress.data_ended else Continue()
+
+    def quiesce(
+        self,
+        progress: WorkerProgress,
+        drain: Callable[[], None],  # noqa: ARG002
+    ) -> AbstractContextManager[Quiesced | None]:
+        return nullcontext(Quiesced(step=progress.step))
+
+    def committed(self, position: Position) -> None:
+        """Do nothing: no other process has a source."""
+
+    def finish(self, outcome: Outcome, progress: WorkerProgress, idle: Callable[[], None]) -> Quiesced | None:  # noqa: ARG002
+        return Quiesced(step=progress.step)
+
+    def leave(self, outcome: Outcome, state: WorkerState | None = None) -> bool:  # noqa: ARG002
+        return False
+
+
+class LocalPlacement:
+    """All parameters are in the memory of this process."""
+
+    averaging = None
+    others = None
+
+    @property
+    def make_store(self) -> MakeStore:
+        return LocalStore.from_configs
+
+    def over(self, local: MakeStore) -> MakeStore:
+        return local
+
     def check(self, config: TrainConfig) -> None:
         """Do nothing: one process can do all of it."""
 
     def attach(self, model: Model) -> WeightOptimizer | None:
-        if model.dense is None or model.schedule is None:
-            return model.dense
-        return ScheduledOptimizer(model.dense, model.schedule)
+        return scheduled(model)
 
     def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:
         return model.parts(incremental=incremental, beside=beside)
@@ -87,27 +117,18 @@ class LocalCoordinator:
     def dense_part(self, model: Model) -> Part:
         return model.dense_part()
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         share = SharePublisher(model.tables, (0, 1), plan, guards=[guard])
         model.restoring = share.restoring
         return OwnRows(share)
 
-    def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
-        """Do nothing: there is nobody to lose."""
+    def restore_lost_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
+        """Do nothing: no shard can be lost without this process."""
 
-    def outlives(self, error: Exception) -> bool:  # noqa: ARG002
+    def survives(self, error: Exception) -> bool:  # noqa: ARG002
         return False
 
-    def begin(self, *, hands_out: bool = False) -> None:
-        """Do nothing: there is nobody to make ready."""
-
-    def go_to(self, step: int) -> None:
-        """Do nothing: the session counts."""
-
-    def open(self, start: Start, me: RunState) -> Start | None:  # noqa: ARG002
-        return start
-
-    def read_in_step(
+    def align(
         self,
         items: Iterator[Item],
         *,
@@ -117,57 +138,25 @@ class LocalCoordinator:
     ) -> Iterator[Item | Silence]:
         return items
 
-    def meet(self, me: RunState) -> str | None:  # noqa: ARG002
-        return None
-
-    def count(self, step: int) -> int:
+    def count_step(self, step: int) -> int:
         return step + 1
 
     def refresh(self) -> None:
         """Do nothing: these are the only weights."""
 
-    def staleness(self) -> Staleness | None:
-        return None
-
-    def traffic(self) -> Traffic | None:
-        return None
-
-    def standbys(self) -> str:
-        return ""
-
-    def halted(self, me: RunState) -> AbstractContextManager[Gathered]:
-        return nullcontext(Gathered(step=me.step))
-
-    def looking(self) -> AbstractContextManager[None]:
+    def readable(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def go_back(self, start: Start) -> None:
-        """Do nothing: nobody else has anything to restore."""
 
-    def note_saved(self, position: Position) -> None:
-        """Do nothing: nobody else has a source."""
-
-    def safe(self) -> Position | None:
-        return None
-
-    def wait_for_more(self, me: RunState, look: Callable[[], None]) -> bool:  # noqa: ARG002
-        return False
-
-    def leaves_work(self, run: TrainingRun) -> bool:  # noqa: ARG002
-        return False
-
-    def gather(self, me: RunState, run: TrainingRun, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
-        return Gathered(step=me.step)
-
-    def leave(self, run: TrainingRun, state: WorkerState) -> bool:  # noqa: ARG002
-        return False
-
-    def fail(self, error: BaseException | None) -> None:
-        """Do nothing: nobody waits for this process."""
+def scheduled(model: Model) -> WeightOptimizer | None:
+    """Return the dense optimizer of a model that is updated in this process, with its schedule if any."""
+    if model.dense is None or model.schedule is None:
+        return model.dense
+    return ScheduledOptimizer(model.dense, model.schedule)
 
 
 class ScheduledOptimizer:
-    """An optimizer whose rates move after each of its steps."""
+    """An optimizer whose learning rates follow a schedule, one move after each of its steps."""
 
     def __init__(self, inner: torch.optim.Optimizer, schedule: LRScheduler) -> None:
         self._inner = inner
@@ -185,14 +174,14 @@ class ScheduledOptimizer:
         self._inner.zero_grad()
 
 
-def store_maker(config: TrainConfig, accelerator: Accelerator | None, peers: Coordinator) -> MakeStore:
-    """Return what makes the stores of a run in this process.
+def store_maker(config: TrainConfig, accelerator: Accelerator | None, placement: Placement) -> MakeStore:
+    """Return the function that makes the stores of a run in this process.
 
     Raises:
         ConfigError: The accelerator cannot hold rows, or this process holds none.
     """
     if config.embedding_device == "host":
-        return peers.make_store
+        return placement.make_store
     device = None if accelerator is None else accelerator.rows_device()
     if device is None:
         raise ConfigError(
@@ -204,16 +193,16 @@ def store_maker(config: TrainConfig, accelerator: Accelerator | None, peers: Coo
         local = _OneStore(
             partial(LocalStore.from_configs, device=device, device_bytes=config.device_memory_bytes)
         )
-    return holding(peers, local)
+    return stores_over(placement, local)
 
 
-def holding(peers: Coordinator, local: MakeStore) -> MakeStore:
-    """Return what makes stores over those of this process.
+def stores_over(placement: Placement, local: MakeStore) -> MakeStore:
+    """Return a maker of stores on top of stores in this process.
 
     Raises:
-        ConfigError: It holds no rows.
+        ConfigError: This process holds no rows.
     """
-    found = peers.holding(local)
+    found = placement.over(local)
     if found is None:
         raise ConfigError(
             "train.embedding_device: rows are on parameter servers in this run, not on the device of a "
@@ -224,7 +213,7 @@ def holding(peers: Coordinator, local: MakeStore) -> MakeStore:
 
 
 class _OneStore:
-    """Makes one store, whose tables share all the memory that there is for rows."""
+    """Makes a single store, whose tables divide all memory for rows among them."""
 
     def __init__(self, make: MakeStore) -> None:
         self._make = make
@@ -234,7 +223,8 @@ class _OneStore:
         if self._made:
             raise ConfigError(
                 "train.device_memory_bytes: the model has several embedding collections, and memory is "
-                "shared out among the tables of one; bring their features into one, or leave it out"
+                "divided among the tables of one; put their features into one collection, or remove the "
+                "setting"
             )
         self._made = True
         return self._make(configs, **how)

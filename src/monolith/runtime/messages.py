@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import RestoreReport
 from monolith.data.source import Position
 from monolith.runtime.coordinator import Start, WorkerState
 from monolith.train.publishing.bodies import HoldersTold, PublishOrder
@@ -419,7 +419,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRun:
     run: Name
     reason: Text
     unfinished: bool = False
@@ -634,7 +634,7 @@ CALLS: Mapping[str, type] = {
     "meeting.leave": Leave,
     "meeting.given_back": GivenBack,
     "meeting.deal": DealOut,
-    "meeting.stop": Stop,
+    "meeting.stop": StopRun,
     "server.assign": AssignShard,
     "server.reserve": Nothing,
     "server.begin": BeginServer,

@@ -33,8 +33,7 @@ from torch import Tensor
 
 from monolith import filesystem
 from monolith.checkpoint import CustomRestore, RestoreOptions, SavedPart, TablesPart
-from monolith.checkpoint.fitting import changes_from_json
-from monolith.checkpoint.part import PartCut
+from monolith.checkpoint.part import PartSnapshot, changes_from_json
 from monolith.cluster import Discovery
 from monolith.cluster.security import Guard
 from monolith.errors import (
@@ -310,7 +309,7 @@ class _Held:
     stores: list[LocalStore]
     dense: DenseShard
     tables: TablesPart
-    cuts: dict[str, PartCut]
+    cuts: dict[str, PartSnapshot]
     publishing: PublishedShard | None = None
     """None where nothing is published."""
     copied: CopiedShard | None = None
@@ -585,7 +584,7 @@ class ServedShard:
         with self._lock:
             held = self._held_for(body.run)
             if body.cut not in held.cuts:  # asked again, because an answer was lost
-                held.cuts[body.cut] = held.tables.cut(0)
+                held.cuts[body.cut] = held.tables.snapshot(0)
 
     def _close(self, body: CloseSnapshot) -> None:
         with self._lock:

@@ -27,13 +27,13 @@ from monolith.observe import ClockWatch, Metrics
 from monolith.observe.logs import name_process
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
-from monolith.run import RunConfig
-from monolith.run.runtime import listen_address, open_discovery
 from monolith.runtime import Coordinator, LocalRun, Trainer, TrainReport
 from monolith.runtime.attempts import Retries, SharedTraining
+from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output, RunContext, RunResult
 from monolith.runtime.control import ControlPlace, control_hooks, control_place, profiled_on_demand, tracer_of
 from monolith.runtime.data_service import data_security, read_for_workers, secured, served_task
+from monolith.runtime.discovery import listen_address, open_discovery
 from monolith.runtime.launch import MARK
 from monolith.runtime.local_profile import profiled_by_user
 from monolith.runtime.publish import publish_plan
@@ -329,13 +329,13 @@ def train(process: Process, discovery: Discovery | None = None, *, gauges: bool)
             listeners = open_things.enter_context(exports)
         open_things.enter_context(process.run.stopped_by(stopper))
 
-        def attempt(peers: Coordinator | None = None) -> TrainReport:
+        def attempt(coordinator: Coordinator | None = None) -> TrainReport:
             trainer = Trainer(
                 task,
                 config.train,
                 hooks=hooks,
                 metrics=metrics,
-                peers=peers,
+                coordinator=coordinator,
                 listeners=listeners,
                 publish=publish_plan(config, metrics, discovery),
             )
@@ -441,19 +441,20 @@ def reported_to_yarn(config: RunConfig, environ: Mapping[str, str]) -> Iterator[
 
 def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta) -> Hook:
     """Return the hook that shows the status of training every so often."""
+    coordinator = local.session.coordinator
     return LiveLineHook(
         show,
         every=every,
         stats=local.session.model.stats,
         metrics=local.session.metrics.values,
-        skipped=lambda: local.session.total_skipped,
-        staleness=lambda: None if (found := local.session.staleness) is None else found.last,
+        skipped=lambda: local.session.progress.total_skipped,
+        staleness=lambda: None if (found := coordinator.status().staleness) is None else found.last,
         evaluated=lambda: last.metrics if local.evaluate and (last := local.evaluate.latest) else {},
         steps=config.steps,
         max_steps=config.max_steps,
         read=local.session.fraction_read,
         epochs=config.epochs or 1,
-        live=local.session.live,
+        live=local.session.batches.live,
     )
 
 

@@ -1,4 +1,4 @@
-"""How far a run has come: positions in its data, skipped batches and expired rows."""
+"""How far a run has come: positions in its data, counts of examples, skipped batches, expired rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from monolith.data import Stream
 from monolith.data.source import Position
 from monolith.errors import DivergedError, NonFiniteError, NothingTrainedError, RestoreError
 from monolith.feature import Batch, FeatureIds
+from monolith.model import EmbeddingOptimizer
 from monolith.observe import Doublings, Metrics
+from monolith.runtime.coordinator import Start, WorkerState
 from monolith.store import Store
 from monolith.table import EventClock
 from monolith.train.config import ExpiryConfig, TrainConfig
@@ -27,7 +29,7 @@ WORKERS = "workers"
 
 
 def joined_positions(positions: Sequence[Position]) -> Position:
-    """Return one position for all workers; that of a single one is as if it were alone."""
+    """Return one position for all workers; of a single worker, its own as in a run of one process."""
     return positions[0] if len(positions) == 1 else {WORKERS: list(positions)}
 
 
@@ -37,7 +39,7 @@ def positions_of(position: Position) -> list[Position]:
 
 
 def order_of(config: TrainConfig) -> dict[str, Any] | None:
-    """Return the settings that the order of the data follows from; None where the task alone says it."""
+    """Return the settings that the order of the data follows from; None if the task alone decides it."""
     if config.epochs is None:
         return None
     return {"train.seed": config.seed, "train.shuffle_buffer": config.shuffle_buffer}
@@ -45,13 +47,13 @@ def order_of(config: TrainConfig) -> dict[str, Any] | None:
 
 @contextmanager
 def same_order(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> Iterator[None]:
-    """Say which settings to put back where data cannot go on, since its order was another when it was saved.
+    """Name the settings to restore if data cannot resume because its order was another when it was saved.
 
     Args:
-        saved, now: What `order_of` found. A source with an order of its own goes on whatever they are.
+        saved, now: Results of `order_of`. A source with an order of its own resumes whatever they are.
 
     Raises:
-        RestoreError: It cannot go on.
+        RestoreError: It cannot resume.
     """
     try:
         yield
@@ -63,8 +65,8 @@ def same_order(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -
         here = " and ".join(f"{name} {now[name]}" for name in changed) if now else "no train.epochs"
         raise RestoreError(
             f"cannot resume the data: the checkpoint was trained with {was}, from which the order of its "
-            f"epochs follows, and this run has {here}. Set it back to {was} to go on with the record that "
-            "comes next; or, to read the data from its start, start a new model_dir from this one with "
+            f"epochs follows, and this run has {here}. Set it back to {was} to resume with the next "
+            "record; or, to read the data from its start, start a new model_dir from this one with "
             "restore.dir and restore.restart_data."
         ) from cause
 
@@ -75,19 +77,19 @@ def split_position(
     """Return the position of each worker.
 
     Args:
-        data: The stream of one of them. It redistributes positions of another number of workers, and is to
+        data: The stream of one worker. It redistributes positions of another number of workers, and must
             be restored afterwards.
-        resumed: Whether the others read on: what they have cannot be redistributed.
+        resumed: Whether the other workers read on: their work cannot be redistributed.
 
     Raises:
-        RestoreError: They are of another number of workers, and the data cannot be redistributed.
+        RestoreError: The positions are of another number of workers, and cannot be redistributed.
     """
     found = positions_of(position)
     if len(found) == workers:
         return found
     if resumed:
         raise RestoreError(
-            f"cannot come back to a run of {workers} workers that goes on: nothing was saved since it began "
+            f"cannot rejoin a run of {workers} workers that continues: nothing was saved since it started "
             f"from the checkpoint of {len(found)}, whose positions were redistributed then. Restart all "
             "of its workers together."
         )
@@ -103,7 +105,7 @@ def split_position(
 
 
 LINES = 20
-"""As many skipped batches have a line in the log; then every hundredth."""
+"""Number of skipped batches that each get a line in the log; after them, every hundredth does."""
 
 
 class Skipping:
@@ -117,7 +119,7 @@ class Skipping:
         self._max_in_a_row = max_in_a_row
         self._in_a_row = 0
         self.batches = 0
-        """Skipped so far, in all runs."""
+        """Batches skipped so far, in all runs."""
 
     def note(self, cause: NonFiniteError, step: int, batch: Batch) -> None:
         """Count a batch that was not trained on, after `step` steps.
@@ -132,9 +134,9 @@ class Skipping:
             self._in_a_row = 0
             raise DivergedError(
                 f"stopped at step {step} without saving: {many} in a row could not be trained on; in the "
-                f"last one, {cause}{_without_labels(batch)}. Lower the learning rate or clip gradients; look "
-                "for NaN in the data with `monolith data validate`; or, if the weights are NaN, go back to "
-                "an earlier checkpoint with --restore-checkpoint. max_skipped_in_a_row sets how many "
+                f"last one, {cause}{_without_labels(batch)}. Lower the learning rate or clip gradients; "
+                "check the data for NaN with `monolith data validate`; or, if the weights are NaN, roll "
+                "back to an earlier checkpoint with --restore-checkpoint. max_skipped_in_a_row sets how many "
                 "are skipped."
             ) from cause
         if self.batches <= LINES or self.batches % 100 == 0:
@@ -148,16 +150,16 @@ class Skipping:
             )
 
     def note_trained(self) -> None:
-        """Start counting those in a row anew."""
+        """Reset the count of skipped batches in a row."""
         self._in_a_row = 0
 
 
 def check_not_all_skipped(batches: int, bad: Mapping[str, int]) -> None:
-    """Refuse a run that came to the end of its data without a step because nothing of it could be trained on.
+    """Refuse a run that reached the end of its data without a step because none of it could be trained on.
 
     Args:
         batches: How many were skipped.
-        bad: Why records were left out before they were in a batch, and how many for each reason.
+        bad: Reason -> how many records were left out for it before they were in a batch.
 
     Raises:
         NothingTrainedError: It is such a run.
@@ -173,7 +175,7 @@ def check_not_all_skipped(batches: int, bad: Mapping[str, int]) -> None:
 
 
 def _without_labels(batch: Batch) -> str:
-    """Return which labels are not there, the likeliest cause of a loss of NaN; nothing where all are."""
+    """Describe the missing labels, the likeliest cause of a loss of NaN; empty if none is missing."""
     empty = {name: int(values.isnan().sum()) for name, values in batch.labels.items()}
     said = [f"{count} have no label {name!r}" for name, count in empty.items() if count]
     if not said:
@@ -186,7 +188,7 @@ class RowExpiry:
 
     Args:
         wall: Unix seconds.
-        metrics: Where evictions that were held back are counted.
+        metrics: Counts evictions that were withheld.
     """
 
     def __init__(
@@ -201,9 +203,9 @@ class RowExpiry:
         self._metrics = metrics
         self._warned: dict[str, Doublings] = {}
         self.overdue: dict[str, int] = {}
-        """By table: rows that the last eviction kept because too many had expired."""
+        """Table -> expired rows that the last eviction left in place because there were too many."""
         self.held_back: dict[str, int] = {}
-        """By table: how often that happened."""
+        """Table -> how often that happened."""
 
     def observe(self, ids: FeatureIds) -> None:
         """Take note of a batch that is trained on."""
@@ -211,7 +213,7 @@ class RowExpiry:
         self._clock.observe(torch.full((len(ids),), ids.event_time) if times is None else times)
 
     def now(self) -> int | None:
-        """Return what time it is for rows, in Unix seconds; None as long as nobody can tell."""
+        """Return the time by which rows expire, in Unix seconds; None while it is not known."""
         return self._clock.now()
 
     def evict(self, stores: Iterable[Store], now: int) -> None:
@@ -226,11 +228,11 @@ class RowExpiry:
                 store.evict(now, tables=going)
 
     def state(self) -> list[list[int]]:
-        """Return what the clock remembers, for a checkpoint."""
+        """Return the state of the clock, for a checkpoint."""
         return self._clock.state()
 
     def restore(self, state: Sequence[Sequence[int]]) -> None:
-        """Go on with the clock of a checkpoint."""
+        """Resume with the clock of a checkpoint."""
         self._clock.restore(state)
 
     def _note(self, table: str, overdue: int, rows: int, now: int) -> None:
@@ -242,9 +244,9 @@ class RowExpiry:
         self.held_back[table] = times = self.held_back.get(table, 0) + 1
         if self._warned.setdefault(table, Doublings()).due(times):
             _log.warning(
-                "table %r: %s of %s rows have expired by %s UTC, more than the share of %g that may go at "
-                "once; all are kept (%s times so far). Check that event times are right. If they are, set "
-                "expiry.max_fraction (train.expiry.max_fraction in a run's config) to 1 to evict them.",
+                "table %r: %s of %s rows have expired by %s UTC, more than the fraction of %g that may be "
+                "evicted at once; all stay (%s times so far). Check that event times are right. If they are, "
+                "set expiry.max_fraction (train.expiry.max_fraction in a run's config) to 1 to evict them.",
                 table,
                 f"{overdue:,}",
                 f"{rows:,}",
@@ -261,3 +263,110 @@ class RowExpiry:
         if overdue:
             about = "Evictions that would have taken too much of a table"
             self._metrics.counter("train_evictions_held_back", about, ["table"]).inc(table=table)
+
+
+class RunProgress:
+    """How far one process has come: the global step, and what it trained on. Used by the training thread.
+
+    Counts are of all runs of the model. The chief's include what all processes had done when it restored
+    them; every other process counts from 0. So the total is:
+
+        total = chief.examples + sum of state.examples over the other processes, at the last quiesce
+
+    Args:
+        sparse: The optimizer of rows, which stamps them with the global step.
+    """
+
+    def __init__(self, sparse: EmbeddingOptimizer, config: TrainConfig, expiry: RowExpiry) -> None:
+        self._sparse = sparse
+        self.config = config
+        self.expiry = expiry
+        self.skipping = Skipping(config.max_skipped_in_a_row)
+        self.step = 0
+        """The global step: how many steps the model has taken, as far as this process knows."""
+        self.examples = 0
+        """Examples trained on so far."""
+        self.others: tuple[WorkerState, ...] = ()
+        """The states of all other processes at the last quiesce, as the chief."""
+        self.saved_order: Mapping[str, Any] | None = None
+        """The settings that the order of the data followed from when it was saved; see `order_of`."""
+        self._heads: tuple[str, ...] = ()
+        """The labels of the last batch that had some."""
+        self._restored_examples = self._restored_skipped = 0
+
+    def set_step(self, step: int) -> None:
+        """Set the global step; nothing else does, so that the optimizer of rows has the same."""
+        self.step = self._sparse.global_step = step
+
+    def note_batch(self, batch: Batch) -> None:
+        """Count a batch that was trained on."""
+        self.examples += len(batch)
+        self._heads = tuple(batch.labels) or self._heads
+        self.expiry.observe(batch.ids)
+
+    @property
+    def total_examples(self) -> int:
+        """Examples trained on so far, by all processes."""
+        return self.examples + sum(state.examples for state in self.others)
+
+    @property
+    def total_skipped(self) -> int:
+        """Batches skipped so far, by all processes."""
+        return self.skipping.batches + sum(state.skipped for state in self.others)
+
+    def state(self, position: Position) -> WorkerState:
+        """Return the state of this process that a checkpoint keeps, with its position in the data."""
+        return WorkerState(
+            position=position,
+            examples=self.examples - self._restored_examples,
+            skipped=self.skipping.batches - self._restored_skipped,
+            event_time=self.expiry.now(),
+        )
+
+    def expiry_time(self) -> int | None:
+        """Return the time by which rows expire; None while it is not known.
+
+        The worker with the oldest data decides, so that the rows it trains stay. The times of the other
+        workers are those of the last quiesce.
+        """
+        times = [self.expiry.now(), *(state.event_time for state in self.others)]
+        return min((time for time in times if time is not None), default=None)
+
+    def rejoin(self, start: Start) -> None:
+        """Count on as the chief, which restored the counts of all: in a run that continued, the other
+        workers count theirs."""
+        self.others = start.others
+        self.examples -= sum(state.examples for state in start.others)
+        self.skipping.batches -= sum(state.skipped for state in start.others)
+        if start.back is not None:
+            self._restored_examples = self.examples - start.back.examples
+            self._restored_skipped = self.skipping.batches - start.back.skipped
+
+    def count_from(self, examples: int, skipped: int) -> None:
+        """Count on from these, as a process that is not the chief."""
+        self.examples, self.skipping.batches = examples, skipped
+
+    def roll_back(self, step: int) -> None:
+        """Start again at an earlier step; the chief has the counts of all."""
+        self.set_step(step)
+        self.examples = self.skipping.batches = 0
+        self._restored_examples = self._restored_skipped = 0
+
+    def saved(self) -> dict[str, Any]:
+        """Return the counts of all processes, for a checkpoint."""
+        return {
+            "examples": self.total_examples,
+            "skipped": self.total_skipped,
+            "event_times": self.expiry.state(),
+            "heads": list(self._heads),
+            "order": order_of(self.config),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Count on from a checkpoint, as the chief."""
+        self.examples = int(saved["examples"])
+        self.skipping.batches = int(saved.get("skipped", 0))
+        self._restored_examples, self._restored_skipped = self.examples, self.skipping.batches
+        self.expiry.restore(saved.get("event_times", []))
+        self._heads = tuple(saved.get("heads", ()))
+        self.saved_order = saved.get("order")

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 from monolith import filesystem
 from monolith.checkpoint import Saver
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.cluster import Discovery
 from monolith.cluster.addresses import Address
 from monolith.cluster.run_token import shared_security
 from monolith.cluster.security import guard_listener
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
-from monolith.run.config import RunConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.export import VersionMarks
 from monolith.sync.channel import DeltaWriter
-from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url
-from monolith.sync.run_identity import run_identity
+from monolith.sync.channel_url import ChannelUrl, open_writer, parse_channel_url
+from monolith.sync.messages import run_identity
 from monolith.train.publishing.hold_file import HoldFile
 from monolith.train.publishing.share import PublishPlan
 
@@ -70,7 +70,7 @@ class _Opening:
     found: ChannelUrl
     discovery: Discovery | None
 
-    def __call__(self, share: IdShare) -> DeltaWriter:
+    def __call__(self, share: IdShard) -> DeltaWriter:
         run, url, host = self.run, self.url, run_host(self.run)
         guard = None
         if self.found.kind == "flight":
@@ -89,7 +89,7 @@ class _Opening:
             limits=run.limits,
         )
         where = url
-        if isinstance(writer, ListeningWriter):
+        if writer.address is not None:
             where = f"{'grpc+tls' if run.security.uses_tls else 'grpc'}://{writer.address}"
         _log.info("share %d of %d is published at %s", *share, where)
         return writer
@@ -100,7 +100,7 @@ def run_host(run: RunConfig) -> str:
     return run.cluster.listen or "127.0.0.1"
 
 
-def address_of(addresses: tuple[str, ...], share: IdShare) -> Address:
+def address_of(addresses: tuple[str, ...], share: IdShard) -> Address:
     """Return where one of several holders listens: each has an address, or all follow one, port by port.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Where the rows of ranks are: each rank holds a share of them, or parameter servers hold all.
+"""The placement of ranks: dense weights on every rank; rows sharded across ranks, or on parameter servers.
 
-    held by ranks     a rank answers for its share until it is gone; nothing begins and nothing ends
-    held by servers   rank 0 begins a run on all servers, restores it, says its name to the others, keeps a
-                      call at each server by which both know that the other is there, and ends it
+    rows on ranks     a rank answers for its shard as long as it lives; nothing is started and nothing ends
+    rows on servers   rank 0 starts a run on all servers, restores it, tells the other ranks its name, keeps
+                      a call open at each server so that both notice a loss, and ends it
 
-Everything else is the same for both: who leads, when all stand still, what a checkpoint is.
+Everything else is the same for both: the chief, pauses, checkpoints, dense weights.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint import DensePart, Part, RestoreOptions, SavedPart, TablesPart, merge_entries
-from monolith.checkpoint.fitting import changes_from_json, changes_to_json
-from monolith.checkpoint.part import Entry, PartCut
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.part import Entry, PartSnapshot, RestoreReport, changes_from_json, changes_to_json
 from monolith.errors import (
     ClusterError,
     ConfigError,
@@ -34,7 +33,11 @@ from monolith.errors import (
     SaveError,
     UnavailableError,
 )
-from monolith.runtime.fleet_placement import ServedTables
+from monolith.model import WeightOptimizer
+from monolith.runtime.coordinator import Item, LastCheckpoint
+from monolith.runtime.fleet_placement import ServedTables, copy_into, merge_buffers
+from monolith.runtime.local import scheduled
+from monolith.runtime.lockstep import aligned
 from monolith.runtime.messages import (
     Attend,
     Attended,
@@ -48,6 +51,7 @@ from monolith.runtime.messages import (
     TablesRestored,
     WriteRankSnapshot,
 )
+from monolith.runtime.prefetch import Silence
 from monolith.runtime.server_calls import POLL, TableWork, ask, on_each, tell
 from monolith.store import (
     AllToAllStore,
@@ -59,12 +63,14 @@ from monolith.store import (
     ServerGroup,
     Store,
 )
+from monolith.store.dense import dump_dense, load_dense_states, pack_tensors, read_dense, unpack_tensors
 from monolith.store.rank_calls import RankCalls
 from monolith.store.rank_groups import Collective
-from monolith.sync.guard import RecoveringGuard
+from monolith.sync.guard import PublishGuard
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.config import RanksConfig, TrainConfig
 from monolith.train.hooks.barrier import HealthStatus, MachineHealth
+from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
 from monolith.train.publishing.holders import Holders
 from monolith.train.publishing.rank_rows import RowsOfRanks
@@ -78,21 +84,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Weights whose gradients go together."""
+    """Weights whose gradients are sent together."""
 
     weights: list[nn.Parameter]
     waits_for: set[int] = field(default_factory=set)
-    """Places of weights that have no gradient yet, in this step."""
+    """The `id()` of each weight that has no gradient yet, in this step."""
     finish: Callable[[], Tensor] | None = None
     """Waits for the sum, once the bucket was sent."""
 
 
 class AveragedGradients:
-    """Those of one model's dense weights: `Together`, as ranks are. Used by the training thread.
+    """The gradients of one model's dense weights, averaged over ranks. Used by the training thread.
+
+    Weights are grouped into buckets in the order in which backward reaches them, last layer first. A bucket
+    is sent as soon as all of its gradients are there, so the sum overlaps with the rest of backward:
+
+        begin(examples) ──► backward: bucket 0 sent, bucket 1 sent, ... ──► finish: wait, take the means
+
+    Every rank sends the same buckets in the same order, whatever order its gradients come in.
 
     Args:
         weights: In the same order on every rank.
-        collective: Nobody else's.
+        collective: Used for nothing else.
     """
 
     def __init__(
@@ -105,16 +118,16 @@ class AveragedGradients:
         self._bucket_of = {id(w): bucket for bucket in self._buckets for w in bucket.weights}
         self._examples = 0
         self._weight = 1.0
-        """What gradients are multiplied by on their way."""
+        """Factor of this rank's gradients in the sum."""
         self._next = len(self._buckets)
-        """The bucket to be sent next; outside of a step, none."""
+        """Index of the bucket to be sent next; past the last one outside of a step."""
         for weight in self._weights:
             weight.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
     def begin(self, examples: int) -> None:
         self._examples = examples
         self._weight = float(examples)
-        if self._config.half_gradients:  # whose range is small: weighted by the share of all examples
+        if self._config.half_gradients:  # their range is small: weight by the fraction of all examples
             self._weight /= max(float(self._collective.sum(torch.tensor(float(examples)))), 1.0)
         self._next = 0
         for bucket in self._buckets:
@@ -138,14 +151,14 @@ class AveragedGradients:
         return self._collective.sum(squares.clone())
 
     def _note(self, weight: Tensor) -> None:
-        """Hear from backward that a gradient is there."""
+        """Note that backward has computed a gradient."""
         bucket = self._bucket_of[id(weight)]
         bucket.waits_for.discard(id(weight))
         if self._next < len(self._buckets):
             self._send_ready()
 
     def _send_ready(self, *, all_of_them: bool = False) -> None:
-        """Send what is complete, in the order of buckets; at the end, whatever is left."""
+        """Send complete buckets, in order; with `all_of_them`, the incomplete ones too."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if bucket.waits_for and not all_of_them:
@@ -162,7 +175,7 @@ class AveragedGradients:
         return flat.half() if self._config.half_gradients else flat
 
     def _take(self, total: float, users: dict[int, float]) -> None:
-        """Make every gradient the mean over all examples; None where no rank has one."""
+        """Make every gradient the mean over all examples; None if no rank has one."""
         for bucket in self._buckets:
             if bucket.finish is None:
                 continue
@@ -187,10 +200,10 @@ def _in_buckets(weights: Sequence[nn.Parameter], most_bytes: int) -> list[_Bucke
 
 
 class RankShard:
-    """The tables of this rank, as rank 0 has them cut, written and restored. From any thread.
+    """The tables of this rank, of which rank 0 takes snapshots and restores them. From any thread.
 
     Args:
-        part: This rank's share of the tables.
+        part: This rank's shard of the tables.
         rows: Returns how many rows each table of this rank has.
         model_dir: Below which it writes.
     """
@@ -201,7 +214,7 @@ class RankShard:
         self._part = part
         self._rows = rows
         self._model_dir = model_dir
-        self._cuts: dict[str, PartCut] = {}
+        self._cuts: dict[str, PartSnapshot] = {}
         calls.offer(
             {
                 "tables.cut": lambda body: self._cut(read_message(SnapshotRank, body)),
@@ -212,13 +225,13 @@ class RankShard:
         )
 
     def _cut(self, body: SnapshotRank) -> dict[str, Json]:
-        self._cuts[body.cut] = self._part.cut(0)
+        self._cuts[body.cut] = self._part.snapshot(0)
         return {}
 
     def _write(self, body: WriteRankSnapshot) -> dict[str, Json]:
         cut = self._cuts.get(body.cut)
         if cut is None:
-            raise ClusterError("cannot write tables: this rank holds no such moment")
+            raise ClusterError("cannot write tables: this rank has no such snapshot")
         if not self._model_dir or not filesystem.is_below(body.prefix, self._model_dir):
             raise SaveError(
                 f"this rank writes only below the model_dir of its run, {self._model_dir!r}. Start all ranks "
@@ -253,7 +266,7 @@ class RankTables:
     def __init__(self, calls: RankCalls) -> None:
         self._calls = calls
 
-    def cut(self, step: int) -> PartCut:  # noqa: ARG002
+    def snapshot(self, step: int) -> PartSnapshot:  # noqa: ARG002
         cut = _RankCut(self._calls, secrets.token_hex(8))
         try:
             self._calls.ask_all("tables.cut", write_message(SnapshotRank(cut=cut.name)))
@@ -292,7 +305,7 @@ class _RankCut:
     def close(self, *, saved: bool) -> None:
         if not self._closed:
             self._closed = True
-            # A moment that was not saved is of no use, and a rank that is gone holds it no more.
+            # A snapshot that was not saved is of no use, and a lost rank has none.
             with nullcontext() if saved else suppress(ClusterError):
                 self._calls.ask_all(
                     "tables.close", write_message(CloseRankSnapshot(cut=self.name, saved=saved))
@@ -308,12 +321,222 @@ class RankDense:
         self._inner = inner
         self._merged = merged
 
-    def cut(self, step: int) -> PartCut:
+    def snapshot(self, step: int) -> PartSnapshot:
         with self._merged():
-            return self._inner.cut(step)
+            return self._inner.snapshot(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         return self._inner.restore(chain, options)
+
+
+class RankPlacement:
+    """Parameters of ranks: rows sharded across them or on servers, dense weights as a copy on every rank.
+
+    Gradients of dense weights are averaged, so the copies stay equal. Buffers (the running means of a batch
+    norm) are not: each rank has its own, and a checkpoint has them merged; see `merge_buffers`.
+
+    Args:
+        groups: The connections of the ranks.
+        servers: The parameter servers that hold the rows, if the ranks do not.
+        call_in: Makes the other ranks answer a lookup of rank 0 in a store, while all are quiesced.
+    """
+
+    def __init__(
+        self,
+        groups: RankGroups,
+        config: RanksConfig | None = None,
+        *,
+        servers: ServerGroup | None = None,
+        call_in: Callable[[int], None],
+    ) -> None:
+        self._groups = groups
+        self.rows: RankRows = RowsOnRanks(groups) if servers is None else RowsOnServers(groups, servers)
+        self._config = config or RanksConfig()
+        self._call_in = call_in
+        self._run = TrainConfig()
+        """The settings of the run, once they were checked."""
+        self._model: Model | None = None
+        self._average: AveragedGradients | None = None
+        self._first_buffers: list[Tensor] = []
+        """The buffers that all ranks started with."""
+        self._merged: list[Tensor] | None = None
+        """The buffers of all ranks merged, from a quiesce until they are saved."""
+        self._data_stuck = False
+        """Whether the source of this rank was blocked in a read when its pipeline was closed."""
+        self.step = 0
+        """The global step, as far as hooks on other threads ask for it."""
+
+    @property
+    def make_store(self) -> MakeStore:
+        return self.rows.make_store
+
+    @property
+    def averaging(self) -> AveragedGradients | None:
+        return self._average
+
+    @property
+    def others(self) -> Others | None:
+        return OtherRanks(self._groups.rank, lambda: self.step, self.rows)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes received from and sent to other ranks and servers. From any thread."""
+        ranks, servers = self._groups.traffic, self.rows.traffic
+        return Traffic(ranks.received + servers.received, ranks.sent + servers.sent)
+
+    def over(self, local: MakeStore) -> MakeStore | None:
+        return self.rows.over(local)
+
+    def check(self, config: TrainConfig) -> None:
+        self._run = config
+        if config.hooks.slow_start_steps:
+            raise ConfigError(
+                "hooks.slow_start_steps: ranks take every step together, so none can start late"
+            )
+
+    def attach(self, model: Model) -> WeightOptimizer | None:
+        if own := [store for store in model.stores if not self.rows.made(store)]:
+            raise ConfigError(
+                f"task {model.task.name!r}: its model has a store of its own, {own[0]!r}, so every rank "
+                "would train its own copy of the rows. Leave out `store`: the run decides where rows live."
+            )
+        self._model = model
+        assert model.sparse is not None
+        model.sparse.in_step = True
+        self.rows.attach(model, self._run)
+        self._average = AveragedGradients(list(model.weights().values()), self._groups.dense, self._config)
+        return scheduled(model)
+
+    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:  # noqa: ARG002
+        return [self.rows.tables_part(), self.dense_part(model)]
+
+    def dense_part(self, model: Model) -> Part:
+        return RankDense(model.dense_part(), self._saving_buffers)
+
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
+        return self.rows.publishers(model, plan, guard)
+
+    def restore_lost_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
+        """Do nothing: a run that loses a rank restarts on all ranks."""
+
+    def survives(self, error: Exception) -> bool:  # noqa: ARG002
+        return False
+
+    def align(
+        self, items: Iterator[Item], *, every: float, pressed: Callable[[], bool], silences: bool
+    ) -> Iterator[Item | Silence]:
+        return aligned(
+            items,
+            self._groups.lookups,
+            every=every,
+            pressed=pressed,
+            silences=silences,
+            on_stuck=self._note_stuck,
+        )
+
+    def _note_stuck(self) -> None:
+        self._data_stuck = True
+
+    def check_data_closed(self) -> None:
+        """Check that the data of before a rollback is not read any more.
+
+        Raises:
+            UnavailableError: It is, and would take an item that is to be trained on again.
+        """
+        if self._data_stuck:
+            raise UnavailableError(
+                f"rank {self._groups.rank} cannot roll back: its data is still being read, and gives "
+                "nothing. All ranks restart from the last checkpoint"
+            )
+
+    def count_step(self, step: int) -> int:
+        self.step = step + 1
+        return self.step
+
+    def refresh(self) -> None:
+        """Do nothing: no rank trains without this one, so its weights are the newest."""
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        with self.rows.solo_lookups(self._call_in), self._with_buffers(self._merged):
+            yield
+
+    # For the coordinator of the same rank
+
+    def take_weights(self) -> None:
+        """Start with the weights, optimizer state and buffers of rank 0. A collective call."""
+        model, control = self._model, self._groups.control
+        assert model is not None, "attach a model first"
+        weights = model.weights()
+        state = broadcast_bytes(control, dump_dense(weights, model.dense, 0, model.schedule))
+        frozen = [p for name, p in model.module.named_parameters() if name not in weights]
+        rest = [*frozen, *model.buffers().values()]
+        packed = broadcast_bytes(control, pack_tensors(rest).tobytes())
+        if self._groups.rank:
+            load_dense_states(weights, model.dense, [read_dense(state)], model.schedule)
+            copy_into(rest, unpack_tensors(np.frombuffer(packed, np.uint8).copy(), rest))
+        self._first_buffers = [buffer.clone() for buffer in model.buffers().values()]
+
+    def gather_buffers(self, examples: int) -> None:
+        """Merge the buffers of all ranks, for the checkpoint that follows. A collective call.
+
+        Args:
+            examples: The weight of this rank's buffers.
+        """
+        assert self._model is not None
+        mine = list(self._model.buffers().values())
+        if not mine or self._groups.size == 1:
+            return
+        control = self._groups.control
+        weights = control.all_gather(torch.tensor([examples])).flatten().tolist()
+        packed = control.all_gather(torch.from_numpy(pack_tensors(mine)))
+        given = [(many, unpack_tensors(one.numpy(), mine)) for many, one in zip(weights, packed, strict=True)]
+        self._merged = merge_buffers(self._first_buffers, given)
+
+    def _saving_buffers(self) -> AbstractContextManager[None]:
+        merged, self._merged = self._merged, None
+        return self._with_buffers(merged)
+
+    @contextmanager
+    def _with_buffers(self, merged: Sequence[Tensor] | None) -> Iterator[None]:
+        """Have the merged buffers in the module of this rank, while they are saved or evaluated."""
+        if merged is None or self._model is None:
+            yield
+            return
+        mine = list(self._model.buffers().values())
+        own = [buffer.clone() for buffer in mine]
+        copy_into(mine, merged)
+        try:
+            yield
+        finally:
+            copy_into(mine, own)
+
+
+class OtherRanks:
+    """The other ranks, all at the same step, and the servers, as far as hooks ask for them."""
+
+    def __init__(self, rank: int, step: Callable[[], int], rows: RankRows) -> None:
+        self.index = rank
+        self._step = step
+        self._rows = rows
+
+    @property
+    def servers(self) -> Sequence[str]:
+        return self._rows.servers
+
+    def read_step(self) -> int:
+        return self._step()
+
+    def server_health(self, server: int) -> MachineHealth:
+        return self._rows.server_health(server)
+
+
+def broadcast_bytes(collective: Collective, data: bytes) -> bytes:
+    """Return the bytes of rank 0 on every rank. A collective call."""
+    length = int(collective.broadcast(torch.tensor([len(data)]))[0])
+    given = bytearray(data if len(data) == length else bytes(length)) or bytearray(1)
+    sent = torch.frombuffer(given, dtype=torch.uint8)
+    return collective.broadcast(sent).numpy().tobytes()[:length]
 
 
 class RankRows(Protocol):
@@ -337,8 +560,8 @@ class RankRows(Protocol):
     ) -> Store:
         """See `MakeStore`."""
 
-    def holding(self, local: MakeStore) -> MakeStore | None:
-        """See `Coordinator.holding`."""
+    def over(self, local: MakeStore) -> MakeStore | None:
+        """See `Placement.over`."""
 
     def made(self, store: Store) -> bool:
         """Whether a store is one of these."""
@@ -347,39 +570,39 @@ class RankRows(Protocol):
         """Take part in the checkpoints of a model that was bound to these rows."""
 
     def solo_lookups(self, call_in: Callable[[int], None]) -> AbstractContextManager[object]:
-        """Have this rank look rows up while the others stand still, for the length of a block.
+        """Have this rank look rows up while the other ranks are quiesced, for the length of a block.
 
         Args:
-            call_in: Told the store, before each lookup that the others are to `answer`.
+            call_in: Called with the store before each lookup that the other ranks must `answer`.
         """
 
     def answer(self, store: int) -> None:
-        """Do one's part in a lookup of the rank that looks alone."""
+        """Take part in a lookup of rank 0."""
 
     def tables_part(self) -> Part:
         """Return the tables of all, as the part of a checkpoint that rank 0 makes."""
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
-        """See `Coordinator.holders`."""
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
+        """See `Placement.publishers`."""
 
     def server_health(self, server: int) -> MachineHealth:
         """Ask one server for its health. From any thread."""
 
     def begin(self) -> str:
-        """Make ready for a restore, as rank 0; return what the others `join`."""
+        """Prepare for a restore, as rank 0; return the run that the other ranks `join`."""
 
     def join(self, run: str) -> None:
-        """Work with what rank 0 has begun, and with nothing else."""
+        """Use the run that rank 0 has started, and no other."""
 
     def end(self, *, finished: bool) -> None:
         """Say, as rank 0, that the run is over and saved."""
 
     def close(self) -> None:
-        """Let go; whoever made the groups and connections closes them."""
+        """Stop watching the servers; the connections are closed by their maker."""
 
 
 class RowsOnRanks:
-    """Every rank holds those that hash to it."""
+    """Rows are sharded across the ranks, by hash."""
 
     servers: Sequence[str] = ()
 
@@ -401,14 +624,14 @@ class RowsOnRanks:
         """See `MakeStore`.
 
         Args:
-            local: Makes the store of this rank's share.
+            local: Makes the store of this rank's shard.
         """
         inner = local(configs, thresholds=thresholds, threads=threads)
         assert isinstance(inner, LocalStore)
         self._stores.append(AllToAllStore(inner, configs, self._groups, len(self._stores)))
         return self._stores[-1]
 
-    def holding(self, local: MakeStore) -> MakeStore:
+    def over(self, local: MakeStore) -> MakeStore:
         return partial(self.make_store, local=local)
 
     def made(self, store: Store) -> bool:
@@ -438,7 +661,7 @@ class RowsOnRanks:
     def tables_part(self) -> Part:
         return RankTables(self._groups.calls)
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:
         groups = self._groups
         guards = [guard] if groups.rank == 0 else []
         share = SharePublisher(model.tables, (groups.rank, groups.size), plan, guards=guards)
@@ -452,7 +675,7 @@ class RowsOnRanks:
         return "yes"
 
     def join(self, run: str) -> None:
-        """Do nothing: a rank has its share from the start."""
+        """Do nothing: a rank has its shard from the start."""
 
     def end(self, *, finished: bool) -> None:
         """Do nothing: rows go with their ranks."""
@@ -462,14 +685,14 @@ class RowsOnRanks:
 
 
 class RowsOnServers:
-    """Parameter servers hold all of them, and no weights.
+    """Rows are on parameter servers, which hold no dense weights here.
 
-    A server that is lost ends the attempt for all ranks, as a rank does that is lost. They connect to the
-    servers again, and rank 0 begins another run there, from the last checkpoint. What is still on its way in
-    the run before is refused by the servers, so nothing is trained twice.
+    A lost server ends the attempt for all ranks, as a lost rank does. They connect to the servers again, and
+    rank 0 starts another run there, from the last checkpoint. Servers refuse updates of the previous run that
+    are still in flight, so nothing is trained twice.
 
     Args:
-        group: The servers; closed by whoever made it.
+        group: The servers; closed by its maker.
     """
 
     keeps_going = False
@@ -512,7 +735,7 @@ class RowsOnServers:
         self._stores.append(ServedRankStore(served, configs, self._groups, number))
         return self._stores[-1]
 
-    def holding(self, local: MakeStore) -> None:  # noqa: ARG002
+    def over(self, local: MakeStore) -> None:  # noqa: ARG002
         return None
 
     def made(self, store: Store) -> bool:
@@ -530,9 +753,9 @@ class RowsOnServers:
     def tables_part(self) -> Part:
         return ServedTables(self)
 
-    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+    def publishers(self, model: Model, plan: PublishPlan, guard: PublishGuard) -> Holders | None:  # noqa: ARG002
         if self._groups.rank:
-            return None  # servers hold the rows, and rank 0 tells them
+            return None  # the servers publish their rows, and rank 0 steers them
         every = plan.config.dense_interval.total_seconds()
         return RowsOfServers(self._group, lambda: self._run, every=every)
 
@@ -553,7 +776,7 @@ class RowsOnServers:
         self._group.expect(run)
 
     def _attend(self, server: int) -> None:
-        """Keep a call at a server; without it, all begin again."""
+        """Keep a call open at a server; if it breaks, all ranks restart."""
         asked = Attend(self._run, POLL)
         while not self._closed.is_set():
             try:
@@ -564,11 +787,11 @@ class RowsOnServers:
                 return
 
     def note_cut(self, step: int) -> None:
-        """Have the servers say, to whoever looks on, how far the run is."""
+        """Set the step that the servers report in their status."""
         self._group.set_step(step)
 
     def begin_commit(self, losses: int) -> None:
-        """Do nothing: with a server the run is lost, and what it wrote with it."""
+        """Do nothing: a lost server ends the run, so none can be lost between writing and commit."""
 
     def end_commit(self) -> None:
         """Do nothing."""

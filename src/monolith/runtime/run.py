@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Literal
 
 from monolith.cluster.status import ProcessStatus, StatusBoard
 from monolith.errors import ConfigError, DeadlineExceededError
-from monolith.run import RunConfig, check_run, settle
+from monolith.runtime.config import RunConfig, settle
+from monolith.runtime.config_loading import check_run
 from monolith.runtime.context import Launch, Output, RunContext, RunResult
 
 if TYPE_CHECKING:

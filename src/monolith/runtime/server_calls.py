@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from monolith.checkpoint import RestoreOptions, SavedPart
-from monolith.checkpoint.fitting import changes_to_json
+from monolith.checkpoint.part import changes_to_json
 from monolith.cluster.security import Guard
 from monolith.errors import ClusterError, DeadlineExceededError, UnavailableError
 from monolith.runtime.messages import (

@@ -91,7 +91,7 @@ from monolith.runtime.messages import (
     RunResumed,
     SayOver,
     Served,
-    Stop,
+    StopRun,
 )
 from monolith.runtime.push_counts import marked, take_lost_of
 from monolith.wire.messages import Answer, Gone, PollAnswer
@@ -643,7 +643,7 @@ class CoordinationService:
             self._note(run)
             return DealTaken(taken=True)
 
-    def _stop(self, body: Stop) -> None:
+    def _stop(self, body: StopRun) -> None:
         with self._changed:
             run = self._of(body)
             run.stop = run.stop or body.reason

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import ClusterError, ConfigError, RequestError, RestoreError
 from monolith.observe import Metrics
 from monolith.runtime.messages import CopyOpened, FollowShard, OfRun, StandbyStatus
@@ -35,9 +35,9 @@ from monolith.store.pushes import KnownPushes
 from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.messages import LearnedUpTo
-from monolith.sync.publisher import Publisher
-from monolith.sync.subscriber import Followed, Subscriber
-from monolith.sync.table_target import TableTarget
+from monolith.sync.publisher import Publisher, PublisherConfig
+from monolith.sync.subscriber import ShardProgress, Subscriber
+from monolith.sync.target import TableTarget
 from monolith.table import Rows
 from monolith.train.model import Model
 from monolith.wire.flight import PortGuard
@@ -339,7 +339,7 @@ class CopiedShard:
         self,
         model: Model,
         dense: DenseShard,
-        share: IdShare,
+        share: IdShard,
         *,
         incarnation: str,
         pushes: Callable[[], Mapping[str, KnownPushes]],
@@ -358,13 +358,15 @@ class CopiedShard:
         self.publisher = Publisher(
             tables,
             self.port.writer(incarnation, log_bytes=plan.log_bytes),
-            run=incarnation,
-            share=share,
-            interval=plan.interval,
-            dense_interval=0.0,  # with every delta: weights and rows are of one moment, or nearly so
+            PublisherConfig(
+                run=incarnation,
+                shard=share,
+                interval=plan.interval,
+                dense_interval=0.0,  # with every delta: weights and rows are of one moment, or nearly so
+                with_state=True,
+            ),
             dense=self._rest,
             learned=self._learned,
-            with_state=True,
         )
         self.publisher.start()
 
@@ -450,15 +452,15 @@ class StandbyCopy(Generic[H]):
         self._subscriber = self._subscribe()
 
     @property
-    def followed(self) -> Followed | None:
+    def followed(self) -> ShardProgress | None:
         """How far it is; None before anything was heard."""
-        return self._subscriber.standing.get(self.follows.index)
+        return self._subscriber.progress.get(self.follows.index)
 
     @property
     def whole(self) -> bool:
         """Whether all of the share has come at least once."""
         followed = self.followed
-        came = self._was_whole or (followed is not None and followed.place is not None)
+        came = self._was_whole or (followed is not None and followed.position is not None)
         return came and self._target.dense is not None
 
     @property
@@ -530,11 +532,11 @@ class _CopyTarget(TableTarget):
             if not self._over:
                 super().end_snapshot()
 
-    def digests(self, table: str, share: IdShare, buckets: Tensor) -> Tensor:
+    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor:
         with self._lock:
             if self._over:
                 return torch.zeros(len(buckets), dtype=torch.int64)
-            return super().digests(table, share, buckets)
+            return super().digests(table, shard, buckets)
 
     def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
         with self._lock:

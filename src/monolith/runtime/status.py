@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from monolith.cluster.status import EVERY, ProcessStatus, Rates, StatusBoard, StatusPage, StatusWriter
 from monolith.errors import MonolithError
-from monolith.run import RunConfig
+from monolith.runtime.config import RunConfig
 
 if TYPE_CHECKING:
     from monolith.runtime import LocalRun
@@ -113,7 +113,7 @@ class OwnStatus:
             timer=self._timer,
         )
         counts = StepCountsHook(outlook.begin)
-        live = local.session.live
+        live = local.session.batches.live
         rates, bytes_rates = Rates(clock=self._timer), Rates(clock=self._timer)
         moved: list[float] = [0, self._timer()]  # the steps when there was last one more, and when that was
 
@@ -124,10 +124,13 @@ class OwnStatus:
             grown = rates.of(
                 {"examples": counts.examples, "steps": counts.steps, "model": float(counts.step or 0)}
             )
-            received, sent = _wire_rates(bytes_rates, local.session.traffic)
+            received, sent = _wire_rates(bytes_rates, local.session.coordinator.status().traffic)
             rows, memory = (None, None) if self._distributed else _tables(local)
             ahead = outlook.look(counts.step) if counts.steps and counts.step is not None else None
-            troubles = ["" if local.save is None else local.save.trouble, local.session.data.trouble]
+            troubles = [
+                "" if local.save is None else local.save.trouble,
+                local.session.batches.stream.trouble,
+            ]
             return replace(
                 status,
                 state=_worker_state(counts, local, now - moved[1]),
@@ -147,7 +150,7 @@ class OwnStatus:
                 saved_at=None if local.save is None else local.save.saved_at,
                 save_trouble="; ".join(filter(None, troubles)),
                 publishing="" if local.publish is None else describe_publishing(local.publish.standing),
-                standbys=local.session.standbys,
+                standbys=local.session.coordinator.status().standbys,
             )
 
         with self._lock:

@@ -21,7 +21,7 @@ from monolith.checkpoint import read_checkpoint_state
 from monolith.data import Stream
 from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.errors import ConfigError, DataError, MonolithError
-from monolith.run.config import RunConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.config_task import ConfigTask
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.task import Mode, Task

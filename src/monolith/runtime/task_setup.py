@@ -21,10 +21,9 @@ from monolith.data.config import DataConfig
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
-from monolith.run import ThreadsConfig
-from monolith.run.config import RunConfig
-from monolith.run.processes import JobConfig
 from monolith.runtime.checkpoints import newest_checkpoint
+from monolith.runtime.cluster_config import JobConfig
+from monolith.runtime.config import RunConfig, ThreadsConfig
 from monolith.runtime.config_task import ConfigTask
 from monolith.runtime.task_data import check_before_training
 from monolith.train.accelerator import accelerator_of

@@ -33,8 +33,8 @@ from monolith.checkpoint import (
     RestoreOptions,
     Saver,
     StatePart,
-    go_back,
     read_manifest,
+    roll_back,
     start_from,
 )
 from monolith.data import Epochs, as_stream
@@ -42,9 +42,10 @@ from monolith.errors import ConfigError, DivergedError, RestoreError, TransientF
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
+from monolith.runtime.batches import open_data
 from monolith.runtime.checkpoints import RunCheckpoints, newest_checkpoint
-from monolith.runtime.coordinator import Coordinator
-from monolith.runtime.local import LocalCoordinator, holding, store_maker
+from monolith.runtime.coordinator import Coordinator, Outcome
+from monolith.runtime.local import LocalCoordinator, LocalPlacement, store_maker, stores_over
 from monolith.runtime.progress import check_not_all_skipped
 from monolith.runtime.report import (
     BestEvaluation,
@@ -53,7 +54,7 @@ from monolith.runtime.report import (
     write_run_end,
     write_run_manifest,
 )
-from monolith.runtime.session import Session, open_data
+from monolith.runtime.session import Session
 from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import Accelerator, AcceleratorHook, accelerator_of
 from monolith.train.candidates import Candidates, towers_of
@@ -148,7 +149,7 @@ class Trainer:
         hooks: Run after the trainer's own and before the task's; or a function that makes them of the run,
             for those that look at its session or ask it to save.
         metrics: Where counters of the run go.
-        peers: Whom to train with; None trains in this process alone. They serve one run.
+        coordinator: The processes to train with, for one run; None trains in this process alone.
         listeners: Told of each checkpoint that this process saves.
         publish: How what is learned is published for servers that follow; None publishes nothing.
         clock: Unix seconds, for stamps: it may be set, ahead or back.
@@ -157,7 +158,7 @@ class Trainer:
 
     Raises:
         ConfigError: This machine lacks the accelerator; or rows are to be on it, and it cannot hold them, or
-            they live with `peers`.
+            they are on servers.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Trainer:
         *,
         hooks: Sequence[Hook] | Callable[[LocalRun], Sequence[Hook]] = (),
         metrics: Metrics | None = None,
-        peers: Coordinator | None = None,
+        coordinator: Coordinator | None = None,
         listeners: Sequence[SaveListener] = (),
         publish: PublishPlan | None = None,
         clock: Callable[[], float] = time.time,
@@ -177,11 +178,11 @@ class Trainer:
         self.task = task
         self._publish = publish
         self._listeners = tuple(listeners)
-        self._peers: Coordinator = LocalCoordinator() if peers is None else peers
+        self._coordinator: Coordinator = LocalCoordinator() if coordinator is None else coordinator
         self.config = TrainConfig() if config is None else config
         self._accelerator = accelerator_of(self.config.accelerator) if accelerator is None else accelerator
         if self.config.embedding_device == "device":
-            holding(self._peers, LocalStore.from_configs)
+            stores_over(self._coordinator.placement, LocalStore.from_configs)
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
         self._clock, self._timer = clock, timer
@@ -218,8 +219,9 @@ class Trainer:
             if report is not None:
                 report(name, row)
 
-        peers = self._peers
-        model_dir = config.model_dir if peers.leads else ""  # who leads keeps it
+        coordinator = self._coordinator
+        membership = coordinator.membership
+        model_dir = config.model_dir if membership.is_chief else ""  # only the chief writes there
         with contextlib.ExitStack() as open_things:
             if model_dir:
                 filesystem.make_dirs(config.model_dir)
@@ -228,12 +230,12 @@ class Trainer:
                 if restore.dir:
                     start_from(restore.dir, model_dir, restore.checkpoint, required=restore.required)
                 if restore.checkpoint and restore.required and not restore.fit:
-                    go_back(model_dir, restore.checkpoint)
+                    roll_back(model_dir, restore.checkpoint)
             random.seed(config.seed)
             np.random.seed(config.seed % (1 << 32))
             session = self._open_session(tell)
             open_things.callback(session.close)
-            self._run = run = LocalRun(session, model_dir, peers.barrier)
+            self._run = run = LocalRun(session, model_dir, coordinator.barrier)
             open_things.callback(self._forget_run)
             publishing = self._publishing(run)
             best = BestSoFar(config.evaluate)
@@ -241,47 +243,55 @@ class Trainer:
             keeper = (
                 RunCheckpoints(session, config, self._clock, more, timer=self._timer) if model_dir else None
             )
-            if config.evaluate.enabled and peers.leads:
+            if config.evaluate.enabled and membership.is_chief:
                 run.evaluate = self._evaluate_hook(run, best, keeper)
             own = self._own_hooks(run, keeper, began)
             given = self._hooks(run) if callable(self._hooks) else self._hooks
-            first, first_step, first_skipped = session.examples, session.step, session.skipped
+            progress = session.progress
+            first, first_step, first_skipped = progress.total_examples, session.step, progress.total_skipped
             if self._stop_asked is not None:
                 run.interrupt(self._stop_asked)
             restored: list[Restored] = []
             ends = FirstAndLastSteps()
 
-            def create() -> None:
-                nonlocal first, first_step, first_skipped
-                session.begin()
+            def restore_newest() -> None:
                 if keeper is not None and (found := keeper.restore()) is not None:
                     restored.append(found)
-                if (reason := session.ready()) is not None:
+
+            def create() -> None:
+                nonlocal first, first_step, first_skipped
+                if (reason := session.join(restore_newest)) is not None:
                     run.request_stop(reason)
-                first, first_step, first_skipped = session.total_examples, session.step, session.total_skipped
+                first, first_step, first_skipped = (
+                    progress.total_examples,
+                    session.step,
+                    progress.total_skipped,
+                )
                 if model_dir:
                     write_run_manifest(model_dir, self.task, config, run.step, self._clock())
                 self._check_limits(run)
 
-            def look() -> None:
+            def save_if_due() -> None:
                 if keeper is not None:
-                    keeper.look(run)
+                    keeper.save_if_due(run)
 
             def step() -> StepResult | None:
-                # Ranks take this step or leave it by what all of them heard at the meeting. A stop that was
-                # asked for here after this rank had said its word is not known to the others, which go on
-                # into the step and wait for this rank in it; it is said after the step, by `gather`.
-                if peers.in_step and session.meet(run):
+                # Ranks take this step, or none of them does, by the words that all have just exchanged. If
+                # this rank is asked to stop after it has said its word, the others do not know: they take
+                # the step and wait for this rank in it. So it takes the step, and says so in `finish`.
+                if membership.lockstep and session.at_step(run):
                     return None
-                while (result := try_step()) is None and session.wait_for_more(run, look):
+                while (result := try_step()) is None and session.wait_for_more(run, save_if_due):
                     pass
-                if result is None and run.stop_reason is None and isinstance(peers, LocalCoordinator):
+                if result is None and run.stop_reason is None and membership.size == 1:
                     check_any()  # before anything is saved
                 return result
 
             def check_any() -> None:
                 if session.step == first_step:
-                    check_not_all_skipped(session.total_skipped - first_skipped, session.data.bad_records())
+                    check_not_all_skipped(
+                        progress.total_skipped - first_skipped, session.batches.stream.bad_records()
+                    )
 
             def try_step() -> StepResult | None:
                 try:
@@ -289,21 +299,22 @@ class Trainer:
                 except DivergedError as error:
                     if keeper is not None and keeper.alert is not None:
                         keeper.alert.go_on_after(error, run)
-                    elif not self._goes_back_with_others:
+                    elif not self._follows_rollback:
                         raise
-                    stops = session.meet(run) if peers.in_step else run.stop_reason is not None
+                    stops = session.at_step(run) if membership.lockstep else run.stop_reason is not None
                     return None if stops else session.take_step()
 
-            leave = _LeaveHook(session, peers)
+            leave = _LeaveHook(session)
             drive(
                 run,
                 [ends, *own, *given, *self.task.hooks(Mode.TRAIN), *publishing, leave],
                 step=step,
                 create=create,
-                chief_hooks=self.task.chief_hooks(Mode.TRAIN) if peers.leads else (),
+                chief_hooks=self.task.chief_hooks(Mode.TRAIN) if membership.is_chief else (),
             )
-            finished = not run.interrupted and peers.finished
-            if finished and peers.leads:
+            status = coordinator.status()
+            finished = not run.interrupted and status.finished
+            if finished and membership.is_chief:
                 check_any()
             if model_dir:
                 reason = run.stop_reason or ""
@@ -315,10 +326,10 @@ class Trainer:
             return TrainReport(
                 step=session.step,
                 steps=session.step - first_step,
-                examples=session.total_examples - first,
-                skipped=session.total_skipped - first_skipped,
-                bad_records=session.data.bad_records(),
-                dense_staleness=None if (stale := session.staleness) is None else stale.most,
+                examples=progress.total_examples - first,
+                skipped=progress.total_skipped - first_skipped,
+                bad_records=session.batches.stream.bad_records(),
+                dense_staleness=None if status.staleness is None else status.staleness.most,
                 seconds=(ended := time.monotonic()) - began,
                 start_seconds=(ends.first_at or ended) - began,
                 save_seconds=0.0 if keeper is None else keeper.waited_seconds,
@@ -334,9 +345,9 @@ class Trainer:
                 evaluations=0 if run.evaluate is None else run.evaluate.evaluations,
                 best=_best(best),
                 refused=_refused(session),
-                overdue={name: rows for name, rows in session.expiry.overdue.items() if rows},
-                departed=peers.departed,
-                lost=peers.lost,
+                overdue={name: rows for name, rows in progress.expiry.overdue.items() if rows},
+                departed=status.departed,
+                lost=status.lost,
             )
 
     def evaluate(
@@ -500,26 +511,26 @@ class Trainer:
     # Inside
 
     def _open_session(self, report: Report) -> Session:
-        config, peers = self.config, self._peers
-        peers.check(config)
+        config, coordinator = self.config, self._coordinator
+        coordinator.placement.check(config)
         with contextlib.ExitStack() as made:
             model = Model(
                 self.task,
                 Mode.TRAIN,
                 seed=config.seed,
-                make_store=store_maker(config, self._accelerator, peers),
+                make_store=store_maker(config, self._accelerator, coordinator.placement),
                 accelerator=self._accelerator,
                 rates=config.schedule,
                 tables=config.tables,
             )
             made.callback(model.close)
-            data = open_data(self.task, peers.share, self._epochs())
+            data = open_data(self.task, coordinator.membership.shard, self._epochs())
             made.callback(data.close)
             self._metrics.gauge(
                 "data_trouble", "1 while a source cannot note what was read, as on a full disk; else 0"
             ).read_from(lambda: float(bool(data.trouble)))
             session = Session(
-                model, data, peers, config, report=report, clock=self._clock, metrics=self._metrics
+                model, data, coordinator, config, report=report, clock=self._clock, metrics=self._metrics
             )
             made.pop_all()
             return session
@@ -530,10 +541,10 @@ class Trainer:
         if plan is None:
             return []
         guard = MetricGuard(plan.config.guard)
-        holders = self._peers.holders(session.model, plan, guard)
+        holders = self._coordinator.placement.publishers(session.model, plan, guard)
         if holders is None:
             return []
-        leads = self._peers.leads
+        leads = self._coordinator.membership.is_chief
         run.publish = hook = PublishHook(
             holders,
             session.model,
@@ -541,9 +552,9 @@ class Trainer:
             guard,
             leads=leads,
             hold_file=plan.hold_file,
-            refresh=self._peers.refresh,
+            refresh=self._coordinator.placement.refresh,
         )
-        session.learned = holders.note
+        session.training_step.learned = holders.note
         session.idle = lambda: hook.idle(run)
         if leads:
             session.log_places = hook.places
@@ -580,7 +591,7 @@ class Trainer:
             )
         own = OwnRandom(config.seed)
         with own.drawn():
-            make_store = store_maker(config, self._accelerator, LocalCoordinator())
+            make_store = store_maker(config, self._accelerator, LocalPlacement())
             model = Model(
                 self.task,
                 mode,
@@ -612,7 +623,7 @@ class Trainer:
         if keeper is not None:
             kept = keeper.hooks(self._metrics, self._listeners)
             run.save = keeper.save
-        hooks.append(_PeersHook(run.session, keeper))
+        hooks.append(_CoordinatorHook(run.session, keeper))
         hooks = [*self._asked_hooks(run, hooks), *hooks]
         if keeper is not None:
             hooks += self._summary_hooks(run)
@@ -643,7 +654,7 @@ class Trainer:
             run.session.model.module,
             self.task.name,
             metrics=self._metrics,
-            others=self._peers.others,
+            others=self._coordinator.placement.others,
             rest=rest,
             clock=self._clock,
             timer=self._timer,
@@ -673,10 +684,11 @@ class Trainer:
             run.request_stop("steps is 0, so there is nothing to do")
 
     @property
-    def _goes_back_with_others(self) -> bool:
-        """Whether another process, which leads, says what becomes of steps that no rank can take."""
+    def _follows_rollback(self) -> bool:
+        """Whether rank 0 decides what happens after steps that no rank can take, and this is another."""
         alert = self.config.alert
-        follows = self._peers.in_step and not self._peers.leads
+        membership = self._coordinator.membership
+        follows = membership.lockstep and not membership.is_chief
         return follows and alert is not None and alert.action == "rollback"
 
     def _forget_run(self) -> None:
@@ -729,33 +741,33 @@ class _SessionHook(Hook):
         self._session.metrics.end()
 
 
-class _PeersHook(Hook):
-    """Keeps this process together with the others that train the model; before the hook that saves."""
+class _CoordinatorHook(Hook):
+    """Asks the coordinator before each step; comes before the hook that saves."""
 
     def __init__(self, session: Session, keeper: RunCheckpoints | None) -> None:
         self._session = session
         self._keeper = keeper
 
     def before_step(self, run: TrainingRun) -> None:
-        if not self._session.in_step:
-            self._session.meet(run)
+        # Ranks ask just before the step instead, after all hooks: in between, one of them may not stop.
+        if not self._session.coordinator.membership.lockstep:
+            self._session.at_step(run)
         if self._session.save_wanted:
-            self._look(run)
+            self._save_if_due(run)
 
     def end(self, run: TrainingRun) -> None:
-        self._session.gather(run, lambda: self._look(run))
+        self._session.finish(run, lambda: self._save_if_due(run))
 
-    def _look(self, run: TrainingRun) -> None:
+    def _save_if_due(self, run: TrainingRun) -> None:
         if self._keeper is not None:
-            self._keeper.look(run)
+            self._keeper.save_if_due(run)
 
 
 class _LeaveHook(Hook):
     """Ends this process's part; the very last hook, since the rows may be gone when it is done."""
 
-    def __init__(self, session: Session, peers: Coordinator) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._peers = peers
         self._left = False
 
     def end(self, run: TrainingRun) -> None:
@@ -764,4 +776,4 @@ class _LeaveHook(Hook):
 
     def close(self) -> None:
         if not self._left:
-            self._peers.fail(sys.exc_info()[1])
+            self._session.coordinator.leave(Outcome(failed=True, error=sys.exc_info()[1]))

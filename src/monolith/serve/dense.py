@@ -3,13 +3,12 @@
 A graph is a file of `torch.export.save`. To read one, torch unpickles whatever the file says is pickled,
 looks operators up by any dotted name, evaluates sizes as expressions and writes the names of inputs into
 source code that it runs. So torch never sees the file: its parts are read and checked here, and torch is
-given a new archive that holds the checked parts and nothing else. A graph is then data.
+given a new archive that contains only the checked parts. A graph is then data.
 
-The compiled dense half is a package of AOTInductor next to the graph.
-
-It is machine code for machines like the one that made it, and takes a third to four fifths of the graph's
-time, the less the fewer rows. It does not round as the trainer does, and to load it is to run what somebody
-compiled: so it is made where it is asked for, and used where it is asked for.
+The compiled dense half is a package of AOTInductor next to the graph. It is machine code for machines like
+the one that made it, and takes a third to four fifths of the graph's time, less for fewer rows. It does not
+round as the trainer does, and loading it runs the code of its author: so both the export and the server must
+ask for it.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _NOTE = re.compile(r"archive_format|archive_version|byteorder|version|\.data/ver
 _UNUSED = ".data/serialization_id"
 _NOTE_BYTES = 64
 _MOST_BYTES = 1 << 30
-"""Of all parts of a graph together. Weights are not among them: they have a file of their own."""
+"""Largest size of all parts of a graph together. Weights are not among them: they have their own file."""
 _ROOT = "archive"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 _ARGUMENTS = re.compile(
     r"as_(none|(tensor|int|float|string|sym_int|bool|sym_bool|sym_float|optional_tensor)s?|nested_tensors"
     r"|(int|float)_lists|scalar_type|memory_format|layout|device|complex|name|expr)"
 )
-"""Kinds of arguments. Not among them: operators, graphs and objects of Python."""
+"""Allowed kinds of arguments: no operators, graphs or Python objects."""
 _TREES = frozenset(("builtins.tuple", "builtins.list", "builtins.dict"))
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 _SYMBOLS = re.compile(
@@ -58,16 +57,15 @@ _EXPRESSION = re.compile(r"[\w\s+\-*/%<>=!&|~(),.]*")
 
 
 def clean_graph(data: bytes, name: str) -> bytes:
-    """Return a graph as a new archive: its operators over tensors, and nothing else that the file holds.
+    """Return a graph as a new archive that contains only its operators over tensors.
 
-    What says where in the source an operator was called is left out: it names folders of the machine that
-    exported the graph.
+    The source locations of operators are removed: they name folders of the machine that exported the graph.
 
     Args:
-        name: What to call the graph in an error.
+        name: The name of the graph in an error.
 
     Raises:
-        CorruptFileError: The file is no graph, or has something in it that is not allowed; says what.
+        CorruptFileError: The file is not a graph, or contains something that is not allowed; names it.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -85,8 +83,8 @@ def clean_graph(data: bytes, name: str) -> bytes:
         if isinstance(cause, CorruptFileError):
             raise
         raise CorruptFileError(name, 0, f"it is no graph of torch.export: {cause}") from cause
-    # Python and torch may find different members in one file (its ZIP64 directory is in two places). In the
-    # new one there is a single directory, and each member is stored as it is.
+    # Python and torch may find different members in one file, because a ZIP64 archive has two directories.
+    # The new archive has a single directory, and each member is stored uncompressed.
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
         for path, content in members.items():
@@ -95,7 +93,7 @@ def clean_graph(data: bytes, name: str) -> bytes:
 
 
 def _checked_members(archive: zipfile.ZipFile, name: str) -> dict[str, bytes]:
-    """Return what torch may read of an archive: path -> content."""
+    """Return the members of an archive that torch may read: path -> content."""
     found: dict[str, bytes] = {}
     if sum(member.file_size for member in archive.infolist()) > _MOST_BYTES:
         raise CorruptFileError(name, 0, f"its parts have more than {_MOST_BYTES} bytes")
@@ -111,31 +109,31 @@ def _checked_members(archive: zipfile.ZipFile, name: str) -> dict[str, bytes]:
             found[inner] = _dump(_checked_tensors(json.loads(archive.read(member)), name))
         elif inner == _SAMPLES:
             if member.file_size:
-                raise CorruptFileError(name, 0, "it has example inputs, which are pickled, and not read")
+                raise CorruptFileError(name, 0, "it has pickled example inputs, which are not read")
             found[inner] = b""
         elif _TENSOR.fullmatch(inner) or (_NOTE.fullmatch(inner) and member.file_size <= _NOTE_BYTES):
             found[inner] = archive.read(member)
         else:
-            raise CorruptFileError(name, 0, f"it has {inner!r:.80} in it, which no graph of ours has")
+            raise CorruptFileError(name, 0, f"it has the unknown member {inner!r:.80}")
     if _MODEL not in found:
         raise CorruptFileError(name, 0, "it has no program in it")
     return found
 
 
 def _checked_tensors(config: Any, name: str) -> Any:
-    """Return the list of an archive's tensors, none of which is pickled."""
+    """Return the list of an archive's tensors, after checking that none is pickled."""
     for key, entry in config["config"].items():
         _check_name(key, name)
         if entry["use_pickle"] is not False:
             raise CorruptFileError(name, 0, f"its tensor {key!r} is pickled, which is not read")
         if not re.fullmatch(r"(weight|tensor)_\d+", entry["path_name"]):
-            raise CorruptFileError(name, 0, f"its tensor {key!r} is an object of Python, which is not read")
+            raise CorruptFileError(name, 0, f"its tensor {key!r} is a Python object, which is not read")
         _check_parts(entry, name)
     return config
 
 
 def _checked_program(program: Any, name: str) -> Any:
-    """Return a program without what torch does not need to run it."""
+    """Return a program with only the parts that torch needs to run it."""
     module = program["graph_module"]
     graph = module["graph"]
     for node in graph["nodes"]:
@@ -144,13 +142,13 @@ def _checked_program(program: Any, name: str) -> Any:
             raise CorruptFileError(
                 name,
                 0,
-                f"it calls {node['target']!r:.120}, which is not among the operators that are served. One "
-                "that only computes on tensors may be added to monolith/serve/operators.py",
+                f"it calls {node['target']!r:.120}, which is not an allowed operator. If it only "
+                "computes on tensors, add it to monolith/serve/operators.py",
             )
     if graph.get("custom_obj_values") or module.get("treespec_namedtuple_fields"):
-        raise CorruptFileError(name, 0, "it has objects of Python in it, which are not read")
+        raise CorruptFileError(name, 0, "it has Python objects, which are not read")
     module["metadata"] = {}
-    program["guards_code"] = []  # Python that torch would run; sizes are checked where a graph is called
+    program["guards_code"] = []  # Python code that torch would run; sizes are checked when a graph is called
     for entry in module["module_call_graph"]:
         if (signature := entry["signature"]) is not None:
             for key in ("in_spec", "out_spec"):
@@ -161,7 +159,7 @@ def _checked_program(program: Any, name: str) -> Any:
 
 
 def _check_parts(value: Any, name: str) -> None:
-    """Refuse names that are none, kinds of arguments and sizes that are not read; anywhere in some JSON."""
+    """Refuse invalid names, argument kinds and sizes, anywhere in some JSON."""
     for key, inner in _entries(value):
         if (key == "name" or key.endswith("_name")) and inner is not None:
             _check_name(inner, name)
@@ -182,15 +180,15 @@ def _check_parts(value: Any, name: str) -> None:
 def _check_name(text: Any, name: str) -> None:
     # Names of inputs become source code, with torch.fx: "x=print(1)" would be a default value.
     if not isinstance(text, str) or not _NAME.fullmatch(text):
-        raise CorruptFileError(name, 0, f"it has the name {text!r:.80} in it, which is none")
+        raise CorruptFileError(name, 0, f"it has the invalid name {text!r:.80}")
 
 
 def _check_tree(tree: Any, name: str) -> None:
-    """Refuse arguments in anything but tuples, lists and dicts: torch would import what they name."""
+    """Refuse arguments in anything but tuples, lists and dicts: torch would import the named class."""
     if tree["type"] is not None and tree["type"] not in _TREES:
         raise CorruptFileError(name, 0, f"its arguments are in {tree['type']!r:.80}, which is not read")
     if "__enum__" in str(tree["context"]):
-        raise CorruptFileError(name, 0, "its arguments have objects of Python in them, which are not read")
+        raise CorruptFileError(name, 0, "its arguments have Python objects, which are not read")
     for child in tree["children_spec"]:
         _check_tree(child, name)
 
@@ -211,15 +209,19 @@ def _dump(value: Any) -> bytes:
 
 
 class DenseGraph:
-    """Runs an exported graph. Thread-safe: a call uses the weights that were there when it began.
+    """Runs an exported graph. Thread-safe: a call uses the weights at its start.
+
+    Shapes: row tensors (n, ...) per layout and floats (n, width) in, float32 (n,) per head out.
+
+    Example: for a model with one layout and one head, `graph([rows], [prices])` returns [predictions].
 
     Args:
         graph: The bytes of its file.
-        weights: In the order of the graph's inputs.
-        name: What to call it in an error.
+        weights: Weights by name, in the order of the graph's inputs.
+        name: The name of the graph in an error.
 
     Raises:
-        CorruptFileError: The graph has something in it that is not read.
+        CorruptFileError: The graph contains something that is not allowed.
         RestoreError: This version of torch cannot read it, or the weights do not fit.
     """
 
@@ -240,10 +242,10 @@ class DenseGraph:
         ]
         for node in reversed(graph_of.nodes):
             if node.op == "call_function" and not node.users and "_assert" in str(node.target):
-                graph_of.erase_node(node)  # inputs are made here, and need no look in every call
+                graph_of.erase_node(node)  # we make the inputs, so a check in every call is not needed
         graph_of.eliminate_dead_code()
         places = [node for node in graph_of.nodes if node.op == "placeholder"]
-        fixed = len(constants) + len(weights)  # lifted constants come before what the user gives
+        fixed = len(constants) + len(weights)  # lifted constants come before the inputs of the caller
         self._ahead = _Ahead(graph_of, places[:fixed])
         self._run = torch.fx.GraphModule(program.graph_module, self._ahead.rest).forward
         self._names = tuple(weights)
@@ -255,18 +257,18 @@ class DenseGraph:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """What it computes with at the moment. Not to be written to."""
+        """The current weights; read-only."""
         return dict(self._given)
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with these from the next call on.
+        """Use these weights from the next call on.
 
         Raises:
-            RestoreError: Names or shapes are others.
+            RestoreError: Names or shapes differ.
         """
         if set(weights) != set(self._names):
             odd = sorted(set(weights) ^ set(self._names))[0]
-            raise RestoreError(f"the weights do not fit the graph: {odd!r} is only in one of them")
+            raise RestoreError(f"the weights do not fit the graph: {odd!r} is only in one of the two")
         for name, shape in zip(self._names, self._shapes, strict=True):
             if tuple(weights[name].shape) != shape:
                 raise RestoreError(
@@ -284,10 +286,10 @@ class DenseGraph:
 
 
 class _Ahead:
-    """What a graph computes of weights alone, done once for all calls: transposed and normalised kernels.
+    """The operators that depend on weights only, such as transposed and normalised kernels, computed once.
 
     Args:
-        fixed: The inputs that stay from call to call.
+        fixed: The inputs that are the same in all calls.
     """
 
     def __init__(self, graph: torch.fx.Graph, fixed: Sequence[torch.fx.Node]) -> None:
@@ -304,14 +306,14 @@ class _Ahead:
             node for node in (*self._fixed, *self._steps) if any(user not in known for user in node.users)
         ]
         self.rest = torch.fx.Graph()
-        """The rest of the graph: over the values that are computed ahead, and the other inputs."""
+        """The remaining graph, whose inputs are the values computed ahead and the inputs of a call."""
         copies = {node: self.rest.placeholder(node.name) for node in self._handed}
         for node in graph.nodes:
             if node not in known:
                 copies[node] = self.rest.node_copy(node, copies.__getitem__)
 
     def values(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return what the rest of the graph takes first."""
+        """Return the first inputs of the remaining graph."""
         found: dict[torch.fx.Node, Any] = dict(zip(self._fixed, given, strict=True))
         for node in self._steps:
             args = torch.fx.map_arg(node.args, found.__getitem__)
@@ -331,7 +333,7 @@ def compile_graph(graph: bytes, weights: Mapping[str, Tensor], example: Inputs) 
         example: Inputs of more than one row.
 
     Raises:
-        ExportError: It cannot be compiled here; says why.
+        ExportError: It cannot be compiled on this machine; gives the reason.
     """
     from torch._inductor import aoti_compile_and_package
 
@@ -351,7 +353,7 @@ def compile_graph(graph: bytes, weights: Mapping[str, Tensor], example: Inputs) 
 
 
 class CompiledDense:
-    """Runs a compiled package, as `DenseGraph` runs a graph. Thread-safe; calls take turns.
+    """Runs a compiled package, like `DenseGraph` a graph. Thread-safe; one call runs at a time.
 
     Raises:
         RestoreError: This machine, or its torch, cannot load it.
@@ -372,14 +374,14 @@ class CompiledDense:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """What it computes with at the moment. Not to be written to."""
+        """The current weights; read-only."""
         return dict(zip(self._names, self._weights, strict=True))
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with these from the next call on.
+        """Use these weights from the next call on.
 
         Raises:
-            RestoreError: Names or shapes are others.
+            RestoreError: Names or shapes differ.
         """
         for name, known in self.weights.items():
             if len(weights) != len(self._names) or name not in weights or weights[name].shape != known.shape:

@@ -1,8 +1,8 @@
 """Tables for serving: the newest rows of a checkpoint, without optimizer state.
 
-Whatever wrote a checkpoint, one process, servers or ranks, and however long its chain of increments: its rows
-come as one stream, and go from it to the file. Rows that have expired are left out only where training drops
-them, by the same clock and within the same bound, so that a server does not forget what the trainer knows.
+The rows of a checkpoint are read as one stream, whether one process, servers or ranks wrote it and however
+long its chain of increments is, and written to the file. Expired rows are left out only if training evicts
+them, by the same clock and within the same bound, so that a server has every row that the trainer has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monolith.checkpoint.offline.reading import SavedTables
-from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
+from monolith.checkpoint.saved_tables import SavedHistory, describe_table, dumps_of
 from monolith.errors import ExportError
 from monolith.serve.manifest import Coding, ServableFile, ServableTable
 from monolith.table import Expiry, FrozenInfo, FrozenSegment, Rows, TableConfig, open_frozen_writer
@@ -23,26 +23,26 @@ from monolith.table.row_streams import newest_rows
 from monolith.table.update_rules import caught_up, decays_lazily
 
 Advance = Callable[[int], object]
-"""Told how many rows were read."""
+"""Called with the number of rows that were read."""
 Gone = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]
-"""Given ids and their event times, tells which have expired."""
+"""Returns a mask of the expired rows, given IDs and their event times."""
 MOST_FROZEN_ROWS = (1 << 32) - 1
-"""The most rows of one file; a larger table is spread over shards."""
+"""Largest number of rows in one file; a larger table needs shards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpiredRows:
-    """Which rows have expired, as a run that drops them sees it."""
+    """Decides which rows have expired, as the run that evicts them does."""
 
     now: int
-    """Unix seconds, by the run's clock of events."""
+    """Unix seconds, by the event clock of the run."""
     max_share: float = 1.0
-    """The share of a table that may go at once; where more have expired, all are kept."""
+    """Fraction of a table that may be left out; if more rows have expired, all are written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableCodings:
-    """How the numbers of tables are written."""
+    """The coding of the floats of each table."""
 
     default: Coding = "fp32"
     tables: Mapping[str, Coding] = field(default_factory=dict)
@@ -52,10 +52,10 @@ class TableCodings:
 
 
 def saved_history(saved: SavedTables, config: TableConfig) -> SavedHistory | None:
-    """Return a model's table in a checkpoint, under its name or one it had; None where it is not there.
+    """Return a model's table in a checkpoint, under its name or a former one; None if it has none.
 
     Raises:
-        ExportError: Its rows are of another width.
+        ExportError: Its rows have another width.
     """
     name = next((one for one in (config.name, *config.extra_restore_names) if one in saved.names), None)
     if name is None:
@@ -81,17 +81,20 @@ def export_table(
     expired: ExpiredRows | None = None,
     advance: Advance = lambda _: None,
 ) -> dict[int, tuple[ServableTable, ServableFile]]:
-    """Write one table, or the shares of several servers, reading its rows once.
+    """Write one table, or its shards for several servers, reading its rows once.
+
+    Example: with `shares=2` and `paths={1: ...}`, rows of odd IDs are written and rows of even IDs are
+    skipped.
 
     Args:
-        history: Of the table in the checkpoint; None for one that has no rows yet.
-        paths: Share -> where to write it. Share k has the ids that are, as unsigned numbers, k modulo
-            `shares`; those that nobody wants are passed over.
-        file: How manifests call what is written.
-        expired: Which rows to leave out; None keeps all.
+        history: The table in the checkpoint; None for a table without rows.
+        paths: Shard -> the file to write. Shard k has the IDs whose unsigned value is k modulo `shares`; rows
+            of shards without a path are skipped.
+        file: The path of the file in manifests.
+        expired: Which rows to leave out; None writes all.
 
     Returns:
-        For each share what its manifest says of the table and of its file.
+        Shard -> the entries of the table and of its file in the manifest.
     """
     gone = None
     if expired is not None and history is not None and _expires(config.expiry):
@@ -114,7 +117,7 @@ def export_table(
                 old = gone(ids, block.event_times.numpy())
                 left_out += np.bincount(owners[old], minlength=shares)
                 ids, values, owners = ids[~old], values[~old], owners[~old]
-            if shares > 1:  # the rows of each share one after another, as they came
+            if shares > 1:  # the rows of each shard together, in their order
                 order = np.argsort(owners, kind="stable")
                 ids, values = ids[order], values[order]
             begins = np.cumsum([0, *np.bincount(owners, minlength=shares)])
@@ -144,12 +147,12 @@ def _described(
 
 
 def _values_of(history: SavedHistory | None, config: TableConfig) -> Callable[[Rows], NDArray[np.float32]]:
-    """Return what gives the values of saved rows: as they are, or decayed by the steps they were not in."""
+    """Return a function from saved rows to their values: unchanged, or decayed by the steps without them."""
     if history is None or not decays_lazily(config):
         return lambda rows: rows.values.numpy()
     saved = [(one.optimizer, one.dim) for one in describe_table(history).layout.segments]
     if saved != [(one.optimizer.rule.kind, one.dim) for one in config.segments]:
-        return lambda rows: rows.values.numpy()  # trained by another optimizer: nobody counted steps
+        return lambda rows: rows.values.numpy()  # trained by another optimizer, which did not count steps
     return caught_up(config, newest_rows(dumps_of(history)))
 
 
@@ -159,7 +162,8 @@ def _expires(expiry: Expiry) -> bool:
 
 
 def _expired(history: SavedHistory, expiry: Expiry, by: ExpiredRows) -> Gone | None:
-    """Return what tells expired rows; None where too many have expired for it to be believed."""
+    """Return the function that finds expired rows; None if so many have expired that the clock must be
+    wrong."""
 
     def gone(ids: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.bool_]:
         return expiry.expired(ids, times, by.now)

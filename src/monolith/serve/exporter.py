@@ -5,8 +5,7 @@
     DIR/ps_0/100/       and the rows of each serving server, by id as an unsigned number modulo their number
 
 Everything is written to hidden folders and renamed into place, the shards before the entry, so that an entry
-exists only if its rows do. A killed export is resumed: complete tables are kept, and parts that are in place
-are left there.
+exists only if its rows do. A killed export is resumed: complete tables and parts are kept.
 """
 
 from __future__ import annotations
@@ -57,20 +56,20 @@ from monolith.serve.versions import (
     read_withheld,
     withhold,
 )
-from monolith.sync.run_identity import run_identity
+from monolith.sync.messages import run_identity
 from monolith.table import EventClock, TableConfig
 from monolith.tensors.files import write_tensors
 
 _DONE = "done.json"
-"""In a folder that is being written: the tables that are complete."""
+"""A file in a folder that is being written, which lists the complete tables."""
 _MOST_SHARDS = 1000
 _SHARDS_AT_ONCE = 128
-"""Shards whose files are open at a time: for so many, a checkpoint is read once."""
+"""Number of shards that are written while a checkpoint is read once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportModel:
-    """What is exported, whatever checkpoint: a plain module and what there is to know of it."""
+    """The model of all exported checkpoints: a plain module and its description."""
 
     name: str
     module: nn.Module
@@ -78,19 +77,19 @@ class ExportModel:
     outputs: Predict
     spec: FeatureSpec | None = None
     floats: Mapping[str, int] = field(default_factory=dict)
-    """Float features of its batches -> their width, where there is no spec to say it."""
+    """Float features of its batches -> their width, if there is no spec."""
     heads: Sequence[str] = ()
-    """The labels that it is trained on, where a checkpoint does not say."""
+    """The labels that it is trained on, for checkpoints that do not list them."""
     meaning: Callable[[str], Meaning] = lambda _: ""
-    """What the output of a head is."""
+    """Returns the meaning of the output of a head."""
     factory: str | None = None
-    """package.module:function that makes the module where it is served, for one that no graph can hold."""
+    """package.module:function that makes the module on the server, for a model that cannot be a graph."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the factory is called with: plain values."""
+    """Arguments of the factory: plain values."""
     kinds: Mapping[str, Kind] = field(default_factory=dict)
-    """Raw columns that have one value in a row, and those that have a list, where the data said it."""
+    """Raw column -> whether its rows have one value or a list, if the data says so."""
     requests: Sequence[Mapping[str, Any]] = ()
-    """To warm a server up; see `draw_requests`."""
+    """Requests that warm up a server; see `draw_requests`."""
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -103,18 +102,18 @@ class ExportHow:
 
     codings: TableCodings = field(default_factory=TableCodings)
     shards: int = 0
-    """Serving servers that rows are spread over; 0 has them in one folder with the rest."""
+    """Number of serving servers that rows are spread over; 0 writes them to the same folder."""
     missing_rows: Literal["refuse", "default"] = "refuse"
-    """Whether an entry may answer with zeros for the rows of servers that do not."""
+    """Whether an entry may read rows as zeros if their server does not answer."""
     as_module: bool = False
     compiled: bool = False
     """Whether to add a package compiled by AOTInductor, for machines like this one."""
     keep: int | None = None
-    """How many versions stay; None removes none."""
+    """Number of versions that retention keeps; None removes none."""
     evicts: bool = False
-    """Whether the run drops expired rows; then they are left out."""
+    """Whether the run evicts expired rows; then they are left out."""
     max_share: float = 1.0
-    """The share of a table that may have expired at once."""
+    """Fraction of a table that may be left out as expired."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shards <= _MOST_SHARDS:
@@ -127,26 +126,26 @@ class ExportHow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedServable:
-    """What was exported."""
+    """The result of an export."""
 
     folder: str
-    """Of the version; of a sharded one that of its entry."""
+    """Folder of the version; of a sharded one, that of its entry."""
     servable: Servable
     bytes: int
-    """Of all files of all parts."""
+    """Bytes of all files of all parts."""
     was_there: bool
-    """Whether the very same was in place before."""
+    """Whether the same export existed already."""
     removed: tuple[str, ...] = ()
     """Versions that retention removed."""
     in_use: tuple[str, ...] = ()
     """Versions that retention would have removed, but that a server uses."""
     withheld: bool = False
-    """Whether servers must not take it, since publishing of the run is paused."""
+    """Whether it is withheld from servers because publishing of the run is paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """What an export is made of."""
+    """The checkpoint of an export."""
 
     prefix: str
     step: int
@@ -158,12 +157,12 @@ class _Checkpoint:
     heads: tuple[str, ...]
     """The labels that it was trained on."""
     log_places: Mapping[str, tuple[str, int]]
-    """How far each share was published when it was cut."""
+    """Shard -> epoch and sequence of its delta log at the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One export: of what, and as what."""
+    """One export: its checkpoint, its version and its digest."""
 
     saved: _Checkpoint
     version: str
@@ -176,12 +175,12 @@ class Exporter:
 
     Args:
         restore: Loads the dense weights of a checkpoint, by its prefix, into the module.
-        withhold: Says, given the step of a checkpoint and the Unix seconds at which it was saved, why servers
-            must not take its version; None lets them.
+        withhold: Returns why servers must not load the version of a checkpoint, given its step and the Unix
+            seconds at which it was saved; None if they may.
         clock: Unix seconds.
 
     Raises:
-        ExportError: The model cannot be exported; says why, and what to do.
+        ExportError: The model cannot be exported; gives the reason and a remedy.
     """
 
     def __init__(
@@ -206,11 +205,11 @@ class Exporter:
             if name not in self._tables:
                 raise ConfigError(f"coding: there is no table {name!r}; there are {', '.join(self._tables)}")
         if how.as_module and model.factory is None:
-            raise ExportError("to be served as a Python module, the model needs a function that makes it")
+            raise ExportError("to be served as a Python module, the model needs a factory function")
         model.module.eval()
         self._traced: dict[tuple[str, ...], TracedDense] = {}
         if not how.as_module:
-            self._trace(tuple(model.heads))  # or an error, before anything is written
+            self._trace(tuple(model.heads))  # raises an error before anything is written
 
     def _trace(self, heads: tuple[str, ...]) -> TracedDense:
         found = self._traced.get(heads)
@@ -222,7 +221,7 @@ class Exporter:
         return found
 
     def rows_of(self, prefix: str) -> int:
-        """Return how many rows will be read of a checkpoint, to show how far an export has come."""
+        """Return the number of rows that an export of a checkpoint reads, for a progress bar."""
         saved = _read(prefix, self._model.heads).tables
         return sum(
             int(history[-1].entry["rows"])
@@ -233,7 +232,7 @@ class Exporter:
     def export(
         self, prefix: str, root: str, *, version: str | None = None, progress: Progress | None = None
     ) -> ExportedServable:
-        """Export a checkpoint; one that is there already, made of the same, is left as it is.
+        """Export a checkpoint. If the same export exists already, it is kept.
 
         Args:
             root: The folder of versions.
@@ -281,15 +280,15 @@ class Exporter:
         filesystem.remove(filesystem.join(new.folder, _DONE))
         write_servable(new.folder, servable)
         if (mark := self._withhold(job.saved.step, job.saved.saved_at)) is not None:
-            withhold(new.folder, mark)  # so no server ever sees it without its mark
+            withhold(new.folder, mark)  # before the rename, so that no server ever sees it without its mark
         new.commit()
         return servable
 
     def _withhold_committed(self, job: _Job, root: str) -> bool:
         """Mark a version that was committed while publishing was being paused; return whether it is marked.
 
-        A pause marks the versions that it finds, and one that was renamed into place a moment later had asked
-        a moment too early.
+        A pause marks the existing versions. A version that is renamed into place just after that asked
+        `withhold` just before the pause, so it is asked again here.
         """
         folder = filesystem.join(root, job.version)
         marked = read_withheld(folder) is not None
@@ -299,7 +298,7 @@ class Exporter:
         return marked
 
     def _write_parts(self, job: _Job, roots: Mapping[int, str]) -> list[Servable]:
-        """Write the rows of serving servers, of which some may be in place already.
+        """Write the rows of serving servers; complete ones of an earlier attempt are kept.
 
         Args:
             roots: Shard -> its folder of versions.
@@ -320,7 +319,7 @@ class Exporter:
         """Write a standalone servable, or the entry of a sharded one.
 
         Args:
-            elsewhere: The tables that serving servers have.
+            elsewhere: The tables of the serving servers.
         """
         with NewVersion(root, job.version, job.digest) as new:
             tables, files = dict(elsewhere), dict[str, ServableFile]()
@@ -346,10 +345,10 @@ class Exporter:
     def _write_tables(
         self, job: _Job, new: Mapping[int, NewVersion]
     ) -> dict[int, tuple[dict[str, ServableTable], dict[str, ServableFile]]]:
-        """Write all tables, each read once, whatever number of shares it goes to.
+        """Write all tables. Each is read once, whatever the number of shards.
 
         Args:
-            new: Share -> where it is written.
+            new: Shard -> the version that is written.
         """
         done: dict[int, _Done] = {}
         for share, one in new.items():
@@ -433,7 +432,7 @@ class Exporter:
         )
 
     def _digest(self, saved: _Checkpoint, version: str) -> str:
-        """Return what tells whether another export would write the same."""
+        """Return a digest that is equal for exports that would write the same."""
         how = self._how
         said = {
             "checkpoint": [filesystem.base_name(saved.prefix), saved.crc],
@@ -451,7 +450,7 @@ class Exporter:
 
 
 class _Done:
-    """The tables of a folder that are complete, also after a kill."""
+    """The complete tables of a folder, recorded so that a killed export can resume."""
 
     def __init__(self, folder: str) -> None:
         self._path = filesystem.join(folder, _DONE)
@@ -472,7 +471,7 @@ class _Done:
                 self.tables, self.files = {}, {}
 
     def add(self, name: str, table: ServableTable, file: ServableFile) -> None:
-        """Note that a table is complete."""
+        """Record that a table is complete."""
         self.tables[name], self.files[table.file] = table, file
         plain = {name: [to_dict(one), to_dict(self.files[one.file])] for name, one in self.tables.items()}
         with filesystem.atomic_write(self._path) as out:
@@ -488,8 +487,8 @@ def _read(prefix: str, heads: Sequence[str]) -> _Checkpoint:
         clock.restore(progress.get("event_times", []))
         watermark = clock.now()
     except (TypeError, ValueError) as cause:
-        raise CorruptFileError(prefix, 0, f"its event times make no sense: {cause}") from cause
-    trained = tuple(str(head) for head in progress.get("heads", ()))  # an older one does not say
+        raise CorruptFileError(prefix, 0, f"its event times cannot be read: {cause}") from cause
+    trained = tuple(str(head) for head in progress.get("heads", ()))  # older checkpoints do not list them
     return _Checkpoint(
         prefix,
         last.manifest.step,
@@ -503,12 +502,12 @@ def _read(prefix: str, heads: Sequence[str]) -> _Checkpoint:
 
 
 def _log_places(prefix: str, entry: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    """Return what a checkpoint says of how far its run had published."""
+    """Return the delta log offsets of a checkpoint, by shard."""
     try:
         said = entry.get("value", {}).items()
         return {str(int(share)): (str(place["epoch"]), int(place["sequence"])) for share, place in said}
     except (AttributeError, KeyError, TypeError, ValueError) as cause:
-        raise CorruptFileError(prefix, 0, f"its places in the log make no sense: {cause}") from cause
+        raise CorruptFileError(prefix, 0, f"its offsets in the delta log cannot be read: {cause}") from cause
 
 
 def _tables_of(collections: Sequence[EmbeddingCollection]) -> dict[str, TableConfig]:
@@ -526,7 +525,7 @@ def _tables_of(collections: Sequence[EmbeddingCollection]) -> dict[str, TableCon
 
 
 def _added(one: ServableTable | None, other: ServableTable) -> ServableTable:
-    """Return what two shares of a table are together."""
+    """Return the manifest entry of two shards of a table together."""
     if one is None:
         return other
     rows = one.rows + other.rows
@@ -541,7 +540,7 @@ def _added(one: ServableTable | None, other: ServableTable) -> ServableTable:
 
 
 def _file_name(table: str) -> str:
-    """Return a table's name as that of a file: whatever is no letter, digit, - or _ as its code."""
+    """Return a table's name as a file name: other characters than letters, digits, - and _ as their code."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else f"%{ord(c):x}" for c in table)
 
 

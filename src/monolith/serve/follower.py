@@ -20,18 +20,17 @@ import threading
 import time
 from collections.abc import Callable
 
-from monolith.checkpoint.shares import WHOLE, IdShare
+from monolith.checkpoint.saved_tables import WHOLE, IdShard
 from monolith.observe.metrics import Metrics
 from monolith.serve.config import ServeFollowConfig
 from monolith.serve.manifest import Servable
 from monolith.serve.metrics import FollowMetrics
 from monolith.serve.overlay import FollowedTables, FollowTarget, GoTo
 from monolith.serve.predictor import Predictor, claim_of
-from monolith.serve.rows import CLOCKS_AGREE_WITHIN, ClaimCell, MappedRows, ServedUpTo
+from monolith.serve.rows import CLOCKS_AGREE_WITHIN, ClaimCell, ServedUpTo
 from monolith.sync.channel import OpenReader
-from monolith.sync.messages import LearnedUpTo, LogPlace
-from monolith.sync.run_identity import is_same_run
-from monolith.sync.subscriber import Followed, Subscriber
+from monolith.sync.messages import LearnedUpTo, LogPosition, is_same_run
+from monolith.sync.subscriber import ShardProgress, Subscriber
 from monolith.table import FrozenTables, OverlaidTables
 
 _log = logging.getLogger(__name__)
@@ -46,8 +45,8 @@ class ModelFollower:
     Args:
         model: Its name.
         open_reader: Opens a reader of the channel that the trainer publishes to.
-        config: Whom to follow, and when to warn.
-        metrics: Where rows and ages are counted.
+        config: The trainer to follow, and when to warn.
+        metrics: Counts rows and ages.
         share: The shard of IDs that this server has.
         go_to: Serves the version that the trainer names; see `FollowTarget`.
         clock: Unix seconds, which the stamps of publishers are compared with.
@@ -62,7 +61,7 @@ class ModelFollower:
         *,
         metrics: Metrics,
         go_to: GoTo,
-        share: IdShare = WHOLE,
+        share: IdShard = WHOLE,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,12 +103,10 @@ class ModelFollower:
         """Keep a predictor up to date from now on; the first one starts following."""
         if self.is_rolled_back:
             return
-        rows = predictor.rows
-        if isinstance(rows, MappedRows):
-            rows.put_under_overlay(*self.attach_tables(predictor.servable, rows.files, threads=rows.threads))
-        else:
-            self._rest_on(predictor.servable)
-        newer_dense = not self._again and self._is_ahead_of(predictor.servable)
+        servable = predictor.servable
+        predictor.rows.follow(lambda tables, threads: self.attach_tables(servable, tables, threads=threads))
+        self._rest_on(servable)
+        newer_dense = not self._again and self._is_ahead_of(servable)
         self.target.add(predictor, newer_dense=newer_dense)
         predictor.follow(lambda: self.notice)
         self.begin()
@@ -169,14 +166,14 @@ class ModelFollower:
         with self._lock:
             if self._subscriber is not None or self._base is None or self._stop.is_set():
                 return
-            places = {
-                int(share): LogPlace(epoch, sequence)
-                for share, (epoch, sequence) in self._base.log_places.items()
+            positions = {
+                int(shard): LogPosition(epoch, sequence)
+                for shard, (epoch, sequence) in self._base.log_places.items()
             }
             self._subscriber = Subscriber(
                 self._open_reader,
                 self.target,
-                places=places,
+                positions=positions,
                 clock=self._clock,
                 on_applying=self._applying,
                 on_applied=self._applied,
@@ -203,13 +200,13 @@ class ModelFollower:
     def _is_behind(self, servable: Servable) -> bool:
         """Whether an export is newer than the followed rows: by log position within one epoch, else by
         step."""
-        standing = {number: one for number, one in self.standing.items() if one.place is not None}
+        standing = {number: one for number, one in self.standing.items() if one.position is not None}
         if not standing:
             return False
         for number, one in standing.items():
             place = servable.log_places.get(str(number))
-            if place is not None and one.place is not None and one.place.epoch == place[0]:
-                if one.place.sequence < place[1]:
+            if place is not None and one.position is not None and one.position.epoch == place[0]:
+                if one.position.sequence < place[1]:
                     return True
             elif one.learned.step < servable.step:
                 return True
@@ -218,10 +215,10 @@ class ModelFollower:
     # How new it is
 
     @property
-    def standing(self) -> dict[int, Followed]:
+    def standing(self) -> dict[int, ShardProgress]:
         """How far each shard of the trainer is followed."""
         subscriber = self._subscriber
-        return {} if subscriber is None else dict(subscriber.standing)
+        return {} if subscriber is None else dict(subscriber.progress)
 
     def up_to(self) -> ServedUpTo | None:
         """Return how far the oldest shard is followed; None while the rows of some shard are as exported."""
@@ -280,7 +277,7 @@ class ModelFollower:
                 *(self._model, rows.settle()),
             )
 
-    def _refuse(self, run: str, share: int, place: LogPlace) -> str:
+    def _refuse(self, run: str, share: int, place: LogPosition) -> str:
         """Return why a publisher is refused; empty accepts it. Rows of another run would ruin the model."""
         base = self._base
         if base is None or not run or _is_of(base, run, share, place):
@@ -298,7 +295,7 @@ class ModelFollower:
             {
                 one.run
                 for number, one in standing.items()
-                if base is not None and one.run and not _is_of(base, one.run, number, one.place)
+                if base is not None and one.run and not _is_of(base, one.run, number, one.position)
             }
         )
         subscriber = self._subscriber
@@ -320,7 +317,7 @@ class ModelFollower:
             if self._warned:
                 _log.info("model %r: the served rows are fresh again, %.1f s old", self._model, staleness)
             self._warned = False
-        elif self.is_rolled_back or self.target.state.held:
+        elif self.is_rolled_back or self.target.state.paused:
             self._listens_since = self._timer()
         elif not self._warned and self._timer() - self._listens_since >= bound:
             self._warned = True
@@ -342,18 +339,18 @@ class ModelFollower:
             return "catching up, the deltas that arrive are old"
         return "no newer rows arrive (nothing is published)"
 
-    def _applying(self, share: IdShare, learned: LearnedUpTo | None) -> None:
+    def _applying(self, share: IdShard, learned: LearnedUpTo | None) -> None:
         if self._claims is not None and not self.target.rows.is_paused:
             self._claims.applying(share, None if learned is None else max(learned.step, learned.newest_step))
 
-    def _applied(self, followed: Followed) -> None:
-        assert followed.place is not None
+    def _applied(self, followed: ShardProgress) -> None:
+        assert followed.position is not None
         self._came_at = self._timer()
         up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at, followed.clock_offset)
         current = followed.generation == self.target.generation == self._claims_of
         if self._claims is not None and current and not self.target.rows.is_paused:
-            self._claims.applied(followed.share, up_to.claim(followed.newest_step))
-        self._metrics.served(followed.share[0], followed.place.sequence, up_to)
+            self._claims.applied(followed.shard, up_to.claim(followed.newest_step))
+        self._metrics.served(followed.shard[0], followed.position.sequence, up_to)
 
     def _watch(self) -> None:
         while not self._stop.wait(LOOK_EVERY):
@@ -370,7 +367,7 @@ class ModelFollower:
             self._watcher.join()
 
 
-def _is_of(base: Servable, run: str, share: int, place: LogPlace | None) -> bool:
+def _is_of(base: Servable, run: str, share: int, place: LogPosition | None) -> bool:
     """Whether a run continues the exported one, as far as can be told."""
     if not base.run or is_same_run(base.run, run):
         return True

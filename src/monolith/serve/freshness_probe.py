@@ -1,10 +1,9 @@
-"""Probing freshness: how long it takes from an event in the stream to an answer that knows of it.
+"""Probing freshness: the time from an event in the stream to an answer that reflects it.
 
 A probe takes a row with an unseen ID. Such an ID has no row in the table, so the model answers it like any
-other unseen ID. The probe writes the row into the stream that the
-trainer reads, and asks the server for it and for a second unseen id that is not written, both in one request:
-while the two answers are equal, nothing of the event is served. Dense weights that were swapped meanwhile
-move both alike.
+other unseen ID. The probe writes the row into the stream that the trainer reads, and sends it to the server
+together with a second unseen ID that is not written. While the two answers are equal, the event is not
+served. Dense weights that are swapped meanwhile change both answers equally.
 """
 
 from __future__ import annotations
@@ -27,23 +26,19 @@ from monolith.serve.rows import ServedUpTo
 from monolith.sync.messages import LearnedUpTo
 
 Row = Mapping[str, Any]
+Ask = Callable[[Sequence[Row]], ClientAnswer]
+"""Sends rows to the server and returns its answer."""
 
 
 class WritesEvents(Protocol):
-    """Puts events into the stream that a trainer reads."""
+    """Writes events to the stream that a trainer reads."""
 
     def write(self, row: Row) -> None: ...
     def close(self) -> None: ...
 
 
-class AsksRows(Protocol):
-    """Asks a server: `Client`."""
-
-    def ask(self, model: str, rows: Sequence[Row], version: str = "") -> ClientAnswer: ...
-
-
 class FolderEvents:
-    """Puts each event into a folder that a trainer watches, as a file of one JSON line."""
+    """Writes each event to a folder that a trainer watches, as a file of one JSON line."""
 
     def __init__(self, folder: str) -> None:
         if not filesystem.is_folder(folder):
@@ -74,7 +69,7 @@ class KafkaEvents:
 
 
 def open_events(source: str) -> WritesEvents:
-    """Return what writes events to kafka://broker[,broker]/topic, or to a folder that is watched for files.
+    """Return a writer of events to kafka://broker[,broker]/topic, or to a folder that is watched for files.
 
     Raises:
         ConfigError: It is neither.
@@ -95,26 +90,25 @@ def open_events(source: str) -> WritesEvents:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """One event, and how long until an answer knew of it."""
+    """One event, and the time until an answer reflected it."""
 
     seconds: float
-    """From before it was written to the answer that differed."""
+    """Seconds from before the event was written to the answer that differed."""
     asked: int
-    """Requests that were needed."""
+    """Number of requests that were sent."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each stage, as the answer that differed says; empty where it does not."""
+    """Seconds of each stage, from the answer that differed; empty if it does not state them."""
 
 
 class FreshnessProbe:
     """Probes one server.
 
     Args:
-        asker: Asks it.
-        model: Its model.
+        ask: Sends rows to the model.
         row: All columns of an event, labels included.
-        column: The one whose id is replaced by a new one.
-        event_time: The column that is set to the time of writing, in Unix seconds; none where events have
-            no times.
+        column: The column whose ID is replaced by a new one.
+        event_time: The column that is set to the time of writing, in Unix seconds; None if events have no
+            times.
         pause: Seconds between two requests.
         clock: Unix seconds, for the event's time.
         timer: Seconds that only grow.
@@ -122,8 +116,7 @@ class FreshnessProbe:
 
     def __init__(
         self,
-        asker: AsksRows,
-        model: str,
+        ask: Ask,
         row: Row,
         column: str,
         *,
@@ -135,22 +128,22 @@ class FreshnessProbe:
     ) -> None:
         if column not in row:
             raise ConfigError(f"freshness: the row has no column {column!r}; it has {', '.join(row)}")
-        self._asker, self._model = asker, model
+        self._ask = ask
         self._row, self._column, self._event_time = row, column, event_time
         self._pause, self._clock, self._timer, self._sleep = pause, clock, timer, sleep
 
     def probe(self, events: WritesEvents, timeout: float) -> Probed:
-        """Write an event, and ask until an answer knows of it.
+        """Write an event, and ask until an answer reflects it.
 
         Raises:
-            ConfigError: The model does not read the column: it says something else of two unseen ids.
-            DeadlineExceededError: No answer did in time.
+            ConfigError: The model answers two unseen IDs differently, so the probe cannot work.
+            DeadlineExceededError: No answer did within the timeout.
         """
         marked, control = self._unseen(), self._unseen()
-        if self._differ(self._ask(marked, control)):
+        if self._differ(self._ask([marked, control])):
             raise ConfigError(
-                f"freshness: the model tells two ids that it has never seen apart by {self._column!r}; "
-                "name a column whose ids have rows of their own"
+                f"freshness: the model answers two unseen IDs of {self._column!r} differently; name a column "
+                "whose IDs have rows of their own"
             )
         begun = self._timer()
         event = dict(marked)
@@ -159,7 +152,7 @@ class FreshnessProbe:
         events.write(event)
         asked = 0
         while self._timer() - begun < timeout:
-            answered = self._ask(marked, control)
+            answered = self._ask([marked, control])
             asked += 1
             if self._differ(answered):
                 return Probed(self._timer() - begun, asked, stages_of(answered.parameters))
@@ -168,9 +161,6 @@ class FreshnessProbe:
             f"the answer for a new {self._column} did not change within {timeout:g} s ({asked} requests). "
             "Does the trainer read this source, admit an id at once, and publish?"
         )
-
-    def _ask(self, marked: Row, control: Row) -> ClientAnswer:
-        return self._asker.ask(self._model, [marked, control])
 
     def _unseen(self) -> dict[str, Any]:
         return {**self._row, self._column: _unseen_like(self._row[self._column])}
@@ -189,7 +179,7 @@ def _unseen_like(value: Any) -> Any:
 
 
 def up_to_of(parameters: Mapping[str, Any]) -> ServedUpTo:
-    """Return what an answer says it has learned from; 0 where it does not."""
+    """Return how far an answer follows its trainer; 0 for values that it does not state."""
     event, read, trained, published, received, applied = (
         float(parameters.get(name, 0.0))
         for name in ("event_at", "read_at", "trained_at", "published_at", "received_at", "applied_at")
@@ -199,11 +189,11 @@ def up_to_of(parameters: Mapping[str, Any]) -> ServedUpTo:
 
 
 def stages_of(parameters: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of each stage that an answer tells."""
+    """Return the seconds of each stage that an answer states."""
     return up_to_of(parameters).stages()
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value that this share of all does not exceed; there must be some."""
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """Return the value that this fraction of the values does not exceed; `values` is not empty."""
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(round(share * len(ordered), 9)) - 1)]
+    return ordered[max(0, math.ceil(round(fraction * len(ordered), 9)) - 1)]

@@ -1,16 +1,13 @@
-"""The manifest of a servable: `servable.json`, all that there is to know of a model that can be asked.
+"""The manifest of a servable, `servable.json`: the description of an exported model.
 
-It is plain JSON, for people and other programs to read, and read strictly here: an unknown key, a version
-from the future or a torn file is an error that says so. A checksum over all the rest is in it, and the size
-and checksum of every other file.
+It is plain JSON that people and other programs can read. Here it is read strictly: an unknown key, a later
+format or a torn file is an error with that reason. It contains a checksum of itself, and the size and
+checksum of every other file.
 
-What a servable is asked with, and what it answers: names, types and shapes, as the Open Inference Protocol
-has them.
+The *signature* lists inputs and outputs with names, types and shapes of the Open Inference Protocol.
 
-Warm-up requests: a few requests of real data, in the JSON of the Open Inference Protocol, next to the model.
-
-The first requests of a process pay for what the later ones find ready: pages, caches, threads. A server asks
-itself these before anybody else does.
+*Warm-up requests* are a few requests of real data next to the model, in the JSON of the protocol. The first
+requests of a process pay for pages, caches and threads, so a server answers these before it is ready.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class ServableFile:
 
     bytes: int
     crc: int
-    """CRC-32C of all of it."""
+    """CRC-32C of the whole file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,19 +158,19 @@ class ServableDense:
     kind: Literal["exported", "module"]
     """A graph of torch.export, or a Python module that is made by `factory`."""
     weights: tuple[str, ...]
-    """In the order in which a graph takes them."""
+    """Names of the weights, in the order of the graph's inputs."""
     floats: Mapping[str, int]
     """Float features in order -> their width."""
     outputs: tuple[str, ...]
-    """Heads, in the order in which a graph returns them."""
+    """Heads, in the order of the graph's outputs."""
     labels: tuple[str, ...] = ()
-    """What it was trained on: a batch for a Python module has them, as NaN."""
+    """The labels it was trained on: a batch for a Python module has them, as NaN."""
     torch: str
     """The version of torch that it was exported with."""
     factory: str | None = None
-    """package.module:function that returns the module and what runs it."""
+    """package.module:function that returns a `PythonModule`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the factory is called with."""
+    """Arguments of the factory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,28 +185,28 @@ class Servable:
     """Base name of the exported checkpoint."""
     step: int
     watermark: int | None
-    """Unix seconds that nearly all events it was trained on had reached; None where events have no times."""
+    """Unix seconds that nearly all events it was trained on had reached; None if events have no times."""
     created: float
     """Unix seconds."""
     digest: str
     """Digest of the checkpoint and the export settings; equal digests mean equal exports."""
     log_places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """By the number of a share of training, how far the log of its changes was written when the rows were
-    saved: epoch and sequence. A server that follows goes on from there. Empty where nothing was published."""
+    """Shard of the trainer -> epoch and sequence of its delta log when the rows were saved. A server that
+    follows resumes from there. Empty if the run did not publish."""
     part: str = "whole"
     """whole, or of a sharded servable: entry, ps_0, ps_1, ..."""
     shards: int = 0
-    """Serving servers that the rows are spread over, by id as an unsigned number modulo their number; 0 has
-    them in this folder."""
+    """Number of serving servers that the rows are spread over, by the unsigned ID modulo this number; 0 if
+    the rows are in this folder."""
     missing_rows: Literal["refuse", "default"] = "refuse"
-    """Whether the entry may answer with zeros for the rows of servers that do not."""
+    """Whether the entry may read rows as zeros if their server does not answer."""
     features: Mapping[str, Any] | None = None
-    """The feature spec; none where the model was made of features by hand."""
+    """The feature spec; None if the model has none."""
     signature: Signature | None = None
     collections: tuple[ServableCollection, ...] = ()
     dense: ServableDense | None = None
     tables: Mapping[str, ServableTable] = field(default_factory=dict)
-    """Of an entry those of all shards together, whose files are theirs."""
+    """Tables; of an entry, those of all shards together, whose files the shards have."""
     files: Mapping[str, ServableFile] = field(default_factory=dict)
     """Every file of the folder but this one, by path."""
 
@@ -219,12 +216,12 @@ class Servable:
 
     @property
     def rows(self) -> int:
-        """Of all tables."""
+        """Rows of all tables."""
         return sum(table.rows for table in self.tables.values())
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.bytes for file in self.files.values())
 
 
@@ -237,10 +234,10 @@ def write_servable(folder: str, servable: Servable) -> None:
 
 
 def read_servable(folder: str) -> Servable:
-    """Return what the manifest of a folder says.
+    """Read the manifest of a folder.
 
     Raises:
-        FileMissingError: The folder has none: it is no servable, or an unfinished one.
+        FileMissingError: The folder has none: it is not a servable, or an unfinished one.
         CorruptFileError: It is torn, altered, or of a format that this version does not read.
     """
     path = filesystem.join(folder, MANIFEST_NAME)
@@ -250,7 +247,7 @@ def read_servable(folder: str) -> Servable:
         if not isinstance(plain, dict):
             raise ValueError("expected an object")
     except (ValueError, RecursionError) as cause:
-        raise CorruptFileError(path, len(text), f"it is torn, or no JSON: {cause}") from cause
+        raise CorruptFileError(path, len(text), f"it is torn, or not JSON: {cause}") from cause
     found = plain.pop("format", None)
     if found != FORMAT:
         raise CorruptFileError(path, 0, f"its format is {found!r}, and this version reads format {FORMAT}")
@@ -270,8 +267,8 @@ def _checksum(plain: Mapping[str, Any]) -> int:
 
 Datatype = Literal["BYTES", "INT64", "FP32"]
 Meaning = Literal["", "probability", "value", "score", "time"]
-"""What an output is: a probability, a value on the scale of its label, or a score that only ranks. Of an
-input, "time" for a Unix time, which may be text in ISO 8601 as well. Empty if unknown."""
+"""The meaning of an output: a probability, a value on the scale of its label, or a score that only ranks. Of
+an input, "time" is a Unix time, which may also be text in ISO 8601. Empty if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,14 +278,14 @@ class TensorSpec:
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
-    """-1 where any size goes; the first is the number of rows."""
+    """-1 for any size; the first is the number of rows."""
     optional: bool = False
     """Whether a request may leave it out: its cells are then empty."""
     kind: Literal["", "scalar", "list"] = ""
     """Whether a row of an input has one value or a list, as in the data it was trained on; a request with the
     other is refused. Empty if unknown."""
     meaning: Meaning = ""
-    """What the numbers of an output are; or that an input holds times."""
+    """The meaning of the numbers; see `Meaning`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,9 +298,9 @@ class Signature:
 
 WARM_UP = "warmup.json"
 SPLITS = ".row_splits"
-"""After the name of an input: where each row's items begin among all items, for lists of any length."""
+"""Suffix of the input that has the row splits of another one, for lists of any length."""
 SIZES = (1, 32, 1, 32)
-"""Rows of the requests that are drawn."""
+"""Numbers of rows of the warm-up requests."""
 _ARRAYS = {"INT64": np.int64, "FP32": np.float32}
 
 
@@ -311,8 +308,8 @@ def draw_requests(batch: Batch, inputs: Sequence[TensorSpec], *, raw: bool) -> l
     """Return requests of the first rows of a batch.
 
     Args:
-        inputs: What the model is asked with.
-        raw: Whether these are the raw columns of the batch, and not its ids and floats by feature.
+        inputs: The inputs of the model.
+        raw: Whether these are raw columns of the batch, or else its IDs and floats by feature.
     """
     columns = {}
     for one in inputs:
@@ -363,7 +360,7 @@ def _request(
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return float(str(np.float32(value)))  # as short as reads back the same
+        return float(str(np.float32(value)))  # the shortest text that reads back the same
     return bytes(value).decode("utf-8", "surrogateescape") if isinstance(value, list) else value
 
 

@@ -279,7 +279,7 @@ class FollowMetrics:
         self._overlay_bytes.set(size, model=self._model)
 
     def set_state(self, state: PublishState, back: str | None) -> None:
-        self._held.set(float(state.held), model=self._model)
+        self._held.set(float(state.paused), model=self._model)
         self._back.set(float(back is not None), model=self._model)
 
 

@@ -28,7 +28,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import WHOLE, IdShare, check_share
+from monolith.checkpoint.saved_tables import WHOLE, IdShard, check_shard
 from monolith.errors import MonolithError, RestoreError, TableArgumentError
 from monolith.serve.metrics import FollowMetrics
 from monolith.serve.predictor import Predictor
@@ -51,8 +51,8 @@ class FollowedTables:
         share: The shard of IDs that this server has, as (number, total); other IDs are ignored.
     """
 
-    def __init__(self, share: IdShare = WHOLE) -> None:
-        check_share("share", share)
+    def __init__(self, share: IdShard = WHOLE) -> None:
+        check_shard("shard", share)
         self._share = share
         # Taken by every writer of the overlay, and guards all below. The subscriber's thread applies
         # messages, other threads attach versions and compact: a delta must never be applied between the
@@ -60,7 +60,7 @@ class FollowedTables:
         self.write_lock = threading.RLock()
         self._overlay: RowOverlay | None = None
         self._current: OverlaidTables | None = None
-        self._snapshot: tuple[IdShare, Tensor | None, dict[str, list[Tensor]]] | None = None
+        self._snapshot: tuple[IdShard, Tensor | None, dict[str, list[Tensor]]] | None = None
         self._passing = False
         self._generation = 0
         self._unknown: set[str] = set()
@@ -150,11 +150,11 @@ class FollowedTables:
                     count += len(kept)
         return count
 
-    def begin_snapshot(self, share: IdShare, buckets: Tensor | None) -> None:
+    def begin_snapshot(self, shard: IdShard, buckets: Tensor | None) -> None:
         """Begin a snapshot of a shard's rows, of some buckets or of all."""
         with self.write_lock:
             # A snapshot whose rows are ignored must not end either: it would bury every row as missing.
-            self._snapshot = None if self._passing else (share, buckets, {name: [] for name in self.tables})
+            self._snapshot = None if self._passing else (shard, buckets, {name: [] for name in self.tables})
 
     def snapshot_rows(self, table: str, rows: Rows) -> int:
         """Apply some rows of the snapshot; return how many were new or different."""
@@ -178,12 +178,12 @@ class FollowedTables:
                 buried += self._current.bury_others(name, kept, share, spans_of(buckets))
             return buried
 
-    def drop_snapshot(self) -> None:
+    def abort_snapshot(self) -> None:
         """Forget a snapshot that was interrupted. Its applied rows are right, and stay."""
         with self.write_lock:
             self._snapshot = None
 
-    def digests(self, table: str, share: IdShare, buckets: Tensor) -> Tensor | None:
+    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor | None:
         """Return the digests of buckets of a shard's rows; None if they cannot be compared with the
         trainer's.
 
@@ -193,13 +193,13 @@ class FollowedTables:
         with self.write_lock:
             if self._of(table) is None or self._current is None:
                 return None
-            if not (self._has_all_of(share) and self._current.is_exact(table)):
+            if not (self._has_all_of(shard) and self._current.is_exact(table)):
                 return None
             sums = [torch.empty(0, dtype=torch.int64)]
             for run in runs_of(buckets):
                 span = _hashes(run)
                 ids, values = self._current.present(table, span.start, span.stop - 1)
-                sums.append(digest_rows(ids, values, torch.arange(run.start, run.stop), share=share))
+                sums.append(digest_rows(ids, values, torch.arange(run.start, run.stop), share=shard))
             return torch.cat(sums)
 
     # Inside
@@ -220,7 +220,7 @@ class FollowedTables:
     def _own(self, rows: Rows) -> Rows:
         return rows if self._share == WHOLE else rows.keep(in_share(rows.ids, self._share))
 
-    def _has_all_of(self, share: IdShare) -> bool:
+    def _has_all_of(self, share: IdShard) -> bool:
         """Whether this server has every ID of a trainer's shard."""
         number, total = share
         mine, servers = self._share
@@ -306,9 +306,9 @@ class FollowTarget:
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
         self._metrics.applied(self.rows.apply(rows, removed))
 
-    def begin_snapshot(self, share: IdShare, buckets: Tensor | None) -> None:
+    def begin_snapshot(self, shard: IdShard, buckets: Tensor | None) -> None:
         self._metrics.snapshot_began(None if buckets is None else len(buckets))
-        self.rows.begin_snapshot(share, buckets)
+        self.rows.begin_snapshot(shard, buckets)
 
     def snapshot_rows(self, table: str, rows: Rows) -> None:
         self._metrics.snapshot_rows(len(rows), self.rows.snapshot_rows(table, rows))
@@ -316,11 +316,11 @@ class FollowTarget:
     def end_snapshot(self) -> None:
         self._metrics.snapshot_rows(0, self.rows.end_snapshot())
 
-    def drop_snapshot(self) -> None:
-        self.rows.drop_snapshot()
+    def abort_snapshot(self) -> None:
+        self.rows.abort_snapshot()
 
-    def digests(self, table: str, share: IdShare, buckets: Tensor) -> Tensor | None:
-        return self.rows.digests(table, share, buckets)
+    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor | None:
+        return self.rows.digests(table, shard, buckets)
 
     def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
         if self.rolled_back_to is not None:
@@ -331,11 +331,11 @@ class FollowTarget:
         for predictor in predictors:
             self._swap(predictor, weights)
 
-    def follow(self, state: PublishState) -> None:
+    def set_state(self, state: PublishState) -> None:
         known, self.state = self.state, state
-        if state.held and not known.held:
+        if state.paused and not known.paused:
             _log.warning("model %r: the trainer paused publishing: %s", self._model, state.reason)
-        elif known.held and not state.held:
+        elif known.paused and not state.paused:
             _log.info("model %r: the trainer resumed publishing", self._model)
         self.apply_state()
 

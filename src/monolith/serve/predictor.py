@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -68,22 +68,40 @@ class Runner(Protocol):
         """Use other weights from the next batch on."""
 
 
+class LoadOptions(TypedDict, total=False):
+    """How a `Predictor` loads a servable."""
+
+    threads: int | None
+    """Threads for large batches, the calling one included; by default as many as torch uses."""
+    allow_module: bool
+    """Whether a servable whose dense half is Python code may be imported and run."""
+    compiled: bool
+    """Whether to run the compiled package next to the graph (`monolith export --compile`): faster for few
+    rows, equal to the trainer except for rounding, and native code of its author."""
+    verify: bool
+    """Whether every byte of the tables is checked; sizes, and all smaller files, always are."""
+    serve_withheld: bool
+    """Whether `folder` may be a withheld version, whose rows are not trusted. In a folder of versions,
+    withheld ones are always skipped."""
+    show: bool
+    """Whether to show the progress of loading on standard error; by default it is shown."""
+
+
 class Predictor:
     """Answers raw rows with a loaded servable. Thread-safe.
+
+    Shapes: n rows in, one float32 tensor of shape (n,) per head out.
+
+    Example: for a model with the head "click" and the inputs user and price,
+    `predict({"user": ["ann", "bob"], "price": [3.5, 4.0]}).outputs` is
+    {"click": tensor([0.12, 0.40])}.
 
     Args:
         folder: A version of a servable, or the folder of its versions, of which the newest is loaded. It is
             locked against removal until this is closed.
         rows: Looks up rows; by default the tables of the folder, mapped.
-        threads: Threads for large batches, the calling one included; by default as many as torch uses.
-        allow_module: Whether a servable whose dense half is Python code may be imported and run.
-        compiled: Whether to run the compiled package next to the graph (`monolith export --compile`): faster
-            for few rows, equal to the trainer except for rounding, and native code of its author.
-        verify: Whether every byte of the tables is checked; sizes, and all smaller files, always are.
-        serve_withheld: Whether `folder` may be a withheld version, whose rows are not trusted. In a folder of
-            versions, withheld ones are always skipped.
-        show: Whether to show the progress of loading on standard error.
         clock: Unix seconds.
+        options: See `LoadOptions`.
 
     Raises:
         FileMissingError: The servable or one of its files is missing.
@@ -97,19 +115,17 @@ class Predictor:
         folder: str,
         *,
         rows: RowSource | None = None,
-        threads: int | None = None,
-        allow_module: bool = False,
-        compiled: bool = False,
-        verify: bool = False,
-        serve_withheld: bool = False,
-        show: bool = True,
         clock: Callable[[], float] = time.time,
+        **options: Unpack[LoadOptions],
     ) -> None:
+        if unknown := options.keys() - LoadOptions.__optional_keys__:
+            raise TypeError(f"Predictor has no option {min(unknown)!r}")
         self._clock = clock
         self._notice: Callable[[], str] = str
-        self._compiled = compiled
+        threads = options.get("threads")
         self._threads = torch.get_num_threads() if threads is None else threads
         with ExitStack() as opened:
+            serve_withheld = options.get("serve_withheld", False)
             locked = opened.enter_context(lock_version(folder, serve_withheld=serve_withheld))
             self._locked = locked
             servable = locked.servable
@@ -122,13 +138,13 @@ class Predictor:
                 )
             check_files(locked, tables=rows is None)
             if rows is None:
-                rows = self._map_tables(locked, opened, verify=verify, show=show)
+                rows = self._map_tables(locked, opened, options)
                 opened.callback(rows.close)
             self._rows = rows
             kinds = {one.name: one.kind for one in signature.inputs}
             self._reader = RequestReader(servable.spec, _ids_of(servable), dense.floats, kinds)
             self._signature = signature
-            self._runner, self._weight_names = self._open_dense(locked, dense, rows, allow_module)
+            self._runner, self._weight_names = self._open_dense(locked, dense, rows, options)
             self._opened = opened.pop_all()
 
     # Description
@@ -169,9 +185,7 @@ class Predictor:
         Rows may change until they are read, so each answer has a claim of its own. For rows on serving
         servers, which send claims with their answers, this is the claim of the export.
         """
-        rows = self._rows
-        claim = rows.claim if isinstance(rows, MappedRows) else claim_of(self._servable)
-        return claim.said(self._clock())
+        return (self._rows.claim or claim_of(self._servable)).said(self._clock())
 
     def follow(self, notice: Callable[[], str]) -> None:
         """Show a warning about the followed trainer in `about`."""
@@ -293,9 +307,7 @@ class Predictor:
 
     # Loading
 
-    def _map_tables(
-        self, locked: LockedVersion, opened: ExitStack, *, verify: bool, show: bool
-    ) -> MappedRows:
+    def _map_tables(self, locked: LockedVersion, opened: ExitStack, options: LoadOptions) -> MappedRows:
         servable = locked.servable
         if servable.shards:
             raise ConfigError(
@@ -304,26 +316,28 @@ class Predictor:
             )
         total = sum(servable.files[table.file].bytes for table in servable.tables.values())
         bar: AbstractContextManager[Progress | None] = nullcontext()
-        if show:
+        if options.get("show", True):
             bar = progress(f"Loading {servable.model} {servable.version}", total, "bytes")
         tables = {}
         with bar as shown:
             for name, entry in servable.tables.items():
-                table = FrozenTable(filesystem.join(locked.folder, entry.file), verify=verify)
+                table = FrozenTable(
+                    filesystem.join(locked.folder, entry.file), verify=options.get("verify", False)
+                )
                 opened.callback(table.close)
                 table.prefault(shown)
                 tables[name] = table
         return MappedRows(tables, threads=self._threads, claim=claim_of(servable))
 
     def _open_dense(
-        self, locked: LockedVersion, dense: ServableDense, rows: RowSource, allow_module: bool
+        self, locked: LockedVersion, dense: ServableDense, rows: RowSource, options: LoadOptions
     ) -> tuple[Runner, tuple[str, ...]]:
         folder, files = locked.folder, locked.servable.files
         record = files[WEIGHTS]
         path = filesystem.join(folder, WEIGHTS)
         weights = read_tensors(path, FileRecord(record.bytes, record.crc))
         if dense.kind == "module":
-            if not allow_module:
+            if not options.get("allow_module"):
                 raise ConfigError(
                     f"{folder}: its dense half is Python code, made by {dense.factory}. To import and run "
                     "that code, say so: allow_module=True, or monolith serve --allow-module"
@@ -334,7 +348,7 @@ class Predictor:
         path = filesystem.join(folder, GRAPH)
         ordered = {name: weights[name] for name in dense.weights}
         graph: DenseGraph | CompiledDense
-        if self._compiled:
+        if options.get("compiled"):
             if COMPILED not in files:
                 raise ConfigError(f"{folder} has no compiled package; export it with --compile")
             graph = CompiledDense(filesystem.join(folder, COMPILED), ordered)

@@ -1,7 +1,7 @@
-"""A dense half that is a Python module: for models that no graph can hold.
+"""A dense half that is a Python module: for models that cannot be exported as a graph.
 
-Its servable names a function that makes the module, and what to call it with. Serving it imports and
-runs that code, so the operator of the server must allow it.
+The servable names a function that makes the module, and its arguments. Serving it imports and runs that code,
+so the operator of the server must allow it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from monolith.table import SlotThresholds, TableConfig, TableStats
 
 
 class PythonModule(NamedTuple):
-    """A Python module to serve, and the function that runs it; what a factory returns."""
+    """A Python module to serve, and the function that runs it; the result of a factory."""
 
     module: nn.Module
     outputs: Callable[[nn.Module, Batch], Mapping[str, Tensor]]
@@ -34,7 +34,7 @@ class PythonModule(NamedTuple):
 
 
 def make_module(factory: str, arguments: Mapping[str, Any]) -> PythonModule:
-    """Call what a servable names.
+    """Call the factory that a servable names.
 
     Args:
         factory: package.module:function.
@@ -55,7 +55,7 @@ def make_module(factory: str, arguments: Mapping[str, Any]) -> PythonModule:
 
 
 class ModuleRunner:
-    """Runs a Python module over rows for serving. Thread-safe where the module is, in eval mode."""
+    """Runs a Python module over rows for serving. Thread-safe if the module is, in eval mode."""
 
     def __init__(
         self, own: PythonModule, weights: Mapping[str, Tensor], rows: RowSource, labels: Sequence[str]
@@ -79,14 +79,14 @@ class ModuleRunner:
         thresholds: Mapping[str, SlotThresholds] | None,
         threads: int | None,
     ) -> ServedRows:
-        del configs, thresholds, threads  # the collection compares tables
+        del configs, thresholds, threads  # the collection itself checks that the tables fit
         return self._store
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with these from now on.
+        """Use these weights from now on.
 
         Raises:
-            RestoreError: Names or shapes are others.
+            RestoreError: Names or shapes differ.
         """
         for name, tensor in self._tensors.items():
             if name not in weights or weights[name].shape != tensor.shape:
@@ -102,23 +102,28 @@ class ModuleRunner:
         if self._labels and not batch.labels:
             unknown = torch.full((len(batch),), math.nan)
             batch = replace(batch, labels=dict.fromkeys(self._labels, unknown))
-        with self._between.batch(), self._store.asked(deadline) as rows, torch.no_grad():
+        with self._between.batch(), self._store.lookups(deadline) as rows, torch.no_grad():
             found = self._outputs(self._module, batch)
         return found, rows
 
 
 class _BetweenBatches:
-    """Lets many run batches, or one do something between them; while that waits, no batch begins."""
+    """Lets many threads run batches, or one thread swap weights between them.
+
+    A swap waits for the running batches, and no new batch starts while one waits: otherwise a busy server
+    would never swap.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._batches = 0  # guarded by the condition, as is the next
-        self._wanted = 0
+        # Both are guarded by the condition: running batches, and swaps that wait or run.
+        self._batches = 0
+        self._swaps = 0
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._wanted)
+            self._changed.wait_for(lambda: not self._swaps)
             self._batches += 1
         try:
             yield
@@ -129,16 +134,18 @@ class _BetweenBatches:
 
     def __enter__(self) -> None:
         self._changed.acquire()
-        self._wanted += 1
+        self._swaps += 1
         self._changed.wait_for(lambda: not self._batches)
 
     def __exit__(self, *_: object) -> None:
-        self._wanted -= 1
+        self._swaps -= 1
         self._changed.notify_all()
         self._changed.release()
 
 
-class _Asked(threading.local):
+class _LookupContext(threading.local):
+    """The deadline of the request that a thread runs, and the rows it has found."""
+
     deadline: float | None = None
     found: list[FoundRows] | None = None
 
@@ -150,11 +157,11 @@ class ServedRows:
 
     def __init__(self, rows: RowSource) -> None:
         self._rows = rows
-        self._asked = _Asked()
+        self._context = _LookupContext()
 
-    def asked(self, deadline: float | None) -> _Asking:
-        """Let lookups of this thread end by a deadline, and collect what they find."""
-        return _Asking(self._asked, deadline)
+    def lookups(self, deadline: float | None) -> _LookupScope:
+        """Set the deadline of this thread's lookups for a block, and collect the rows they find."""
+        return _LookupScope(self._context, deadline)
 
     @property
     def tables(self) -> Mapping[str, int]:
@@ -165,9 +172,9 @@ class ServedRows:
         return torch.device("cpu")
 
     def lookup(self, ids: TableIds) -> Tensor:
-        found = self._rows.lookup(ids, deadline=self._asked.deadline)
-        if self._asked.found is not None:
-            self._asked.found.append(found)
+        found = self._rows.lookup(ids, deadline=self._context.deadline)
+        if self._context.found is not None:
+            self._context.found.append(found)
         return found.rows
 
     def apply_gradients(self, *_: Any, **__: Any) -> NoReturn:
@@ -197,17 +204,17 @@ class ServedRows:
         """Do nothing: the owner of the rows closes them."""
 
 
-class _Asking:
-    """One request of one thread."""
+class _LookupScope:
+    """The lookups of one request, on one thread."""
 
-    def __init__(self, asked: _Asked, deadline: float | None) -> None:
-        self._asked = asked
+    def __init__(self, context: _LookupContext, deadline: float | None) -> None:
+        self._context = context
         self._deadline = deadline
 
     def __enter__(self) -> list[FoundRows]:
         found: list[FoundRows] = []
-        self._asked.deadline, self._asked.found = self._deadline, found
+        self._context.deadline, self._context.found = self._deadline, found
         return found
 
     def __exit__(self, *_: object) -> None:
-        self._asked.deadline = self._asked.found = None
+        self._context.deadline = self._context.found = None

@@ -1,15 +1,18 @@
-"""Raw columns of a request, as a client has them, become what a model reads.
+"""Turns the raw columns of a request into the batch that a model reads.
 
 A column is one of
 
-    a list or tuple             a text, bytes, a number, None or a list of these for each row
-    a numpy array or tensor     of shape (rows,) or (rows, k): numbers
-    a RaggedTensor              one row of values for each row
-    NAME and NAME.row_splits    all values in one, and int64 of shape (rows + 1,): where each row begins
+    a list or tuple             a text, bytes, a number, None or a list of these per row
+    a numpy array or tensor     numbers of shape (rows,) or (rows, k)
+    a RaggedTensor              one row of values per row
+    NAME and NAME.row_splits    all values in one, and int64 of shape (rows + 1,): the start of each row
 
-A value that is missing (None, NaN, the NaT and NA of pandas, a row without values, a column that is not
-there) reads as it does in training. Whatever else is wrong is a `RequestError` that names the column, and
-the row where there is one.
+There are two ways. If every column has one plain value per row, which is the usual request, one call into the
+core packs all of them (`RequestReader._packed`). Every other request is converted column by column, by the
+code that training uses, so that both read the same.
+
+A missing value (None, NaN, the NaT and NA of pandas, a row without values, an absent column) reads as in
+training. Anything else that is wrong is a `RequestError` that names the column, and the row if there is one.
 """
 
 from __future__ import annotations
@@ -50,17 +53,20 @@ _DATATYPES: Mapping[torch.dtype, Datatype] = {
 }
 _DTYPES: Mapping[Datatype, torch.dtype] = {"BYTES": torch.uint8, "INT64": torch.int64, "FP32": torch.float32}
 _KEPT_SIZES = 256
-"""Batch sizes whose row splits are made once."""
+"""Largest batch size whose row splits are cached."""
 
 
 class RequestReader:
-    """Makes batches of requests. Safe from any thread.
+    """Makes batches of requests. Thread-safe.
+
+    Example: `reader.batch({"user": ["ann", "bob"], "tags": [["a"], []]})` is a batch of 2 examples, with one
+    user ID each and tag IDs of lengths 1 and 0.
 
     Args:
-        spec: How raw columns are read; None where the model reads ids by the names of its features.
-        ids: Features of ids that the model reads, where there is no spec.
-        floats: Its float features -> their width, where there is no spec.
-        kinds: Column to "scalar" or "list", where the data says which; a request with the other is refused.
+        spec: How raw columns are read; None if requests have IDs and floats by the names of features.
+        ids: The ID features of the model, if there is no spec.
+        floats: Its float features -> their width, if there is no spec.
+        kinds: Column -> "scalar" or "list", if the data says so; a request with the other is refused.
     """
 
     def __init__(
@@ -83,27 +89,30 @@ class RequestReader:
                     for name, width in self._floats.items()
                 ]
             )
-            self._passed_over: frozenset[str] = frozenset()
+            self._ignored: frozenset[str] = frozenset()
         else:
-            serving = spec.only(spec.features)  # without labels, and event time where nothing reads it
+            serving = spec.only(
+                spec.features
+            )  # without labels, and without an event time that no feature reads
             self._reader = serving.reader
             self.inputs = _inputs_of(serving, kinds or {})
-            # One plain value for each row is read at once, but not where it should be a list.
+            # The packed way takes one plain value per row, so a model that reads lists cannot use it.
             self._packs = self._reader.packs_all and all(one.kind != "list" for one in self.inputs)
-            self._passed_over = frozenset(spec.columns.keys() - serving.inputs.keys())
+            self._ignored = frozenset(spec.columns.keys() - serving.inputs.keys())
         self._dtypes = {one.name: _DTYPES[one.datatype] for one in self.inputs}
         self._kinds: dict[str, Kind] = {one.name: one.kind for one in self.inputs}
         self._names = self._dtypes.keys()
         self._expected = [one.name for one in self.inputs if not one.optional]
         self._lacked: set[str] = set()
-        """Columns that a request lacked, of which the log says so."""
+        """Columns that a request lacked and that were logged."""
 
     def batch(self, columns: RawTensors | Any) -> Batch:
-        """Return what the model reads of a request.
+        """Return the batch of a request.
 
         Args:
-            columns: By name; or a DataFrame of pandas or polars, or an Arrow table, whose other columns are
-                passed over.
+            columns: Columns by name; or a DataFrame of pandas or polars, or an Arrow table, whose other
+            columns
+                are ignored.
 
         Raises:
             RequestError: A column is unknown, missing, of another type or length, or has a bad value.
@@ -136,7 +145,7 @@ class RequestReader:
         return records.columns
 
     def _packed(self, columns: RawTensors) -> Batch | None:
-        """Return a batch where all columns have one plain value for each row; None leaves it to others."""
+        """Return the batch if all columns have one plain value per row; None if another way is needed."""
         cells: dict[str, RawCells] = {}
         size, splits = -1, self._even(0, 1)
         for name in self._names:
@@ -152,9 +161,7 @@ class RequestReader:
             if made is None:
                 return None
             cells[name] = made
-        if not size or (
-            len(columns) > len(cells) and not self._passed_over.issuperset(columns.keys() - cells)
-        ):
+        if not size or (len(columns) > len(cells) and not self._ignored.issuperset(columns.keys() - cells)):
             return None
         assert self._reader is not None
         return self._reader.pack(cells, size)
@@ -172,7 +179,7 @@ class RequestReader:
             column = to_column(name, given, splits, self._even)
             rows = column.nrows
             if not len(column.values) and column.dtype is not self._dtypes[name]:
-                column = empty_rows(self._dtypes[name], rows)  # nothing in it says of what type it is
+                column = empty_rows(self._dtypes[name], rows)  # an empty column has no type of its own
             if size is None:
                 size, first = rows, name
             elif rows != size:
@@ -189,7 +196,7 @@ class RequestReader:
         return made, size
 
     def _check_kind(self, name: str, given: Any, splits: Any) -> None:
-        """Refuse a list where the model reads one value, and one value where it reads a list."""
+        """Refuse a list if the model reads one value, and one value if it reads a list."""
         kind = self._kinds[name]
         if not kind or isinstance(given, RaggedTensor) or (kind == "list" and splits is not None):
             return
@@ -213,7 +220,7 @@ class RequestReader:
 
     def _check_unknown(self, name: str, columns: RawTensors) -> None:
         owner = name.removesuffix(SPLITS)
-        if name in self._passed_over or (owner != name and owner in columns):
+        if name in self._ignored or (owner != name and owner in columns):
             return
         near = get_close_matches(name, self._names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(sorted(self._names))}"
@@ -224,12 +231,12 @@ class RequestReader:
         columns = {**columns, **empty}
         for name in self._ids:
             if columns[name].dtype is not torch.int64:
-                raise RequestError(f"column {name!r} must hold ids, which are whole numbers")
+                raise RequestError(f"column {name!r} must have IDs, which are whole numbers")
         floats = {}
         for name, width in self._floats.items():
             column = columns[name]
             if column.dtype is torch.uint8:
-                raise RequestError(f"column {name!r} must hold numbers, and has texts")
+                raise RequestError(f"column {name!r} must have numbers, and has texts")
             lengths = column.row_lengths()
             wrong = (lengths != width) & (lengths != 0)
             if bool(wrong.any()):
@@ -237,7 +244,7 @@ class RequestReader:
                 raise RequestError(
                     f"column {name!r}: row {row} has {int(lengths[row])} numbers instead of {width}"
                 )
-            # What is missing reads as 0, as where batches are made by a BatchSpec.
+            # A missing number reads as 0, as in a batch of a BatchSpec.
             values = column.flat_values.to(torch.float32)
             numbers = column.with_flat_values(torch.where(values.isnan(), 0.0, values)).to_padded(width)
             if bool(numbers.isinf().any()):
@@ -262,7 +269,7 @@ def _wrong_kind(name: str, wanted: str, row: int | None) -> RequestError:
     if wanted == "list":
         return RequestError(
             f"column {name!r} has one value{where}, and the model reads a list: send a list for each row, "
-            f"also where it has one item, as [[...], [...]], or all items with {name + SPLITS!r}"
+            f"also if it has one item, as [[...], [...]], or all items with {name + SPLITS!r}"
         )
     return RequestError(
         f"column {name!r} has a list{where}, and the model reads one value: send one value for each row, as "
@@ -271,7 +278,7 @@ def _wrong_kind(name: str, wanted: str, row: int | None) -> RequestError:
 
 
 def kinds_of(batch: Batch) -> dict[str, Kind]:
-    """Return which raw columns of a batch are lists and which have one value, where that can be told."""
+    """Return for each raw column of a batch whether it has lists or one value, if that is known."""
     found: dict[str, Kind] = {}
     for name, column in batch.raw.items():
         known = batch.raw_kinds.get(name)
@@ -293,7 +300,7 @@ def _inputs_of(spec: FeatureSpec, kinds: Mapping[str, Kind]) -> tuple[TensorSpec
         for name, one in spec.features.items()
         if isinstance(one, FloatFeature) and one.separator is None
     }
-    # A text of several items may also come as a list of them: neither is wrong.
+    # A column with a separator may be one text or a list of its items: both are accepted.
     split = {
         one.column or name
         for name, one in spec.features.items()
@@ -327,7 +334,7 @@ _FORMS = (list, tuple, np.ndarray)
 
 
 def _cells(given: Any, splits: Tensor) -> RawCells | None:
-    """Return a column with one plain value for each row as the core takes it; None where it is another."""
+    """Return a column with one plain value per row in the form of the core; None for any other column."""
     kind = type(given)
     if kind is np.ndarray:
         is_plain = given.ndim == 1 and given.flags.c_contiguous and given.dtype in (np.int64, np.float32)
@@ -355,19 +362,19 @@ def _cells(given: Any, splits: Tensor) -> RawCells | None:
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array that torch takes without a warning: one read from a message may not be written to."""
+    """Return an array that torch accepts without a warning: arrays over received bytes are read-only."""
     return array if array.flags.writeable else array.copy()
 
 
 def to_column(name: str, given: Any, splits: Any, even: Callable[[int, int], Tensor]) -> RaggedTensor:
-    """Return a column as records have it.
+    """Return a column in the form of records.
 
     Args:
-        splits: Where its rows begin, where that is said apart.
-        even: Returns the row splits of rows that all have as many values.
+        splits: The row splits, if the request has them as a separate input.
+        even: Returns the row splits of rows with equal numbers of values.
 
     Raises:
-        RequestError: It is none; says why.
+        RequestError: The column cannot be read; gives the reason.
     """
     try:
         values, rows = _values(name, given, even, flat=splits is not None)
@@ -390,7 +397,7 @@ def _ragged(given: RaggedTensor) -> RaggedTensor:
 def _values(
     name: str, given: Any, even: Callable[[int, int], Tensor], *, flat: bool
 ) -> tuple[Tensor | RaggedTensor, Tensor | None]:
-    """Return all values of a column, and its row splits; none where it is ragged and has them itself."""
+    """Return all values of a column, and its row splits; None for a ragged column, which has its own."""
     if isinstance(given, RaggedTensor):
         return given.values, None
     if isinstance(given, np.ndarray):
@@ -420,14 +427,15 @@ def _of_list(
     name: str, given: Sequence[Any], even: Callable[[int, int], Tensor]
 ) -> tuple[Tensor | RaggedTensor, Tensor]:
     kinds = set(map(type, given))
-    # Among others, floats may be NaN; and among themselves, ids or times.
+    # Floats need a closer check: mixed with other types they may mean missing values, and alone IDs or
+    # times.
     if kinds <= _SCALARS and (float not in kinds or (len(kinds) == 1 and not are_whole(np.array(given)))):
         return _flat(name, given, kinds, None), even(len(given), 1)
     return _of_lists(name, [values_of(one) for one in given])
 
 
 def _of_lists(name: str, lists: list[list[Any]]) -> tuple[Tensor | RaggedTensor, Tensor]:
-    """Return the values of lists in which None is missing."""
+    """Return the values of lists, in which None is a missing value."""
     kinds = {type(value) for one in lists for value in one}
     if kinds <= {float, int, _NONE} and float in kinds:
         there = np.array([value for one in lists for value in one if value is not None], dtype=np.float64)
@@ -467,7 +475,8 @@ def _flat(
 
 
 def _odd(name: str, values: Sequence[Any], rows: NDArray[np.int64] | None) -> Tensor | RaggedTensor:
-    """Take in what is not quite a Python number or text; name the row of what is none."""
+    """Convert numpy scalars, bools and buffers to plain values; raise an error with the row of other
+    types."""
     plain: list[Any] = []
     for number, given in enumerate(values):
         value = given.item() if isinstance(given, np.generic) or _is_scalar(given) else given
@@ -503,7 +512,7 @@ def _fits(values: Sequence[int]) -> bool:
 
 
 def _signed(values: Sequence[int]) -> Tensor:
-    """Return ids of which some are unsigned, as int64 of the same bits."""
+    """Return IDs, some of which exceed int64, as int64 with the same bits."""
     if max(values) >= 1 << 64 or min(values) < -(1 << 63):
         raise ValueError("a number does not fit into 64 bits")
     return torch.tensor([one - (1 << 64) if one >= 1 << 63 else one for one in values], dtype=torch.int64)

@@ -31,7 +31,7 @@ the answer: a time between two clocks that differ is never reported as if it wer
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -282,12 +282,31 @@ class FoundRows:
     """How new the rows are; None if no row was read."""
 
 
+AttachOverlay = Callable[[FrozenTables, int | None], tuple[OverlaidTables, ClaimCell]]
+"""Puts mapped tables below an overlay of deltas, given the threads of a lookup; returns both as one, and
+their claim."""
+
+
 class RowSource(Protocol):
-    """Looks up rows. Thread-safe."""
+    """Looks up rows. Thread-safe.
+
+    Shapes: a lookup of the IDs of t tables, as int64 (n,) with sizes int64 (t,), returns float32 (sum of
+    ids x width,), table after table.
+
+    Example: tables item (width 2) and user (width 1), ids [7, 8, 5], sizes [2, 1]: the rows are 5 floats,
+    two of item 7, two of item 8, one of user 5.
+    """
 
     @property
     def tables(self) -> Mapping[str, int]:
         """Table to the width of its rows, sorted by name."""
+
+    @property
+    def claim(self) -> RowsClaim | None:
+        """How new the rows are at this moment; None if only an answer can tell."""
+
+    def follow(self, attach: AttachOverlay) -> None:
+        """Put rows of this process below an overlay from the next lookup on. No lookup may be running."""
 
     def lookup(self, ids: TableIds, *, deadline: float | None = None) -> FoundRows:
         """Return the rows of some IDs; an ID without a row reads as zeros.
@@ -308,6 +327,7 @@ class MappedRows:
     """Rows in files of this machine, mapped into memory. Processes that map one file share its memory.
 
     Args:
+        threads: Threads that a large lookup is spread over.
         claim: How new the rows of the files are.
     """
 
@@ -315,29 +335,17 @@ class MappedRows:
         self, tables: Mapping[str, FrozenTable], *, threads: int | None = None, claim: RowsClaim = UNKNOWN
     ) -> None:
         self._claims = ClaimCell(claim)
-        self.threads = threads
-        """Threads that a large lookup is spread over."""
+        self._threads = threads
         self._files = FrozenTables(tables, threads=threads)
         self._all: FrozenTables | OverlaidTables = self._files
         self._widths = dict(self._files.tables)
 
     @property
-    def files(self) -> FrozenTables:
-        """The mapped tables."""
-        return self._files
-
-    @property
     def claim(self) -> RowsClaim:
-        """How new the rows are at this moment."""
         return self._claims.now
 
-    def put_under_overlay(self, overlaid: OverlaidTables, claims: ClaimCell) -> None:
-        """Answer from the overlaid tables from the next lookup on. No lookup may be running.
-
-        Args:
-            claims: The claim of the overlaid rows.
-        """
-        self._all, self._claims = overlaid, claims
+    def follow(self, attach: AttachOverlay) -> None:
+        self._all, self._claims = attach(self._files, self._threads)
 
     @property
     def tables(self) -> Mapping[str, int]:

@@ -1,14 +1,14 @@
 """Tracing: the dense half of a model, through `torch.export`.
 
-Rows without end are no part of a graph, and neither are weights: both are its inputs. What is traced is
+Embedding rows are not part of a graph, and neither are weights: both are its inputs. The traced function is
 
     outputs(weights, tensors of every EmbeddingCollection, float features) -> predictions by head
 
-with the number of examples left open. Weights as inputs can be swapped between two batches, and a graph
-without any has nothing in it that would have to be unpickled.
+for any number of examples. Weights that are inputs can be swapped between two batches, and a graph without
+weights contains nothing that would have to be unpickled.
 
-A model may read of a batch only what a graph can be given. A model that reads IDs outside of
-its collections is refused, and may be served as a Python module.
+While tracing, stand-ins replace the rows and IDs of a batch. A model that reads IDs outside of its
+collections is refused, and may be served as a Python module.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ INSTEAD = (
     "is served (allow_module)."
 )
 _SIZES = (1, 2, 5)
-"""Of the batches by which a graph is compared with its model."""
+"""Sizes of the batches by which a graph is compared with its model."""
 _TRACED = 3
-"""Examples of the batch that is traced: neither 0 nor 1, which broadcast."""
+"""Examples in the traced batch: neither 0 nor 1, which broadcast."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,13 +49,13 @@ class TracedDense:
     """The dense half of a model, as a graph over weights, tensors of rows, and floats."""
 
     graph: bytes
-    """What `torch.export.save` writes: no weights, no example inputs."""
+    """The file of `torch.export.save`, without weights and example inputs."""
     weights: Mapping[str, Tensor]
     """Parameters and buffers by name, in the order of the graph's inputs."""
     outputs: tuple[str, ...]
     """Heads, in the order of the graph's outputs."""
     example: tuple[Sequence[Tensor], Sequence[Tensor]]
-    """Tensors of rows and floats that it may be run with."""
+    """Example inputs: tensors of rows, and floats."""
 
 
 def collections_of(module: nn.Module) -> list[EmbeddingCollection]:
@@ -71,15 +71,15 @@ def trace_dense(
     heads: Sequence[str] = (),
     group: str | None = None,
 ) -> TracedDense:
-    """Trace a model in eval mode, on the CPU, and see that the graph says what the model says.
+    """Trace a model in eval mode, on the CPU, and check that the graph predicts the same as the model.
 
     Args:
         floats: Float features of a batch -> their width.
         heads: The labels that the model was trained on: a batch has them, as NaN.
-        group: What batches are grouped by.
+        group: The feature that batches are grouped by.
 
     Raises:
-        ExportError: The model cannot be exported; says why, and what to do.
+        ExportError: The model cannot be exported; gives the reason and a remedy.
     """
     half = DenseHalf(module, outputs, dict(floats or {}), heads, group)
     weights = {name: tensor.detach() for name, tensor in _tensors(module).items()}
@@ -118,7 +118,7 @@ def trace_dense(
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return all that a model computes with, buffers that no checkpoint keeps included."""
+    """Return all parameters and buffers of a model, including buffers that checkpoints do not keep."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -145,7 +145,7 @@ class DenseHalf(nn.Module):
         self._group = group
         self._collections = collections_of(module)
         self.heads: tuple[str, ...] = ()
-        """What it returns predictions of, once it has run."""
+        """The heads of its predictions, after the first run."""
 
     def examples(self, size: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         """Return tensors of rows and floats, of so many examples."""
@@ -161,38 +161,38 @@ class DenseHalf(nn.Module):
         """Return predictions in the order of `heads`.
 
         Args:
-            rows: What the collections hand out, collection after collection, layouts in sorted order.
+            rows: The layout tensors of the collections, collection after collection, layouts in sorted order.
             floats: Of shape (examples, width) each.
         """
         if not rows:
             raise ExportError("the model has no EmbeddingCollection, so there is nothing to look up")
-        size: Any = rows[0].shape[0]  # not known while tracing
+        size: Any = rows[0].shape[0]  # symbolic while tracing
         labels = {head: torch.full((size,), math.nan) for head in self._labels}
         ids: Any = _StandInIds(size)
         batch = _StandInBatch(ids, dict(zip(self._floats, floats, strict=True)), labels, group=self._group)
         given = iter(rows)
         with ExitStack() as replaced:
             for collection in self._collections:
-                replaced.enter_context(collection.replaced(_handing_out(collection, given, batch)))
+                replaced.enter_context(collection.replaced(_stand_in(collection, given, batch)))
             predictions = self._outputs(self.module, batch)
         self.heads = tuple(predictions)
         found = []
         for head, values in predictions.items():
             if values.shape != (size,):
                 raise ExportError(
-                    f"the model predicts {head!r} with shape {tuple(values.shape)}: what is served has one "
-                    "number for each example"
+                    f"the model predicts {head!r} with shape {tuple(values.shape)}: a served head has one "
+                    "number per example"
                 )
             found.append(values.to(torch.float32))
         return found
 
 
 class _OverWeights(nn.Module):
-    """A model as a function of its weights. It has none itself, so that none are in the graph."""
+    """A model as a function of its weights. It has no weights itself, so that none are in the graph."""
 
     def __init__(self, half: DenseHalf, names: Sequence[str]) -> None:
         super().__init__()
-        self.__dict__["half"] = half  # no submodule of this one
+        self.__dict__["half"] = half  # not a submodule, which would put its weights into the graph
         self._names = names
 
     def forward(self, weights: list[Tensor], rows: list[Tensor], floats: list[Tensor]) -> list[Tensor]:
@@ -202,45 +202,45 @@ class _OverWeights(nn.Module):
 
 
 def _flat_shapes(collection: EmbeddingCollection) -> list[tuple[int, ...]]:
-    """Return the shapes of what a collection hands out, in order, without the examples."""
+    """Return the shapes of a collection's layout tensors, in order, without the batch dimension."""
     found: list[tuple[int, ...]] = []
     for shape in collection.shapes.values():
         found += shape if isinstance(shape, list) else [shape]
     return found
 
 
-def _handing_out(collection: EmbeddingCollection, given: Any, batch: _StandInBatch) -> StandIn:
+def _stand_in(collection: EmbeddingCollection, given: Any, batch: _StandInBatch) -> StandIn:
     layouts = {
         name: [next(given) for _ in shape] if isinstance(shape, list) else next(given)
         for name, shape in collection.shapes.items()
     }
 
-    def hand_out(asked: object) -> Mapping[str, Any]:
+    def layouts_of(asked: object) -> Mapping[str, Any]:
         if asked is not batch and asked is not batch.ids:
             raise ExportError(
-                "the model looks up ids that it has made itself: a graph is given what the features of the "
-                f"batch look up. Make these ids in the dataset, as a feature of the FeatureSpec. {INSTEAD}"
+                "the model looks up IDs that it computes itself; a graph only gets the rows of the batch's "
+                f"features. Compute these IDs in the dataset, as a feature of the FeatureSpec. {INSTEAD}"
             )
         return layouts
 
-    return hand_out
+    return layouts_of
 
 
 class _StandInBatch(Batch):
-    """A batch of as many examples as there will be: with floats and labels, and ids that cannot be read."""
+    """A batch of any number of examples: with floats and labels, and IDs that cannot be read."""
 
     def __post_init__(self) -> None:
-        """Compare nothing: how many examples there are is left open."""
+        """Skip the checks of sizes: the number of examples is symbolic."""
 
     def __len__(self) -> int:
         raise ExportError(
-            "the model asks for len(batch), which is one number for good in a graph. Ask for "
-            f"batch.ids.batch_size, or for the shape of a tensor. {INSTEAD}"
+            "the model calls len(batch), which would be a constant in the graph. Use "
+            f"batch.ids.batch_size, or the shape of a tensor. {INSTEAD}"
         )
 
 
 class _StandInIds:
-    """In place of the ids of a batch."""
+    """Stands in for the IDs of a batch while tracing."""
 
     def __init__(self, batch_size: Any) -> None:
         self.batch_size = batch_size
@@ -261,23 +261,23 @@ class _StandInIds:
 
     def __len__(self) -> int:
         raise ExportError(
-            "the model asks for len(batch.ids), which is one number for good in a graph. Ask for "
+            "the model calls len(batch.ids), which would be a constant in the graph. Use "
             f"batch.ids.batch_size. {INSTEAD}"
         )
 
     def _refuse(self, what: str) -> NoReturn:
         raise ExportError(
-            f"the model reads the ids of {what} outside of its EmbeddingCollection, and a graph is given "
-            "rows, not ids. Have it read a float feature or a layout instead, and see that its loss does not "
-            f"look at ids where labels are missing. {INSTEAD}"
+            f"the model reads the IDs of {what} outside of its EmbeddingCollection, and a graph gets rows, "
+            "not IDs. Read a float feature or a layout instead, and make sure that the loss reads no IDs "
+            f"if labels are missing. {INSTEAD}"
         )
 
 
 def _compare(half: DenseHalf, traced: TracedDense, place: str) -> None:
-    """Refuse a graph that says something else than its model, at any size.
+    """Refuse a graph that predicts something else than its model, at any batch size.
 
     Args:
-        place: Where the model is written, for the message.
+        place: File and line of the model, for the message.
     """
     graph = DenseGraph(traced.graph, traced.weights)
     for size in _SIZES:
@@ -293,19 +293,19 @@ def _compare(half: DenseHalf, traced: TracedDense, place: str) -> None:
             if not same:
                 raise ExportError(
                     f"{place}the graph predicts something else for {head!r} than the model, for {size} "
-                    "examples: it takes decisions in Python that a graph has taken once for all. Decide with "
-                    f"torch.where, and by tensors, not by numbers made of them. {INSTEAD}"
+                    "examples: a decision of the Python code became a constant in the graph. Decide with "
+                    f"torch.where and tensors, not with Python numbers computed from them. {INSTEAD}"
                 )
 
 
 _ADVICE = {
     "data-dependent": (
-        "The line decides in Python by the values of a tensor, as `if x.sum() > 0` or x.item() do, and a "
-        "graph has one way for all examples: use torch.where, or a mask. "
+        "The line decides in Python by the values of a tensor, as `if x.sum() > 0` or x.item() do; a "
+        "graph cannot branch: use torch.where, or a mask. "
     ),
     "Dim": ("The line fixes the number of examples, as x.view(3, -1) does: use -1, or x.shape[0], for it. "),
 }
-"""What to do about an error of torch.export, by a word in it."""
+"""A remedy for an error of torch.export, by a word in its message."""
 
 
 def _advice(error: Exception) -> str:
@@ -315,13 +315,13 @@ def _advice(error: Exception) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """Return the line of a person's own code that an error came from, to begin a message with."""
+    """Return the line of the user's code that raised an error, as the start of a message."""
     frame = own_frame(error)
     return "" if frame is None else f"{frame.filename}:{frame.lineno}, in {frame.name}: "
 
 
 def _written_at(module: nn.Module) -> str:
-    """Return where a model is written; empty if it is one of ours, or made in an interpreter."""
+    """Return file and line of a model's class; empty for our own models and for interactive code."""
     kind = type(module)
     if kind.__module__.partition(".")[0] == "monolith":
         return ""

@@ -190,9 +190,8 @@ class LockedVersion:
         except OSError as cause:
             raise FilesystemError(f"cannot lock {folder}: {cause.strerror}") from cause
         try:
-            fcntl.flock(
-                file, fcntl.LOCK_SH
-            )  # a process that renames it holds the exclusive lock for a moment
+            # This waits only for a process that is renaming the folder, which has the exclusive lock.
+            fcntl.flock(file, fcntl.LOCK_SH)
             if not _is_at(file, path):
                 raise FileMissingError(f"{folder} was removed a moment ago")
         except BaseException:
@@ -206,7 +205,7 @@ class LockedVersion:
             raise
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unlock the version."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)

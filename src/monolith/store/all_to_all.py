@@ -497,7 +497,7 @@ class AllToAllStore(RankStore):
         parts = [rows[end - many : end] for end, many in zip(ends, wanted, strict=True)]
         return torch.from_numpy(call.routes.gather_rows(parts))
 
-    # These three are called by one rank, which asks the others by `RankCalls`; no collective is involved.
+    # These three are called by one rank, which asks the other ranks by `RankCalls`, without a collective.
 
     def count_expired(self, now: int) -> dict[str, int]:
         """Return how many rows `evict` would drop on all ranks, by table."""

@@ -15,7 +15,7 @@ Every attempt to train has keys of its own, with a random name that is part of e
     process/2    the process that is rank 2
     calls/2      where rank 2 answers calls; see `RankCalls`
     failed       why the first rank that failed did
-    said/KEY     a note of one rank for the others
+    said/KEY     a note of one rank for the other ranks
     lookups/...  of a group, by gloo or NCCL
 """
 
@@ -59,7 +59,7 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
     it must keep a reference for as long as the group.
 
         keys = keep_keys("127.0.0.1", token)                        # rank 0
-        keys = join_attempt(reach_keys("127.0.0.1", port), token)   # the others
+        keys = join_attempt(reach_keys("127.0.0.1", port), token)   # other ranks
         keys.set("said/hello", "1")
 
     Args:
@@ -105,7 +105,7 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
 
     def wait(self, keys: Sequence[str], timeout: timedelta = REACH_WITHIN) -> None:
         # Not the wait of the store itself, which ignores reported failures: a rank that leaves before all are
-        # connected would block the others for as long as `timeouts.silence`.
+        # connected would block the other ranks for as long as `timeouts.silence`.
         deadline = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if (failure := self.failure()) is not None:

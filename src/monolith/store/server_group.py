@@ -401,7 +401,7 @@ class ServerGroup:
         """Send requests until all servers have answered, or one has not for too long.
 
         Raises:
-            MonolithError: Why a server did not answer; the others may have.
+            MonolithError: Why a server did not answer; the other servers may have.
         """
         patience, replacement = self._patience.total_seconds(), self.replacement_timeout.total_seconds()
         pending, first_failure, runs = set(servers), 0.0, self._runs

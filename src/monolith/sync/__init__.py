@@ -1,7 +1,7 @@
-"""Sync: what training changes, numbered, for whoever follows.
+"""Sync: changed rows as numbered deltas, from publishers to subscribers.
 
-A holder of rows publishes what changed in its share every fraction of a second; servers and standbys read it
-from where they are.
+Each process with rows publishes the changes of its shard every fraction of a second; serving servers and
+standbys read them from their own position.
 """
 
 from monolith.front_door import open_when_asked

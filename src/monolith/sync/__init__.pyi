@@ -1,19 +1,28 @@
-"""Sync: what training changes, numbered, for whoever follows.
+"""Sync: changed rows as numbered deltas, from publishers to subscribers.
 
-A holder of rows publishes what changed in its share every fraction of a second; servers and standbys read it
-from where they are.
+Each process with rows publishes the changes of its shard every fraction of a second; serving servers and
+standbys read them from their own position.
 """
 
-from monolith.sync.channel import DeltaReader, DeltaWriter, OpenReader, ShareLog, TakeSnapshot
-from monolith.sync.channels import PUBLISHER, open_reader, open_writer
-from monolith.sync.delta_log import LOG_BYTES, DeltaLog, delta_bytes
-from monolith.sync.memory_channel import ChannelFaults, MemoryChannel
+from monolith.sync.channel import (
+    LOG_BYTES,
+    ChannelFaults,
+    DeltaLog,
+    DeltaReader,
+    DeltaWriter,
+    MemoryChannel,
+    OpenReader,
+    ShardLog,
+    TakeSnapshot,
+    delta_bytes,
+)
+from monolith.sync.channel_url import open_reader, open_writer
 from monolith.sync.messages import (
     BUCKETS,
     Delta,
     Digests,
     LearnedUpTo,
-    LogPlace,
+    LogPosition,
     Message,
     PublishState,
     SnapshotBegin,
@@ -21,16 +30,13 @@ from monolith.sync.messages import (
     SnapshotRows,
 )
 from monolith.sync.publish_config import GuardConfig, PublishConfig
-from monolith.sync.publisher import Publisher, PublishGuard, PublishStats
-from monolith.sync.subscriber import Followed, Subscriber
-from monolith.sync.table_target import TableTarget
-from monolith.sync.target import DeltaTarget
-from monolith.sync.wire_format import split_delta
+from monolith.sync.publisher import Publisher, PublisherConfig, PublishStats
+from monolith.sync.subscriber import ShardProgress, Subscriber
+from monolith.sync.target import DeltaTarget, TableTarget
 
 __all__ = [
     "BUCKETS",
     "LOG_BYTES",
-    "PUBLISHER",
     "ChannelFaults",
     "Delta",
     "DeltaLog",
@@ -38,19 +44,19 @@ __all__ = [
     "DeltaTarget",
     "DeltaWriter",
     "Digests",
-    "Followed",
     "GuardConfig",
     "LearnedUpTo",
-    "LogPlace",
+    "LogPosition",
     "MemoryChannel",
     "Message",
     "OpenReader",
     "PublishConfig",
-    "PublishGuard",
     "PublishState",
     "PublishStats",
     "Publisher",
-    "ShareLog",
+    "PublisherConfig",
+    "ShardLog",
+    "ShardProgress",
     "SnapshotBegin",
     "SnapshotEnd",
     "SnapshotRows",
@@ -60,5 +66,4 @@ __all__ = [
     "delta_bytes",
     "open_reader",
     "open_writer",
-    "split_delta",
 ]

@@ -1,67 +1,183 @@
-"""The delta channel over Arrow Flight: a port that answers what comes after a place.
+"""The delta channel over Arrow Flight: a port of the publisher that answers readers.
 
-    port = DeltaPort(host="0.0.0.0", port=7000, guard=guard)      one for all shares of a process
-    writer = port.writer()                                        one for each share
+    port = DeltaPort(host="0.0.0.0", port=7000, guard=guard)      one for all shards of a process
+    writer = port.writer()                                        one for each shard
     reader = FlightDeltaReader(["trainer:7000"], guard=guard)     see `flight_reader`
 
-A reader asks and waits for an answer: the frames that come after its place, as many as fit into one answer.
-The port keeps a log for each share, bounded in bytes, and nothing for a reader but the snapshot
-that is being made for it: so nobody who is slow holds up or grows a publisher. Who asks for what is no longer
-kept is told to take a snapshot, which is made while it is fetched, a chunk at a time.
+A reader asks for the frames after its position and waits for one answer, which has as many as fit into it.
+The port has a log for each shard, bounded in bytes, and per reader only the snapshot that is being made for
+it: a slow reader neither blocks a publisher nor grows its memory.
+
+    reader                                      port
+    shares(model)                          ->   the description of each shard's log, and the time
+    deltas(share, after, state, wait)      ->   frames after the position, or behind=True: take a snapshot
+    snapshot(share, stream="", chunk=0)    ->   frames, and the name of the stream; made while it is fetched
+    snapshot(share, stream, chunk=n)       ->   chunk n, or n - 1 again if its answer was lost
+    leave(reader, stream)                  ->   the stream, or everything of the reader, is dropped
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 
-from monolith.errors import ConfigError, LostStateError, OverloadedError, RequestError, UnavailableError
-from monolith.sync.channel import ShareLog, TakeSnapshot
-from monolith.sync.delta_log import LOG_BYTES, DeltaLog
-from monolith.sync.flight_calls import (
-    SERVICE,
-    AnswerAbout,
-    DeltasBody,
-    LeaveBody,
-    SharesBody,
-    SnapshotBody,
-    pack_answer,
+from monolith.cluster.discovery import Discovery
+from monolith.errors import (
+    ConfigError,
+    CorruptMessageError,
+    LostStateError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
 )
-from monolith.sync.messages import Delta, Message, PublishState
+from monolith.sync.channel import LOG_BYTES, DeltaLog, ShardLog, TakeSnapshot
+from monolith.sync.messages import BUCKETS, Delta, LogPosition, Message, PublishState
 from monolith.sync.wire_format import encode, log_to_plain
 from monolith.wire.bulk import BulkMessages
-from monolith.wire.flight import Clock, PortGuard, import_arrow
+from monolith.wire.flight import Clock, PortGuard, Service, import_arrow
 from monolith.wire.flight_server import Handlers, Server
-from monolith.wire.messages import read_message, typed
+from monolith.wire.messages import Bounds, Count, Name, Seconds, Text, read_message, typed
 from monolith.wire.ports import Limits, join_address
 
-ANSWER_BYTES = 8 << 20
-"""About how many bytes one answer has; more only where one frame is larger."""
+PUBLISHER = "publisher"
+"""The role under which publishers with a port are registered, by the number of their shard."""
 IDLE_S = 60.0
-"""Seconds after which a reader that asks no more is forgotten, and a snapshot that nobody fetches."""
+"""Seconds without a request after which a reader, or a snapshot that is not fetched, is forgotten."""
 _LINGER_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
+# The calls. Names of calls and fields are the protocol: releases with other names could not be mixed.
+
+SERVICE = Service(
+    name="delta channel",
+    peers="publishers and subscribers",
+    failure=UnavailableError,
+    told=(ConfigError, LostStateError, OverloadedError, UnavailableError),
+    unreachable=UnavailableError,
+    late=UnavailableError,
+    token_hint=(
+        " A run that was given none has one in MODEL_DIR/run_token: follow it with --token-file "
+        "MODEL_DIR/run_token, or with --follow-token-file and what `monolith config token --role follow "
+        "--model-dir MODEL_DIR` prints."
+    ),
+)
+
+_ABOUT = b"monolith.delta"
+
+
+@dataclass(frozen=True, slots=True)
+class LogsRequest:
+    """Asks which shards of a model are published."""
+
+    reader: Name
+    model: Text
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequest:
+    """Tells that a reader stops; or, with a stream, that it does not need the rest of a snapshot."""
+
+    reader: Name
+    stream: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltasRequest:
+    """Asks for the deltas after a position."""
+
+    reader: Name
+    model: Text
+    share: Count
+    after: LogPosition | None
+    state: int
+    """The number of the publish state that the reader knows; -1: none."""
+    wait: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """Asks for a chunk of a snapshot."""
+
+    reader: Name
+    model: Text
+    share: Count
+    stream: Text
+    """Names the snapshot; empty to start one."""
+    chunk: Count
+    buckets: Annotated[list[Annotated[int, Bounds(0, BUCKETS - 1)]], Bounds(0, BUCKETS)] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerAbout:
+    """The metadata of an answer with frames."""
+
+    behind: bool = False
+    """The log no longer has the position asked for: take a snapshot."""
+    stream: str = ""
+    """Names the snapshot that continues after this chunk; empty after the last chunk."""
+
+
+def pack_answer(wire: BulkMessages, about: AnswerAbout, frames: Sequence[bytes]) -> Any:
+    """Return frames as the record batch that a `Fetch` answers with."""
+    metadata = json.dumps({"behind": about.behind, "stream": about.stream})
+    return wire.batch(b"".join(frames)).replace_schema_metadata({_ABOUT: metadata})
+
+
+def unpack_answer(batch: Any) -> tuple[AnswerAbout, memoryview]:
+    """Return the metadata and the frames that `pack_answer` put into a batch; the bytes are the caller's own.
+
+    Raises:
+        CorruptMessageError: The batch is something else.
+    """
+    try:
+        metadata = json.loads((batch.schema.metadata or {})[_ABOUT])
+        data = batch.column(0).buffers()[1]
+        frames = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8).copy()
+        return AnswerAbout(bool(metadata["behind"]), str(metadata["stream"])), frames[: batch.num_rows].data
+    except (KeyError, TypeError, ValueError, IndexError) as cause:
+        raise CorruptMessageError("a delta channel was answered by something else") from cause
+
+
+# The port
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReaderLimits:
+    """How much all readers of a delta port together may take."""
+
+    readers: int = 256
+    """The most readers at a time; further readers are told to retry later."""
+    snapshots: int = 4
+    """The most snapshots that are made at a time."""
+    answer_bytes: int = 8 << 20
+    """About how many bytes one answer has; more only if one frame is larger."""
+
+    def __post_init__(self) -> None:
+        if min(self.readers, self.snapshots, self.answer_bytes) < 1:
+            raise ConfigError("delta port: readers, snapshots and answer_bytes must be at least 1")
+
+
 class DeltaPort:
-    """Answers readers of all shares that this process publishes, until it is closed. Thread-safe.
+    """Answers readers of all shards that this process publishes, until it is closed. Thread-safe.
 
     Args:
         host: Only this machine by default.
         port: 0 lets the system choose.
-        advertise: The host by which readers reach this one, where that is not `host`.
-        guard: What readers must present; None lets in everybody who can reach the port.
-        limits: What one of them may ask for.
-        readers: The most readers at a time; others are told to come back later.
-        snapshots: The most snapshots that are made at a time.
-        answer_bytes: About how many bytes one answer has.
+        advertise: The host by which readers reach this one, if that is not `host`.
+        guard: The credentials that readers must present; None admits every process that can reach the port.
+        limits: Bounds on one request.
+        reader_limits: Bounds on all readers together.
 
     Raises:
         ListenError: The port is taken, or the address is not of this machine.
@@ -76,30 +192,26 @@ class DeltaPort:
         advertise: str | None = None,
         guard: PortGuard | None = None,
         limits: Limits | None = None,
-        readers: int = 256,
-        snapshots: int = 4,
-        answer_bytes: int = ANSWER_BYTES,
+        reader_limits: ReaderLimits | None = None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
-        if min(readers, snapshots, answer_bytes) < 1:
-            raise ConfigError("delta port: readers, snapshots and answer_bytes must be at least 1")
         limits = (limits or Limits()).for_readers()
         self._wire = BulkMessages(import_arrow("the delta channel"))
         self._longest = limits.wait.total_seconds()
-        self._answer_bytes = answer_bytes
-        self._most_readers, self._most_snapshots = readers, snapshots
+        self._most = reader_limits or ReaderLimits()
         self._clock, self._wall = clock, wall
-        self._lock = threading.Lock()  # guards all below; never held while frames are made or waited for
+        # Guards everything below; never held while frames are made or waited for, which may take seconds.
+        self._lock = threading.Lock()
         self._writers: list[FlightDeltaWriter] = []
         self._readers: dict[str, float] = {}
-        """Reader -> when it asked last."""
+        """Reader -> time of its latest request."""
         self._streams: dict[str, _SnapshotStream] = {}
         self._closed = False
         self._server = Server(
             SERVICE,
             Handlers(
-                calls={"shares": typed(SharesBody, self._shares), "leave": typed(LeaveBody, self._leave)},
+                calls={"shares": typed(LogsRequest, self._logs), "leave": typed(LeaveRequest, self._leave)},
                 fetch=self._fetch,
             ),
             host=host,
@@ -115,25 +227,34 @@ class DeltaPort:
 
     @property
     def reader_count(self) -> int:
-        """How many readers have asked lately."""
+        """The number of readers with a recent request."""
         with self._lock:
             self._forget_idle()
             return len(self._readers)
 
-    def writer(self, model: str = "", *, log_bytes: int = LOG_BYTES) -> FlightDeltaWriter:
-        """Return the publisher's end of one share.
+    def writer(
+        self,
+        model: str = "",
+        *,
+        log_bytes: int = LOG_BYTES,
+        discovery: Discovery | None = None,
+        owns_port: bool = False,
+    ) -> FlightDeltaWriter:
+        """Return the publisher's end of one shard.
 
         Args:
-            model: Which model's, where several are published by one process; readers name it.
-            log_bytes: The most bytes of deltas that are kept for readers.
+            model: The model that the shard is of, if one process publishes several; readers name it.
+            log_bytes: The most bytes of deltas in the log.
+            discovery: Registry in which the writer announces the port.
+            owns_port: Close the port with the writer.
         """
-        writer = FlightDeltaWriter(self, model, log_bytes)
+        writer = FlightDeltaWriter(self, model, log_bytes, discovery, owns_port=owns_port)
         with self._lock:
             self._writers.append(writer)
         return writer
 
     def close(self) -> None:
-        """Let readers go and free the port. Closing again does nothing."""
+        """Disconnect readers and free the port. Closing again does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -141,7 +262,8 @@ class DeltaPort:
             writers = list(self._writers)
         for writer in writers:
             writer.close()
-        # A reader that was stopped in the middle of an answer would be waited for without end.
+        # The server waits for requests in progress: without end, if a reader was stopped in the middle of an
+        # answer. So it ends in a thread that this process waits for `_LINGER_S` at most.
         ending = threading.Thread(target=self._server.close, name="delta-port-close", daemon=True)
         ending.start()
         ending.join(_LINGER_S)
@@ -149,7 +271,7 @@ class DeltaPort:
     # For writers
 
     def drop_snapshots(self, writer: FlightDeltaWriter, *, leave: bool = False) -> None:
-        """End the snapshots that are being made of a share; with `leave`, forget the share too."""
+        """End the snapshots of a shard that are being made; with `leave`, forget the shard too."""
         with self._lock:
             ended = [name for name, stream in self._streams.items() if stream.writer is writer]
             streams = [self._streams.pop(name) for name in ended]
@@ -160,136 +282,153 @@ class DeltaPort:
 
     # Calls of readers
 
-    def _shares(self, body: SharesBody) -> dict[str, Any]:
-        self._admit(body.reader)
+    def _logs(self, asked: LogsRequest) -> dict[str, Any]:
+        self._admit(asked.reader)
         with self._lock:
-            writers = [writer for writer in self._writers if writer.model == body.model]
+            writers = [writer for writer in self._writers if writer.model == asked.model]
         logs = [log for log in (writer.log.log for writer in writers) if log is not None]
-        # The time lets readers tell how far their clock is from ours, which stamps what is published.
+        # With the time, readers measure how far their clock is from ours, which stamps the messages.
         return {"shares": [log_to_plain(log) for log in logs], "now": self._wall()}
 
-    def _leave(self, body: LeaveBody) -> None:
+    def _leave(self, asked: LeaveRequest) -> None:
         with self._lock:
-            stream = self._streams.pop(body.stream, None)
-            if not body.stream:
-                self._readers.pop(body.reader, None)
+            stream = self._streams.pop(asked.stream, None)
+            if not asked.stream:
+                self._readers.pop(asked.reader, None)
         if stream is not None:
             stream.close()
 
     def _fetch(self, ticket: dict[str, Any]) -> Any:
         asked = ticket.get("ask")
         if asked == "deltas":
-            return self._deltas(read_message(DeltasBody, ticket.get("body")))
+            return self._deltas(read_message(DeltasRequest, ticket.get("body")))
         if asked == "snapshot":
-            return self._snapshot(read_message(SnapshotBody, ticket.get("body")))
+            return self._snapshot(read_message(SnapshotRequest, ticket.get("body")))
         raise RequestError("a ticket must ask for deltas or for a snapshot")
 
-    def _deltas(self, body: DeltasBody) -> Any:
-        self._admit(body.reader)
-        log = self._writer(body.model, body.share).log
-        if body.after is not None:
-            log.wait(body.after, body.state, min(body.wait, self._longest))
-        deltas, state = log.after(body.after), log.state
-        frames = [] if state.number == body.state else [encode(state)]
+    def _deltas(self, asked: DeltasRequest) -> Any:
+        self._admit(asked.reader)
+        log = self._writer(asked.model, asked.share).log
+        if asked.after is not None:
+            log.wait(asked.after, asked.state, min(asked.wait, self._longest))
+        deltas, state = log.after(asked.after), log.state
+        frames = [] if state.number == asked.state else [encode(state)]
         size = 0
         for delta in deltas or ():
-            if size >= self._answer_bytes:
+            if size >= self._most.answer_bytes:
                 break
             frames.append(encode(delta))
             size += len(frames[-1])
         return pack_answer(self._wire, AnswerAbout(behind=deltas is None), frames)
 
-    def _snapshot(self, body: SnapshotBody) -> Any:
-        self._admit(body.reader)
-        stream = self._begin_snapshot(body) if not body.stream else self._snapshot_of(body.stream)
-        frames, more = stream.chunk(body.chunk, self._answer_bytes)
+    def _snapshot(self, asked: SnapshotRequest) -> Any:
+        self._admit(asked.reader)
+        if asked.stream:
+            with self._lock:
+                stream = self._streams.get(asked.stream)
+            if stream is None:
+                raise LostStateError(
+                    "the snapshot was given up: a new epoch started, or it was fetched too slowly"
+                )
+        else:
+            stream = self._begin_snapshot(asked)
+        frames, more = stream.chunk(asked.chunk, self._most.answer_bytes)
         if not more:
             with self._lock:
                 self._streams.pop(stream.name, None)
         return pack_answer(self._wire, AnswerAbout(stream=stream.name if more else ""), frames)
 
-    def _begin_snapshot(self, body: SnapshotBody) -> _SnapshotStream:
-        writer = self._writer(body.model, body.share)
-        buckets = None if body.buckets is None else torch.tensor(sorted(set(body.buckets)), dtype=torch.int64)
+    def _begin_snapshot(self, asked: SnapshotRequest) -> _SnapshotStream:
+        writer, buckets = self._writer(asked.model, asked.share), asked.buckets
+        chosen = None if buckets is None else torch.tensor(sorted(set(buckets)), dtype=torch.int64)
         with self._lock:
             self._forget_idle()
-            if len(self._streams) >= self._most_snapshots:
+            if len(self._streams) >= self._most.snapshots:
                 raise OverloadedError(
                     f"{len(self._streams)} snapshots are being made, as many as may be at a time; retry later"
                 )
-            stream = _SnapshotStream(writer, writer.log.snapshot(buckets), self._clock)
+            stream = _SnapshotStream(writer, writer.log.snapshot(chosen), self._clock)
             self._streams[stream.name] = stream
         return stream
 
-    def _snapshot_of(self, name: str) -> _SnapshotStream:
-        with self._lock:
-            stream = self._streams.get(name)
-        if stream is None:
-            raise LostStateError("the snapshot was given up: a new epoch began, or it was fetched too slowly")
-        return stream
-
-    def _writer(self, model: str, share: int) -> FlightDeltaWriter:
+    def _writer(self, model: str, shard: int) -> FlightDeltaWriter:
         with self._lock:
             for writer in reversed(self._writers):
-                if writer.model == model and writer.share == share:
+                if writer.model == model and writer.shard == shard:
                     return writer
-        raise UnavailableError(f"nobody publishes share {share} here any more, or not yet")
+        raise UnavailableError(f"this process does not publish shard {shard} any more, or not yet")
 
     def _admit(self, reader: str) -> None:
-        """Count a reader among those who ask, if there is room."""
+        """Register a request of a reader, unless there are too many readers."""
         with self._lock:
             if reader not in self._readers:
                 self._forget_idle()
-                if len(self._readers) >= self._most_readers:
+                if len(self._readers) >= self._most.readers:
                     raise OverloadedError(
                         f"{len(self._readers)} readers follow this publisher, as many as may; retry later, "
-                        "or let others follow by Kafka or a folder"
+                        "or follow by Kafka or a folder"
                     )
             self._readers[reader] = self._clock()
 
     def _forget_idle(self) -> None:
-        """Forget who does not ask any more. The lock is held."""
+        """Forget readers and snapshots without a recent request. The lock is held."""
         before = self._clock() - IDLE_S
         for reader in [name for name, asked in self._readers.items() if asked < before]:
             del self._readers[reader]
         for name in [name for name, stream in self._streams.items() if stream.asked_at < before]:
             if self._streams[name].close():
-                _log.warning("delta channel: gave up a snapshot that nobody fetched for %.0f s", IDLE_S)
+                _log.warning("delta channel: dropped a snapshot that was not fetched for %.0f s", IDLE_S)
                 del self._streams[name]
 
 
 class FlightDeltaWriter:
-    """A publisher's end of one share; `DeltaPort.writer` makes it."""
+    """A publisher's end of one shard; `DeltaPort.writer` makes it."""
 
-    def __init__(self, port: DeltaPort, model: str, log_bytes: int) -> None:
+    def __init__(
+        self, port: DeltaPort, model: str, log_bytes: int, discovery: Discovery | None, *, owns_port: bool
+    ) -> None:
         self.model = model
-        self.share: int | None = None
+        self.shard: int | None = None
         self.log = DeltaLog(log_bytes)
-        self._port = port
+        self._port, self._owns_port = port, owns_port
+        self._discovery = discovery
+        self._registered: int | None = None
 
     @property
     def address(self) -> str:
-        """Where readers find it: host:port."""
         return self._port.address
 
-    def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:
-        self.share = log.share[0]
+    def open(self, log: ShardLog, snapshot: TakeSnapshot) -> None:
+        self.shard = log.shard[0]
         self.log.open(log, snapshot)
         self._port.drop_snapshots(self)
+        # Registered last: a reader that finds the address must find the log.
+        if self._discovery is not None and self._registered != self.shard:
+            self._deregister()
+            self._discovery.register(PUBLISHER, self.shard, self.address)
+            self._registered = self.shard
 
     def append(self, delta: Delta) -> None:
         self.log.append(delta)
 
-    def say(self, state: PublishState) -> None:
-        self.log.say(state)
+    def set_state(self, state: PublishState) -> None:
+        self.log.set_state(state)
 
     def close(self) -> None:
+        self._deregister()
         self.log.close()
         self._port.drop_snapshots(self, leave=True)
+        if self._owns_port:
+            self._port.close()
+
+    def _deregister(self) -> None:
+        if self._discovery is not None and self._registered is not None:
+            self._discovery.deregister(PUBLISHER, self._registered, self.address)
+            self._registered = None
 
 
 class _SnapshotStream:
-    """A snapshot that is made while it is fetched. The last chunk is kept: its answer may have been lost."""
+    """A snapshot that is made while it is fetched. The last chunk is stored, as its answer may get lost."""
 
     def __init__(self, writer: FlightDeltaWriter, messages: Iterator[Message], clock: Clock) -> None:
         self.name = secrets.token_hex(16)
@@ -303,13 +442,13 @@ class _SnapshotStream:
         self._more = True
 
     def chunk(self, number: int, most_bytes: int) -> tuple[list[bytes], bool]:
-        """Return a chunk and whether others follow: the next, or the one before again."""
+        """Return a chunk and whether more follow: the next chunk, or the last one again."""
         self.asked_at = self._clock()
         with self._lock:
             if number == self._number + 1 and self._more:
                 self._frames, self._number = self._next(most_bytes), number
             elif number != self._number:
-                raise LostStateError(f"chunk {number} of a snapshot that is at {self._number} cannot be had")
+                raise LostStateError(f"chunk {number} of a snapshot at chunk {self._number} is not available")
             self.asked_at = self._clock()
             return self._frames, self._more
 
@@ -326,14 +465,13 @@ class _SnapshotStream:
         return frames
 
     def close(self) -> bool:
-        """Let go of what makes it; return whether that could be done, or somebody is at it."""
+        """Stop making it; return False if a request is making a chunk right now."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
             self._more = False
-            close = getattr(self._messages, "close", None)
-            if close is not None:
-                close()
+            if (close := getattr(self._messages, "close", None)) is not None:
+                close()  # of a generator: it may be in the middle of a table
             return True
         finally:
             self._lock.release()

@@ -22,30 +22,29 @@ from monolith.errors import (
     RetryableError,
     UnavailableError,
 )
-from monolith.sync.channel import ShareLog
-from monolith.sync.flight_calls import SERVICE, AnswerAbout, unpack_answer
-from monolith.sync.messages import Delta, LogPlace, Message, PublishState, SnapshotBegin
+from monolith.sync.channel import ShardLog
+from monolith.sync.flight_channel import SERVICE, AnswerAbout, unpack_answer
+from monolith.sync.messages import Delta, LogPosition, Message, PublishState, SnapshotBegin
 from monolith.sync.wire_format import FRAME_LIMIT, decode_all, log_from_plain
 from monolith.wire.flight import Caller, Clock, PortGuard
 
 _LONGEST_WAIT = 20.0
-"""Seconds that one call waits; more is several."""
+"""Seconds that one call waits; a longer wait is several calls."""
 _ANSWER_WITHIN = timedelta(seconds=45)
 _OFFSET_WITHIN_S = 1.0
-"""A call that took longer does not measure the publisher's clock: half of it is the error."""
+"""A call that took longer does not measure the publisher's clock: half of its duration is the error."""
 
 _log = logging.getLogger(__name__)
 
 
 class FlightDeltaReader:
-    """Reads the shares that some processes publish. For one thread.
+    """Reads the shards that some processes publish. For one thread.
 
     Args:
-        addresses: host:port of each process that publishes; or who knows them, asked whenever shares are.
-        model: Which model's shares, where a process publishes several.
-        guard: What to present; None where nothing is demanded.
-        in_a_row: Whether the one address is that of share 0 of as many as there are, each at the port after
-            that of the one before.
+        addresses: host:port of each publisher; or a function that returns them, called by each `logs`.
+        model: The model to read, if a process publishes several.
+        guard: Credentials to present; None if the publisher demands none.
+        in_a_row: The one address is that of shard 0, and each further shard is at the next port.
         limit: The most bytes of one frame.
 
     Raises:
@@ -72,18 +71,18 @@ class FlightDeltaReader:
         self._name = secrets.token_hex(16)
         self._callers: dict[str, Caller] = {}
         self._where: dict[int, str] = {}
-        """Share -> who publishes it."""
+        """Shard -> address of its publisher."""
         self._incomplete = False
-        """Whether some publishers could not be reached, which was said."""
+        """Whether some publishers could not be reached, which has been logged."""
         self._closed = False
 
-    def shares(self) -> Sequence[ShareLog]:
-        """Return what is published now; see `DeltaReader`.
+    def logs(self) -> Sequence[ShardLog]:
+        """Return the logs that are published now; see `DeltaReader`.
 
-        Where processes publish different numbers of shares, as some do while others are replaced, those count
-        of which most are there.
+        While processes are replaced, some may publish another number of shards than the rest. Then the logs
+        of the larger group are returned.
         """
-        found: list[tuple[str, ShareLog]] = []
+        found: list[tuple[str, ShardLog]] = []
         failures: list[str] = []
         addresses = list(dict.fromkeys(self._addresses()))
         for address in addresses:
@@ -96,62 +95,62 @@ class FlightDeltaReader:
                 continue
             logs = answer.get("shares")
             if not isinstance(logs, list):
-                raise CorruptMessageError(f"{address} does not say which shares it publishes")
+                raise CorruptMessageError(f"{address} does not tell which shards it publishes")
             offset = self._offset(answer.get("now"), asked_at, self._clock() - asked)
             found += [(address, replace(log_from_plain(one), clock_offset=offset)) for one in logs]
             if self._in_a_row and len(addresses) == 1 and len(found) == 1:
-                addresses += _those_after(address, found[0][1])
+                addresses += _next_ports(address, found[0][1])
         if failures and len(failures) == len(addresses):
             raise UnavailableError(f"no publisher can be reached: {'; '.join(failures)}")
         if failures and not self._incomplete:
             _log.warning("delta channel: some publishers cannot be reached: %s", "; ".join(failures))
         self._incomplete = bool(failures)
-        kinds = Counter((log.run, log.share[1]) for _, log in found)
+        kinds = Counter((log.run, log.shard[1]) for _, log in found)
         kept = {
-            log.share[0]: (where, log) for where, log in found if _kind(log) == kinds.most_common(1)[0][0]
+            log.shard[0]: (where, log) for where, log in found if _kind(log) == kinds.most_common(1)[0][0]
         }
-        self._where = {share: where for share, (where, _) in kept.items()}
+        self._where = {shard: where for shard, (where, _) in kept.items()}
         return [log for _, (_, log) in sorted(kept.items())]
 
     def _offset(self, now: object, asked_at: float, took: float) -> float | None:
-        """Return how far a publisher's clock is ahead of ours, from the time it gave in the middle of a call.
+        """Return how far a publisher's clock is ahead of ours, from the time it told in the middle of a call.
 
-        None if it gave none, as older ones do; or if the call took so long that the middle says little.
+        None if it told none, as older releases do; or if the call took too long to measure anything.
         """
         if isinstance(now, bool) or not isinstance(now, int | float) or took > _OFFSET_WITHIN_S:
             return None
         return now - (asked_at + took / 2)
 
-    def read(self, share: int, after: LogPlace | None, *, wait: float) -> Iterator[Message]:
-        """Yield what comes after a place; see `DeltaReader`."""
-        place, state = after, -1
+    def read(self, shard: int, after: LogPosition | None, *, wait: float) -> Iterator[Message]:
+        """Yield the messages after a position; see `DeltaReader`."""
+        position, state = after, -1
         give_up = self._clock() + wait
         while True:
             left = min(max(give_up - self._clock(), 0.0), _LONGEST_WAIT)
-            after_place = None if place is None else asdict(place)
-            about, frames = self._fetch(share, "deltas", after=after_place, state=state, wait=left)
+            after_position = None if position is None else asdict(position)
+            about, frames = self._fetch(shard, "deltas", after=after_position, state=state, wait=left)
             for message in decode_all(frames, limit=self._limit):
                 if isinstance(message, PublishState):
                     state = message.number
                 elif isinstance(message, Delta):
-                    place = message.place
+                    position = message.position
                 yield message
             if about.behind:
-                for message in self._snapshot(share, None):
+                for message in self._snapshot(shard, None):
                     if isinstance(message, SnapshotBegin):
-                        place = message.place
+                        position = message.position
                     yield message
             if len(frames) or about.behind:
                 give_up = self._clock() + wait
             elif self._clock() >= give_up:
                 return
 
-    def read_buckets(self, share: int, buckets: Tensor) -> Iterator[Message]:
+    def read_buckets(self, shard: int, buckets: Tensor) -> Iterator[Message]:
         """Yield a snapshot of these buckets."""
-        return self._snapshot(share, [int(one) for one in buckets.tolist()])
+        return self._snapshot(shard, [int(one) for one in buckets.tolist()])
 
     def close(self) -> None:
-        """Say that it follows no more, where somebody hears it. Closing again does nothing."""
+        """Tell the publishers that can be reached, and disconnect. Closing again does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -160,30 +159,32 @@ class FlightDeltaReader:
                 caller.call("leave", reader=self._name)
             caller.close()
 
-    def _snapshot(self, share: int, buckets: list[int] | None) -> Iterator[Message]:
+    def _snapshot(self, shard: int, buckets: list[int] | None) -> Iterator[Message]:
         stream, chunk, where = "", 0, ""
         try:
             while chunk == 0 or stream:
-                about, frames = self._fetch(share, "snapshot", stream=stream, chunk=chunk, buckets=buckets)
-                stream, chunk, where = about.stream, chunk + 1, self._where[share]
+                about, frames = self._fetch(shard, "snapshot", stream=stream, chunk=chunk, buckets=buckets)
+                stream, chunk, where = about.stream, chunk + 1, self._where[shard]
                 yield from decode_all(frames, limit=self._limit)
         finally:
-            if stream:  # whoever reads has had enough
+            if stream:  # the subscriber stopped reading in the middle
                 with suppress(MonolithError):
                     self._caller(where).call("leave", reader=self._name, stream=stream)
 
-    def _fetch(self, share: int, ask: str, **body: Any) -> tuple[AnswerAbout, memoryview]:
-        if share not in self._where:
-            self.shares()
-        if share not in self._where:
-            raise UnavailableError(f"nobody publishes share {share} of model {self._model!r}, or not yet")
-        asked = {"ask": ask, "body": {"reader": self._name, "model": self._model, "share": share, **body}}
+    def _fetch(self, shard: int, ask: str, **body: Any) -> tuple[AnswerAbout, memoryview]:
+        if shard not in self._where:
+            self.logs()
+        if shard not in self._where:
+            raise UnavailableError(
+                f"no publisher of shard {shard} of model {self._model!r} was found; retry later"
+            )
+        asked = {"ask": ask, "body": {"reader": self._name, "model": self._model, "share": shard, **body}}
         try:
             with self._asking():
-                return unpack_answer(self._caller(self._where[share]).fetch(asked))
+                return unpack_answer(self._caller(self._where[shard]).fetch(asked))
         except UnavailableError:
             if ask == "deltas":
-                self._where.pop(share, None)  # another may publish it by now
+                self._where.pop(shard, None)  # another process may publish it by now
             raise
 
     @contextmanager
@@ -199,13 +200,13 @@ class FlightDeltaReader:
         return self._callers[address]
 
 
-def _those_after(address: str, log: ShareLog) -> list[str]:
-    """Return where the other shares are, if the first of them is here."""
-    (number, total), first = log.share, Address.parse(address)
+def _next_ports(address: str, log: ShardLog) -> list[str]:
+    """Return the addresses of the remaining shards, if shard 0 is at this one."""
+    (number, total), first = log.shard, Address.parse(address)
     if number != 0:
         return []
     return [str(Address(first.host, first.port + one)) for one in range(1, total) if first.port + one < 65536]
 
 
-def _kind(log: ShareLog) -> tuple[str, int]:
-    return log.run, log.share[1]
+def _kind(log: ShardLog) -> tuple[str, int]:
+    return log.run, log.shard[1]

@@ -1,15 +1,25 @@
 """The delta channel through a folder that publishers and subscribers share, local or remote.
 
-    FOLDER/share-0-of-2/epoch.json                              what is published, since when
+    FOLDER/share-0-of-2/epoch.json                              describes the log of shard 0 of 2
                         delta-EPOCH-00000000000000000017        one frame each
-                        snapshot-EPOCH-00000000000000000012-3   frames, one after the other; the third made
+                        snapshot-EPOCH-00000000000000000012-3   consecutive frames; the third snapshot made
                         state                                   the newest publish state
-                        want-snapshot                           a reader asks for one
+                        want-snapshot                           a reader asks for a snapshot
 
-Every file is written aside and renamed, so none is ever seen half written by a process that follows the
-rules; what is damaged all the same is reported, and passed over by taking, or asking for, a snapshot. Nobody
-but the writer removes files. Deltas are bounded in bytes and in number: the oldest go first, and a snapshot
-is made whenever half of what may be kept is new.
+Every file is written under a temporary name and renamed, so no reader sees half a file. A file that is
+damaged all the same is logged, and the reader takes, or asks for, a snapshot instead. Only the writer removes
+files; a reader writes nothing but `want-snapshot`.
+
+Compaction: deltas are bounded in bytes and in number, and the oldest are removed first. A new snapshot is
+    made whenever half of that bound is new deltas, so the newest snapshot is always followed by deltas still
+    present, and the one before it can be removed.
+
+A reader at position n does, each time it polls:
+
+    delta n + 1 is there        -> read it, and the ones after it
+    n is the newest             -> wait
+    otherwise (a gap, another   -> take the newest snapshot if all deltas after it are there;
+    epoch, a damaged file)         else create `want-snapshot` and wait
 """
 
 from __future__ import annotations
@@ -35,10 +45,8 @@ from monolith.errors import (
     FilesystemError,
     UnavailableError,
 )
-from monolith.sync.channel import ShareLog, TakeSnapshot
-from monolith.sync.delta_log import LOG_BYTES
-from monolith.sync.messages import Delta, LogPlace, Message, PublishState, SnapshotBegin, SnapshotEnd
-from monolith.sync.snapshot_maker import SnapshotMaker
+from monolith.sync.channel import LOG_BYTES, ShardLog, SnapshotMaker, TakeSnapshot
+from monolith.sync.messages import Delta, LogPosition, Message, PublishState, SnapshotBegin, SnapshotEnd
 from monolith.sync.wire_format import (
     FRAME_LIMIT,
     LEAD_BYTES,
@@ -54,7 +62,7 @@ LOG_FILES = 4096
 _EPOCH = "epoch.json"
 _STATE = "state"
 _WANT = "want-snapshot"
-_SHARE = re.compile(r"share-(\d{1,9})-of-(\d{1,9})", re.ASCII)
+_SHARD = re.compile(r"share-(\d{1,9})-of-(\d{1,9})", re.ASCII)
 _DELTA = re.compile(r"delta-(?P<epoch>[^/]*)-(?P<sequence>\d{20})", re.ASCII)
 _SNAPSHOT = re.compile(r"snapshot-(?P<epoch>[^/]*)-(?P<sequence>\d{20})-(?P<number>\d{1,18})", re.ASCII)
 _EPOCH_LIMIT = 16 << 20
@@ -64,12 +72,12 @@ _log = logging.getLogger(__name__)
 
 
 class FolderDeltaWriter:
-    """A publisher's end of one share in a folder.
+    """A publisher's end of one shard in a folder.
 
     Args:
-        log_bytes: The most bytes of deltas that are kept; a snapshot comes on top of them.
-        log_files: The most deltas that are kept.
-        look_every: Seconds after which it looks again whether a reader asks for a snapshot.
+        log_bytes: The most bytes of deltas in the folder; a snapshot comes in addition.
+        log_files: The most deltas in the folder.
+        check_every: Seconds between two checks whether a reader asks for a snapshot.
         clock: Unix seconds.
     """
 
@@ -79,7 +87,7 @@ class FolderDeltaWriter:
         *,
         log_bytes: int = LOG_BYTES,
         log_files: int = LOG_FILES,
-        look_every: float = 1.0,
+        check_every: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if min(log_bytes, log_files) < 1:
@@ -88,17 +96,19 @@ class FolderDeltaWriter:
         self._folder = ""
         self._limit_bytes, self._limit_files = log_bytes, log_files
         self._clock = clock
-        self._maker = SnapshotMaker(self._write_snapshot, asked=self._is_asked, look_every=look_every)
-        self._lock = threading.Lock()  # guards all below
-        self._newest = LogPlace("", 0)
-        self._kept: deque[tuple[str, int]] = deque()
+        self._maker = SnapshotMaker(self._write_snapshot, asked=self._is_asked, check_every=check_every)
+        self._lock = threading.Lock()  # guards everything below
+        self._newest = LogPosition("", 0)
+        self._deltas: deque[tuple[str, int]] = deque()
         """Path and bytes of each delta, the oldest first."""
         self._bytes = self._fresh_bytes = self._fresh_files = 0
         self._snapshots = 0
 
-    def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:
-        number, shares = log.share
-        self._folder = filesystem.join(self._root, f"share-{number}-of-{shares}")
+    address = None
+
+    def open(self, log: ShardLog, snapshot: TakeSnapshot) -> None:
+        number, shards = log.shard
+        self._folder = filesystem.join(self._root, f"share-{number}-of-{shards}")
         try:
             filesystem.make_dirs(self._folder)
             about = {"log": log_to_plain(log), "began_at": self._begins_at()}
@@ -109,25 +119,25 @@ class FolderDeltaWriter:
             raise UnavailableError(f"cannot begin an epoch in {self._folder}: {cause}") from cause
         with self._lock:
             self._newest = log.newest
-            self._kept.clear()
+            self._deltas.clear()
             self._bytes = self._fresh_bytes = self._fresh_files = 0
         self._maker.begin(snapshot)
 
     def append(self, delta: Delta) -> None:
-        place = delta.place
-        if place.epoch != self._newest.epoch or place.sequence > self._newest.sequence + 1:
-            raise UnavailableError(f"the log is at {self._newest}: {place} cannot follow. Begin an epoch.")
-        if place.sequence <= self._newest.sequence:
+        position = delta.position
+        if position.epoch != self._newest.epoch or position.sequence > self._newest.sequence + 1:
+            raise UnavailableError(f"the log is at {self._newest}: {position} cannot follow. Begin an epoch.")
+        if position.sequence <= self._newest.sequence:
             return
-        path, frame = self._path(f"delta-{_name(place)}"), encode(delta)
+        path, frame = self._path(f"delta-{_name(position)}"), encode(delta)
         try:
             with filesystem.atomic_write(path) as file:
                 file.write(frame)
         except FilesystemError as cause:
             raise UnavailableError(f"cannot publish to {self._folder}: {cause}") from cause
         with self._lock:
-            self._newest = place
-            self._kept.append((path, len(frame)))
+            self._newest = position
+            self._deltas.append((path, len(frame)))
             self._bytes += len(frame)
             self._fresh_bytes += len(frame)
             self._fresh_files += 1
@@ -139,7 +149,7 @@ class FolderDeltaWriter:
             self._maker.want()
         _remove(gone)
 
-    def say(self, state: PublishState) -> None:
+    def set_state(self, state: PublishState) -> None:
         try:
             with filesystem.atomic_write(self._path(_STATE)) as file:
                 file.write(encode(state))
@@ -147,14 +157,15 @@ class FolderDeltaWriter:
             raise UnavailableError(f"cannot publish to {self._folder}: {cause}") from cause
 
     def close(self) -> None:
-        """Stop making snapshots. What was published stays. Closing again does nothing."""
+        """Stop making snapshots. The files stay. Closing again does nothing."""
         self._maker.close()
 
     def _path(self, name: str) -> str:
         return filesystem.join(self._folder, name)
 
     def _begins_at(self) -> float:
-        """Return the time, or a later one where what is there began later by the clock of another machine."""
+        """Return the time; or a later one if an epoch in the folder started later by another machine's
+        clock."""
         known = [0.0]
         for folder in filesystem.list_folders(self._root):
             with suppress(FilesystemError, ValueError, KeyError, TypeError, RecursionError):
@@ -164,10 +175,10 @@ class FolderDeltaWriter:
         return max(self._clock(), max(known) + _LATER_S)
 
     def _trim(self) -> list[str]:
-        """Return the oldest deltas, if there are more than may be kept. The lock is held."""
+        """Return the oldest deltas if there are more than the bound allows. The lock is held."""
         gone: list[str] = []
-        while self._bytes > self._limit_bytes or len(self._kept) > self._limit_files:
-            path, size = self._kept.popleft()
+        while self._bytes > self._limit_bytes or len(self._deltas) > self._limit_files:
+            path, size = self._deltas.popleft()
             self._bytes -= size
             gone.append(path)
         return gone
@@ -177,11 +188,11 @@ class FolderDeltaWriter:
 
     def _write_snapshot(self, messages: Iterator[Message]) -> None:
         folder = self._folder
-        filesystem.remove(self._path(_WANT))  # before it begins: who asks later wants another
+        filesystem.remove(self._path(_WANT))  # before it starts: a later request wants another
         first = next(messages)
         assert isinstance(first, SnapshotBegin)
         self._snapshots += 1
-        name = f"snapshot-{_name(first.place)}-{self._snapshots}"
+        name = f"snapshot-{_name(first.position)}-{self._snapshots}"
         with filesystem.atomic_write(filesystem.join(folder, name)) as file:
             file.write(encode(first))
             for message in messages:
@@ -193,7 +204,7 @@ class FolderDeltaWriter:
         )
 
     def _remove_others(self, epoch: str) -> None:
-        """Remove what was published in other epochs, and what was left unfinished."""
+        """Remove the files of other epochs, and unfinished ones."""
         ours = quote(epoch, safe="")
         for path in filesystem.list_files(self._folder):
             name = filesystem.base_name(path)
@@ -201,11 +212,11 @@ class FolderDeltaWriter:
             if filesystem.is_temporary(name) or (found is not None and found["epoch"] != ours):
                 filesystem.remove(path)
             elif found is not None and found["epoch"] == ours and _DELTA.fullmatch(name):
-                filesystem.remove(path)  # of an epoch that is begun again
+                filesystem.remove(path)  # of an epoch that is started again
 
 
-def _name(place: LogPlace) -> str:
-    return f"{quote(place.epoch, safe='')}-{place.sequence:020}"
+def _name(position: LogPosition) -> str:
+    return f"{quote(position.epoch, safe='')}-{position.sequence:020}"
 
 
 def _remove(paths: Iterator[str] | Sequence[str]) -> None:
@@ -221,15 +232,15 @@ def _remove(paths: Iterator[str] | Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What lies in the folder of a share."""
+    """The files in the folder of a shard."""
 
-    log: ShareLog
-    """As the epoch began."""
+    log: ShardLog
+    """As it was when the epoch started."""
     began_at: float
     deltas: dict[int, str] = field(default_factory=dict)
     """Sequence to path."""
     snapshot: tuple[int, int, str] | None = None
-    """The newest: sequence, number, path."""
+    """The newest snapshot: sequence, number, path."""
 
     @property
     def newest(self) -> int:
@@ -239,27 +250,27 @@ class _Found:
 
     @property
     def oldest(self) -> int:
-        """The first sequence from which on all are there."""
+        """The first sequence of the unbroken run of deltas up to the newest."""
         first = self.newest + 1
         while first - 1 in self.deltas:
             first -= 1
         return first
 
-    def has_lost(self, place: LogPlace | None) -> bool:
-        """Whether what comes after a place can be had no more."""
+    def lacks_deltas_after(self, position: LogPosition | None) -> bool:
+        """Whether a reader at this position cannot continue with deltas."""
         return (
-            place is None
-            or place.epoch != self.log.newest.epoch
-            or (place.sequence < self.newest and place.sequence + 1 not in self.deltas)
+            position is None
+            or position.epoch != self.log.newest.epoch
+            or (position.sequence < self.newest and position.sequence + 1 not in self.deltas)
         )
 
 
 class FolderDeltaReader:
-    """A subscriber's end of all shares in a folder. For one thread.
+    """A subscriber's end of all shards in a folder. For one thread.
 
     Args:
-        poll_every: Seconds after which it looks again whether there is something new.
-        patience: Seconds that it waits for a snapshot it has asked for, to repair a difference.
+        poll_every: Seconds between two looks for new files.
+        patience: Seconds to wait for a snapshot that was asked for, to repair a difference.
         limit: The most bytes of one frame.
     """
 
@@ -279,25 +290,25 @@ class FolderDeltaReader:
         self._limit = limit
         self._clock = clock
         self._sleep = sleep
-        self._spoiled: set[str] = set()
-        """Paths of what turned out to be damaged."""
+        self._damaged: set[str] = set()
+        """Paths of damaged files."""
 
-    def shares(self) -> Sequence[ShareLog]:
-        """Return what is published; of several numbers of shares, those that were begun last."""
-        found = [self._look(folder) for folder in self._folders()]
+    def logs(self) -> Sequence[ShardLog]:
+        """Return the published logs. If there are several numbers of shards, the latest start counts."""
+        found = [self._scan(folder) for folder in self._folders()]
         latest = max(found, key=lambda one: one.began_at, default=None)
         if latest is None:
             return []
-        same = [one for one in found if one.log.share[1] == latest.log.share[1]]
+        same = [one for one in found if one.log.shard[1] == latest.log.shard[1]]
         return [
-            replace(one.log, newest=LogPlace(one.log.newest.epoch, one.newest), oldest=one.oldest)
-            for one in sorted(same, key=lambda one: one.log.share)
+            replace(one.log, newest=LogPosition(one.log.newest.epoch, one.newest), oldest=one.oldest)
+            for one in sorted(same, key=lambda one: one.log.shard)
         ]
 
-    def read(self, share: int, after: LogPlace | None, *, wait: float) -> Iterator[Message]:
-        """Yield what comes after a place; see `DeltaReader`."""
-        folder = self._folder_of(share)
-        place, state, lost = after, -1, LogPlace("", 0)
+    def read(self, shard: int, after: LogPosition | None, *, wait: float) -> Iterator[Message]:
+        """Yield the messages after a position; see `DeltaReader`."""
+        folder = self._folder_of(shard)
+        position, state, lost = after, -1, LogPosition("", 0)
         give_up = self._clock() + wait
         while True:
             news = False
@@ -305,21 +316,21 @@ class FolderDeltaReader:
             if said is not None and said.number != state:
                 state, news = said.number, True
                 yield said
-            found = self._look(folder)
-            if found.has_lost(place):
+            found = self._scan(folder)
+            if found.lacks_deltas_after(position):
                 for message in self._snapshot(folder, found, lost):
                     news = True
                     if isinstance(message, SnapshotBegin):
-                        place = message.place
+                        position = message.position
                     yield message
             else:
-                assert place is not None
-                for delta in self._deltas(found, place):
+                assert position is not None
+                for delta in self._deltas(found, position):
                     news = True
-                    if delta is None:  # damaged: a snapshot that has it will do
-                        lost, place = place, None
+                    if delta is None:  # damaged: only a snapshot that contains it helps
+                        lost, position = position, None
                         break
-                    place = delta.place
+                    position = delta.position
                     yield delta
             now = self._clock()
             if news:
@@ -329,22 +340,22 @@ class FolderDeltaReader:
             else:
                 self._sleep(min(self._poll_every, give_up - now))
 
-    def read_buckets(self, share: int, buckets: Tensor) -> Iterator[Message]:  # noqa: ARG002
-        """Ask for a snapshot, wait for it and yield it: of all buckets, since it is for all readers."""
-        folder = self._folder_of(share)
-        before = self._look(folder).snapshot
+    def read_buckets(self, shard: int, buckets: Tensor) -> Iterator[Message]:  # noqa: ARG002
+        """Ask for a snapshot, wait for it and yield it: of all buckets, as all readers share it."""
+        folder = self._folder_of(shard)
+        before = self._scan(folder).snapshot
         self._ask(folder)
         give_up = self._clock() + self._patience
-        while (found := self._look(folder)).snapshot == before:
+        while (found := self._scan(folder)).snapshot == before:
             if self._clock() >= give_up:
                 raise UnavailableError(
-                    f"{folder}: no snapshot was made in {self._patience:g} s, though asked for"
+                    f"{folder}: no snapshot was made within {self._patience:g} s of a request for one"
                 )
             self._sleep(self._poll_every)
-        yield from self._snapshot(folder, found, LogPlace("", 0))
+        yield from self._snapshot(folder, found, LogPosition("", 0))
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file stays open."""
 
     def _folders(self) -> list[str]:
         try:
@@ -353,16 +364,16 @@ class FolderDeltaReader:
             return []
         except FilesystemError as cause:
             raise UnavailableError(f"cannot read {self._root}: {cause}") from cause
-        shares = [path for path in found if _SHARE.fullmatch(filesystem.base_name(path))]
-        return [path for path in shares if filesystem.exists(filesystem.join(path, _EPOCH))]
+        shards = [path for path in found if _SHARD.fullmatch(filesystem.base_name(path))]
+        return [path for path in shards if filesystem.exists(filesystem.join(path, _EPOCH))]
 
-    def _folder_of(self, share: int) -> str:
-        for log in self.shares():
-            if log.share[0] == share:
-                return filesystem.join(self._root, f"share-{share}-of-{log.share[1]}")
-        raise UnavailableError(f"nobody publishes share {share} in {self._root} yet")
+    def _folder_of(self, shard: int) -> str:
+        for log in self.logs():
+            if log.shard[0] == shard:
+                return filesystem.join(self._root, f"share-{shard}-of-{log.shard[1]}")
+        raise UnavailableError(f"shard {shard} has no publisher in {self._root} yet")
 
-    def _look(self, folder: str) -> _Found:
+    def _scan(self, folder: str) -> _Found:
         path = filesystem.join(folder, _EPOCH)
         try:
             about = json.loads(_read(path, _EPOCH_LIMIT))
@@ -371,14 +382,14 @@ class FolderDeltaReader:
         except FilesystemError as cause:
             raise UnavailableError(f"cannot read {folder}: {cause}") from cause
         except (CorruptMessageError, ValueError, KeyError, TypeError, RecursionError) as cause:
-            raise CorruptMessageError(f"{path} does not say what is published: {cause}") from cause
+            raise CorruptMessageError(f"{path} does not describe a log: {cause}") from cause
         ours = quote(found.log.newest.epoch, safe="")
         snapshots: list[tuple[int, int, str]] = []
         for file in files:
             name = filesystem.base_name(file)
             if (delta := _DELTA.fullmatch(name)) and delta["epoch"] == ours:
                 found.deltas[int(delta["sequence"])] = file
-            elif (one := _SNAPSHOT.fullmatch(name)) and one["epoch"] == ours and file not in self._spoiled:
+            elif (one := _SNAPSHOT.fullmatch(name)) and one["epoch"] == ours and file not in self._damaged:
                 snapshots.append((int(one["sequence"]), int(one["number"]), file))
         return replace(found, snapshot=max(snapshots, default=None))
 
@@ -395,17 +406,19 @@ class FolderDeltaReader:
             return None
         return message if isinstance(message, PublishState) else None
 
-    def _deltas(self, found: _Found, place: LogPlace) -> Iterator[Delta | None]:
-        """Yield the deltas after a place, as many as follow each other; None for one that is damaged."""
-        sequence = place.sequence + 1
+    def _deltas(self, found: _Found, position: LogPosition) -> Iterator[Delta | None]:
+        """Yield the consecutive deltas after a position; None for a damaged one."""
+        sequence = position.sequence + 1
         while sequence in found.deltas:
             path = found.deltas[sequence]
             try:
                 message = decode(_read(path, self._limit), limit=self._limit)
-                if not isinstance(message, Delta) or message.place != LogPlace(place.epoch, sequence):
-                    raise CorruptMessageError("it is something else than its name says")
+                if not isinstance(message, Delta) or message.position != LogPosition(
+                    position.epoch, sequence
+                ):
+                    raise CorruptMessageError("its content does not match its name")
             except FileMissingError:
-                return  # it was removed since we looked
+                return  # it was removed after the scan
             except FilesystemError as cause:
                 raise UnavailableError(f"cannot read {path}: {cause}") from cause
             except CorruptMessageError as error:
@@ -415,13 +428,14 @@ class FolderDeltaReader:
             yield message
             sequence += 1
 
-    def _snapshot(self, folder: str, found: _Found, lost: LogPlace) -> Iterator[Message]:
-        """Yield the newest snapshot, if it is later than what is lost and deltas can follow it; else ask."""
+    def _snapshot(self, folder: str, found: _Found, lost: LogPosition) -> Iterator[Message]:
+        """Yield the newest snapshot if it is after `lost` and all deltas after it are there; else ask for
+        one."""
         epoch = found.log.newest.epoch
         usable = (
             found.snapshot is not None
             and not (epoch == lost.epoch and found.snapshot[0] <= lost.sequence)
-            and not found.has_lost(LogPlace(epoch, found.snapshot[0]))
+            and not found.lacks_deltas_after(LogPosition(epoch, found.snapshot[0]))
         )
         if not usable:
             self._ask(folder)
@@ -435,12 +449,12 @@ class FolderDeltaReader:
                 yield message
         except CorruptMessageError as error:
             self._report(path, error)
-            self._spoiled.add(path)
+            self._damaged.add(path)
             self._ask(folder)
-            raise UnavailableError(f"the snapshot {path} is damaged; another was asked for") from error
+            raise UnavailableError(f"the snapshot {path} is damaged; a new one was requested") from error
         except FilesystemError as cause:
             if not begun and not filesystem.exists(path):
-                return  # a newer one took its place since the look; the next look finds it
+                return  # a newer one replaced it after the scan; the next scan finds it
             raise UnavailableError(f"cannot read {path}: {cause}") from cause
 
     def _frames(self, path: str) -> Iterator[Message]:
@@ -451,10 +465,10 @@ class FolderDeltaReader:
                 message = decode(bytearray(lead + file.read(size - LEAD_BYTES)), limit=self._limit)
                 yield message
         if not isinstance(message, SnapshotEnd):
-            raise CorruptMessageError("it has no end")
+            raise CorruptMessageError("it is incomplete")
 
     def _ask(self, folder: str) -> None:
-        # Who may not write here waits for the next one.
+        # A reader without permission to write waits for the next snapshot.
         with suppress(FilesystemError):
             path = filesystem.join(folder, _WANT)
             if not filesystem.exists(path):
@@ -462,12 +476,12 @@ class FolderDeltaReader:
                     pass
 
     def _report(self, path: str, error: CorruptMessageError) -> None:
-        if path not in self._spoiled:
-            self._spoiled.add(path)
+        if path not in self._damaged:
+            self._damaged.add(path)
             _log.warning("delta folder: %s is damaged, taking a snapshot instead: %s", path, error)
 
 
 def _read(path: str, limit: int) -> bytes:
-    """Return a file's bytes; not more than a frame, and one, may have."""
+    """Return a file's bytes, at most one more than a frame may have: the excess is found by `decode`."""
     with filesystem.open_read(path) as file:
         return file.read(limit + 1)

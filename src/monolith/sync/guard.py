@@ -1,8 +1,9 @@
-"""Guards of publishing: what is looked at before a delta is let out, and why it is not.
+"""Guards check a delta before it is published, and pause publishing if something is wrong with it.
 
-A row that is NaN, infinite or out of all proportion answers requests as soon as it is published. So it is
-held back, and with it everything that was learned since: nobody knows what else is wrong. Training goes on,
-and what it changes meanwhile is published when somebody, or something, says so.
+A row that is NaN, infinite or out of all proportion answers requests as soon as it is published. So
+publishing pauses at such a row, and everything learned since stays unpublished too: it is not known what else
+is wrong. Training continues. Its changes are published when an operator resumes publishing, or when the guard
+finds the rows recovered, if the config allows that.
 """
 
 from __future__ import annotations
@@ -18,43 +19,44 @@ from monolith.sync.messages import Delta, Message, SnapshotBegin, SnapshotRows
 from monolith.sync.publish_config import GuardConfig
 
 MOST_REMEMBERED = 1000
-"""Bad rows of a table that are looked at again."""
+"""The most bad rows of a table whose recovery is checked."""
 SMALL = 1.0
-"""Values up to this are no explosion, whatever was usual."""
+"""Values up to this may always be published, whatever was usual."""
 
 LookUp = Callable[[str, Tensor], Tensor]
-"""From a table and ids to what their rows hold now; zeros where there is none."""
+"""Takes a table and ids; returns the current rows, zeros for an id without one."""
 
 
-class RecoveringGuard(Protocol):
-    """A `PublishGuard` that knows when what it held back is well again. Used by the publisher's thread."""
+class PublishGuard(Protocol):
+    """Decides whether a delta may be published, and when its objection is settled. For the publisher's
+    thread."""
 
     def check(self, delta: Delta) -> str | None:
-        """Return why a delta must not be let out; None where it may."""
+        """Return why a delta must not be published; None if it may."""
 
     def recovered(self, look_up: LookUp) -> bool:
-        """Whether what it gave as a reason is within bounds by now."""
+        """Whether the values that it objected to are within bounds by now."""
 
     @property
     def first_bad_step(self) -> int | None:
         """The first step that its reason may be about; None if it does not know, or has no reason."""
 
     def accept(self) -> None:
-        """Take things as they are: somebody lets publishing go on."""
+        """Forget the objection: an operator resumes publishing."""
 
 
 class RowGuard:
-    """Holds back rows and weights that are NaN, infinite, or out of all proportion."""
+    """Objects to rows and weights that are NaN, infinite, or out of all proportion."""
 
     first_bad_step = None
-    """It looks at every delta: a row that it holds back came after the last delta that it let out."""
+    """None: it checks every delta, so a bad row came after the last published delta."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
         self._usual: dict[str, float] = {}
-        """Table -> the largest absolute value that was let out of it."""
+        """Table -> its largest absolute value that was published."""
         self._bad: dict[str, Tensor] = {}
-        """Table -> ids of rows that were held back."""
+        """Table -> ids of bad rows."""
         self._bad_weights = False
 
     def check(self, delta: Delta) -> str | None:
@@ -73,7 +75,7 @@ class RowGuard:
         return None
 
     def problem(self, message: Message) -> str | None:
-        """Return what is wrong with part of a snapshot, if something is. From any thread."""
+        """Return the problem of a snapshot's message, or None. Called from any thread."""
         if isinstance(message, SnapshotRows):
             value = _largest(message.rows.values)
             why = None if value is None else self._beyond(value, message.table)
@@ -86,7 +88,7 @@ class RowGuard:
 
     def recovered(self, look_up: LookUp) -> bool:
         if self._bad_weights:
-            return True  # the next delta that brings weights is looked at, and they come often
+            return True  # the next delta with weights is checked, and those come often
         for name, ids in self._bad.items():
             value = _largest(look_up(name, ids))
             if value is not None and self._beyond(value, name) is not None:
@@ -107,7 +109,7 @@ class RowGuard:
         return f"the row of id {first} {why}; {len(bad):,} of {len(rows):,} rows of the delta do"
 
     def _bound(self, table: str | None = None) -> float:
-        """Return the largest absolute value that may be let out; at most the largest float."""
+        """Return the largest absolute value that may be published; at most the largest float."""
         config = self._config
         bound = torch.finfo(torch.float32).max
         if config.largest_value is not None:
@@ -117,7 +119,7 @@ class RowGuard:
         return bound
 
     def _beyond(self, value: float, table: str | None = None) -> str | None:
-        """Return what is wrong with a largest absolute value, if something is."""
+        """Return the problem of a largest absolute value, or None."""
         if value <= self._bound(table):
             return None
         if not math.isfinite(value):
@@ -127,15 +129,15 @@ class RowGuard:
             return f"has a value of {value:.4g}, above publish.guard.largest_value of {largest:g}"
         assert table is not None
         return (
-            f"has a value of {value:.4g}, where {self._usual[table]:.4g} was the largest that was published "
-            f"before: more than {self._config.times_usual:g} times (publish.guard.times_usual)"
+            f"has a value of {value:.4g}, and the largest published before was {self._usual[table]:.4g}: "
+            f"more than {self._config.times_usual:g} times (publish.guard.times_usual)"
         )
 
 
 class AllGuards:
-    """Several guards: the first that has a reason gives it."""
+    """Combines several guards: the first objection counts."""
 
-    def __init__(self, guards: Sequence[RecoveringGuard]) -> None:
+    def __init__(self, guards: Sequence[PublishGuard]) -> None:
         self._guards = tuple(guards)
 
     def check(self, delta: Delta) -> str | None:
@@ -155,7 +157,7 @@ class AllGuards:
 
 
 def _largest(values: Tensor) -> float | None:
-    """Return the largest absolute value; NaN where there is one, None where there is nothing to look at."""
+    """Return the largest absolute value; NaN if there is one, None if there are no floats."""
     if not values.numel() or not values.is_floating_point():
         return None
     least, most = torch.aminmax(values)

@@ -1,43 +1,61 @@
-"""Messages of a delta channel: what changed in one share of a model's rows, and what a share holds.
+"""Messages of a delta channel: what changed in one shard of a model's rows, and what a shard contains.
 
-A share is what one holder of rows has: a process that trains alone has the only one, each parameter server
-and each rank has its own. Its changes are numbered; the numbers mean something within one epoch, which names
-one history of the share. A run that is rewound or restored, or a process that does not know what was
-published before it, begins another epoch.
+A shard is the rows of one process: a run of one process has one shard, each parameter server and each rank
+has its own. The changes of a shard form a log. Each delta has a sequence number; numbers can be compared
+within one epoch, which names one history of the shard. A new epoch starts whenever the log cannot continue:
+a run is rolled back or restored, or a publisher restarts and does not know what its predecessor published.
 
-A delta may be applied twice: its rows replace those of the same ids, by values that may be newer than its
-number says and are never older. So a snapshot need not be of one moment: it is whole once the deltas that
-were published while it was made have been applied after it.
+    epoch 9f..  delta 1, delta 2, delta 3          -> restored from a checkpoint ->  epoch 4c..  delta 1, ...
+
+Applying a delta twice is harmless. It replaces whole rows, with values that may be newer than its number says
+and are never older. For the same reason a snapshot need not be of one moment: rows change while it is read,
+and it is consistent once the deltas published meanwhile have been applied on top of it.
+
+Shapes: a shard has t tables; a table with rows of width d sends n rows as ids (n,), event times (n,), values
+(n, d) and optimizer state (n, s), with s = 0 unless the reader is a standby. Example:
+
+    Delta("run", (0, 2), LogPosition("9f", 7), LearnedUpTo(step=100), rows={"item": rows_of_3_ids})
+    -> a subscriber at ("9f", 6) replaces those 3 rows and is at ("9f", 7)
+    -> a subscriber at ("9f", 4) misses 5 and 6: it reads again after 4, or takes a snapshot
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShare
+from monolith import filesystem
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.table import Rows
 from monolith.table import digests as table_digests
 
 BUCKETS = table_digests.BUCKETS
-"""Of ids, for digests: the bucket of an id is the top 12 bits of its hash."""
+"""Number of buckets of ids that digests are computed for: an id's bucket is the top 12 bits of its hash."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LogPlace:
-    """How far the log of a share has been written, or read."""
+class LogPosition:
+    """How far the log of a shard has been written or read."""
 
     epoch: str
-    """Names one history; sequences of two epochs cannot be compared."""
+    """Names one history; sequence numbers of two epochs cannot be compared."""
     sequence: int
-    """Of the newest delta; 0 before the first."""
+    """Number of the newest delta; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedUpTo:
-    """What a message has learned from, and when. Times are Unix seconds; 0 where nobody knows."""
+    """The training progress that a message contains. Times are Unix seconds; 0 means unknown."""
 
     step: int = 0
     watermark: int = 0
@@ -51,13 +69,13 @@ class LearnedUpTo:
     published_at: float = 0.0
     """When the message was made."""
     newest_step: int = 0
-    """The rows of the message have no update of a later step; 0 where nobody knows. Rows are read while they
-    are trained, so it may be some steps after `step`, up to which all updates are in."""
+    """The rows of the message have no update of a later step; 0 means unknown. Rows are read while they are
+    trained, so it may be some steps after `step`, up to which all updates are in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What some buckets of a table hold, in few bytes, after the delta that carries it has been applied.
+    """Checksums of some buckets of a table, valid after the delta that carries them has been applied.
 
     A bucket whose rows changed while they were read is left out.
     """
@@ -70,84 +88,135 @@ class Digests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """What changed in a share since its delta before."""
+    """The changes of a shard since the delta before."""
 
     run: str
-    share: IdShare
-    place: LogPlace
+    shard: IdShard
+    position: LogPosition
     learned: LearnedUpTo
     rows: Mapping[str, Rows] = field(default_factory=dict)
-    """Table to rows as they are now; without state (of width 0) unless the channel is for standbys."""
+    """Table to current rows; without optimizer state (of width 0) unless the channel is for standbys."""
     removed: Mapping[str, Tensor] = field(default_factory=dict)
     """Table to ids, int64, that have no row any more: evicted, expired, removed."""
     dense: Mapping[str, Tensor] | None = None
-    """All dense weights by name, where this delta brings them; one share of a model does."""
+    """All dense weights by name, or None if this delta has none; one shard of a model publishes them."""
     digests: Mapping[str, Digests] = field(default_factory=dict)
-    """Table to what some of its buckets hold."""
+    """Table to the checksums of some of its buckets."""
     complete: bool = True
-    """Whether all that changed up to `learned.step` is in this delta and those before it. False of all but
-    the last of several deltas that were made at once, since there was too much for one."""
+    """Whether all changes up to `learned.step` are in this delta and those before it. If one publication is
+    too large for one delta, it is split into several, and only the last one is complete."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotBegin:
-    """The rows of a share follow, in place of all that the reader has of it."""
+    """Announces the rows of a shard, which replace everything that the reader has of it."""
 
     run: str
-    share: IdShare
-    place: LogPlace
+    shard: IdShard
+    position: LogPosition
     """Deltas after it complete the snapshot."""
     learned: LearnedUpTo
     buckets: Tensor | None = None
-    """int64, ascending: the buckets that follow, the others stay as they are. None: all of them."""
+    """int64, ascending: the snapshot has these buckets only, the rest stays as it is. None: all buckets."""
     dense: Mapping[str, Tensor] | None = None
     snapshot: str = ""
-    """Names this snapshot, so that what is late of another is not taken for a part of it."""
+    """Names this snapshot, so that late messages of another are not taken for a part of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotRows:
-    """Some rows of the snapshot that was begun."""
+    """Some rows of the snapshot that was announced."""
 
     table: str
     rows: Rows
     snapshot: str = ""
-    """As the begin of the snapshot says."""
+    """The name that `SnapshotBegin` gave."""
     number: int = 0
-    """Of this message among those with rows, from 0."""
+    """Number of this message among those with rows, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """All rows have been sent."""
+    """Ends a snapshot: all rows have been sent."""
 
-    place: LogPlace
-    """As the begin of the snapshot says."""
-    whole_at: LogPlace
-    """The newest delta that was being made when the last row was read: with it applied, nothing of the
-    snapshot is in between, and digests after it can be compared."""
+    position: LogPosition
+    """The position that `SnapshotBegin` gave."""
+    whole_at: LogPosition
+    """The newest delta that was being made when the last row was read: once it is applied, no row of the
+    snapshot is in between two deltas, and digests after it can be compared."""
     snapshot: str = ""
-    """As the begin of the snapshot says."""
+    """The name that `SnapshotBegin` gave."""
     chunks: int | None = None
-    """How many messages with rows there were; None where nobody counted, and none can be lost on the way."""
+    """Number of messages with rows; None if they were not counted because the channel loses none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishState:
-    """Whether new deltas are let out, and what servers are to serve."""
+    """Whether publishing is paused, and which version servers serve meanwhile."""
 
-    held: bool = False
+    paused: bool = False
     reason: str = ""
-    """Why it is held, in words for a person."""
+    """Why it is paused, for an operator."""
     since: float = 0.0
     """Unix seconds."""
     version: str | None = None
-    """The exported version that servers go back to; None: what the deltas say."""
+    """The exported version that servers roll back to; None: they serve the published rows."""
     number: int = 0
     """Rises with every change: the newest state of a publisher counts."""
     publisher: str = ""
-    """Names who says so. Another one knows nothing of the numbers before it: its word counts, whatever they
-    were."""
+    """Names the publisher. A new publisher does not know the numbers of the one before, so its state counts
+    whatever its number."""
 
 
 Message = Delta | SnapshotBegin | SnapshotRows | SnapshotEnd | PublishState
+
+
+# The identity of a run: what a subscriber compares before it takes rows of a publisher. It is the run's
+# folder and a random id that the first publisher leaves there, `FOLDER#ID`. A restarted trainer finds the id
+# and so is the same run; another run in a folder of the same name, on another machine or after the folder was
+# emptied, is not. The URL of a remote folder is unique and needs no id.
+
+ID_FILE = "run_id"
+_ID = re.compile("[0-9a-f]{16}")
+_IDENTITY = re.compile(r"(.*)#([0-9a-f]{16})", re.DOTALL)
+
+
+def run_identity(folder: str, *, make: bool = False) -> str:
+    """Return the identity of the run whose checkpoints are in a folder; the folder alone if it has no id.
+
+    Args:
+        make: Write an id if there is none. If several processes do so at once, one id wins and all use it.
+    """
+    if filesystem.is_remote(folder):
+        return folder
+    path = Path(folder) / ID_FILE
+    try:
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own = Path(filesystem.temporary(path))
+            own.write_text(secrets.token_hex(8))
+            with suppress(FileExistsError):
+                os.link(own, path)  # atomic, and never replaces an existing id
+            own.unlink()
+        with path.open() as file:
+            text = file.read(64).strip()
+    except FileNotFoundError:
+        return folder
+    except (OSError, UnicodeDecodeError) as error:
+        _log.warning("the run in %s is known by its folder alone: its id cannot be read (%s)", folder, error)
+        return folder
+    return f"{folder}#{text}" if _ID.fullmatch(text) else folder
+
+
+def is_same_run(one: str, other: str) -> bool:
+    """Whether two identities are of one run: by their ids, or by their folders if one has no id."""
+    (folder, number), (other_folder, other_number) = split_identity(one), split_identity(other)
+    if number and other_number:
+        return number == other_number
+    return folder == other_folder
+
+
+def split_identity(identity: str) -> tuple[str, str]:
+    """Return the folder and the id of a run; the id is empty if it has none."""
+    found = _IDENTITY.fullmatch(identity)
+    return (identity, "") if found is None else (found[1], found[2])

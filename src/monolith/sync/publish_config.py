@@ -1,6 +1,6 @@
-"""What a run says of publishing: where to, how often, how much is kept, and what holds it back.
+"""The settings of publishing: where to, how often, how large the log is, and what pauses it.
 
-Nothing here needs torch: a command reads settings before it decides whether to train.
+Nothing here imports torch: a command reads settings before it decides whether to train.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from monolith.config import Checked, Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig(Checked):
-    """What holds publishing back. Rows and weights that are NaN or infinite always do."""
+    """Bounds that pause publishing if a row, a weight or a metric exceeds them. NaN and infinity always
+    do."""
 
     largest_value: float | None = 10_000.0
     """The largest absolute value that a published row or weight may have; None sets no bound."""
     times_usual: float | None = 100.0
-    """How many times the largest absolute value that was published of a table before a row of it may have;
-    values below 1 may always be published. None sets no bound."""
+    """The most that a row's largest absolute value may be, as a multiple of the largest value published of
+    its table before; values below 1 may always be published. None sets no bound."""
     auc_fall: float | None = 0.1
-    """How far the AUC of the latest examples may fall below its running level; None does not look."""
+    """How far the AUC of the latest examples may fall below its running level; None disables this check."""
     calibration_rise: float | None = 0.5
     """How much the calibration error of the latest examples (predicted over happened, less 1) may rise above
-    its running level; None does not look."""
+    its running level; None disables this check."""
     window: int = 10_000
     """The number of latest examples whose AUC and calibration are compared with their running levels."""
     warm_up: int = 50_000
-    """The number of examples after each start whose AUC and calibration hold nothing back: they set the first
+    """The number of examples after each start whose AUC and calibration pause nothing: they set the first
     running levels."""
     resume: Literal["by_hand", "when_recovered"] = "by_hand"
-    """How publishing goes on after the guard has held it: by `monolith publish resume`, or also by itself,
-    when what was held back is within bounds again. What an operator held stays held."""
+    """How publishing resumes after the guard has paused it: by `monolith publish resume`, or also by itself,
+    when the values are within bounds again. A pause by an operator stays until the operator resumes."""
 
     def problems(self) -> Iterator[Problem]:
         for name in ("largest_value", "auc_fall", "calibration_rise"):
@@ -51,7 +52,7 @@ class GuardConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishConfig(Checked):
-    """Publishing what training changes, for servers that follow the run (`monolith serve --follow`)."""
+    """Publishing of changed rows and weights, for servers that follow the run (`monolith serve --follow`)."""
 
     to: str | None = None
     """Where changes are published: grpc://host:port (grpc+tls:// with certificates) to listen there,
@@ -63,7 +64,7 @@ class PublishConfig(Checked):
     dense_interval: timedelta = timedelta(seconds=1)
     """How often dense weights are published."""
     keep_bytes: int = 256 << 20
-    """How many bytes of published changes each holder of rows keeps; a server that is further behind takes a
+    """The most bytes of published changes in each shard's log; a server that is further behind takes a
     snapshot."""
     guard: GuardConfig = field(default_factory=GuardConfig)
 
@@ -73,7 +74,7 @@ class PublishConfig(Checked):
 
     def problems(self) -> Iterator[Problem]:
         if self.to is not None and not self.to.strip():
-            yield Problem(("to",), "must say where to publish, or be left out")
+            yield Problem(("to",), "must name a channel, or be left out")
         for name in ("interval", "dense_interval"):
             given = getattr(self, name)
             if given <= timedelta(0):

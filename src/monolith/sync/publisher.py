@@ -1,16 +1,17 @@
-"""Publisher: what changed in the tables of one holder of rows, numbered and handed to a channel.
+"""Publisher: turns the changed rows of one shard into numbered deltas and appends them to a channel.
 
-Tables put the ids of rows that changed or went into a set. Every interval the publisher takes them out, looks
-their rows up and appends a delta: rows that are there, ids that have none. A row is as new as the look, which
-may be newer than the delta's number and is never older. So nothing waits for training, nor training for it.
+Tables record the ids of rows that changed or were removed in a set. Every interval the publisher empties the
+set, looks the rows up and appends a delta: rows that exist, ids that have none any more. A row is as new as
+that lookup, so it may be newer than the delta's number says and is never older. For this reason publishing
+never waits for training, nor training for publishing.
 
-    open ──▶ publishing ◀──resume── held ◀── a guard's reason, `hold`, `rollback`
+    open ──▶ publishing ◀──resume── paused ◀── a guard's reason, `pause`, `rollback`
                │  ▲
-               └──┘ a new epoch: more ids changed than the set holds, the tables were restored or rewound
+               └──┘ a new epoch: more ids changed than the set holds, the tables were restored or rolled back
 
-With each delta come digests of the next few buckets of ids, so that a subscriber finds out what it holds
-wrongly, whatever the reason, within one round through all buckets. A digest is taken after the rows of the
-delta were read; a bucket of which a row changed since is left out.
+With each delta come digests of the next few buckets of ids, so that within one round through all buckets a
+subscriber notices any difference, whatever caused it. A digest is taken after the rows of the delta were
+read; a bucket with a row that changed since is left out.
 """
 
 from __future__ import annotations
@@ -22,22 +23,20 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import WHOLE, IdShare, check_share
+from monolith.checkpoint.saved_tables import WHOLE, IdShard, check_shard
 from monolith.errors import TableClosedError, UnavailableError
-from monolith.sync.channel import DeltaWriter, ShareLog
-from monolith.sync.delta_log import delta_bytes
+from monolith.sync.channel import DeltaWriter, ShardLog, delta_bytes
 from monolith.sync.messages import (
     BUCKETS,
     Delta,
     Digests,
     LearnedUpTo,
-    LogPlace,
+    LogPosition,
     Message,
     PublishState,
     SnapshotBegin,
@@ -47,36 +46,55 @@ from monolith.sync.messages import (
 from monolith.table import Fp32, Rows, Table, TouchedKeySet, bucket_of, iterate, iterate_buckets
 
 DELTA_IDS = 1 << 17
-"""Ids in one delta, at most; where more have changed another follows at once."""
+"""The most ids in one delta; if more have changed, another delta follows at once."""
 DIGEST_BUCKETS = 256
-"""Buckets that a delta brings digests of, at most."""
+"""The most buckets that a delta has digests of."""
 DIGEST_ROWS = 8192
 """About how many rows of a table are read for the digests of one delta."""
 CHUNK_BYTES = 4 << 20
 """About how large a message of a snapshot is."""
 
+CheckDelta = Callable[[Delta], str | None]
+"""Returns a reason to pause publishing before this delta, for an operator; None lets it be published."""
+
 _log = logging.getLogger(__name__)
 
 
-class PublishGuard(Protocol):
-    """Looks at what is about to be published."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublisherConfig:
+    """What a publisher publishes, and how often."""
 
-    def check(self, delta: Delta) -> str | None:
-        """Return a reason to hold publishing back, for a person; None lets the delta out."""
+    run: str
+    """Names the run, for subscribers."""
+    shard: IdShard = WHOLE
+    """(k, n): all ids of the tables are, as unsigned numbers, k modulo n."""
+    interval: float = 0.25
+    """Seconds between deltas."""
+    dense_interval: float = 1.0
+    """Seconds between dense weights. If nothing changes, an empty delta is sent as often, so that readers can
+    tell an idle run from a dead one."""
+    with_state: bool = False
+    """Whether rows come with their optimizer state, for standbys."""
+    initial_state: PublishState | None = None
+    """The state to start with, if publishing was paused before this process started."""
+    digest_buckets: int = DIGEST_BUCKETS
+    """The most buckets that a delta has digests of; 0: no digests."""
+    touched_capacity: int | None = None
+    """Changed ids of a table that are remembered until the next delta; if more change, a new epoch starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishStats:
-    """What a publisher has done, since it was made."""
+    """Counters of a publisher, since it was made."""
 
     deltas: int = 0
     rows: int = 0
     removed: int = 0
     bytes: int = 0
     dense: int = 0
-    """Deltas that brought dense weights."""
+    """Deltas with dense weights."""
     snapshots: int = 0
-    """Snapshots that were begun, those of some buckets among them."""
+    """Snapshots that were started, including those of some buckets."""
     epochs: int = 0
     failures: int = 0
     """Attempts that found the channel unavailable."""
@@ -85,84 +103,72 @@ class PublishStats:
     pending: int = 0
     """Changed ids that wait to be published."""
     seconds: float = 0.0
-    """Spent on making and sending deltas."""
+    """Time spent on making and sending deltas."""
 
 
 class Publisher:
-    """Publishes one share of a model's rows. Thread-safe.
+    """Publishes one shard of a model's rows. Thread-safe.
+
+        publisher = Publisher({"item": table}, channel.writer(), PublisherConfig(run="run"))
+        table.assign(ids, values)               # ids (n,), values (n, d): recorded as changed
+        publisher.publish_now().rows["item"]    # the n rows, as delta 1 of the first epoch
 
     Args:
-        tables: What this process holds, by name.
-        writer: Where deltas go.
-        run: Names the run, for those who read.
-        share: (k, n): all ids of the tables are, as unsigned numbers, k modulo n.
-        interval: Seconds between deltas.
-        dense_interval: Seconds between dense weights. As often a delta is sent where nothing has changed, so
-            that readers can tell a quiet run from one that is gone.
-        dense: Returns copies of all dense weights by name, or None where there are none now. From any thread.
-        learned: Returns what was learned up to now. From any thread.
-        with_state: Whether rows come with their optimizer state, for standbys.
-        guard: Asked about every delta before it is let out.
-        state: Where it is held from the first moment on: why, since when, and at which version servers are.
+        tables: The tables of this process, by name.
+        writer: The channel.
+        dense: Returns copies of all dense weights by name, or None if there are none now. Called from any
+            thread.
+        learned: Returns the training progress. Called from any thread.
+        check_delta: Called with every delta before it is published.
         clock: Returns Unix seconds, which messages are stamped with.
         timer: Returns seconds that only grow, for intervals.
-        digest_buckets: Buckets that a delta brings digests of, at most; 0: no digests.
-        touched_capacity: Changed ids of a table that are remembered until the next delta; past it a new epoch
-            begins.
     """
 
     def __init__(
         self,
         tables: Mapping[str, Table],
         writer: DeltaWriter,
+        config: PublisherConfig,
         *,
-        run: str,
-        share: IdShare = WHOLE,
-        interval: float = 0.25,
-        dense_interval: float = 1.0,
         dense: Callable[[], Mapping[str, Tensor] | None] | None = None,
         learned: Callable[[], LearnedUpTo] | None = None,
-        with_state: bool = False,
-        guard: PublishGuard | None = None,
-        state: PublishState | None = None,
+        check_delta: CheckDelta | None = None,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
-        digest_buckets: int = DIGEST_BUCKETS,
-        touched_capacity: int | None = None,
     ) -> None:
-        check_share("publisher: share", share)
+        check_shard("publisher: shard", config.shard)
         self._tables = dict(tables)
         self._writer = writer
-        self._run, self._share = run, share
-        self._interval, self._dense_interval = interval, dense_interval
+        self._config = config
+        self._run, self._shard = config.run, config.shard
         self._ask_dense, self._ask_learned = dense, learned
-        self._with_state = with_state
-        self._guard = guard
+        self._check_delta = check_delta
         self._clock, self._timer = clock, timer
-        self._digest_buckets = digest_buckets
-        sets = {} if touched_capacity is None else {"capacity": touched_capacity}
-        self._touched = {name: TouchedKeySet(**sets, name_suffix=f"_{name}") for name in self._tables}
+        capacity = {} if config.touched_capacity is None else {"capacity": config.touched_capacity}
+        self._touched = {name: TouchedKeySet(**capacity, name_suffix=f"_{name}") for name in self._tables}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        # Read without the lock by those who take snapshots; each is set in one step.
-        self._place = LogPlace(uuid.uuid4().hex, 0)
-        self._making = self._place
+        # Snapshots read these without the lock, from other threads; each is replaced in one assignment. A
+        # snapshot that sees an old `_position` is still right: its reader applies some deltas again.
+        self._position = LogPosition(uuid.uuid4().hex, 0)  # of the newest published delta
+        self._making = self._position  # of the delta being made, else of the newest
         self._state = replace(
-            PublishState() if state is None else state,
+            PublishState() if config.initial_state is None else config.initial_state,
             number=int(clock() * 1000),
             publisher=uuid.uuid4().hex,
         )
         self._dense: Mapping[str, Tensor] | None = None
-        self._counting = threading.Lock()
-        self._stats = PublishStats(epochs=1)  # guarded by the lock before it
-        # All below is guarded by the lock.
+        self._counting = threading.Lock()  # guards `_stats`; snapshots count without the lock below
+        self._stats = PublishStats(epochs=1)
+        # Everything below is guarded by this lock. It is reentrant: a guard's reason pauses inside a
+        # publication, and a full set starts an epoch there.
         self._lock = threading.RLock()
         self._opened = False
-        self._said = False
+        self._state_sent = False
         self._failing = ""
         self._unsent: Delta | None = None
         self._pending: dict[str, Tensor] = {}
-        self._cut = False  # whether the newest delta left changed ids for another
+        self._split = False  # whether the newest delta left changed ids for another
         self._lost = dict.fromkeys(self._tables, 0)
         self._cursors = dict.fromkeys(self._tables, 0)
         self._sent_at = self._dense_at = float("-inf")
@@ -170,20 +176,18 @@ class Publisher:
         for name, table in self._tables.items():
             table.touch(self._touched[name])
 
-    # What others ask
-
     @property
     def state(self) -> PublishState:
         return self._state
 
     @property
-    def place(self) -> LogPlace:
-        """Of the newest delta that was let out: what changes from now on is in deltas after it."""
-        return self._place
+    def position(self) -> LogPosition:
+        """Position of the newest published delta: changes from now on are in deltas after it."""
+        return self._position
 
     @property
     def trouble(self) -> str:
-        """Why what has changed cannot be handed over now, and is retried; empty while it can."""
+        """Why changes cannot be published now, and are retried; empty if they can."""
         return self._failing
 
     @property
@@ -194,7 +198,7 @@ class Publisher:
             lost = sum(touched.lost for touched in self._touched.values())
             return replace(self._stats, pending=waiting, lost=lost)
 
-    # Life
+    # Start and end
 
     def start(self) -> None:
         """Publish every interval from now on, in a thread of its own."""
@@ -203,7 +207,8 @@ class Publisher:
             self._thread.start()
 
     def close(self) -> None:
-        """Publish what is left, unless it is held, and stop. Closing again does nothing."""
+        """Publish the remaining changes, unless publishing is paused, and stop. Closing again does
+        nothing."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -219,85 +224,90 @@ class Publisher:
             self._writer.close()
 
     def publish_now(self) -> Delta | None:
-        """Publish what has changed; return the delta, or None where nothing was let out.
+        """Publish the changes; return the delta, or None if nothing was published.
 
-        That is so where publishing is held, the channel is unavailable, or there is nothing to say.
+        Nothing is published if publishing is paused, the channel is unavailable, or nothing is due.
         """
         with self._lock:
-            if self._closed or not self._reaches_channel() or self._state.held:
+            if self._closed or not self._reaches_channel() or self._state.paused:
                 return None
             began = time.perf_counter()
-            if self._have_missed():
+            if self._has_overflowed():
                 return None
             delta = self._make()
             if delta is None:
                 return None
-            reason = self._reason_to_hold(delta)
+            try:
+                reason = None if self._check_delta is None else self._check_delta(delta)
+            except BaseException:
+                self._take_back(delta)
+                raise
             if reason is not None:
                 self._take_back(delta)
-                self.hold(reason)
+                self.pause(reason)
                 return None
-            sent = self._send(delta)
+            self._unsent = delta
+            sent = self._reaches_channel()
             self._count(seconds=time.perf_counter() - began)
             return delta if sent else None
 
     def flush(self) -> bool:
-        """Publish all that has changed up to now; return whether it was let out."""
+        """Publish all changes up to now; return whether that succeeded."""
         while True:
             self.publish_now()
             with self._lock:
-                if self._closed or self._state.held or self._unsent is not None or not self._opened:
+                if self._closed or self._state.paused or self._unsent is not None or not self._opened:
                     return False
                 if not self._pending and not any(len(touched) for touched in self._touched.values()):
                     return True
 
     def begin_epoch(self, why: str) -> None:
-        """Begin another history: what was published before says nothing of what the tables hold now.
+        """Start another history: the deltas published before no longer lead to what the tables contain now.
 
-        Whoever follows takes a snapshot. To be called after the tables went back to an earlier state, or were
-        restored, with nobody training.
+        Every subscriber takes a snapshot. Call it after the tables were rolled back or restored, while no
+        step is trained.
         """
         with self._lock:
-            _log.info("publishing share %d of %d: new epoch: %s", *self._share, why)
+            _log.info("publishing shard %d of %d: new epoch: %s", *self._shard, why)
             self._lost = {name: touched.lost for name, touched in self._touched.items()}
             for touched in self._touched.values():
-                touched.steal()  # all of it is in the snapshots of the new epoch
+                touched.steal()  # snapshots of the new epoch contain all of these rows
             self._pending.clear()
             self._unsent = None
             self._opened = False
             self._sent_at = self._dense_at = float("-inf")
             self._cursors = dict.fromkeys(self._tables, 0)
-            self._place = self._making = LogPlace(uuid.uuid4().hex, 0)
+            self._position = self._making = LogPosition(uuid.uuid4().hex, 0)
             self._count(epochs=1)
             self._reaches_channel()
 
-    # Holding back
+    # Pausing
 
-    def hold(self, why: str) -> None:
-        """Let nothing more out, until `resume`. What changes is collected."""
-        self._become(held=True, reason=why)
+    def pause(self, why: str) -> None:
+        """Publish nothing until `resume`. Changed ids are collected meanwhile."""
+        self._become(paused=True, reason=why)
 
     def rollback(self, version: str) -> None:
-        """Hold publishing, and have servers go back to an exported version."""
-        self._become(held=True, reason=f"rolled back to version {version}", version=version)
+        """Pause publishing, and have servers roll back to an exported version."""
+        self._become(paused=True, reason=f"rolled back to version {version}", version=version)
 
     def resume(self) -> None:
-        """Go on publishing what is current."""
+        """Publish the current rows again."""
         with self._lock:
             if self._state.version is not None:
                 self.begin_epoch(f"resumed after a rollback to version {self._state.version}")
-            self._become(held=False)
+            self._become(paused=False)
 
-    def _become(self, *, held: bool, reason: str = "", version: str | None = None) -> None:
+    def _become(self, *, paused: bool, reason: str = "", version: str | None = None) -> None:
         with self._lock:
             now = self._clock()
             number = max(self._state.number + 1, int(now * 1000))
-            self._state = PublishState(held, reason, now, version, number, self._state.publisher)
-            self._said = False
-            if held:
-                _log.warning("publishing share %d of %d is held: %s", *self._share, reason)
+            self._state = PublishState(paused, reason, now, version, number, self._state.publisher)
+            self._state_sent = False
+            if paused:
+                _log.warning("publishing shard %d of %d is paused: %s", *self._shard, reason)
             else:
-                _log.info("publishing share %d of %d goes on", *self._share)
+                _log.info("publishing shard %d of %d resumes", *self._shard)
             self._reaches_channel()
 
     # The channel
@@ -311,11 +321,11 @@ class Publisher:
             except TableClosedError:
                 return
             with self._lock:
-                more = self._cut and not (self._failing or self._state.held)
-            delay = 0.0 if more else max(0.0, self._interval - (time.monotonic() - began))
+                more = self._split and not (self._failing or self._state.paused)
+            delay = 0.0 if more else max(0.0, self._config.interval - (time.monotonic() - began))
 
     def _try_to_publish(self) -> None:
-        """Publish, and let nothing that goes wrong get out: training goes on, heard of or not."""
+        """Publish; log and count any failure, so that training continues."""
         try:
             self.publish_now()
         except TableClosedError:
@@ -324,34 +334,33 @@ class Publisher:
             self._fail("publishing failed", trace=True)
 
     def _reaches_channel(self) -> bool:
-        """Hand over what was not taken before: the epoch, the state, a delta. Return whether all was."""
+        """Send what the channel has not accepted yet: the epoch, the state, a delta. Return whether all is
+        sent."""
         try:
+            # The order matters: a channel refuses deltas of an epoch that was not opened, and readers must
+            # know of a pause before they see another delta.
             if not self._opened:
-                place = LogPlace(self._place.epoch, 0)
+                position = LogPosition(self._position.epoch, 0)
                 widths = {name: table.dim for name, table in self._tables.items()}
-                self._writer.open(ShareLog(self._run, self._share, place, 1, widths), self._take_snapshot)
-                self._opened, self._said = True, False
-            if not self._said:
-                self._writer.say(self._state)
-                self._said = True
-            if self._unsent is not None and not self._state.held:
+                self._writer.open(ShardLog(self._run, self._shard, position, 1, widths), self._take_snapshot)
+                self._opened, self._state_sent = True, False
+            if not self._state_sent:
+                self._writer.set_state(self._state)
+                self._state_sent = True
+            if self._unsent is not None and not self._state.paused:
                 self._append(self._unsent)
         except UnavailableError as cause:
             self._fail(f"the delta channel is unavailable: {cause}")
             return False
         if self._failing:
             self._failing = ""
-            _log.info("publishing share %d of %d works again", *self._share)
-        return self._unsent is None or self._state.held
-
-    def _send(self, delta: Delta) -> bool:
-        self._unsent = delta
-        return self._reaches_channel()
+            _log.info("publishing shard %d of %d works again", *self._shard)
+        return self._unsent is None or self._state.paused
 
     def _append(self, delta: Delta) -> None:
         self._writer.append(delta)
         self._unsent = None
-        self._place = delta.place
+        self._position = delta.position
         self._sent_at = self._timer()
         self._count(
             deltas=1,
@@ -365,8 +374,8 @@ class Publisher:
         self._count(failures=1)
         if not self._failing:
             _log.warning(
-                "publishing share %d of %d: %s; training continues, changed rows are kept and retried",
-                *self._share,
+                "publishing shard %d of %d: %s; training continues, changed rows are collected and retried",
+                *self._shard,
                 what,
                 exc_info=trace,
             )
@@ -379,8 +388,8 @@ class Publisher:
 
     # Deltas
 
-    def _have_missed(self) -> bool:
-        """Begin a new epoch where a set of changed ids overflowed. Return whether nothing can be sent now."""
+    def _has_overflowed(self) -> bool:
+        """Start a new epoch if a set of changed ids overflowed. Return whether nothing can be sent now."""
         missed = {
             name: touched.lost - self._lost[name]
             for name, touched in self._touched.items()
@@ -391,23 +400,16 @@ class Publisher:
         which = ", ".join(f"{count:,} of table {name!r}" for name, count in missed.items())
         why = (
             f"more ids changed between two deltas than are remembered ({which} were dropped); "
-            "whoever follows takes a snapshot. Publish more often, or change fewer rows at once."
+            "every subscriber takes a snapshot. Publish more often, or change fewer rows at once."
         )
-        _log.warning("publishing share %d of %d: %s", *self._share, why)
+        _log.warning("publishing shard %d of %d: %s", *self._shard, why)
         self.begin_epoch(why)
         return not self._opened
 
-    def _reason_to_hold(self, delta: Delta) -> str | None:
-        try:
-            return None if self._guard is None else self._guard.check(delta)
-        except BaseException:
-            self._take_back(delta)
-            raise
-
     def _make(self) -> Delta | None:
-        """Return what has changed as the next delta; None where there is nothing to say.
+        """Return the changes as the next delta; None if nothing is due.
 
-        Where that fails, what was taken out of the sets of changed ids is not forgotten.
+        If that fails, the ids taken out of the sets of changed ids are put back.
         """
         taken: dict[str, Tensor] = {}
         try:
@@ -419,8 +421,8 @@ class Publisher:
 
     def _gather(self, taken: dict[str, Tensor]) -> Delta | None:
         now = self._timer()
-        self._cut = False
-        self._making = place = replace(self._place, sequence=self._place.sequence + 1)
+        self._split = False
+        self._making = position = replace(self._position, sequence=self._position.sequence + 1)
         learned = self._learned()
         rows: dict[str, Rows] = {}
         removed: dict[str, Tensor] = {}
@@ -429,7 +431,7 @@ class Publisher:
             ids = self._changed(name)
             if len(ids) > left:
                 self._pending[name], ids = ids[left:], ids[:left]
-                self._cut = True
+                self._split = True
             left -= len(ids)
             if len(ids):
                 taken[name] = ids
@@ -438,15 +440,15 @@ class Publisher:
                     rows[name] = there
                 if len(gone):
                     removed[name] = gone
-        # What a standby gets beside the rows says which pushes they have: all, in the last of several deltas.
-        dense = None if self._cut and self._with_state else self._due_dense(now)
-        if not rows and not removed and dense is None and now - self._sent_at < self._dense_interval:
+        # A standby gets, as its dense part, which pushes the rows contain: so it comes with the last delta.
+        dense = None if self._split and self._config.with_state else self._due_dense(now)
+        if not rows and not removed and dense is None and now - self._sent_at < self._config.dense_interval:
             return None
         # After the rows were read: the update of one step more may have been under way.
         learned = replace(learned, newest_step=self._learned().step + 1)
         digests = {name: found for name in self._tables if (found := self._next_digests(name)) is not None}
         return Delta(
-            self._run, self._share, place, learned, rows, removed, dense, digests, complete=not self._cut
+            self._run, self._shard, position, learned, rows, removed, dense, digests, complete=not self._split
         )
 
     def _changed(self, name: str) -> Tensor:
@@ -455,15 +457,15 @@ class Publisher:
         return stolen if waiting is None else _union([waiting, stolen])
 
     def _look_up(self, table: Table, ids: Tensor) -> tuple[Rows, Tensor]:
-        """Return the rows of ids that have one, and the other ids."""
+        """Return the rows of the ids that have one, and the remaining ids."""
         found, rows = table.lookup_rows(ids)
         return self._as_sent(rows).keep(found), ids[~found]
 
     def _as_sent(self, rows: Rows) -> Rows:
-        return rows if self._with_state else replace(rows, state=rows.state[:, :0])
+        return rows if self._config.with_state else replace(rows, state=rows.state[:, :0])
 
     def _take_back(self, delta: Delta) -> None:
-        """Count the ids of a delta that was not let out as changed again."""
+        """Count the ids of a delta that was not published as changed again."""
         self._put_back({name: rows.ids for name, rows in delta.rows.items()})
         self._put_back(delta.removed)
         if delta.dense is not None:
@@ -475,7 +477,7 @@ class Publisher:
             self._pending[name] = some if waiting is None else _union([waiting, some])
 
     def _due_dense(self, now: float) -> Mapping[str, Tensor] | None:
-        if self._ask_dense is None or now - self._dense_at < self._dense_interval:
+        if self._ask_dense is None or now - self._dense_at < self._config.dense_interval:
             return None
         weights = self._ask_dense()
         if weights is not None:
@@ -487,13 +489,15 @@ class Publisher:
         return replace(learned, published_at=self._clock())
 
     def _next_digests(self, name: str) -> Digests | None:
-        """Return digests of the next few buckets of a table, without those of which a row changed by now."""
+        """Return digests of the next few buckets of a table, without buckets with a row that changed by
+        now."""
         table = self._tables[name]
-        # What a server holds of other rows is not what is held here, but as near as its coding comes.
-        exact = self._with_state or all(isinstance(s.compressor, Fp32) for s in table.config.segments)
-        if not exact or self._digest_buckets == 0:
+        # A server stores rows in the table's compressed form: unless that is exact, its sums differ from
+        # ours.
+        exact = self._config.with_state or all(isinstance(s.compressor, Fp32) for s in table.config.segments)
+        if not exact or self._config.digest_buckets == 0:
             return None
-        count = max(1, min(self._digest_buckets, DIGEST_ROWS * BUCKETS // max(1, len(table))))
+        count = max(1, min(self._config.digest_buckets, DIGEST_ROWS * BUCKETS // max(1, len(table))))
         first = self._cursors[name]
         buckets = torch.arange(first, min(BUCKETS, first + count))
         self._cursors[name] = (first + count) % BUCKETS if first + count < BUCKETS else 0
@@ -509,36 +513,37 @@ class Publisher:
     # Snapshots
 
     def _take_snapshot(self, buckets: Tensor | None = None) -> Iterator[Message]:
-        """Read the rows of this share. From any thread, beside training and publishing."""
-        self._refuse_if_held()
+        """Read the rows of this shard. From any thread, while rows are trained and published."""
+        self._refuse_if_paused()
         if not self._opened:
-            raise UnavailableError("a new epoch is about to begin; ask again")
+            raise UnavailableError("a new epoch is about to start; retry")
         self._count(snapshots=1)
-        place, name, number = self._place, uuid.uuid4().hex, 0
+        position, name, number = self._position, uuid.uuid4().hex, 0
         dense = None
         if buckets is None:
             dense = self._dense if self._ask_dense is None else self._ask_dense()
-        yield SnapshotBegin(self._run, self._share, place, self._learned(), buckets, dense, name)
+        yield SnapshotBegin(self._run, self._shard, position, self._learned(), buckets, dense, name)
         for table_name, table in self._tables.items():
             for rows in self._chunks(table, buckets):
-                self._refuse_if_held()
+                self._refuse_if_paused()
                 yield SnapshotRows(table_name, self._as_sent(rows), name, number)
                 number += 1
+        # Rows were read while deltas were made: the last of these deltas brings every row to one moment.
         making = self._making
-        whole_at = making if making.epoch == place.epoch else place
-        yield SnapshotEnd(place, whole_at, name, number)
+        whole_at = making if making.epoch == position.epoch else position
+        yield SnapshotEnd(position, whole_at, name, number)
 
     def _chunks(self, table: Table, buckets: Tensor | None) -> Iterator[Rows]:
-        width = 16 + 4 * (table.dim + (table.state_dim if self._with_state else 0))
+        width = 16 + 4 * (table.dim + (table.state_dim if self._config.with_state else 0))
         limit = min(1 << 16, max(1, CHUNK_BYTES // width))
         if buckets is None:
             return iterate(table, limit=limit)
         return iterate_buckets(table, buckets, limit=limit)
 
-    def _refuse_if_held(self) -> None:
+    def _refuse_if_paused(self) -> None:
         state = self._state
-        if state.held:
-            raise UnavailableError(f"publishing is held: {state.reason}. Resume it for a snapshot.")
+        if state.paused:
+            raise UnavailableError(f"publishing is paused: {state.reason}. Resume it for a snapshot.")
 
 
 def _union(several: list[Tensor]) -> Tensor:

@@ -1,23 +1,32 @@
-"""Subscriber: brings a target up to date with what publishers say, and keeps it so.
+"""Subscriber: keeps a target equal to the published rows, whatever the network does.
 
-It follows every share of a model from where it is. Messages may be lost, come twice, late or in another
-order: their numbers say what fits. What does not fit is not applied, and the share is read again from the
-place that was reached; a log that no longer has it, or has begun another epoch, answers with a snapshot.
+It follows every shard of a model from the position reached. Messages may be lost, repeated, late or
+reordered; their numbers tell what fits. A message that does not fit is not applied, and the shard is read
+again from the position reached. If the log no longer has that position, or has started another epoch, it
+answers with a snapshot. The states of one shard:
 
-    place of a share                 what comes                        then
-    ────────────────                 ──────────                        ────
-    (epoch, n)                       delta n + 1 of the epoch          applied: (epoch, n + 1)
-    (epoch, n)                       delta up to n of the epoch        passed over
-    (epoch, n)                       any other delta                   read again after (epoch, n)
-    any                              a whole snapshot at (e, m)        (e, m)
-    (epoch, n)                       buckets at (epoch, m)             (epoch, the lower of both)
-    (epoch, n)                       part of a snapshot at (epoch, m)  (epoch, the lower of both)
-    (epoch, n)                       part of one of another epoch      nowhere: a snapshot is next
-    any                              a version to go back to           nowhere, until it is resumed
-    any                              the target let its rows go        nowhere: a snapshot is next
+                  snapshot begins                      snapshot complete, at (e, m)
+    no position ───────────────────▶ taking a snapshot ─────────────────────────────▶ at (e, m)
+         ▲                             │        ▲                                     │    ▲ │
+         │ the snapshot breaks off     │        │ gap in the log, or a new epoch      │    │ │ delta n + 1
+         ├─────────────────────────────┘        └─────────────────────────────────────┘    └─┘ applied
+         │ a rollback to a version, or the target dropped its rows: from any state
+         └──────────────────────────────────────────────────────────────────────────
 
-Where digests differ, the buckets are read anew. A share is known by its number and by how many there are:
-when that changes all places are forgotten, and every share begins with a snapshot.
+    position         message                             next position
+    ────────         ───────                             ─────────────
+    (epoch, n)       delta n + 1 of the epoch            (epoch, n + 1): applied
+    (epoch, n)       delta up to n of the epoch          (epoch, n): ignored, it was applied before
+    (epoch, n)       any other delta                     (epoch, n): read again after n
+    any              a whole snapshot at (e, m)          (e, m)
+    (epoch, n)       buckets at (epoch, m)               (epoch, min(n, m))
+    (epoch, n)       part of a snapshot at (epoch, m)    (epoch, min(n, m)): its rows may be older than n
+    (epoch, n)       part of one of another epoch        none: a snapshot is next
+    any              a version to roll back to           none, until publishing resumes
+    any              the target dropped its rows         none: a snapshot is next
+
+If digests differ, the buckets are read again. A shard is identified by its number and the number of shards:
+when that changes, all positions are forgotten and every shard starts with a snapshot.
 """
 
 from __future__ import annotations
@@ -31,13 +40,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import ConfigError, MonolithError
-from monolith.sync.channel import DeltaReader, OpenReader, ShareLog
+from monolith.sync.channel import DeltaReader, OpenReader, ShardLog
 from monolith.sync.messages import (
     Delta,
     LearnedUpTo,
-    LogPlace,
+    LogPosition,
     Message,
     PublishState,
     SnapshotBegin,
@@ -48,56 +57,60 @@ from monolith.sync.target import DeltaTarget
 
 _log = logging.getLogger(__name__)
 
-RefuseRun = Callable[[str, int, LogPlace], str]
-"""Takes the identity of a run, a share of it and a place in its log; returns why not to follow it, or ""."""
+RefuseRun = Callable[[str, int, LogPosition], str]
+"""Takes the identity of a run, a shard and a position in its log; returns why not to follow it, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
-    """How far a subscriber is with one share."""
+class ShardProgress:
+    """How far a subscriber is with one shard."""
 
-    share: IdShare
-    place: LogPlace | None = None
-    """What was applied last; None: nothing that counts."""
+    shard: IdShard
+    position: LogPosition | None = None
+    """Position of the last applied message; None: a snapshot is needed."""
     learned: LearnedUpTo = field(default_factory=LearnedUpTo)
-    """What the target has learned from."""
+    """The training progress that the target contains."""
     received_at: float = 0.0
-    """Unix seconds at which the message applied last came."""
+    """When the last applied message arrived, in Unix seconds."""
     applied_at: float = 0.0
     state: PublishState = field(default_factory=PublishState)
     run: str = ""
-    """The run that publishes it, as it says itself."""
+    """The run that publishes it, as its messages tell."""
     generation: int = -1
-    """Of the target when that was applied: what another one holds has not learned from it."""
+    """The target's generation at that time: another generation does not contain this progress."""
     newest_step: int | None = None
-    """No row of the share has an update of a later step; None if nobody knows, as after a snapshot of rows
-    that were being trained."""
+    """No row of the shard has an update of a later step; None if unknown, as after a snapshot of rows that
+    were being trained."""
     error: str = ""
-    """Why it cannot follow now, for a person; empty while it can."""
+    """Why the shard cannot be followed now, for an operator; empty if it can."""
     deltas: int = 0
-    """Applied, ever."""
+    """Number of applied deltas."""
     snapshots: int = 0
-    """Taken to their end, ever."""
+    """Number of completed snapshots."""
     clock_offset: float | None = None
     """Seconds that the publisher's clock is ahead of ours; None if the channel cannot measure it."""
     repaired: int = 0
-    """Buckets that were read anew because they differed, ever."""
+    """Number of buckets that were read again because they differed."""
 
 
 class Subscriber:
-    """Follows all shares of a model. Thread-safe.
+    """Follows all shards of a model. Thread-safe.
+
+        subscriber = Subscriber(channel.reader, TableTarget({"item": copy}))
+        subscriber.catch_up()               # or start(), to follow in threads
+        subscriber.progress[0].position     # LogPosition("9f..", 7): deltas up to 7 of shard 0 are applied
 
     Args:
         open_reader: Opens an end of the channel; each thread has its own.
-        target: What is brought up to date.
-        places: Of each share by its number: what the target holds already, from an export or a checkpoint.
-        wait: Seconds to wait for something new before looking whether shares have changed.
+        target: The rows to keep up to date.
+        positions: Shard to the position that the target has already, from an export or a checkpoint.
+        wait: Seconds to wait for new messages before checking whether the shards have changed.
         clock: Returns Unix seconds.
-        on_applying: Called before rows change, on the thread that changes them: with the share, and what the
-            delta has learned from, or None before rows of a snapshot.
-        on_applied: Called after a delta, or all deltas that were made at once, and after a snapshot, on the
-            thread that applied it.
-        refuse: Returns why a run is not to be followed, for a person; empty if it is. By default all are.
+        on_applying: Called before rows change, on the thread that changes them: with the shard, and the
+            delta's training progress, or None before rows of a snapshot.
+        on_applied: Called after a delta (after the last one if a publication was split) and after a snapshot,
+            on the thread that applied it.
+        refuse: Returns why a run must not be followed, for an operator; empty if it may. By default all may.
     """
 
     def __init__(
@@ -105,69 +118,69 @@ class Subscriber:
         open_reader: OpenReader,
         target: DeltaTarget,
         *,
-        places: Mapping[int, LogPlace] | None = None,
+        positions: Mapping[int, LogPosition] | None = None,
         wait: float = 1.0,
         clock: Callable[[], float] = time.time,
-        on_applying: Callable[[IdShare, LearnedUpTo | None], None] = lambda _share, _learned: None,
-        on_applied: Callable[[Followed], None] = lambda _: None,
+        on_applying: Callable[[IdShard, LearnedUpTo | None], None] = lambda _shard, _learned: None,
+        on_applied: Callable[[ShardProgress], None] = lambda _: None,
         refuse: RefuseRun | None = None,
     ) -> None:
         self._open_reader = open_reader
         self._refuse: RefuseRun = (lambda *_: "") if refuse is None else refuse
         self._target = _SharedTarget(target, clock, on_applying, on_applied)
-        self._places = dict(places or {})
+        self._positions = dict(positions or {})
         self._wait = wait
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._reader: DeltaReader | None = None
-        # Replaced as a whole, by one thread.
+        # Replaced as a whole by one thread, so that other threads read it without a lock.
         self._followers: dict[int, _Follower] = {}
-        self._lines = _Lines()
+        self._log_limit = _LogLimit()
         self.error = ""
-        """Why it is not known what is published, for a person; empty while it is."""
+        """Why the published shards cannot be listed, for an operator; empty if they can."""
         self.refused = ""
-        """Why a publisher that was found is not followed, for a person; empty if all are."""
+        """Why a publisher that was found is not followed, for an operator; empty if all are."""
         self.missing: tuple[int, ...] = ()
-        """Shares that must be somewhere, since others say how many there are, and were never found."""
+        """Shards without a publisher, although the other shards tell how many there are."""
 
     @property
-    def standing(self) -> Mapping[int, Followed]:
-        """How far each share is, by its number."""
+    def progress(self) -> Mapping[int, ShardProgress]:
+        """The progress of each shard, by its number."""
         return {
-            number: replace(one.followed, clock_offset=one.clock_offset)
+            number: replace(one.progress, clock_offset=one.clock_offset)
             for number, one in sorted(self._followers.items())
         }
 
     def start(self) -> None:
-        """Follow from now on, in threads of its own: one, and one for each share."""
+        """Follow from now on, in threads: one that looks for shards, and one for each shard."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._keep_following, name="subscriber", daemon=True)
             self._thread.start()
 
     def catch_up(self, *, wait: float = 0.0) -> None:
-        """Read each share once, in this thread, up to where nothing new has come for `wait` seconds.
+        """Read each shard once, in this thread, until no message has come for `wait` seconds.
 
-        For those who did not call `start`. What went wrong is in `standing` and `error`.
+        For callers that did not call `start`. Failures are in `progress` and `error`.
         """
-        self._look_for_shares()
+        self._look_for_shards()
         for follower in self._followers.values():
             follower.open()
             follower.read(wait)
 
-    def wait_for(self, places: Mapping[int, LogPlace], timeout: float) -> bool:
-        """Wait until the shares are at these places or further, at most so many seconds; return whether."""
+    def wait_for(self, positions: Mapping[int, LogPosition], timeout: float) -> bool:
+        """Wait until the shards have reached these positions; return False after `timeout` seconds."""
 
         def reached() -> bool:
-            standing = self.standing
+            progress = self.progress
             return all(
-                number in standing and _has_reached(standing[number].place, place)
-                for number, place in places.items()
+                number in progress and _has_reached(progress[number].position, position)
+                for number, position in positions.items()
             )
 
         return self._target.wait_for(reached, timeout)
 
     def close(self) -> None:
-        """Stop. What was applied stays. Closing again does nothing."""
+        """Stop. Applied rows stay. Closing again does nothing."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -182,10 +195,10 @@ class Subscriber:
         delay = 0.0
         while not self._stop.wait(delay):
             try:
-                self._look_for_shares()
-            except Exception as cause:  # whatever it is, what is followed is followed on
-                if self._lines.is_due(repr(cause)):
-                    _log.exception("cannot find out what is published; trying again")
+                self._look_for_shards()
+            except Exception as cause:  # any failure: the shards that were found are still followed
+                if self._log_limit.is_due(repr(cause)):
+                    _log.exception("cannot list the published shards; retrying")
                 self.error = str(cause)
             for follower in self._followers.values():
                 follower.start(self._wait)
@@ -193,36 +206,36 @@ class Subscriber:
             soon = min(self._wait, max(2 * delay, 0.05)) if self.error else min(self._wait, 0.05)
             delay = soon if stale or not self._followers else self._wait
 
-    def _look_for_shares(self) -> None:
-        """Follow what is published now."""
+    def _look_for_shards(self) -> None:
+        """Follow the shards that are published now."""
         try:
             if self._reader is None:
                 self._reader = self._open_reader()
-            logs = self._reader.shares()
+            logs = self._reader.logs()
         except MonolithError as cause:
-            if self._lines.is_due(str(cause)):
-                _log.warning("cannot find out what is published: %s; trying again", cause)
+            if self._log_limit.is_due(str(cause)):
+                _log.warning("cannot list the published shards: %s; retrying", cause)
             self.error = str(cause)
             return
-        refused = [self._refuse(log.run, log.share[0], log.newest) for log in logs]
+        refused = [self._refuse(log.run, log.shard[0], log.newest) for log in logs]
         found = [log for log, why in zip(logs, refused, strict=True) if not why]
         self.error = self.refused = next(filter(None, refused), "")
-        if self.refused and self._lines.is_due(self.refused):
-            _log.warning("not followed: %s", self.refused)
-        current = next((one.share[1] for one in self._followers.values()), None)
-        total = _number_of_shares(found, current)
+        if self.refused and self._log_limit.is_due(self.refused):
+            _log.warning("a publisher is not followed: %s", self.refused)
+        current = next((one.shard[1] for one in self._followers.values()), None)
+        total = _number_of_shards(found, current)
         if total is None:
             return
         if current not in (None, total):
-            _log.warning("there are %d shares now and were %d: taking all of them anew", total, current)
+            _log.warning("the number of shards is %d now and was %d: taking snapshots of all", total, current)
             self._leave()
-            self._places = {}
+            self._positions = {}
         for log in found:
-            number, of = log.share
+            number, of = log.shard
             if of == total and number not in self._followers:
-                place = self._places.pop(number, None)
+                position = self._positions.pop(number, None)
                 follower = _Follower(
-                    log, place, self._open_reader, self._target, self._stop, refuse=self._refuse
+                    log, position, self._open_reader, self._target, self._stop, refuse=self._refuse
                 )
                 self._followers = {**self._followers, number: follower}
             if of == total:
@@ -234,13 +247,13 @@ class Subscriber:
         if missing:
             which = ", ".join(map(str, missing))
             self.error = (
-                f"of {total} shares nobody who was asked publishes {which}, whose rows stay as they are; "
-                "name all publishers"
+                f"no publisher found for shards {which} of {total}; their rows will not update. Add the "
+                "missing addresses to --follow"
             )
             if missing != self.missing:
-                _log.warning("%s; looking again", self.error)
+                _log.warning("%s; retrying", self.error)
         elif self.missing:
-            _log.info("all %d shares are published now", total)
+            _log.info("all %d shards have a publisher now", total)
         self.missing = missing
 
     def _leave(self) -> None:
@@ -250,19 +263,19 @@ class Subscriber:
         self._target.forget_states()
 
 
-def _has_reached(place: LogPlace | None, wanted: LogPlace) -> bool:
-    return place is not None and place.epoch == wanted.epoch and place.sequence >= wanted.sequence
+def _has_reached(position: LogPosition | None, wanted: LogPosition) -> bool:
+    return position is not None and position.epoch == wanted.epoch and position.sequence >= wanted.sequence
 
 
-def _number_of_shares(found: Sequence[ShareLog], current: int | None) -> int | None:
-    """Return how many shares there are; None where that cannot be told yet.
+def _number_of_shards(found: Sequence[ShardLog], current: int | None) -> int | None:
+    """Return the number of shards; None if it is not known yet.
 
-    While a run changes how many it has, some of both may be there: those that are all there count, and before
-    that those that were followed.
+    While a run changes its number of shards, logs of both numbers may be found. The number that is complete
+    counts; before one is, the number that was followed so far.
     """
     present: dict[int, set[int]] = {}
     for log in found:
-        present.setdefault(log.share[1], set()).add(log.share[0])
+        present.setdefault(log.shard[1], set()).add(log.shard[0])
     whole = [total for total, numbers in present.items() if len(numbers) == total]
     if current in whole or (not whole and current in present):
         return current
@@ -271,10 +284,10 @@ def _number_of_shares(found: Sequence[ShareLog], current: int | None) -> int | N
     return None if current is not None or not present else max(present, key=lambda n: len(present[n]))
 
 
-class _Lines:
-    """Decides which lines about a publisher are logged: one per change, and at most one a second.
+class _LogLimit:
+    """Limits the log lines about a publisher: one per change, and at most one a second.
 
-    A publisher that answers nothing, or something else each time, would fill the log of a server.
+    A publisher that does not answer, or fails differently each time, would flood the log of a server.
     """
 
     def __init__(self, every: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -284,7 +297,7 @@ class _Lines:
         self._due_at = 0.0
 
     def is_due(self, text: str) -> bool:
-        """Whether to log a line; empty for a publisher that is well."""
+        """Whether to log a text; the empty text stands for a publisher without errors."""
         if text == self._last or self._clock() < self._due_at:
             return False
         self._last, self._due_at = text, self._clock() + self._every
@@ -292,25 +305,25 @@ class _Lines:
 
 
 class _SharedTarget:
-    """The target of several shares: one call at a time, and one snapshot at a time."""
+    """The target of several shards: one call at a time, and one snapshot at a time."""
 
     def __init__(
         self,
         target: DeltaTarget,
         clock: Callable[[], float],
-        on_applying: Callable[[IdShare, LearnedUpTo | None], None],
-        on_applied: Callable[[Followed], None],
+        on_applying: Callable[[IdShard, LearnedUpTo | None], None],
+        on_applied: Callable[[ShardProgress], None],
     ) -> None:
         self.target = target
         self.clock = clock
         self.on_applying = on_applying
         self.on_applied = on_applied
         self.turn = threading.Lock()
-        """Held from the begin of a snapshot to its end."""
+        """Locked from the start of a snapshot to its end: the target takes one at a time."""
         self.generation = target.generation
-        """Of the target when it was handed over: places that were handed over with it are of that one."""
+        """The target's generation when it was passed in: the positions passed in with it are of that one."""
         self._changed = threading.Condition()
-        # The states of the shares, by their numbers, and what was made of them: guarded by the condition.
+        # The state of each shard, and the combined one that the target knows: guarded by the condition.
         self._states: dict[int, PublishState] = {}
         self._told: PublishState | None = None
 
@@ -326,28 +339,30 @@ class _SharedTarget:
         with self._changed:
             return self._changed.wait_for(reached, timeout)
 
-    def follow(self, share: int, state: PublishState) -> None:
-        """Take note of the state of a share, and tell the target what all of them come to.
+    def set_state(self, shard: int, state: PublishState) -> None:
+        """Take note of the state of a shard, and tell the target the combined state of all shards.
 
-        While one share is to go back to a version all do, and while one is held all are: those who publish
-        are told one after the other, and their clocks say nothing of each other.
+        If one shard is rolled back to a version, all are; if one is paused, all are: publishers receive an
+        order one after the other, and their clocks cannot be compared.
         """
         with self as target:
-            self._states[share] = state
-            told = max(self._states.values(), key=lambda one: (one.version is not None, one.held, one.since))
+            self._states[shard] = state
+            told = max(
+                self._states.values(), key=lambda one: (one.version is not None, one.paused, one.since)
+            )
             if told != self._told:
                 self._told = told
-                target.follow(told)
+                target.set_state(told)
 
     def forget_states(self) -> None:
-        """Forget what shares said that are followed no more."""
+        """Forget the states of shards that are no longer followed."""
         with self:
             self._states.clear()
 
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A snapshot of which some came."""
+    """A snapshot in progress."""
 
     begin: SnapshotBegin
     received_at: float
@@ -362,40 +377,40 @@ class _Snapshot:
 
 
 class _Follower:
-    """Follows one share."""
+    """Follows one shard."""
 
     def __init__(
         self,
-        log: ShareLog,
-        place: LogPlace | None,
+        log: ShardLog,
+        position: LogPosition | None,
         open_reader: OpenReader,
         target: _SharedTarget,
         stop: threading.Event,
         *,
         refuse: RefuseRun,
     ) -> None:
-        self.share = share = log.share
-        self.followed = Followed(share, place, run=log.run)
+        self.shard = shard = log.shard
+        self.progress = ShardProgress(shard, position, run=log.run)
         self.clock_offset = log.clock_offset
-        """As it was measured last; set by the thread that looks for shares."""
+        """The latest measurement; set by the thread that looks for shards."""
         self.stale = False
-        """Whether the share is not, or not any more, one of as many as it was."""
+        """Whether messages of the shard name another number of shards than it was found with."""
         self._open_reader = open_reader
         self._target = target
         self._stop = stop
         self._refuse = refuse
-        self._lines = _Lines()
+        self._log_limit = _LogLimit()
         self._left = threading.Event()
         self._thread: threading.Thread | None = None
         self._reader: DeltaReader | None = None
         self._snapshot: _Snapshot | None = None
-        self._generation = target.generation  # of the target, when the place was reached
-        self._compare_after = 0  # digests of deltas up to it are not compared
+        self._generation = target.generation  # the target's, when the position was reached
+        self._compare_after = 0  # digests of deltas up to this sequence are not compared
         self._differing: set[int] = set()
 
     def start(self, wait: float) -> None:
         if self._thread is None:
-            name = f"subscriber-{self.share[0]}"
+            name = f"subscriber-{self.shard[0]}"
             self._thread = threading.Thread(target=self._keep_reading, args=(wait,), name=name, daemon=True)
             self._thread.start()
 
@@ -403,10 +418,10 @@ class _Follower:
         while not self._stopped():
             try:
                 again = self.open() and self.read(wait)
-            except Exception as cause:  # whatever it is, the share is read again
-                if self._lines.is_due(repr(cause)):
-                    _log.exception("share %d of %d cannot be followed; trying again", *self.share)
-                self.followed = replace(self.followed, error=str(cause) or type(cause).__name__)
+            except Exception as cause:  # any failure: the shard is read again
+                if self._log_limit.is_due(repr(cause)):
+                    _log.exception("shard %d of %d cannot be followed; retrying", *self.shard)
+                self.progress = replace(self.progress, error=str(cause) or type(cause).__name__)
                 again = False
             if not again:
                 self._left.wait(min(wait, 0.5))
@@ -415,7 +430,7 @@ class _Follower:
         return self._stop.is_set() or self._left.is_set()
 
     def open(self) -> bool:
-        """Open a reader where there is none; return whether there is one."""
+        """Open a reader unless there is one; return whether there is one now."""
         if self._reader is None:
             try:
                 self._reader = self._open_reader()
@@ -434,29 +449,29 @@ class _Follower:
             self._reader = None
 
     def read(self, wait: float) -> bool:
-        """Read on from where the share is; return whether to go on at once."""
+        """Read from the position reached; return whether to read again at once."""
         if self._reader is None:
             return False
-        number = self.share[0]
+        number = self.shard[0]
         try:
-            self._take_all(self._reader.read(number, self.followed.place, wait=wait))
-            if self._differing and self.followed.place is not None:
+            self._take_all(self._reader.read(number, self.progress.position, wait=wait))
+            if self._differing and self.progress.position is not None:
                 self._repair(self._reader)
         except MonolithError as cause:
             self._fail(cause)
             return False
         finally:
             self._drop_snapshot()
-        if self.followed.error:
-            self.followed = replace(self.followed, error="")
-            if self._lines.is_due(""):
-                _log.info("following share %d of %d again", *self.share)
-        return self.followed.state.version is None and not self.stale
+        if self.progress.error:
+            self.progress = replace(self.progress, error="")
+            if self._log_limit.is_due(""):
+                _log.info("following shard %d of %d again", *self.shard)
+        return self.progress.state.version is None and not self.stale
 
     def _fail(self, cause: MonolithError) -> None:
-        if self._lines.is_due(str(cause)):
-            _log.warning("cannot follow share %d of %d: %s; trying again", *self.share, cause)
-        self.followed = replace(self.followed, error=str(cause))
+        if self._log_limit.is_due(str(cause)):
+            _log.warning("cannot follow shard %d of %d: %s; retrying", *self.shard, cause)
+        self.progress = replace(self.progress, error=str(cause))
 
     def _take_all(self, messages: Iterator[Message]) -> None:
         try:
@@ -469,99 +484,105 @@ class _Follower:
                     close()
 
     def _take(self, message: Message) -> bool:
-        """Do what a message says, where it fits; return whether to read on from here."""
+        """Apply a message if it fits; return False to read again from the position reached."""
         if isinstance(message, PublishState):
             return self._take_state(message)
         if isinstance(message, SnapshotRows):
             return self._take_rows(message)
         if isinstance(message, SnapshotEnd):
             return self._take_end(message)
-        if message.share != self.share:
+        if message.shard != self.shard:
             self.stale = True
             return False
         self.stale = False
-        if message.run != self.followed.run:
-            if why := self._refuse(message.run, self.share[0], message.place):
+        if message.run != self.progress.run:
+            if why := self._refuse(message.run, self.shard[0], message.position):
                 raise ConfigError(why)
-            self.followed = replace(self.followed, run=message.run)
+            self.progress = replace(self.progress, run=message.run)
         return self._begin(message) if isinstance(message, SnapshotBegin) else self._take_delta(message)
 
     def _take_state(self, state: PublishState) -> bool:
-        known = self.followed.state
+        known = self.progress.state
         if state.publisher == known.publisher and state.number < known.number:
             return True
         if state != known:
-            self.followed = replace(self.followed, state=state)
-            self._target.follow(self.share[0], state)
+            self.progress = replace(self.progress, state=state)
+            self._target.set_state(self.shard[0], state)
         if state.version is None:
             return True
-        self.followed = replace(self.followed, place=None)  # what deltas brought is dropped
+        self.progress = replace(self.progress, position=None)  # the target drops all rows of deltas
         return False
 
     # Deltas
 
     def _take_delta(self, delta: Delta) -> bool:
         if self._snapshot is not None:
-            return True  # the rest of it may still come; if not, this delta is read again
-        place, following = self.followed.place, delta.place
-        if place is None or following.epoch != place.epoch or following.sequence > place.sequence + 1:
+            return True  # the rest of the snapshot may still come; if not, this delta is read again
+        position, following = self.progress.position, delta.position
+        if (
+            position is None
+            or following.epoch != position.epoch
+            or following.sequence > position.sequence + 1
+        ):
             return False
-        if following.sequence <= place.sequence:
+        if following.sequence <= position.sequence:
             return True
         received = self._target.clock()
         with self._target as target:
-            if self._is_let_go(target):
+            if self._has_dropped_rows(target):
                 return False
-            self._target.on_applying(self.share, delta.learned)
+            self._target.on_applying(self.shard, delta.learned)
             target.apply(delta.rows, delta.removed)
             if delta.dense is not None:
                 target.swap_dense(delta.dense)
-            # Rows of a snapshot were read while they were trained, up to the delta that was made next.
+            # Rows of a snapshot were read while they were trained: only the delta that was being made at its
+            # end brings all of them to one step.
             covered = following.sequence >= self._compare_after
-            self.followed = replace(
-                self.followed,
-                place=following,
-                learned=delta.learned if delta.complete else self.followed.learned,
+            self.progress = replace(
+                self.progress,
+                position=following,
+                learned=delta.learned if delta.complete else self.progress.learned,
                 received_at=received,
                 applied_at=self._target.clock(),
                 generation=self._generation,
                 newest_step=(delta.learned.newest_step or None) if covered else None,
-                deltas=self.followed.deltas + 1,
+                deltas=self.progress.deltas + 1,
             )
             if delta.complete:
-                self._target.on_applied(replace(self.followed, clock_offset=self.clock_offset))
+                self._target.on_applied(replace(self.progress, clock_offset=self.clock_offset))
             if following.sequence > self._compare_after:
                 self._compare(target, delta)
         return not self._differing
 
-    def _is_let_go(self, target: DeltaTarget) -> bool:
-        """Whether the target holds nothing any more of what the place says; then there is no place either."""
+    def _has_dropped_rows(self, target: DeltaTarget) -> bool:
+        """Whether the target has dropped its rows since the position was reached; if so, forget the
+        position."""
         if target.generation == self._generation:
             return False
         self._generation = target.generation
-        self.followed = replace(self.followed, place=None)
+        self.progress = replace(self.progress, position=None)
         return True
 
     def _compare(self, target: DeltaTarget, delta: Delta) -> None:
         for table, digests in delta.digests.items():
             if table in target.tables and len(digests.buckets):
-                held = target.digests(table, self.share, digests.buckets)
-                if held is not None:
-                    self._differing.update(digests.buckets[held != digests.sums].tolist())
+                ours = target.digests(table, self.shard, digests.buckets)
+                if ours is not None:
+                    self._differing.update(digests.buckets[ours != digests.sums].tolist())
 
     def _repair(self, reader: DeltaReader) -> None:
-        """Read the buckets that differ anew."""
+        """Read the buckets that differ again."""
         buckets = torch.tensor(sorted(self._differing), dtype=torch.int64)
-        repaired = self.followed.snapshots
+        repaired = self.progress.snapshots
         _log.warning(
-            "share %d of %d differs from what is published in %d buckets of ids: reading them anew",
-            *self.share,
+            "shard %d of %d differs from the published rows in %d buckets of ids: reading them again",
+            *self.shard,
             len(buckets),
         )
         self._differing.clear()
-        self._take_all(reader.read_buckets(self.share[0], buckets))
-        if self.followed.snapshots > repaired:
-            self.followed = replace(self.followed, repaired=self.followed.repaired + len(buckets))
+        self._take_all(reader.read_buckets(self.shard[0], buckets))
+        if self.progress.snapshots > repaired:
+            self.progress = replace(self.progress, repaired=self.progress.repaired + len(buckets))
 
     # Snapshots
 
@@ -572,9 +593,9 @@ class _Follower:
         self._target.turn.acquire()
         self._snapshot = _Snapshot(begin, self._target.clock())
         with self._target as target:
-            if self._is_let_go(target) and begin.buckets is not None:
+            if self._has_dropped_rows(target) and begin.buckets is not None:
                 return False
-            target.begin_snapshot(self.share, begin.buckets)
+            target.begin_snapshot(self.shard, begin.buckets)
         return True
 
     def _take_rows(self, message: SnapshotRows) -> bool:
@@ -585,7 +606,7 @@ class _Follower:
             return True
         with self._target as target:
             if not snapshot.numbers:
-                self._target.on_applying(self.share, None)
+                self._target.on_applying(self.shard, None)
             snapshot.numbers.add(message.number)
             target.snapshot_rows(message.table, message.rows)
         return self._finish(snapshot) if snapshot.whole else True
@@ -600,52 +621,55 @@ class _Follower:
     def _finish(self, snapshot: _Snapshot) -> bool:
         begin, end = snapshot.begin, snapshot.end
         assert end is not None
-        place = begin.place if begin.buckets is None else _lower(self.followed.place, begin.place)
+        position = begin.position if begin.buckets is None else _lower(self.progress.position, begin.position)
         with self._target as target:
-            if self._is_let_go(target):
+            if self._has_dropped_rows(target):
                 return False
             if not snapshot.numbers:
-                self._target.on_applying(self.share, None)
+                self._target.on_applying(self.shard, None)
             target.end_snapshot()
             if begin.dense is not None:
                 target.swap_dense(begin.dense)
             self._snapshot = None
             learned = begin.learned
-            if begin.buckets is not None and learned.step >= self.followed.learned.step:
-                learned = self.followed.learned  # other buckets are as they were
-            self.followed = replace(
-                self.followed,
-                place=place,
+            if begin.buckets is not None and learned.step >= self.progress.learned.step:
+                learned = self.progress.learned  # the remaining buckets are as they were
+            self.progress = replace(
+                self.progress,
+                position=position,
                 learned=learned,
                 received_at=snapshot.received_at,
                 applied_at=self._target.clock(),
                 generation=self._generation,
                 newest_step=None,
-                snapshots=self.followed.snapshots + 1,
+                snapshots=self.progress.snapshots + 1,
             )
             self._compare_after = end.whole_at.sequence
-            self._target.on_applied(replace(self.followed, clock_offset=self.clock_offset))
+            self._target.on_applied(replace(self.progress, clock_offset=self.clock_offset))
         self._target.turn.release()
         self._differing.clear()
         return True
 
     def _drop_snapshot(self) -> None:
-        """Forget a snapshot that broke off. Where rows of it are older than the place, which they are where
-        it came late, the place goes back: what is read again from there is newer than they are."""
+        """Forget a snapshot that broke off.
+
+        Its rows may be older than the position, if it arrived late. Then the position is set back: the deltas
+        that are read again from there are newer than these rows.
+        """
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None:
             return
         with self._target as target:
-            target.drop_snapshot()
+            target.abort_snapshot()
             if snapshot.numbers:
-                place, begun = self.followed.place, snapshot.begin.place
-                same = place is not None and place.epoch == begun.epoch
-                self.followed = replace(self.followed, place=_lower(place, begun) if same else None)
+                position, begun = self.progress.position, snapshot.begin.position
+                same = position is not None and position.epoch == begun.epoch
+                self.progress = replace(self.progress, position=_lower(position, begun) if same else None)
         self._target.turn.release()
 
 
-def _lower(place: LogPlace | None, other: LogPlace) -> LogPlace | None:
-    """Return the earlier of two places of an epoch; of two epochs the first, since the other is not whole."""
-    if place is None or place.epoch != other.epoch:
-        return place
-    return min(place, other, key=lambda one: one.sequence)
+def _lower(position: LogPosition | None, other: LogPosition) -> LogPosition | None:
+    """Return the earlier of two positions of an epoch; the first if their epochs differ."""
+    if position is None or position.epoch != other.epoch:
+        return position
+    return min(position, other, key=lambda one: one.sequence)

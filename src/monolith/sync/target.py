@@ -1,22 +1,24 @@
-"""What a subscriber brings up to date: the rows of a server or of a standby, wherever they are."""
+"""Delta targets: the rows that a subscriber keeps up to date, those of a serving server or of a standby."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.sync.messages import PublishState
-from monolith.table import Rows
+from monolith.table import Rows, Table, in_share, iterate, iterate_buckets
 
 
 class DeltaTarget(Protocol):
-    """Takes what a subscriber reads. Called by one thread at a time.
+    """Takes the rows that a subscriber reads. Called by one thread at a time.
 
-    Snapshots are taken one after the other; between two calls of one, deltas of other shares are applied.
-    A table that the target does not have is passed over.
+    Snapshots are applied one after the other; between two calls of one, deltas of other shards are applied.
+    A table that the target does not have is ignored.
     """
 
     @property
@@ -25,28 +27,113 @@ class DeltaTarget(Protocol):
 
     @property
     def generation(self) -> int:
-        """Rises whenever what was brought is let go of: places that were reached before count no more."""
+        """Rises whenever the target drops its rows: log positions reached before that no longer count."""
 
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
-        """Put rows in place of those of the same ids, and drop those of other ids. Each row as a whole."""
+        """Replace the rows of the same ids, and drop the removed ids. Each row changes as a whole."""
 
-    def begin_snapshot(self, share: IdShare, buckets: Tensor | None) -> None:
-        """Take note that all rows of a share follow, or those of some buckets of it."""
+    def begin_snapshot(self, shard: IdShard, buckets: Tensor | None) -> None:
+        """Prepare for all rows of a shard, or those of some of its buckets."""
 
     def snapshot_rows(self, table: str, rows: Rows) -> None:
-        """Put rows of the snapshot in place."""
+        """Store rows of the snapshot."""
 
     def end_snapshot(self) -> None:
-        """Drop what the share, or its buckets, held and the snapshot did not bring, of every table."""
+        """Drop the rows of the shard, or of its buckets, that the snapshot did not have, in every table."""
 
-    def drop_snapshot(self) -> None:
-        """Forget that a snapshot was begun: it broke off. The rows that came may stay."""
+    def abort_snapshot(self) -> None:
+        """Forget a snapshot that broke off. The rows that arrived may stay."""
 
-    def digests(self, table: str, share: IdShare, buckets: Tensor) -> Tensor | None:
-        """Return what `Table.digests` says; None where it cannot be compared."""
+    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor | None:
+        """Return the checksums of `Table.digests`; None if the rows cannot be compared."""
 
     def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
-        """Put all dense weights in place, between two batches."""
+        """Replace all dense weights, between two batches."""
 
-    def follow(self, state: PublishState) -> None:
-        """Take note of the newest publish state; where it names a version, go back to it."""
+    def set_state(self, state: PublishState) -> None:
+        """Take note of the newest publish state; if it names a version, roll back to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    shard: IdShard
+    buckets: Tensor | None
+    seen: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+class TableTarget:
+    """A `DeltaTarget` of plain tables in this process, as a standby has them. Only the subscriber writes to
+    them.
+
+    Args:
+        tables: The tables, under the publisher's names.
+        swap: Called with all dense weights by name.
+    """
+
+    def __init__(
+        self, tables: Mapping[str, Table], *, swap: Callable[[Mapping[str, Tensor]], None] | None = None
+    ) -> None:
+        self._tables = dict(tables)
+        self._swap = swap
+        self._snapshot: _Snapshot | None = None
+        self.dense: Mapping[str, Tensor] | None = None
+        """The newest dense weights."""
+        self.state = PublishState()
+        """The newest publish state."""
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        return {name: table.dim for name, table in self._tables.items()}
+
+    @property
+    def generation(self) -> int:
+        return 0  # these rows are never dropped
+
+    def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
+        for name, table in self._tables.items():
+            if name in removed:
+                table.remove(removed[name])
+            if name in rows:
+                table.restore(rows[name])
+
+    def begin_snapshot(self, shard: IdShard, buckets: Tensor | None) -> None:
+        self._snapshot = _Snapshot(shard, buckets)
+
+    def snapshot_rows(self, table: str, rows: Rows) -> None:
+        if self._snapshot is not None and table in self._tables:
+            self._tables[table].restore(rows)
+            self._snapshot.seen.setdefault(table, []).append(rows.ids)
+
+    def end_snapshot(self) -> None:
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            return
+        for name, table in self._tables.items():
+            # Sorted once: every chunk of the table is compared with all ids of the snapshot.
+            seen = torch.cat([torch.empty(0, dtype=torch.int64), *snapshot.seen.get(name, [])]).sort().values
+            buckets = snapshot.buckets
+            for rows in iterate(table) if buckets is None else iterate_buckets(table, buckets):
+                replaced = rows.ids[in_share(rows.ids, snapshot.shard)]
+                table.remove(replaced[~_contains(seen, replaced)])
+
+    def abort_snapshot(self) -> None:
+        self._snapshot = None
+
+    def digests(self, table: str, shard: IdShard, buckets: Tensor) -> Tensor:
+        return self._tables[table].digests(buckets, share=shard)
+
+    def swap_dense(self, weights: Mapping[str, Tensor]) -> None:
+        self.dense = weights
+        if self._swap is not None:
+            self._swap(weights)
+
+    def set_state(self, state: PublishState) -> None:
+        self.state = state
+
+
+def _contains(ascending: Tensor, ids: Tensor) -> Tensor:
+    """Return a bool per id: whether it is in an ascending tensor."""
+    if not len(ascending):
+        return torch.zeros(len(ids), dtype=torch.bool)
+    nearest = torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)
+    return ascending[nearest] == ids

@@ -4,9 +4,12 @@
     head: JSON, padded with blanks to a multiple of 8
     body: the tensors that the head counts, one after the other, little-endian, each padded to 8 bytes
 
-The CRC is of all that comes before and after it. Whoever reads compares sizes with what is there and with a
-limit before anything is allocated, and all that the head says with the bytes of the body; tensors are views
-of the bytes they were read from. Rows are never Python objects: a frame is a few copies of memory.
+The CRC covers everything before and after it. A reader compares the sizes with the bytes present and with a
+limit before it allocates anything, and everything the head says with the bytes of the body. Tensors are views
+of the bytes they were read from: rows never become Python objects, and a frame is a few copies of memory.
+
+The classes named `_...Head` are the JSON. Their field names are the format: they stay as they are when a
+class of `messages` renames a field, since files and topics written by earlier releases must be readable.
 """
 
 from __future__ import annotations
@@ -15,22 +18,22 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from monolith import native
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import CorruptMessageError, RequestError
-from monolith.sync.channel import ShareLog
+from monolith.sync.channel import ShardLog
 from monolith.sync.messages import (
     BUCKETS,
     Delta,
     Digests,
     LearnedUpTo,
-    LogPlace,
+    LogPosition,
     Message,
     PublishState,
     SnapshotBegin,
@@ -42,15 +45,13 @@ from monolith.wire.messages import Count, read_message, write_message
 
 VERSION = 1
 FRAME_LIMIT = 1 << 30
-"""The most bytes of a frame, head and body together, that is read where nobody says otherwise."""
-PART_BYTES = 4 << 20
-"""About how many bytes of rows a publisher puts into one delta, and a snapshot into one message."""
+"""Default bound on the bytes of a frame, head and body together."""
 
 _MAGIC = b"MDLT"
 _LEAD = struct.Struct("<4sBBHIQ")
 _CRC = struct.Struct("<I")
 LEAD_BYTES = _LEAD.size + _CRC.size
-"""From so many bytes on, `frame_bytes` knows how long a frame is."""
+"""Bytes at the start of a frame that `frame_bytes` needs to tell its length."""
 _HEAD_LIMIT = 16 << 20
 _ALIGNMENT = 8
 _MOST_ELEMENTS = 1 << 53
@@ -65,12 +66,12 @@ _DTYPES = {
 Frame = bytes | bytearray | memoryview
 
 
-# What heads say
+# Heads: the names of these fields are the format on the wire
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of rows."""
+    """Shape of rows: `count` ids, each with `dim` values and `state_dim` floats of optimizer state."""
 
     count: Count
     dim: Count
@@ -87,7 +88,7 @@ class _Weight:
 class _DeltaHead:
     run: str
     share: tuple[Count, Count]
-    place: LogPlace
+    place: LogPosition
     learned: LearnedUpTo
     rows: dict[str, _Shape]
     removed: dict[str, Count]
@@ -100,7 +101,7 @@ class _DeltaHead:
 class _BeginHead:
     run: str
     share: tuple[Count, Count]
-    place: LogPlace
+    place: LogPosition
     learned: LearnedUpTo
     buckets: Count | None
     dense: dict[str, _Weight] | None
@@ -116,10 +117,37 @@ class _RowsHead:
 
 
 @dataclass(frozen=True, slots=True)
+class _EndHead:
+    place: LogPosition
+    whole_at: LogPosition
+    snapshot: str = ""
+    chunks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateHead:
+    """A `PublishState` in JSON; also part of the messages of the Kafka channel."""
+
+    held: bool = False
+    reason: str = ""
+    since: float = 0.0
+    version: str | None = None
+    number: int = 0
+    publisher: str = ""
+
+    @classmethod
+    def of(cls, state: PublishState) -> StateHead:
+        return cls(state.paused, state.reason, state.since, state.version, state.number, state.publisher)
+
+    def state(self) -> PublishState:
+        return PublishState(self.held, self.reason, self.since, self.version, self.number, self.publisher)
+
+
+@dataclass(frozen=True, slots=True)
 class _LogHead:
     run: str
     share: tuple[Count, Count]
-    newest: LogPlace
+    newest: LogPosition
     oldest: Count
     tables: dict[str, Count]
 
@@ -128,8 +156,8 @@ _KINDS: Mapping[int, type] = {
     1: _DeltaHead,
     2: _BeginHead,
     3: _RowsHead,
-    4: SnapshotEnd,
-    5: PublishState,
+    4: _EndHead,
+    5: StateHead,
 }
 
 
@@ -139,20 +167,23 @@ _KINDS: Mapping[int, type] = {
 def encode(message: Message) -> bytes:
     """Return a message as a frame."""
     body = _Body()
-    head: object = message
-    kind = 4 if isinstance(message, SnapshotEnd) else 5
-    if isinstance(message, Delta):
-        kind, head = 1, _delta_head(message, body)
-    elif isinstance(message, SnapshotBegin):
-        buckets = None if message.buckets is None else body.add(message.buckets, torch.int64)
-        dense = _dense_head(message.dense, body)
-        about = (message.run, message.share, message.place, message.learned)
-        kind, head = 2, _BeginHead(*about, buckets, dense, message.snapshot)
-    elif isinstance(message, SnapshotRows):
-        kind, head = (
-            3,
-            _RowsHead(message.table, _rows_head(message.rows, body), message.snapshot, message.number),
-        )
+    head: object
+    match message:
+        case Delta():
+            kind, head = 1, _delta_head(message, body)
+        case SnapshotBegin():
+            buckets = None if message.buckets is None else body.add(message.buckets, torch.int64)
+            dense = _dense_head(message.dense, body)
+            about = (message.run, message.shard, message.position, message.learned)
+            kind, head = 2, _BeginHead(*about, buckets, dense, message.snapshot)
+        case SnapshotRows():
+            rows = _rows_head(message.rows, body)
+            kind, head = 3, _RowsHead(message.table, rows, message.snapshot, message.number)
+        case SnapshotEnd():
+            kind = 4
+            head = _EndHead(message.position, message.whole_at, message.snapshot, message.chunks)
+        case PublishState():
+            kind, head = 5, StateHead.of(message)
     text = json.dumps(write_message(head), separators=(",", ":")).encode()
     text += b" " * (-(LEAD_BYTES + len(text)) % _ALIGNMENT)
     lead = _LEAD.pack(_MAGIC, VERSION, kind, 0, len(text), body.size)
@@ -170,7 +201,7 @@ class _Body:
         self.size = 0
 
     def add(self, tensor: Tensor, dtype: torch.dtype) -> int:
-        """Put a tensor at the end; return how many elements it has."""
+        """Append a tensor; return how many elements it has."""
         plain = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
         if plain.numel():
             self.parts.append(plain.view(torch.uint8).numpy())
@@ -190,7 +221,7 @@ def _delta_head(delta: Delta, body: _Body) -> _DeltaHead:
         digests[table] = body.add(found.buckets, torch.int64)
         body.add(found.sums, torch.int64)
     return _DeltaHead(
-        delta.run, delta.share, delta.place, delta.learned, rows, removed, dense, digests, delta.complete
+        delta.run, delta.shard, delta.position, delta.learned, rows, removed, dense, digests, delta.complete
     )
 
 
@@ -220,7 +251,7 @@ def frame_bytes(lead: Frame, *, limit: int = FRAME_LIMIT) -> int:
     """Return how many bytes the frame has that begins with these `LEAD_BYTES`, its lead included.
 
     Raises:
-        CorruptMessageError: No frame begins so, or it is larger than `limit`.
+        CorruptMessageError: These bytes do not start a frame, or it is larger than `limit`.
     """
     if len(lead) < LEAD_BYTES:
         raise CorruptMessageError(
@@ -228,7 +259,7 @@ def frame_bytes(lead: Frame, *, limit: int = FRAME_LIMIT) -> int:
         )
     magic, version, kind, _, head, body = _LEAD.unpack_from(lead)
     if magic != _MAGIC:
-        raise CorruptMessageError("bytes of a delta channel are no message: they begin otherwise")
+        raise CorruptMessageError("bytes of a delta channel are not a message: they start with other bytes")
     if version != VERSION or kind not in _KINDS:
         raise CorruptMessageError(
             f"a message of kind {kind}, version {version} came over a delta channel; this process reads "
@@ -245,10 +276,10 @@ def frame_bytes(lead: Frame, *, limit: int = FRAME_LIMIT) -> int:
 def decode(frame: Frame, *, limit: int = FRAME_LIMIT) -> Message:
     """Return the message of exactly one frame.
 
-    Its tensors are views of the frame where that may be written to, else of a copy.
+    Its tensors are views of the frame if it is writable, else of a copy.
 
     Raises:
-        CorruptMessageError: It is none: torn, altered, of another version, or what it says makes no sense.
+        CorruptMessageError: The frame is torn, altered, of another version, or its content makes no sense.
     """
     size = frame_bytes(frame, limit=limit)
     if size != len(frame):
@@ -271,7 +302,7 @@ def decode(frame: Frame, *, limit: int = FRAME_LIMIT) -> Message:
 
 
 def decode_all(data: Frame, *, limit: int = FRAME_LIMIT) -> Iterator[Message]:
-    """Yield the messages of frames that lie one after the other; raises as `decode` does."""
+    """Yield the messages of consecutive frames; raises as `decode` does."""
     rest = memoryview(data).cast("B")
     while len(rest):
         size = frame_bytes(rest[:LEAD_BYTES], limit=limit)
@@ -280,20 +311,21 @@ def decode_all(data: Frame, *, limit: int = FRAME_LIMIT) -> Iterator[Message]:
 
 
 class _Tensors:
-    """Takes tensors from the bytes of a body, in order."""
+    """Reads the tensors of a body one after the other, and checks that they fit into its bytes."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._at = 0
 
     def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        if math.prod(max(one, 1) for one in shape) > _MOST_ELEMENTS:  # also where one is 0: torch has strides
+        # A size of 0 counts as 1: torch computes strides of the other sizes all the same.
+        if math.prod(max(one, 1) for one in shape) > _MOST_ELEMENTS:
             raise CorruptMessageError(f"a message makes no sense: a tensor of shape {list(shape)}")
         count = math.prod(shape)
         size = count * dtype.itemsize
         begin, self._at = self._at, self._at + size + -size % _ALIGNMENT
         if self._at > len(self._data):
-            raise CorruptMessageError("a message makes no sense: it says more than it has bytes for")
+            raise CorruptMessageError("a message makes no sense: its head describes more bytes than it has")
         if dtype is torch.bool and count:
             _check_between(torch.frombuffer(self._data, dtype=torch.uint8, count=count, offset=begin), 2)
         if count == 0:
@@ -331,7 +363,7 @@ class _Tensors:
 
     def end(self) -> None:
         if self._at != len(self._data):
-            raise CorruptMessageError("a message makes no sense: it has more bytes than it says")
+            raise CorruptMessageError("a message makes no sense: it has more bytes than its head describes")
 
 
 def _check_between(found: Tensor, limit: int) -> None:
@@ -340,127 +372,68 @@ def _check_between(found: Tensor, limit: int) -> None:
 
 
 def _message(head: Any, tensors: _Tensors) -> Message:
+    # The order in which tensors are taken is the order in which `encode` added them.
     message: Message
-    if isinstance(head, _DeltaHead):
-        message = Delta(
-            head.run,
-            _share(head.share),
-            _place(head.place),
-            head.learned,
-            {table: tensors.rows(shape) for table, shape in head.rows.items()},
-            {table: tensors.ids(count) for table, count in head.removed.items()},
-            tensors.dense(head.dense),
-            {table: Digests(tensors.buckets(n), tensors.ids(n)) for table, n in head.digests.items()},
-            head.complete,
-        )
-    elif isinstance(head, _BeginHead):
-        buckets = None if head.buckets is None else tensors.buckets(head.buckets)
-        dense = tensors.dense(head.dense)
-        about = (head.run, _share(head.share), _place(head.place), head.learned)
-        message = SnapshotBegin(*about, buckets, dense, head.snapshot)
-    elif isinstance(head, _RowsHead):
-        message = SnapshotRows(head.table, tensors.rows(head.rows), head.snapshot, head.number)
-    elif isinstance(head, SnapshotEnd):
-        _place(head.place), _place(head.whole_at)
-        message = head
-    else:
-        assert isinstance(head, PublishState)
-        message = head
+    match head:
+        case _DeltaHead():
+            message = Delta(
+                head.run,
+                _checked_shard(head.share),
+                _checked_position(head.place),
+                head.learned,
+                {table: tensors.rows(shape) for table, shape in head.rows.items()},
+                {table: tensors.ids(count) for table, count in head.removed.items()},
+                tensors.dense(head.dense),
+                {table: Digests(tensors.buckets(n), tensors.ids(n)) for table, n in head.digests.items()},
+                head.complete,
+            )
+        case _BeginHead():
+            buckets = None if head.buckets is None else tensors.buckets(head.buckets)
+            dense = tensors.dense(head.dense)
+            about = (head.run, _checked_shard(head.share), _checked_position(head.place), head.learned)
+            message = SnapshotBegin(*about, buckets, dense, head.snapshot)
+        case _RowsHead():
+            message = SnapshotRows(head.table, tensors.rows(head.rows), head.snapshot, head.number)
+        case _EndHead():
+            positions = _checked_position(head.place), _checked_position(head.whole_at)
+            message = SnapshotEnd(*positions, head.snapshot, head.chunks)
+        case _:
+            assert isinstance(head, StateHead)
+            message = head.state()
     tensors.end()
     return message
 
 
-def _share(share: IdShare) -> IdShare:
-    if not share[0] < share[1]:
-        raise CorruptMessageError(f"a message makes no sense: share {share[0]} of {share[1]}")
-    return share
+def _checked_shard(shard: IdShard) -> IdShard:
+    if not shard[0] < shard[1]:
+        raise CorruptMessageError(f"a message makes no sense: shard {shard[0]} of {shard[1]}")
+    return shard
 
 
-def _place(place: LogPlace) -> LogPlace:
-    if place.sequence < 0:
-        raise CorruptMessageError(f"a message makes no sense: its sequence is {place.sequence}")
-    return place
+def _checked_position(position: LogPosition) -> LogPosition:
+    if position.sequence < 0:
+        raise CorruptMessageError(f"a message makes no sense: its sequence is {position.sequence}")
+    return position
 
 
-# What a channel knows of a log, beside its messages
+# The description of a log, which channels keep next to the messages
 
 
-def log_to_plain(log: ShareLog) -> dict[str, Any]:
-    """Return what a channel knows of a share as plain values."""
-    return write_message(_LogHead(log.run, log.share, log.newest, log.oldest, dict(log.tables)))
+def log_to_plain(log: ShardLog) -> dict[str, Any]:
+    """Return the description of a log as plain values."""
+    return write_message(_LogHead(log.run, log.shard, log.newest, log.oldest, dict(log.tables)))
 
 
-def log_from_plain(plain: object) -> ShareLog:
-    """Return what `log_to_plain` made plain.
+def log_from_plain(plain: object) -> ShardLog:
+    """Return the description that `log_to_plain` made plain.
 
     Raises:
-        CorruptMessageError: It is none.
+        CorruptMessageError: The values are not such a description.
     """
     try:
         head = read_message(_LogHead, plain)
     except RequestError as cause:
-        raise CorruptMessageError(f"what a channel says of a share makes no sense: {cause}") from cause
-    return ShareLog(head.run, _share(head.share), _place(head.newest), head.oldest, head.tables)
-
-
-# Large deltas
-
-
-def split_delta(delta: Delta, limit_bytes: int = PART_BYTES) -> list[Delta]:
-    """Return a delta as several, none with much more than so many bytes of rows and removed ids.
-
-    They are numbered on from the delta's own sequence: whoever publishes them goes on after the last. Dense
-    weights, which are swapped all at once, and digests, which are of all rows together, are in the last; so
-    is the promise that all changes up to its step have come.
-    """
-    groups: list[_Group] = [_Group(limit_bytes)]
-    for table, rows in delta.rows.items():
-        for begin, end in _pieces(len(rows), _row_bytes(rows), limit_bytes):
-            piece = rows.slice(begin, end)
-            _fitting(groups, len(piece) * _row_bytes(rows), limit_bytes).rows[table] = piece
-    for table, ids in delta.removed.items():
-        for begin, end in _pieces(len(ids), 8, limit_bytes):
-            _fitting(groups, 8 * (end - begin), limit_bytes).removed[table] = ids[begin:end]
-    parts = [
-        replace(
-            delta,
-            place=LogPlace(delta.place.epoch, delta.place.sequence + number),
-            rows=group.rows,
-            removed=group.removed,
-            dense=None,
-            digests={},
-            complete=False,
-        )
-        for number, group in enumerate(groups)
-    ]
-    parts[-1] = replace(parts[-1], dense=delta.dense, digests=delta.digests, complete=delta.complete)
-    return parts
-
-
-@dataclass(slots=True)
-class _Group:
-    """What becomes one of the deltas."""
-
-    left: int
-    """Bytes that it has room for."""
-    rows: dict[str, Rows] = field(default_factory=dict)
-    removed: dict[str, Tensor] = field(default_factory=dict)
-
-
-def _fitting(groups: list[_Group], size: int, limit: int) -> _Group:
-    """Return the last group if so many bytes fit into it, else a new one; two pieces of a table never fit."""
-    if size > groups[-1].left and groups[-1].left < limit:
-        groups.append(_Group(limit))
-    groups[-1].left -= size
-    return groups[-1]
-
-
-def _row_bytes(rows: Rows) -> int:
-    return 16 + 4 * (int(rows.values.shape[1]) + int(rows.state.shape[1]))
-
-
-def _pieces(count: int, each: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of pieces of at most `limit` bytes; an empty whole is one piece."""
-    step = max(limit // each, 1)
-    for begin in range(0, max(count, 1), step):
-        yield begin, min(begin + step, count)
+        raise CorruptMessageError(f"the description of a shard's log makes no sense: {cause}") from cause
+    return ShardLog(
+        head.run, _checked_shard(head.share), _checked_position(head.newest), head.oldest, head.tables
+    )

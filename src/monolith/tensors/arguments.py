@@ -2,7 +2,7 @@
 
 An index out of range stops a CUDA process for good, so ranges are checked even there,
 at the price of waiting for the device once. Callers that made the indices themselves
-may say `validate=False`, where it is offered.
+may pass `validate=False`, if it is offered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_range(indices: Tensor, below: int, name: str) -> None:
         return
     low, high = torch.stack(torch.aminmax(indices)).tolist()
     if low < 0 or high >= below:
-        raise TensorArgumentError(f"{name} must lie within 0 and {below - 1}, got {low} to {high}")
+        raise TensorArgumentError(f"{name} must be within 0 and {below - 1}, got {low} to {high}")
 
 
 def check_rows(values: object, n: int, name: str) -> None:

@@ -8,13 +8,13 @@ reads safetensors reads it:
                 filled up with spaces
     tensors     end to end, those of the widest elements first
     checksums   one more tensor, `monolith.crc32c`, bytes: the CRC of length and header, of each
-                tensor in the order they lie, and of these CRCs
+                tensor in their order in the file, and of these CRCs
 
 With the checksums at the end a file is written in one pass from the tensors' own memory,
 and a reader can check the few tensors it wants. What cannot be checked is not read. A
 `FileRecord` covers the whole file once more, for a manifest: it also tells this file from
 another good one that has its name. (The safetensors library reads and writes local files
-only, and sums up nothing, so the format is spelled out here; tests hold the two together.)
+only, and sums up nothing, so the format is spelled out here; tests compare the two.)
 
 Tensors that share their memory, such as tied weights, are written once and read as one.
 CRC is CRC-32C.
@@ -43,7 +43,7 @@ else:
 CHECKSUMS = "monolith.crc32c"
 """The tensor of checksums; a name that is taken."""
 SHARED = "monolith.shared"
-"""Metadata: which names stand for another's tensor, as JSON; a key that is taken."""
+"""A reserved key of the metadata: which names are aliases of another tensor, as JSON."""
 
 _DTYPES = {
     "F64": ("float64", 8),
@@ -108,14 +108,14 @@ class DenseHeader:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     shared: Mapping[str, str]
-    """Name -> the name whose tensor it stands for."""
+    """Alias -> the name of its tensor."""
 
 
 def write_tensors(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
     """Write tensors to a file that appears under its name when it is complete.
 
-    They must not change meanwhile: whoever trains on hands over copies. Tensors that do
-    not lie in one piece on the CPU are copied there, one at a time.
+    They must not change meanwhile: a caller that trains on passes copies. Tensors that are
+    not contiguous on the CPU are copied there, one at a time.
 
     Raises:
         SaveError: A tensor is of a kind that safetensors has no word for. Nothing was written.
@@ -157,7 +157,7 @@ def read_header(path: str) -> DenseHeader:
 
     Raises:
         FileMissingError: There is no such file.
-        CorruptFileError: It is no such file, or damaged in what was read of it.
+        CorruptFileError: It is no such file, or damaged in its header.
         RestoreError: It carries no checksums.
     """
     with filesystem.open_read(path) as file:
@@ -172,7 +172,7 @@ def read_tensors(
     """Return the tensors of a file, each checked, and read into memory of its own.
 
     Args:
-        record: What was recorded of the file; it is then read, and checked, as a whole.
+        record: The recorded size and checksum of the file; it is then read, and checked, as a whole.
         only: Which names to return; all by default.
 
     Raises:
@@ -208,7 +208,8 @@ def record_of(path: str) -> FileRecord:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return what two tensors have in common if they are one in memory; None where there is none."""
+    """Return what two tensors have in common if they are one in memory; None if there is no memory to
+    share."""
     if tensor.numel() == 0 or tensor.layout is not torch.strided:
         return None
     place = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -239,7 +240,7 @@ class _SummedFile:
 
 @dataclass(frozen=True, slots=True)
 class _FilePlan:
-    """A file that can be written: its head, and its tensors in the order they will lie."""
+    """A file that can be written: its head, and its tensors in the order of the file."""
 
     head: bytes
     tensors: list[Tensor]
@@ -328,7 +329,7 @@ def _seal(sums: list[int]) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor, or of a copy if it does not lie in one piece on the CPU."""
+    """Return the memory of a tensor, or of a copy if it is not contiguous on the CPU."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if plain.numel() < 2:  # of any stride, which counts for nothing
         plain = plain.flatten().as_strided((plain.numel(),), (1,))
@@ -350,7 +351,7 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies in the file."""
+    """The place of a tensor in the file."""
 
     name: str
     info: TensorInfo
@@ -407,11 +408,11 @@ class _Reader:
             self._file.seek(at)
             for begin in range(0, size, _CHUNK_BYTES):
                 end = min(begin + _CHUNK_BYTES, size)
-                room = memoryview(scratch)[: end - begin] if target is None else target[begin:end]
-                self._read_into(room, at + begin)
-                own = native.crc32c(room, own)
+                buffer = memoryview(scratch)[: end - begin] if target is None else target[begin:end]
+                self._read_into(buffer, at + begin)
+                own = native.crc32c(buffer, own)
                 if record is not None:
-                    whole = native.crc32c(room, whole)
+                    whole = native.crc32c(buffer, whole)
             sums.append(own)
         self._check_sums(sums)
         if record is not None:
@@ -498,12 +499,12 @@ class _Reader:
         self._read_into(memoryview(buffer), at)
         return buffer
 
-    def _read_into(self, room: memoryview, at: int) -> None:
+    def _read_into(self, buffer: memoryview, at: int) -> None:
         have = 0
-        while have < len(room):
-            got = self._file.readinto(room[have:])  # type: ignore[attr-defined]
+        while have < len(buffer):
+            got = self._file.readinto(buffer[have:])  # type: ignore[attr-defined]
             if not got:
-                raise self._corrupt(at + have, f"the file ends {len(room) - have} bytes early")
+                raise self._corrupt(at + have, f"the file ends {len(buffer) - have} bytes early")
             have += got
 
     def _corrupt(self, offset: int, reason: str) -> CorruptFileError:

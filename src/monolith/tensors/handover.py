@@ -1,9 +1,9 @@
-"""Handing tensors from one thread to another.
+"""Passing tensors from one thread to another.
 
 Each thread has its own current CUDA stream, and streams run side by side: a tensor that
 one thread has computed may be unfinished when another reads it. A `Handover` carries the
 events to wait for. It can also take tensors to a device on the way, from page-locked
-memory on a stream of its own, so that neither thread nor device stands still meanwhile.
+memory on a stream of its own, so that neither thread nor device waits meanwhile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Courier:
     """Prepares structures for another thread, in the thread that made them.
 
     Args:
-        device: Where to take the tensors; None leaves each where it is.
+        device: The device to copy the tensors to; None leaves each where it is.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

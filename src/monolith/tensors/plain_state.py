@@ -1,7 +1,7 @@
-"""Plain state: what a `state_dict` holds, as JSON and named tensors.
+"""Plain state: the contents of a `state_dict`, as JSON and named tensors.
 
 Optimizers, schedulers and random generators describe themselves by nested dicts of
-numbers, text and tensors. Here the tensors are put aside under names, and JSON says
+numbers, text and tensors. Here the tensors are collected under names, and JSON says
 where each one belongs. What JSON has no word for is written as an object with one key
 that begins with `$`. The list of types is closed: reading must never run code, so there
 is no pickle to fall back to.
@@ -77,7 +77,7 @@ def _is_json(items: list[Any]) -> bool:
 
 
 def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what was encoded. Tensors are those of `tensors`, not copies.
+    """Return the encoded value. Tensors are those of `tensors`, not copies.
 
     Raises:
         RestoreError: `encode` writes no such thing, or a tensor is missing.

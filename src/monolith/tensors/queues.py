@@ -41,7 +41,7 @@ class PrefetchQueue(Generic[Item]):
         self._error: BaseException | None = None
 
     def put(self, item: Item) -> None:
-        """Add an item, once there is room.
+        """Add an item, once the queue is not full.
 
         Raises:
             QueueClosedError: The queue was closed, perhaps while this call waited; the
@@ -58,7 +58,7 @@ class PrefetchQueue(Generic[Item]):
         """Take the oldest item, once there is one.
 
         Raises:
-            QueueClosedError: The queue was closed, and what it held has been taken.
+            QueueClosedError: The queue was closed, and all its items have been taken.
             BaseException: Likewise, but it was closed with this error.
         """
         with self._changed:
@@ -70,11 +70,11 @@ class PrefetchQueue(Generic[Item]):
             raise self._error or QueueClosedError("cannot get: the queue was closed and is empty")
 
     def close(self, *, error: BaseException | None = None, discard: bool = False) -> None:
-        """Accept no more items, and wake whoever waits. Closing again changes nothing, but may discard.
+        """Accept no more items, and wake waiting threads. Closing again changes nothing, but may discard.
 
         Args:
             error: What `get` raises in place of QueueClosedError, after the last item.
-            discard: Whether to drop the items held; otherwise they can still be taken.
+            discard: Whether to drop the items in it; otherwise they can still be taken.
         """
         with self._changed:
             if not self._closed:
@@ -131,7 +131,7 @@ def prefetch(
 
     Elements come in order and are any nesting of containers, tensors, ragged tensors and
     whatever else. An error of the source is raised here, after the elements before it.
-    The thread ends with the data, with `close`, and when nobody holds the result anymore.
+    The thread ends with the data, with `close`, and when the result is no longer referenced.
     It records gradients if the caller of this function does.
 
     Args:
@@ -254,7 +254,7 @@ def _produce(
                 queue.put(ready)
             except QueueClosedError:
                 return
-            del element, ready  # the consumer's now: no memory is held from here
+            del element, ready  # the consumer owns them now: drop the references of this thread
     except BaseException as error:
         queue.close(error=error)
     finally:

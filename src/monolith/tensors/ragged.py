@@ -1,9 +1,14 @@
 """Ragged tensors: rows of different lengths, stored end to end.
 
 A batch of examples has three ids here and none there. Padding them would waste
-memory and confuse zero with absent, so all values stand in one tensor and the row
+memory and confuse zero with absent, so all values are in one tensor and the row
 splits say where each row begins: row i is `values[row_splits[i]:row_splits[i + 1]]`.
 Values may be ragged themselves, which gives rows of rows.
+
+    rows          [[3, 9], [], [7]]           [["hi", "you"], []], as bytes
+    values        [3, 9, 7]                   rows [[104, 105], [121, 111, 117]]
+    row_splits    [0, 2, 2, 3]                [0, 2, 2]
+    ragged_rank   1                           2
 """
 
 from __future__ import annotations
@@ -22,6 +27,10 @@ from monolith.tensors.arguments import check_indices, describe
 
 class RaggedTensor:
     """Rows of different lengths. Never changes once built; two are equal only if they are one object.
+
+        tags = RaggedTensor.from_list([[3, 9], [], [7]])       # values (3,), row_splits (4,)
+        tags.row_lengths()                                     # tensor([2, 0, 1])
+        tags.to_padded(2)                                      # (3, 2): [[3, 9], [0, 0], [7, 0]]
 
     Args:
         values: The values of all rows, one after the other: a tensor of shape (n, ...),
@@ -82,7 +91,7 @@ class RaggedTensor:
         """Build from nested lists.
 
         Args:
-            rows: Lists in lists; all numbers stand at the same depth.
+            rows: Nested lists; all numbers are at the same depth.
             dtype: By default what torch infers, and float32 when there is no number.
             ragged_rank: How many dimensions may vary in length; the ones below must be
                 uniform. By default every dimension below the first is ragged.
@@ -96,7 +105,7 @@ class RaggedTensor:
         for _ in range(rank):
             if not all(isinstance(row, list | tuple) for row in flat):
                 raise TensorArgumentError(
-                    f"cannot read {rows!r} as ragged rank {rank}: a number stands where a row should"
+                    f"cannot read {rows!r} as ragged rank {rank}: there is a number instead of a row"
                 )
             lengths = torch.tensor([0, *map(len, flat)], dtype=torch.int64)
             all_splits.append(lengths.cumsum(0))
@@ -131,7 +140,7 @@ class RaggedTensor:
 
     @property
     def values(self) -> Tensor | RaggedTensor:
-        """The rows end to end: shape (n, ...), or ragged when the rows hold rows."""
+        """The rows end to end: shape (n, ...), or ragged when the rows contain rows."""
         return self._values
 
     @property
@@ -306,10 +315,10 @@ def maybe_squeeze_3d_tensor(ragged: RaggedTensor) -> RaggedTensor:
 
 
 def normalize_merged_split(row_split: Tensor, row_split_size: Tensor | Sequence[int]) -> Tensor:
-    """Return one vector of row splits for several that stand end to end.
+    """Return one vector of row splits for several that are concatenated.
 
-    Each part but the first drops the 0 it begins with, and all of it moves up by what
-    came before.
+    Each part but the first drops the 0 it begins with, and its splits are shifted by the
+    values of the parts before.
 
     Args:
         row_split: int64 of shape (n,): row splits of all parts, end to end.
@@ -334,7 +343,7 @@ def normalize_merged_split(row_split: Tensor, row_split_size: Tensor | Sequence[
 def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
     """Return `starts[i], starts[i] + 1, ...`, `lengths[i]` of them, for every i end to end.
 
-    `total` is the sum of the lengths; where it is not given, a CUDA device is asked.
+    `total` is the sum of the lengths; without it, this waits for a CUDA device.
     """
     total = int(lengths.sum()) if total is None else total
     first = starts - (lengths.cumsum(0) - lengths)
@@ -381,12 +390,12 @@ def _check_splits(row_splits: Tensor, n: int) -> None:
 
 
 def _depth(rows: object) -> int:
-    """Return how many lists stand in each other."""
+    """Return how deep the lists are nested."""
     if not isinstance(rows, list | tuple):
         return 0
     return 1 + max(map(_depth, rows), default=0)
 
 
 def _rebuilt(values: Tensor | RaggedTensor, row_splits: Tensor) -> RaggedTensor:
-    """Unpickle: what was checked once is not looked at again."""
+    """Unpickle: splits that were checked once are not checked again."""
     return RaggedTensor(values, row_splits, validate=False)

@@ -30,7 +30,7 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     if is_dataclass_instance(structure):
         changed = copy.copy(structure)
         for field in dataclasses.fields(structure):
-            # Frozen ones refuse to be set the plain way, and this copy is nobody's yet.
+            # Frozen ones refuse to be set the plain way, and no caller has this copy yet.
             object.__setattr__(changed, field.name, map_leaves(function, getattr(structure, field.name)))
         return changed
     return function(structure)

@@ -259,11 +259,11 @@ class EvaluatedSession(Protocol):
     def fraction_read(self) -> float | None:
         """Return which part of its data this process has trained on, if that is known."""
 
-    def standing_still(self) -> AbstractContextManager[None]:
+    def evaluable(self) -> AbstractContextManager[None]:
         """Pause all processes that train the model, every update done."""
 
-    def looking(self) -> AbstractContextManager[None]:
-        """Make every row readable by this process, inside of `standing_still`."""
+    def readable(self) -> AbstractContextManager[None]:
+        """Make every row readable by this process, inside of `evaluable`."""
 
 
 class EvaluateHook(Hook):
@@ -347,7 +347,7 @@ class EvaluateHook(Hook):
             self._log.close()
 
     def _evaluate(self, run: TrainingRun) -> None:
-        with self._session.standing_still():
+        with self._session.evaluable():
             found = self._measure(run)
             if found is None:
                 return
@@ -384,7 +384,7 @@ class EvaluateHook(Hook):
                 if session.interrupted:
                     return
 
-        with session.looking(), session.model.evaluating():
+        with session.readable(), session.model.evaluating():
             values = measured(session.task, until_interrupted())
         if session.interrupted:
             return None

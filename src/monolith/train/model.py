@@ -143,7 +143,7 @@ class Model:
         return TablesPart(
             tables,
             filters,
-            share=share,
+            shard=share,
             incremental=incremental,
             write_workers=1 if beside else 4,
             write_progress=Resting(SHARE) if beside and busy else None,

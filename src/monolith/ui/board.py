@@ -1,7 +1,7 @@
-"""The board: what all sources say, gathered while the page is open, and handed out as it changes.
+"""The board: the state of all sources, read while the page is open and sent to browsers as it changes.
 
-Each source is asked by a thread of its own, so that one that hangs keeps no other from being seen. One that
-cannot be asked is said to be down, with the reason, and is asked again: what it said last stays until then.
+Each source has its own thread, so that one that hangs does not block other sources. A source that cannot
+be read is shown as down, with the reason and its last values, and is retried.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from monolith.ui.publishing import RunPublishing
 _log = logging.getLogger(__name__)
 
 EVERY = 1.0
-"""Seconds between two looks at a source."""
+"""Seconds between two reads of a source."""
 SILENT_SECONDS = 20.0
-"""A source whose last look has not ended for so long is down."""
+"""A source whose read has not ended for so long is down."""
 MOST_CURVES = 200
-"""Of all sources together."""
+"""Curves of all sources together."""
 
 
 class PageSource(Protocol):
@@ -32,13 +32,13 @@ class PageSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What the page calls it."""
+        """Name of the source on the page."""
 
     def read(self) -> PageReading:
-        """Look now.
+        """Return the current state.
 
         Raises:
-            MonolithError: Nobody can tell; says why. It is asked again.
+            MonolithError: The state is unknown; gives the reason. The read is retried.
         """
 
     @property
@@ -54,17 +54,17 @@ _Key = tuple[str, str, str]
 
 @dataclass(slots=True)
 class _SourceStatus:
-    """What is known of one source."""
+    """The last known state of one source."""
 
     name: str
     reading: PageReading | None = None
-    error: str | None = "not asked yet"
+    error: str | None = "not read yet"
     since: float = 0.0
-    """When it came to be up, or down."""
-    heard: float = 0.0
-    """When it last said something."""
+    """When it changed to up, or down."""
+    read_at: float = 0.0
+    """When it was last read."""
     asked: float | None = None
-    """When the look began that has not ended."""
+    """When the running read started; None if none runs."""
 
     def to_json(self, now: float) -> dict[str, Any]:
         error = self.error
@@ -77,14 +77,14 @@ class _SourceStatus:
             "up": error is None,
             "error": error,
             "since": self.since,
-            "heard": self.heard,
+            "read_at": self.read_at,
             **said,
         }
 
 
 @dataclass(slots=True)
 class Seen:
-    """What one onlooker has been told: of each curve its generation, and how many points."""
+    """What one browser has received: of each curve its generation, and how many points."""
 
     version: int = -1
     curves: dict[_Key, tuple[int, int]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Board:
     """Asks sources from `start` to `close`. Thread-safe.
 
     Args:
-        every: Seconds between two looks at a source.
+        every: Seconds between two reads of a source.
         controls: By the name of a source, what its buttons do.
         clock: Unix seconds.
 
@@ -153,7 +153,7 @@ class Board:
                 status.since = now
             status.error, status.asked = error, None
             if reading is not None:
-                status.reading, status.heard = reading, now
+                status.reading, status.read_at = reading, now
                 self._draw(source.name, reading.points)
             self._version += 1
 

@@ -19,11 +19,11 @@ SPAN_SECONDS = 60.0
 
 
 class ThinnedCurve:
-    """Points in the order of their x, of which there are never more than some.
+    """Points in the order of their x, bounded in number.
 
-    When it is full, neighbours are averaged, and from then on so many points make one: the whole history
-    stays, ever coarser. A point that lies before the last begins the history again from there, as a run
-    does that goes back. For one thread.
+    When the curve is full, neighbours are averaged, and from then on several new points make one: the whole
+    history stays, ever coarser. A point before the last one replaces the history from there on, as after a
+    rollback of the run. For one thread.
 
     Attributes:
         generation: Grows when points change that were there before; else points are only added.
@@ -137,12 +137,12 @@ def _distribution(upto: Mapping[float, float]) -> Distribution:
     )
 
 
-def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
-    """Return what a share of all is not above, as if it were spread evenly in its bucket.
+def quantile(bounds: Sequence[float], counts: Sequence[float], fraction: float) -> float | None:
+    """Return the value that a fraction of the values does not exceed, assuming even spread within a bucket.
 
-    None where there is nothing. What lies above the largest finite bound counts as that bound.
+    None if there are no values. Values above the largest finite bound count as that bound.
     """
-    rest, below = share * sum(counts), 0.0
+    rest, below = fraction * sum(counts), 0.0
     if not rest > 0:
         return None
     for bound, count in zip(bounds, counts, strict=True):

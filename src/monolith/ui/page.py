@@ -226,7 +226,7 @@ class PageApp:
 
 
 def _headers(sent: list[tuple[bytes, bytes]]) -> dict[str, str] | None:
-    """Return headers by name; None where one that counts is there twice."""
+    """Return headers by name; None if a security header is repeated."""
     found: dict[str, str] = {}
     for name, value in sent:
         key = name.decode("latin-1").lower()

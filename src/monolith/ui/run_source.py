@@ -98,7 +98,7 @@ class RunSource:
         )
 
     def _state(self, job: JobStatus) -> RunState:
-        """Return whether the run goes on: a clean end removes status files, others leave them behind."""
+        """Return the state of the run: a clean end removes its status files, a crash leaves them."""
         if not job.processes:
             return "ended" if self._checkpoints else "not begun"
         alive = [one for one in job.processes if one.state != FAILED and not one.is_silent(job.time)]
@@ -185,7 +185,7 @@ class _Evaluations:
             of_kind = [line for line in lines if (line.get("checkpoint") is not None) == saved]
             there = [(int(line["step"]), float(line.get("time") or 0.0)) for line in of_kind]
             before = self._known.get(kind, [])
-            # A run that went back has rewritten the log: all of it is drawn again.
+            # A run that rolled back has rewritten the log: all of it is drawn again.
             first = len(before) if there[: len(before)] == before else 0
             self._known[kind] = there
             for line in of_kind[first:]:

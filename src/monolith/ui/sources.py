@@ -105,7 +105,7 @@ KNOWN = ("run_info", "train_step", "serve_in_flight")
 MOST_SHOWN = 500
 """Tables, models, processes or checkpoints of one source."""
 STILL_LOOKS = 5
-"""After so many looks with more steps and no newer event, the data has no event time that goes on."""
+"""After so many reads with more steps and no newer event, the event time does not advance."""
 MOST_CURVES = 8
 """Of one chart of one source."""
 MOST_METRICS = 24
@@ -186,7 +186,7 @@ class ProcessSource:
         self._event_time: float | None = None
         self._step = 0.0
         self._still = 0
-        """Looks in which the step went on and the event time did not."""
+        """Reads in which the step advanced and the event time did not."""
 
     @property
     def name(self) -> str:
@@ -243,7 +243,7 @@ class ProcessSource:
         ]
 
     def _place(self, scraped: Scraped) -> tuple[Chart, float]:
-        """Return where quality is drawn: over event time, or by step where there is none that goes on.
+        """Return the axis of quality curves: event time, or the step if event time does not advance.
 
         A file that is read again and again has the same newest event in each epoch.
         """

@@ -53,8 +53,8 @@ def message_types() -> Any:
 def packed_infer_type() -> Any:
     """Return `ModelInferRequest` with its parts left as bytes: `parameters`, `inputs` and `outputs`.
 
-    Requests of one caller differ in their raw contents alone. Whoever has seen such inputs before need not
-    read their names, types and shapes again.
+    Requests of one client usually differ only in their raw contents. A server that has seen such inputs
+    before need not decode their names, types and shapes again.
     """
     from google.protobuf import (
         descriptor_pb2,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint.dense.restores import restore_dense
 
 from monolith.checkpoint.dense.custom_restore import (
     CustomRestore,
@@ -13,7 +14,7 @@ from monolith.checkpoint.dense.custom_restore import (
     parts_by_whole,
     path_of,
 )
-from monolith.checkpoint.dense.state import capture_dense, restore_dense
+from monolith.checkpoint.dense.state import capture_dense
 from monolith.errors import ConfigError, RestoreError
 
 S = (2, 3)
@@ -100,7 +101,7 @@ def test_upstreams_partitioned_variables_with_a_map(tmp_path: Path) -> None:
     whole, small = torch.rand(1280, 512), torch.rand(10, 5)
     before = {f"partition/part_{i}": part for i, part in enumerate(whole.split(64))} | {"small_var": small}
     prefix = f"{tmp_path}/model.ckpt-1"
-    capture_dense(before).write(prefix)
+    capture_dense(before).write_files(prefix)
     after = {f"partition2/part_{i}": torch.zeros(64, 512) for i in range(20)} | {
         "small_var2": torch.zeros(10, 5)
     }

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monolith.checkpoint.dense.model_variables import ModelVariables
+from monolith.checkpoint.dense.training_state import ModelVariables
 from monolith.errors import RestoreError, SaveError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from monolith.checkpoint.dense.random_state import capture_random, restore_random
+from monolith.checkpoint.dense.training_state import capture_random, restore_random
 from monolith.errors import RestoreError
 from monolith.tensors.plain_state import decode, encode
 

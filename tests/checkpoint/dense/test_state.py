@@ -7,12 +7,13 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from checkpoint.dense.restores import restore_dense
 from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint.dense.custom_restore import CustomRestore
-from monolith.checkpoint.dense.names import dense_path, optimizer_path
-from monolith.checkpoint.dense.state import capture_dense, restore_dense
+from monolith.checkpoint.dense.state import capture_dense
+from monolith.checkpoint.folder.state_files import dense_path, optimizer_path
 from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError, SaveError
 from monolith.filesystem import backends
 from monolith.tensors.files import record_of, write_tensors
@@ -41,7 +42,7 @@ def values(model: nn.Module) -> dict[str, Any]:
 
 
 def saved(prefix: str, **tensors: Tensor) -> str:
-    capture_dense(tensors, random=False).write(prefix)
+    capture_dense(tensors, random=False).write_files(prefix)
     return prefix
 
 
@@ -52,7 +53,7 @@ def saved(prefix: str, **tensors: Tensor) -> str:
 def test_parameters_and_buffers_come_back(prefix: str, device: str) -> None:
     model, other = mlp().to(device), mlp().to(device)
     model(torch.rand(4, 2, device=device))
-    capture_dense(model, global_step=7).write(prefix)
+    capture_dense(model, global_step=7).write_files(prefix)
     report = restore_dense(prefix, other)
     assert values(other) == values(model)
     assert list(report.loaded) == list(model.state_dict())
@@ -72,7 +73,7 @@ def test_a_snapshot_is_of_its_moment(prefix: str, device: str) -> None:
         model(torch.rand(2, 2, device=device)).sum().backward()
         optimizer.step()
     assert values(model) != before
-    snapshot.write(prefix)
+    snapshot.write_files(prefix)
     restore_dense(prefix, model, [optimizer])
     assert values(model) == before
     assert str(optimizer.state_dict()) == state
@@ -80,7 +81,7 @@ def test_a_snapshot_is_of_its_moment(prefix: str, device: str) -> None:
 
 def test_a_snapshot_may_be_written_twice(prefix: str, tmp_path: Path) -> None:
     snapshot = capture_dense(mlp())
-    assert snapshot.write(prefix).keys() == snapshot.write(prefix).keys()
+    assert snapshot.write_files(prefix).keys() == snapshot.write_files(prefix).keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "model.ckpt-7.dense-00000-of-00001.safetensors",
         "model.ckpt-7.optimizer-00000-of-00001.safetensors",
@@ -89,16 +90,16 @@ def test_a_snapshot_may_be_written_twice(prefix: str, tmp_path: Path) -> None:
 
 def test_records_are_by_base_name_and_are_checked(prefix: str, tmp_path: Path) -> None:
     model = mlp()
-    records = capture_dense(model).write(prefix)
+    records = capture_dense(model).write_files(prefix)
     assert records == {path.name: record_of(str(path)) for path in tmp_path.iterdir()}
     restore_dense(prefix, model, records=records)
-    capture_dense(mlp()).write(prefix)
+    capture_dense(mlp()).write_files(prefix)
     with pytest.raises(CorruptFileError, match="another file"):
         restore_dense(prefix, model, records=records)
 
 
 def test_dense_weights_alone_are_one_file(prefix: str, tmp_path: Path) -> None:
-    records = capture_dense(mlp(), random=False).write(prefix)
+    records = capture_dense(mlp(), random=False).write_files(prefix)
     assert (
         list(records)
         == ["model.ckpt-7.dense-00000-of-00001.safetensors"]
@@ -108,7 +109,7 @@ def test_dense_weights_alone_are_one_file(prefix: str, tmp_path: Path) -> None:
 
 def test_who_asks_for_weights_alone_does_not_need_the_other_file(prefix: str) -> None:
     model = mlp()
-    capture_dense(model, [torch.optim.Adam(model.parameters())]).write(prefix)
+    capture_dense(model, [torch.optim.Adam(model.parameters())]).write_files(prefix)
     Path(optimizer_path(prefix)).write_bytes(b"broken")
     assert restore_dense(prefix, mlp()).complete
 
@@ -116,7 +117,9 @@ def test_who_asks_for_weights_alone_does_not_need_the_other_file(prefix: str) ->
 def test_remote_prefixes_work() -> None:
     filesystem.make_dirs("memory://dense_state")
     model, other = mlp(), mlp()
-    records = capture_dense(model, [torch.optim.Adam(model.parameters())]).write("memory://dense_state/m-1")
+    records = capture_dense(model, [torch.optim.Adam(model.parameters())]).write_files(
+        "memory://dense_state/m-1"
+    )
     restore_dense("memory://dense_state/m-1", other, records=records)
     assert values(other) == values(model)
 
@@ -128,7 +131,7 @@ def test_tied_weights_stay_tied(prefix: str) -> None:
         return model
 
     model, other, untied = tied(), tied(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    capture_dense(model).write(prefix)
+    capture_dense(model).write_files(prefix)
     report = restore_dense(prefix, other)
     assert other[1].weight is other[0].weight
     assert values(other) == values(model)
@@ -136,7 +139,7 @@ def test_tied_weights_stay_tied(prefix: str) -> None:
     restore_dense(prefix, untied)
     assert values(untied) == values(model)
     untied[1].weight.data.zero_()
-    capture_dense(untied).write(prefix)
+    capture_dense(untied).write_files(prefix)
     before = values(other)
     with pytest.raises(RestoreError, match=r"'0.weight' and '1.weight' are one tensor in this model and two"):
         restore_dense(prefix, other)
@@ -155,7 +158,7 @@ def test_extra_state_of_modules_comes_back(prefix: str) -> None:
 
     model, other = Counting(2, 2), Counting(2, 2)
     model.seen = (1, "a")
-    capture_dense(model).write(prefix)
+    capture_dense(model).write_files(prefix)
     report = restore_dense(prefix, other)
     assert other.seen == (1, "a")
     assert "_extra_state" in report.loaded
@@ -163,7 +166,7 @@ def test_extra_state_of_modules_comes_back(prefix: str) -> None:
     model.seen = object()
     with pytest.raises(SaveError, match="_extra_state/seen"):
         capture_dense(model)
-    capture_dense(nn.Linear(2, 2)).write(prefix)
+    capture_dense(nn.Linear(2, 2)).write_files(prefix)
     with pytest.raises(RestoreError, match="_extra_state: not found in checkpoint"):
         restore_dense(prefix, other)
 
@@ -177,7 +180,7 @@ def test_a_module_that_refuses_its_state_says_so_and_the_optimizer_keeps_its_own
             raise KeyError(f"not {state}")
 
     model = Stubborn(2, 2)
-    capture_dense(model, [torch.optim.SGD(model.parameters(), lr=0.1)]).write(prefix)
+    capture_dense(model, [torch.optim.SGD(model.parameters(), lr=0.1)]).write_files(prefix)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     with pytest.raises(RestoreError, match="Stubborn refused a state that fits"):
         restore_dense(prefix, model, [optimizer])
@@ -186,9 +189,9 @@ def test_a_module_that_refuses_its_state_says_so_and_the_optimizer_keeps_its_own
 
 def test_a_variable_in_parts_is_saved_whole(prefix: str) -> None:
     whole = torch.arange(10.0).reshape(5, 2)
-    capture_dense({"x/part_0": whole[:3], "x/part_1": whole[3:], "y/part_0": torch.tensor([1, 2])}).write(
-        prefix
-    )
+    capture_dense(
+        {"x/part_0": whole[:3], "x/part_1": whole[3:], "y/part_0": torch.tensor([1, 2])}
+    ).write_files(prefix)
     target = {"x": torch.zeros(5, 2), "y": torch.zeros(2, dtype=torch.int64)}
     restore_dense(prefix, target)
     assert torch.equal(target["x"], whole)
@@ -240,7 +243,7 @@ def test_another_shape_is_refused_unless_it_may_be_reshaped(prefix: str) -> None
 
 def test_a_map_of_names_is_what_is_saved(prefix: str) -> None:
     v0 = torch.tensor([10.0])
-    capture_dense({"save_prefix/v0": v0}).write(prefix)
+    capture_dense({"save_prefix/v0": v0}).write_files(prefix)
     with pytest.raises(RestoreError, match="v0: not found in checkpoint"):
         restore_dense(prefix, {"v0": torch.zeros(1)})
     other = torch.zeros(1)
@@ -288,7 +291,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_told(prefix: str) ->
 
 
 def test_a_warm_start_takes_some_and_leaves_others(prefix: str) -> None:
-    capture_dense(mlp(1.0)).write(prefix)
+    capture_dense(mlp(1.0)).write_files(prefix)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 9), nn.Linear(9, 1))
     head = model[3].weight.tolist()
     report = restore_dense(prefix, model, include=["0.*", "1.*", "3.*"], exclude=["3.*", "*.running_*"])
@@ -337,7 +340,7 @@ def make_run(value: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 def test_clearing_starts_the_dense_variables_anew_once(prefix: str, tmp_path: Path, continues: bool) -> None:
     model, optimizer, schedule = make_run(5)
     schedule.step()
-    capture_dense(model, [optimizer], [schedule], global_step=7).write(prefix)
+    capture_dense(model, [optimizer], [schedule], global_step=7).write_files(prefix)
     custom = CustomRestore(reset_dense=True, continue_training=continues)
     other, resumed, other_schedule = make_run(1)
     fresh, momentum = values(other), str(resumed.state_dict())
@@ -370,7 +373,7 @@ def test_clearing_that_fails_is_not_marked_as_done(prefix: str, tmp_path: Path) 
 def test_any_damage_to_either_file_changes_nothing(prefix: str, path_of: Any) -> None:
     model = mlp(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    records = capture_dense(model, [optimizer], random=False).write(prefix)
+    records = capture_dense(model, [optimizer], random=False).write_files(prefix)
     other = mlp(2.0)
     resumed = torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9)
     before = values(other)
@@ -392,7 +395,7 @@ def test_any_damage_to_either_file_changes_nothing(prefix: str, path_of: Any) ->
 
 def test_a_file_that_the_manifest_knows_and_the_disk_does_not(prefix: str) -> None:
     model = mlp()
-    records = capture_dense(model).write(prefix)
+    records = capture_dense(model).write_files(prefix)
     Path(optimizer_path(prefix)).unlink()
     with pytest.raises(RestoreError, match=r"not a valid checkpoint.*manifest lists .*optimizer-00000"):
         restore_dense(prefix, model, records=records, random=True)
@@ -400,14 +403,14 @@ def test_a_file_that_the_manifest_knows_and_the_disk_does_not(prefix: str) -> No
 
 def test_a_file_that_the_manifest_does_not_know_is_not_part_of_the_checkpoint(prefix: str) -> None:
     model = mlp()
-    capture_dense(model).write(prefix)
+    capture_dense(model).write_files(prefix)
     with pytest.raises(RestoreError, match="not a valid checkpoint"):
         restore_dense(prefix, model, records={})
 
 
 def test_the_wrong_kind_of_file_is_refused(prefix: str) -> None:
     model = mlp()
-    capture_dense(model).write(prefix)
+    capture_dense(model).write_files(prefix)
     Path(optimizer_path(prefix)).rename(dense_path(prefix))
     with pytest.raises(CorruptFileError, match=r"not a dense file of a checkpoint: .*optimizers"):
         restore_dense(prefix, model)
@@ -423,7 +426,7 @@ def test_the_wrong_kind_of_file_is_refused(prefix: str) -> None:
 
 def test_a_full_disk_leaves_the_old_checkpoint(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = mlp(1.0), mlp(2.0)
-    records = capture_dense(model).write(prefix)
+    records = capture_dense(model).write_files(prefix)
     create = backends.LocalBackend.create
 
     class Full:
@@ -440,7 +443,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(prefix: str, monkeypatch: pytest.
 
     monkeypatch.setattr(backends.LocalBackend, "create", lambda self, path: Full(create(self, path)))
     with pytest.raises(FilesystemError, match="disk is full"):
-        capture_dense(other).write(prefix)
+        capture_dense(other).write_files(prefix)
     restore_dense(prefix, other, records=records)
     assert values(other) == values(model)
     assert len(list(Path(prefix).parent.iterdir())) == 2

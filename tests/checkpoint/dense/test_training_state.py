@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.dense.restores import restore_dense
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as lr
 
 from monolith.checkpoint.dense.custom_restore import CustomRestore
-from monolith.checkpoint.dense.state import capture_dense, restore_dense
+from monolith.checkpoint.dense.state import capture_dense
 from monolith.errors import RestoreError, SaveError
 from monolith.feature import CONCAT, FeatureColumn, FeatureSlot, Layout, SlotConfig, Sum
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer
@@ -75,7 +76,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(prefix: str, make: Any) -> Non
     model = Model()
     optimizer = make(model.parameters())
     train(model, optimizer, 5)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     train(model, optimizer, 5, skip=5)
     other = Model(seed=1)
     resumed = make(other.parameters())
@@ -90,7 +91,7 @@ def test_state_finds_its_parameter_in_another_order(prefix: str, make: Any) -> N
     model = Model()
     optimizer = make(model.parameters())
     train(model, optimizer, 5)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     train(model, optimizer, 2, skip=5)
     other = Model(seed=1, swapped=True)
     assert list(other.state_dict()) != list(model.state_dict())
@@ -113,7 +114,7 @@ def test_lbfgs_whose_state_is_lists(prefix: str) -> None:
     model, other = Model(), Model(seed=1)
     first, second = (torch.optim.LBFGS(m.parameters(), max_iter=3) for m in (model, other))
     first.step(closure_of(model, first))
-    capture_dense(model, [first]).write(prefix)
+    capture_dense(model, [first]).write_files(prefix)
     restore_dense(prefix, other, [second])
     for m, optimizer in ((model, first), (other, second)):
         optimizer.step(closure_of(m, optimizer))
@@ -140,7 +141,7 @@ def test_settings_of_a_group_follow_its_parameters(prefix: str) -> None:
     optimizer = grouped(model, "f,s,l")
     optimizer.param_groups[2]["lr"] = 0.7
     train(model, optimizer, 2)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     resumed = grouped(other, "l,sf")
     restore_dense(prefix, other, [resumed])
     assert rates(resumed) == [0.7, 0.1]
@@ -153,7 +154,7 @@ def test_groups_that_fall_together_must_have_had_the_same_settings(prefix: str) 
     model, other = Model(), Model(seed=1)
     optimizer = grouped(model, "f,s,l")
     train(model, optimizer, 2)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     resumed, before = grouped(other, "fl,s"), weights(other)
     with pytest.raises(RestoreError, match=r"group 0 has parameters of groups 0, 2 .* settings differ"):
         restore_dense(prefix, other, [resumed])
@@ -168,7 +169,7 @@ def test_how_the_steps_are_computed_is_for_the_present_run_to_say(prefix: str) -
     model, other = Model(), Model(seed=1)
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.3, foreach=True)
     train(model, optimizer, 2)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     resumed = torch.optim.Adam(other.named_parameters(), lr=0.1, fused=True)
     names = resumed.param_groups[0]["param_names"]
     restore_dense(prefix, other, [resumed])
@@ -181,7 +182,7 @@ def test_a_rate_that_is_a_function_stays_one(prefix: str) -> None:
     model, other = Model(), Model(seed=1)
     optimizer = Adamom(model.parameters(), lr=lambda step: 1.0 + step)
     train(model, optimizer, 3)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     resumed = Adamom(other.parameters(), lr=lambda step: 0.5 + step)
     restore_dense(prefix, other, [resumed])
     (group,) = resumed.param_groups
@@ -200,7 +201,7 @@ def test_several_optimizers_by_name(prefix: str) -> None:
     optimizers, resumed = make(model), make(other)
     for optimizer in optimizers.values():
         train(model, optimizer, 2)
-    capture_dense(model, optimizers).write(prefix)
+    capture_dense(model, optimizers).write_files(prefix)
     restore_dense(prefix, other, dict(reversed(resumed.items())))
     for name in optimizers:
         assert str(resumed[name].state_dict()) == str(optimizers[name].state_dict())
@@ -214,7 +215,7 @@ def test_an_embedding_optimizer_is_a_global_step(prefix: str) -> None:
         return collection, EmbeddingOptimizer(collection, global_step=step)
 
     (model, optimizer), (other, resumed) = make(41), make(0)
-    capture_dense(model, {"rows": optimizer}).write(prefix)
+    capture_dense(model, {"rows": optimizer}).write_files(prefix)
     report = restore_dense(prefix, other, {"rows": resumed})
     assert resumed.global_step == 41
     assert report.loaded == {"optimizer rows": ""}
@@ -228,7 +229,7 @@ def test_parameters_that_never_had_a_gradient_have_no_state(prefix: str) -> None
     optimizer, resumed = (torch.optim.Adam(m.parameters()) for m in (model, other))
     model.first(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     report = restore_dense(prefix, other, [resumed])
     assert set(resumed.state) == {other.first.weight, other.first.bias}
     assert report.loaded["optimizer 0"] == "state of 2 parameters loaded"
@@ -238,7 +239,7 @@ def test_another_optimizer_is_refused_unless_its_state_is_reset(prefix: str) -> 
     model = Model()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
     train(model, optimizer, 2)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     other = Model(seed=1)
     before = weights(other)
     resumed = RMSprop(other.parameters(), lr=0.25)
@@ -261,7 +262,7 @@ def test_another_optimizer_is_refused_unless_its_state_is_reset(prefix: str) -> 
 
 def test_an_optimizer_that_was_not_saved_is_missing(prefix: str) -> None:
     model = Model()
-    capture_dense(model, {"a": torch.optim.Adam(model.parameters())}).write(prefix)
+    capture_dense(model, {"a": torch.optim.Adam(model.parameters())}).write_files(prefix)
     optimizers = {"b": torch.optim.Adam(model.parameters())}
     with pytest.raises(RestoreError, match="optimizer b: not found in checkpoint"):
         restore_dense(prefix, model, optimizers)
@@ -270,7 +271,7 @@ def test_an_optimizer_that_was_not_saved_is_missing(prefix: str) -> None:
 
 def test_a_checkpoint_without_training_state(prefix: str) -> None:
     model = Model()
-    assert len(capture_dense(model, random=False).write(prefix)) == 1
+    assert len(capture_dense(model, random=False).write_files(prefix)) == 1
     optimizers = [torch.optim.Adam(model.parameters())]
     with pytest.raises(
         RestoreError, match=r"(?s)optimizer 0: not found in checkpoint.*optimizer_state='reset'"
@@ -285,7 +286,7 @@ def test_a_parameter_that_is_not_in_the_model_is_refused(prefix: str) -> None:
     stray = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(5))], lr=0.1)
     with pytest.raises(SaveError, match=r"optimizer 'o', in group 0, trains a tensor of shape \(5,\)"):
         capture_dense(model, {"o": stray})
-    capture_dense(model, {"o": torch.optim.SGD(model.parameters(), lr=0.1)}).write(prefix)
+    capture_dense(model, {"o": torch.optim.SGD(model.parameters(), lr=0.1)}).write_files(prefix)
     before = weights(model)
     with pytest.raises(RestoreError, match=r"optimizer 'o', in group 0, trains a tensor of shape \(5,\)"):
         restore_dense(prefix, model, {"o": stray})
@@ -307,7 +308,7 @@ def test_state_of_renamed_variables_comes_along(prefix: str) -> None:
     model, other = Model(), Renamed()
     optimizer, resumed = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, other))
     train(model, optimizer, 3)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     custom = CustomRestore(alias_map={f"bottom.{leaf}": f"first.{leaf}" for leaf in ("weight", "bias")})
     report = restore_dense(prefix, other, [resumed], custom=custom)
     assert report.renamed == {"bottom.weight": "first.weight", "bottom.bias": "first.bias"}
@@ -327,7 +328,7 @@ def test_state_is_cut_and_shaped_as_its_variable_is(prefix: str) -> None:
     before = {"x": torch.zeros(4, 2, requires_grad=True)}
     optimizer = trained(before)
     momentum = optimizer.state[before["x"]]["exp_avg"]
-    capture_dense(before, [optimizer]).write(prefix)
+    capture_dense(before, [optimizer]).write_files(prefix)
     parts = {f"x/part_{i}": torch.zeros(2, 2, requires_grad=True) for i in range(2)}
     resumed = torch.optim.Adam(parts.values())
     restore_dense(prefix, parts, [resumed])
@@ -339,7 +340,7 @@ def test_state_is_cut_and_shaped_as_its_variable_is(prefix: str) -> None:
     assert resumed.state[shaped["x"]]["step"] == 1
 
     optimizer = trained(parts)
-    capture_dense(parts, [optimizer]).write(prefix)
+    capture_dense(parts, [optimizer]).write_files(prefix)
     again = {name: torch.zeros(2, 2, requires_grad=True) for name in parts}
     resumed = torch.optim.Adam(again.values())
     assert restore_dense(prefix, again, [resumed]).complete
@@ -360,7 +361,7 @@ def test_state_that_cannot_be_shaped_is_reset_and_said(prefix: str) -> None:
     optimizer = Shampoo(before.values())
     before["x"].grad = torch.ones(4, 2)
     optimizer.step()
-    capture_dense(before, [optimizer]).write(prefix)
+    capture_dense(before, [optimizer]).write_files(prefix)
     resumed = Shampoo(after.values())
     report = restore_dense(prefix, after, [resumed], reshape=True)
     assert report.reset == {"optimizer 0": "state of x reset"}
@@ -380,7 +381,7 @@ def test_state_of_tied_weights_is_found_by_any_of_their_names(prefix: str) -> No
     optimizer, resumed = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
     model.a.weight.grad = torch.full((2, 2), 3.0)
     optimizer.step()
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     restore_dense(prefix, other, [resumed])
     assert resumed.state[other.b.weight]["momentum_buffer"][0, 0] == 3.0
     assert other.a.weight is other.b.weight
@@ -390,7 +391,7 @@ def test_live_variables_keep_their_state(prefix: str) -> None:
     model, other = Model(), Model(seed=1)
     optimizer, resumed = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
     train(model, optimizer, 2)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     train(other, resumed, 4)
     live = resumed.state[other.last.weight]["momentum_buffer"].clone()
     restore_dense(prefix, other, [resumed], only=lambda name: not name.startswith("last"))
@@ -418,7 +419,7 @@ def test_where_one_refuses_its_state_nothing_is_restored(prefix: str) -> None:
     optimizers, schedule = make(model, 0.1)
     train(model, optimizers["a"], 2)
     schedule.step()
-    capture_dense(model, optimizers, [schedule]).write(prefix)
+    capture_dense(model, optimizers, [schedule]).write_files(prefix)
     resumed, other_schedule = make(other, 0.5)
     train(other, resumed["a"], 1)
     before, momentum = weights(other), resumed["a"].state[other.first.weight]["momentum_buffer"].clone()
@@ -461,7 +462,7 @@ def test_a_schedule_goes_on_where_it_was(prefix: str, make: Any) -> None:
     optimizer, resumed = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
     schedule = make(optimizer)
     steps(optimizer, schedule, 3)
-    capture_dense(model, [optimizer], {"rate": schedule}).write(prefix)
+    capture_dense(model, [optimizer], {"rate": schedule}).write_files(prefix)
     other_schedule = make(resumed)
     report = restore_dense(prefix, other, [resumed], {"rate": other_schedule})
     assert report.loaded["scheduler rate"] == ""
@@ -472,9 +473,9 @@ def test_a_plateau_remembers_its_best(prefix: str) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = lr.ReduceLROnPlateau(optimizer, patience=1)
-    capture_dense(model, [optimizer], [schedule]).write(prefix)
+    capture_dense(model, [optimizer], [schedule]).write_files(prefix)
     schedule.step(3.0)
-    capture_dense(model, [optimizer], [schedule]).write(f"{prefix}0")
+    capture_dense(model, [optimizer], [schedule]).write_files(f"{prefix}0")
     restore_dense(prefix, model, [optimizer], [schedule])
     assert schedule.best == float("inf")
     restore_dense(f"{prefix}0", model, [optimizer], [schedule])
@@ -484,7 +485,7 @@ def test_a_plateau_remembers_its_best(prefix: str) -> None:
 def test_another_schedule_is_refused(prefix: str) -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    capture_dense(model, [optimizer], [lr.StepLR(optimizer, 2)]).write(prefix)
+    capture_dense(model, [optimizer], [lr.StepLR(optimizer, 2)]).write_files(prefix)
     with pytest.raises(RestoreError, match=r"scheduler 0: it is a torch.StepLR in the checkpoint"):
         restore_dense(prefix, model, [optimizer], [lr.ExponentialLR(optimizer, 0.5)])
     with pytest.raises(RestoreError, match="scheduler 1: not found"):
@@ -496,7 +497,7 @@ def test_another_schedule_is_refused(prefix: str) -> None:
 
 def test_a_gradient_scaler_comes_back(prefix: str) -> None:
     model, scaler = Model(), torch.amp.GradScaler("cpu", init_scale=8.0)
-    capture_dense(model, scaler=scaler).write(prefix)
+    capture_dense(model, scaler=scaler).write_files(prefix)
     other = torch.amp.GradScaler("cpu")
     assert restore_dense(prefix, model, scaler=other).loaded["gradient scaler"] == ""
     assert other.get_scale() == 8.0
@@ -504,15 +505,15 @@ def test_a_gradient_scaler_comes_back(prefix: str) -> None:
 
 def test_a_scaler_that_is_new_or_turned_off_is_no_reason_to_fail(prefix: str) -> None:
     model, off = Model(), torch.amp.GradScaler("cpu", enabled=False)
-    capture_dense(model, scaler=off).write(prefix)
+    capture_dense(model, scaler=off).write_files(prefix)
     assert restore_dense(prefix, model, scaler=torch.amp.GradScaler("cpu")).reset == {"gradient scaler": ""}
-    capture_dense(model, scaler=torch.amp.GradScaler("cpu")).write(prefix)
+    capture_dense(model, scaler=torch.amp.GradScaler("cpu")).write_files(prefix)
     assert "gradient scaler" not in restore_dense(prefix, model, scaler=off).loaded
 
 
 def test_random_generators_are_set_if_asked(prefix: str) -> None:
     model = Model()
-    capture_dense(model).write(prefix)
+    capture_dense(model).write_files(prefix)
     first = torch.rand(3).tolist()
     restore_dense(prefix, model)
     assert torch.rand(3).tolist() != first
@@ -530,6 +531,6 @@ def test_unknown_keys_are_refused(prefix: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(training_state, "_encode_optimizer", lambda *args: encode(*args) | {"tricks": 1})
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    capture_dense(model, [optimizer]).write(prefix)
+    capture_dense(model, [optimizer]).write_files(prefix)
     with pytest.raises(RestoreError, match=r"optimizer 0 has unknown keys: .*tricks"):
         restore_dense(prefix, model, [optimizer])

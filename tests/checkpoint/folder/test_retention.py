@@ -83,7 +83,7 @@ def test_the_rules_must_make_sense():
         keeping(-1)
     with pytest.raises(ConfigError, match="keep_every"):
         keeping(1, 0.0)
-    with pytest.raises(ConfigError, match="the run began"):
+    with pytest.raises(ConfigError, match="the run started"):
         keeping(1, 1.0, last_preserved=None)
 
 

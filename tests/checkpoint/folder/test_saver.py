@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,13 @@ from services import warm
 from services.properties import tries
 
 from monolith import filesystem
-from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists, require_checkpoint
+from monolith.checkpoint.folder.saver import (
+    MANIFEST,
+    CheckpointNaming,
+    Saver,
+    checkpoint_exists,
+    require_checkpoint,
+)
 from monolith.checkpoint.folder.state_files import (
     CheckpointState,
     TableKind,
@@ -40,7 +47,9 @@ def folder(tmp_path: Path) -> str:
 
 
 def saver_of(folder: str, *, clock: Callable[[], float] = FakeClock(1000.0), **options: Any) -> Saver:  # noqa: B008
-    return Saver(folder, **({"keep_every": None, "clock": clock} | options))
+    names = {one.name: options.pop(one.name) for one in fields(CheckpointNaming) if one.name in options}
+    how = {"keep_every": None, "clock": clock, "naming": CheckpointNaming(**names)}
+    return Saver(folder, **(how | options))
 
 
 def write_little(prefix: str) -> None:

@@ -170,7 +170,7 @@ def test_checkpoints_of_several_servers_are_listed_with_their_totals(folder: Pat
     Path(f"{prefixes[1]}.assets/ps-1-of-2/user.manifest").unlink()
     listed = by_name(folder)
     assert [listed[name].problem is None for name in "1234"] == [True, False, False, False]
-    assert "share ps-1-of-2 of model.ckpt-2" in (listed["4"].problem or "")
+    assert "shard ps-1-of-2 of model.ckpt-2" in (listed["4"].problem or "")
 
 
 def test_all_shares_go_with_their_checkpoint(folder: Path) -> None:

@@ -278,7 +278,7 @@ def test_every_damaged_file_of_any_server_is_named(folder: Path) -> None:
         Path(f"{prefixes[-1]}.assets/ps-0-of-2/{table}.manifest").unlink()
     problems = read_contents(prefixes[-1]).problems
     assert len(problems) == 2
-    assert all("share ps-0-of-2 of model.ckpt-4" in problem for problem in problems)
+    assert all("shard ps-0-of-2 of model.ckpt-4" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("layouts", [(2, 2, 2, 2), (1, 3, 2, 2)])

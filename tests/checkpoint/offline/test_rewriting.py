@@ -18,6 +18,7 @@ from torch import nn
 
 from monolith.checkpoint import Checkpointer, DensePart, ModelDirLock, Saver, TablesPart
 from monolith.checkpoint.folder.manifest import read_chain, read_manifest
+from monolith.checkpoint.folder.saver import CheckpointNaming
 from monolith.checkpoint.folder.state_files import read_checkpoint_state, read_ckpt_info, read_journal
 from monolith.checkpoint.offline.listing import list_checkpoints
 from monolith.checkpoint.offline.reading import read_contents
@@ -117,7 +118,7 @@ def test_a_name_that_is_taken_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_padded_names_and_other_basenames_are_kept(folder: Path, tmp_path: Path) -> None:
     table = NativeTable(USER)
     table.assign(ids(1), torch.ones(1, 2))
-    saver = Saver(str(folder), basename="dense-only", pad_step_number=True)
+    saver = Saver(str(folder), naming=CheckpointNaming(basename="dense-only", pad_step_number=True))
     prefix = Checkpointer(saver, [TablesPart({"user": table})]).save(7)
     assert reshard(prefix, str(tmp_path / "to")).prefix == str(tmp_path / "to" / "dense-only-00000007")
 

@@ -12,7 +12,7 @@ from checkpoint.small_servers import Servers, chain
 
 from monolith.checkpoint import read_chain
 from monolith.checkpoint.offline.reading import SavedTables
-from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
+from monolith.checkpoint.saved_tables import SavedHistory, describe_table, dumps_of
 from monolith.errors import RestoreError
 from monolith.table import Rows
 from monolith.table.hashing import mix
@@ -77,5 +77,5 @@ def test_shares_of_two_models_are_refused(folder: Path) -> None:
         path.unlink()
     for path in list(share.glob("item.*")):
         path.rename(share / path.name.replace("item", "user"))
-    with pytest.raises(RestoreError, match=r"share ps-1-of-2 of model\.ckpt-1 has 3 values"):
+    with pytest.raises(RestoreError, match=r"shard ps-1-of-2 of model\.ckpt-1 has 3 values"):
         describe_table(history(prefix, "user"))

@@ -10,7 +10,7 @@ import pytest
 from monolith.cli.main import main, parse_options
 from monolith.cli.options.flags import split_run_flags
 from monolith.errors import ConfigError
-from monolith.run import load_run_config
+from monolith.runtime.config_loading import load_run_config
 
 OWN = {"model_dir", "steps", "num_ps"}
 

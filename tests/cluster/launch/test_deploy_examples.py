@@ -13,9 +13,9 @@ from monolith.cli.commands import COMMANDS
 from monolith.cli.main import parse_options, split_command
 from monolith.cli.run_settings import run_of
 from monolith.cluster.launch.ray import RayPlacement
-from monolith.run import load_run_config, read_run, refused
-from monolith.run.runtime import place
+from monolith.runtime.config_loading import load_run_config, read_run, refused
 from monolith.runtime.context import Launch
+from monolith.runtime.discovery import place
 from monolith.runtime.launch import check_launch
 
 DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"

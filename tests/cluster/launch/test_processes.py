@@ -18,7 +18,7 @@ import pytest
 from monolith.cluster.launch import Member, job_members, launch, processes, run_members
 from monolith.cluster.launch.processes import StopRequest
 from monolith.errors import ConfigError, WrongThreadError
-from monolith.run import load_run_config
+from monolith.runtime.config_loading import load_run_config
 
 GRACE = timedelta(seconds=5)
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from monolith.data import BadRecord, Chunk, RecordWriter
+from monolith.data import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats.memory import to_records
 
 
-class Chunks:
+class Chunks(Format):
     """Files that are lists of chunks; a chunk is a list of ids, and a text in it is a bad record."""
 
     name = "chunks"

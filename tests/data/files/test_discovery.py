@@ -115,10 +115,10 @@ def test_a_watch_sees_what_appears_and_gives_up_after_a_while(tmp_path: Path) ->
         clock=lambda: now[0],
         pause=pauses.append,
     )
-    assert watch.look() == []
+    assert watch.list_files() == []
     assert not watch.is_over()
     touch(tmp_path, "a")
-    assert names(tmp_path, watch.look()) == ["a"]
+    assert names(tmp_path, watch.list_files()) == ["a"]
     now[0] = 7.9
     assert not watch.is_over()
     watch.found()

@@ -18,7 +18,7 @@ from monolith.data.files.source import FileSource
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.parquet import ParquetFormat
-from monolith.data.sharding import Shard
+from monolith.data.source import Shard
 from monolith.errors import ConfigError, DataError, RestoreError
 
 TYPES = {"id": torch.int64, "name": torch.uint8}
@@ -95,7 +95,7 @@ def test_a_record_is_read_when_its_line_is_finished(tmp_path: Path) -> None:
     assert found == [b"n1", b"two\nlines", b"n3"]
 
 
-def test_json_lines_grow_and_keys_that_nobody_reads_may_appear_later(tmp_path: Path) -> None:
+def test_json_lines_grow_and_unread_keys_may_appear_later(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1}\n{"id": 2')
     texts = iter(['}\n{"id": 3, "new": "x"}\n'])

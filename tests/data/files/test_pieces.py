@@ -175,7 +175,7 @@ def test_however_often_a_run_is_broken_off_it_reads_every_record_once_in_each_ep
             batch_size=batch_size,
             epochs=epochs,
             shuffle=ShuffleConfig(seed=2, buffer=buffer),
-            bad=BadRecordPolicy(max_share=1),
+            bad=BadRecordPolicy(max_fraction=1),
         )
 
     unbroken = make()
@@ -231,7 +231,7 @@ OLD_REST = [
 ]
 
 
-def test_a_position_of_a_version_that_shuffled_stretches_resumes_in_its_order_and_that_is_said(
+def test_a_position_of_a_version_that_shuffled_blocks_resumes_in_its_order_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -266,8 +266,8 @@ def test_positions_that_do_not_fit_are_refused_with_what_to_do(tmp_path: Path) -
         ({"files": 1}, "list of files has changed, .* Give the same files, or shuffle with files=False"),
         ({"shuffle": [1, 2, "pieces of 1000 bytes"]}, "taken with shuffle .* Use the same settings"),
         ({"open": [[0, 7, 0, 0, 0]]}, "malformed numbers"),
-        ({"open": [[0, "secret", 0, 0, 0]]}, "is not what is left of a file"),
-        ({"open": None}, "not of one that is shuffled so"),
+        ({"open": [[0, "secret", 0, 0, 0]]}, "is not the rest of a file"),
+        ({"open": None}, "not of a source that shuffles pieces"),
         ({"rest": [[0, 3, 2, 0, 1]]}, "malformed numbers"),
         ({"rest": [[4, 0, 1, 0, 1]]}, "in epoch 4, there are 1 from 0 on"),
         ({"given": -1}, "malformed numbers"),

@@ -234,7 +234,7 @@ def test_several_workers_keep_to_the_files_they_began_with(caplog: pytest.LogCap
     next(iter(source))
     form.files["0"] = [[7]]
     assert read(again(form, "0abc", source.position(), worker=0, num_workers=2)) == [[4, 6]]
-    assert "1 files are new, such as 0, and are not read" in caplog.text
+    assert "1 new files, such as 0, are not read" in caplog.text
 
 
 def test_shuffling_mixes_across_files_within_the_buffer() -> None:
@@ -273,7 +273,7 @@ def test_the_first_bad_record_stops_a_source_that_bears_none() -> None:
 
 def test_bad_records_are_counted_and_left_out() -> None:
     metrics = Metrics()
-    policy = BadRecordPolicy(max_share=0.5)
+    policy = BadRecordPolicy(max_fraction=0.5)
     source, form = made([[1, "x"], ["y", 2, 3]], bad=policy, metrics=metrics)
     assert read(source) == [[1, 2, 3]]
     assert counts(source) == (3, 2)
@@ -284,7 +284,7 @@ def test_bad_records_are_counted_and_left_out() -> None:
 
 
 def test_what_was_read_before_a_restart_is_not_counted_twice() -> None:
-    policy = BadRecordPolicy(max_share=0.9)
+    policy = BadRecordPolicy(max_fraction=0.9)
     source, form = made([[1, "x"], ["y", 2, 3, 4, 5]], [["z"]], bad=policy)
     next(iter(source))
     again = FileSource(list(form.files), form, batch_size=3, bad=policy)
@@ -293,8 +293,8 @@ def test_what_was_read_before_a_restart_is_not_counted_twice() -> None:
     assert counts(again) == (5, 3)
 
 
-def test_the_share_is_judged_once_there_is_something_to_judge() -> None:
-    few = BadRecordPolicy(max_share=0.4, after=4)
+def test_the_fraction_of_bad_records_is_checked_after_some_records() -> None:
+    few = BadRecordPolicy(max_fraction=0.4, after=4)
     assert read(made([["x", 1], [2, 3, 4]], bad=few)[0]) == [[1, 2, 3], [4]]
     with pytest.raises(TooManyBadRecordsError, match="2 of 4"):
         read(made([["x", "y", 1, 2], [3, 4, 5, 6]], bad=few)[0])
@@ -304,7 +304,7 @@ def test_the_share_is_judged_once_there_is_something_to_judge() -> None:
 
 def test_bad_records_can_be_looked_at_afterwards(tmp_path: Path) -> None:
     folder = tmp_path / "bad"
-    policy = BadRecordPolicy(max_share=1, quarantine=str(folder))
+    policy = BadRecordPolicy(max_fraction=1, quarantine=str(folder))
     source, _ = made([[1], ["x", 2, "y"]], bad=policy, epochs=2)
     assert read(source) == [[1, 2, 1], [2]]
     (file,) = folder.iterdir()
@@ -337,7 +337,7 @@ def test_a_record_whose_label_is_not_finite_is_a_bad_one(tmp_path: Path) -> None
         list(few)
 
 
-def test_a_source_goes_on_right_after_bad_labels(tmp_path: Path) -> None:
+def test_a_source_continues_right_after_bad_labels(tmp_path: Path) -> None:
     path = labelled(tmp_path, "1.0", "nan", "0.5", "nan", "0.0", "1.0")
 
     def batches() -> Any:
@@ -350,7 +350,7 @@ def test_a_source_goes_on_right_after_bad_labels(tmp_path: Path) -> None:
     assert [batch.ids["item"].flat_values.tolist() for batch in again] == [[2], [4, 5]]
 
 
-@pytest.mark.parametrize("policy", [{"max_share": -0.1}, {"max_share": 1.1}, {"after": -1}])
+@pytest.mark.parametrize("policy", [{"max_fraction": -0.1}, {"max_fraction": 1.1}, {"after": -1}])
 def test_a_policy_that_makes_no_sense_is_refused(policy: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         BadRecordPolicy(**policy)
@@ -400,14 +400,14 @@ class Folder:
         return FileSource(self.watch(), self.format, **{"batch_size": 3, **options})
 
 
-def test_files_that_appear_are_read_and_what_is_there_is_not_held_back(tmp_path: Path) -> None:
+def test_files_that_appear_are_read_and_a_partial_batch_is_yielded(tmp_path: Path) -> None:
     folder = Folder(tmp_path, {"b.parquet": [5]}, {}, {"a.parquet": [6, 7, 8], "d.parquet": [9]})
     folder.put({"c.parquet": [1, 2, 3, 4]})
     assert read(folder.source()) == [[1, 2, 3], [4], [5], [6, 7, 8], [9]]
     assert folder.now == 60.0  # three waits for files, then three for the end
 
 
-def test_watching_goes_on_where_it_was_although_an_earlier_name_appeared(tmp_path: Path) -> None:
+def test_watching_resumes_although_an_earlier_name_appeared(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.put({"c.parquet": [1, 2, 3, 4]})
     source = folder.source()
@@ -436,7 +436,7 @@ def test_a_watched_file_that_was_read_to_its_end_may_be_deleted(tmp_path: Path) 
     assert read(again) == [[6]]
 
 
-def test_watching_and_shuffling_goes_on_with_the_stretch_it_had(tmp_path: Path) -> None:
+def test_watching_and_shuffling_resumes_with_its_block(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.put({"a.parquet": list(range(10))})
     shuffle = ShuffleConfig(seed=2, buffer=100)
@@ -520,7 +520,7 @@ def queued(worker: int, queue: LocalFileQueue, form: Chunks, **options: Any) -> 
 
 
 @pytest.mark.parametrize("auto_commit", [True, False])
-def test_workers_that_share_a_queue_read_each_file_once(auto_commit: bool) -> None:
+def test_workers_of_one_queue_read_each_file_once(auto_commit: bool) -> None:
     form = Chunks({name: [[number, number + 10]] for number, name in enumerate("abcde")})
     queue = LocalFileQueue(list("abcde"), pause=lambda _: time.sleep(0.001))
     for _ in range(20):
@@ -547,7 +547,7 @@ def test_while_it_waits_for_others_a_worker_is_done_with_its_own() -> None:
     assert queue.state()["waiting"] == []
 
 
-def test_the_file_of_a_worker_that_died_goes_on_from_its_last_commit() -> None:
+def test_the_file_of_a_dead_worker_resumes_from_its_last_commit() -> None:
     now = [0.0]
 
     def pause(seconds: float) -> None:
@@ -643,7 +643,7 @@ def test_a_reader_without_a_name_takes_that_of_the_one_whose_position_it_restore
     assert queue.state()["waiting"] == []
 
 
-def test_a_commit_beside_the_reader_finishes_each_file_once() -> None:
+def test_a_commit_while_reading_finishes_each_file_once() -> None:
     names = [f"{number:03}" for number in range(200)]
     form = Chunks({name: [[int(name)]] for name in names})
     now = [0.0]

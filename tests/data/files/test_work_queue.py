@@ -50,7 +50,7 @@ def test_a_queue_is_filled_when_it_runs_dry_until_there_is_nothing() -> None:
         calls.append(1)
         return ["x", "y"] if len(calls) < 3 else []
 
-    queue = StrQueue(["a"], fill=fill)
+    queue = StrQueue(["a"], refill=fill)
     assert drained(queue) == ["a", "x", "y", "x", "y"]
     assert queue.dequeue() == ("", True)
     assert len(calls) == 3
@@ -67,7 +67,7 @@ def test_five_patterns_of_two_files_come_out_in_order(tmp_path: Path) -> None:
         pattern, ended = patterns.dequeue()
         return [] if ended else find_files(pattern)
 
-    files = drained(StrQueue(fill=files_of_the_next_pattern))
+    files = drained(StrQueue(refill=files_of_the_next_pattern))
     assert [str(Path(file).relative_to(tmp_path)) for file in files] == [
         f"{day}/{part}" for day in range(5) for part in "ab"
     ]
@@ -77,7 +77,7 @@ def test_an_empty_queue_ends_at_once() -> None:
     assert StrQueue().dequeue() == ("", True)
 
 
-def test_a_restored_queue_goes_on_with_the_second() -> None:
+def test_a_restored_queue_continues_with_the_second() -> None:
     queue = StrQueue(["a", "b", "c"])
     queue.dequeue()
     again = StrQueue(["other"])
@@ -129,7 +129,7 @@ def path_of(queue: FileQueue, worker: str = "w", **options: Any) -> str | None:
     return None if lease is None else lease.path
 
 
-def test_each_file_is_handed_out_once(make: MakeQueue) -> None:
+def test_each_file_is_leased_once(make: MakeQueue) -> None:
     queue = make(["a", "b", "c"])
     assert [path_of(queue, worker) for worker in "vwvw"] == ["a", "b", "c", None]
 
@@ -141,10 +141,10 @@ def test_a_finished_file_does_not_come_back(make: MakeQueue, clock: Clock) -> No
     assert queue.finish(lease)
     clock.now += 1000
     assert queue.take("w") is None
-    assert not queue.others_hold("v")
+    assert not queue.others_are_reading("v")
 
 
-def test_a_lease_that_runs_out_is_handed_out_again_from_what_was_reported(
+def test_a_file_whose_lease_expired_is_leased_again_from_its_reported_progress(
     make: MakeQueue, clock: Clock
 ) -> None:
     queue = make(["a", "b"])
@@ -154,15 +154,15 @@ def test_a_lease_that_runs_out_is_handed_out_again_from_what_was_reported(
     assert queue.report(lease, {"place": 7})
     clock.now += 59.9
     assert path_of(queue) == "b"
-    assert queue.others_hold("w")
+    assert queue.others_are_reading("w")
     clock.now += 0.2
     again = queue.take("w")
     assert again is not None
     assert (again.number, again.path, again.progress) == (0, "a", {"place": 7})
-    assert not queue.others_hold("w")
+    assert not queue.others_are_reading("w")
 
 
-def test_who_lost_a_lease_cannot_speak_for_it(make: MakeQueue, clock: Clock) -> None:
+def test_a_worker_that_lost_a_lease_cannot_report_for_it(make: MakeQueue, clock: Clock) -> None:
     queue = make(["a"])
     lost = queue.take("slow")
     assert lost is not None
@@ -223,16 +223,16 @@ def test_what_is_given_back_comes_before_what_is_new(make: MakeQueue) -> None:
     assert (again.path, again.progress) == ("b", {"place": 3})
 
 
-def test_nobody_waits_for_a_file_that_was_read_to_its_end(make: MakeQueue, clock: Clock) -> None:
+def test_no_worker_waits_for_a_file_that_was_read_to_its_end(make: MakeQueue, clock: Clock) -> None:
     queue = make(["a"])
     lease = queue.take("v")
     assert lease is not None
-    assert queue.others_hold("w")
+    assert queue.others_are_reading("w")
     queue.mark_read(lease)
-    assert not queue.others_hold("w")
+    assert not queue.others_are_reading("w")
     clock.now += 61
     assert path_of(queue) == "a"  # it never counted
-    assert queue.others_hold("v")
+    assert queue.others_are_reading("v")
 
 
 def test_all_leases_of_a_worker_can_be_taken_back(make: MakeQueue) -> None:
@@ -268,7 +268,7 @@ def test_a_worker_can_ask_for_the_file_it_had(make: MakeQueue) -> None:
     assert path_of(queue, "w", number=5) is None
 
 
-def test_a_restored_queue_hands_out_what_was_not_finished(make: MakeQueue) -> None:
+def test_a_restored_queue_leases_unfinished_files(make: MakeQueue) -> None:
     queue = make(["a", "b", "c", "d"])
     leases = [queue.take(worker) for worker in "uvw"]
     assert leases[0] is not None
@@ -302,7 +302,7 @@ def test_a_lease_needs_some_time() -> None:
 # In a folder
 
 
-def test_a_file_is_added_once_whoever_adds_it(tmp_path: Path) -> None:
+def test_a_file_is_added_once_by_any_worker(tmp_path: Path) -> None:
     first, second = SharedFileQueue(str(tmp_path)), SharedFileQueue(str(tmp_path))
     assert first.add(["a", "b"]) == 2
     assert second.add(["a", "b", "c", "c"]) == 1
@@ -333,7 +333,7 @@ def _take_all(folder: str, worker: str) -> list[str]:
     return taken
 
 
-def test_processes_share_the_files_of_a_folder(tmp_path: Path) -> None:
+def test_processes_lease_different_files_of_a_folder(tmp_path: Path) -> None:
     files = [str(number) for number in range(60)]
     SharedFileQueue(str(tmp_path)).add(files)
     context = multiprocessing.get_context("fork")

@@ -148,7 +148,7 @@ def test_unsigned_ids_keep_their_bits(path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 20, 1000])
-def test_reading_goes_on_from_any_chunk(path: Path, chunk_bytes: int) -> None:
+def test_reading_resumes_from_any_chunk(path: Path, chunk_bytes: int) -> None:
     path.write_text("id,s\n" + "".join(f'{number},"a\n{number}"\n' for number in range(20)) + "x")
     form = CsvFormat(chunk_bytes=chunk_bytes)
     whole = list(form.chunks(str(path)))

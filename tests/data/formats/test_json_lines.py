@@ -59,7 +59,7 @@ def test_a_line_that_is_too_long_is_bad(path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 30, 1 << 20])
-def test_reading_goes_on_from_any_chunk(path: Path, chunk_bytes: int) -> None:
+def test_reading_resumes_from_any_chunk(path: Path, chunk_bytes: int) -> None:
     path.write_text("".join(f'{{"a": {n}}}\n' for n in range(20)))
     form = JsonLinesFormat(chunk_bytes=chunk_bytes)
     chunks = list(form.chunks(str(path)))

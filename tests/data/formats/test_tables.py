@@ -93,7 +93,7 @@ def test_a_row_that_does_not_fit_is_named(rows: list[Any], types: Any, problem: 
         list(IterableSource(rows, types=types, infer_rows=1, batch_size=9))
 
 
-def test_a_generator_goes_on_after_a_restart_and_is_not_read_twice() -> None:
+def test_a_generator_continues_after_a_restart_and_is_not_read_twice() -> None:
     def numbers() -> Any:
         return ({"n": n} for n in range(10))
 
@@ -133,7 +133,7 @@ def test_each_epoch_has_an_order_of_its_own() -> None:
     "make, problem",
     [
         (lambda: PandasSource([1], batch_size=1), "expected a DataFrame, got a list"),
-        (lambda: PolarsSource(pl.DataFrame(COLUMNS).lazy(), batch_size=1), "hand over frame.collect"),
+        (lambda: PolarsSource(pl.DataFrame(COLUMNS).lazy(), batch_size=1), "pass frame.collect"),
         (lambda: PolarsSource(pd.DataFrame(COLUMNS), batch_size=1), "expected a DataFrame"),
         (lambda: ArrowSource("x", batch_size=1), "expected a table, a reader"),
         (lambda: IterableSource({"a": 1}, batch_size=1), "expected dicts"),

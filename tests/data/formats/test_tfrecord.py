@@ -77,7 +77,7 @@ def test_whatever_is_written_is_read(tmp_path: Path, messages: list[tuple[bytes,
 
 
 @each_compression
-def test_reading_goes_on_from_the_end_of_every_chunk(compression: str | None, tmp_path: Path) -> None:
+def test_reading_resumes_from_the_end_of_every_chunk(compression: str | None, tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     write(path, ROWS * 20, compression=compression)
     file_format = TfRecordFormat(chunk_bytes=100)

@@ -463,7 +463,7 @@ def files_of(folder: Path) -> Counter[str]:
     return Counter(path.name.split("-")[0] for path in folder.glob("*-*"))
 
 
-def test_snapshots_that_nobody_commits_are_complained_about_once(tmp_path, caplog, monkeypatch):
+def test_many_uncommitted_snapshots_are_warned_about_once(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("monolith.data.join.joiner._MANY", 2)
     joiner = Joiner(replace(CONFIG, folder=str(tmp_path), keep_snapshots=1))
     for key in range(6):
@@ -557,7 +557,7 @@ SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in ran
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("snapshot_every", [1, 3, 1000])
-def test_a_source_of_both_goes_on_from_any_position(tmp_path, seed, snapshot_every):
+def test_a_joined_source_resumes_from_any_position(tmp_path, seed, snapshot_every):
     source = sources(tmp_path, seed, snapshot_every)
     positions, expected = [source.position()], []
     for examples in source:
@@ -569,7 +569,7 @@ def test_a_source_of_both_goes_on_from_any_position(tmp_path, seed, snapshot_eve
         assert [rows_of(examples) for examples in again] == expected[taken:]
 
 
-def test_a_consumer_that_stops_early_goes_on_where_it_was(tmp_path):
+def test_a_consumer_that_stops_early_resumes(tmp_path):
     expected = [rows_of(examples) for examples in sources(tmp_path / "a", 5)]
     source = sources(tmp_path / "b", 5)
     found = [rows_of(examples) for examples in itertools.islice(source, 2)]

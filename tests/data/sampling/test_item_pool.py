@@ -109,7 +109,7 @@ def test_another_channel_is_drawn_the_larger_the_likelier():
     assert a_pool().other_channel(1, 0.5) is None
 
 
-def test_features_of_items_that_left_are_let_go_of():
+def test_features_of_evicted_items_are_dropped():
     pool = a_pool(limit=10)
     for begin in range(0, 30_000, 100):
         features = records_of([{"tag": [item]} for item in range(begin, begin + 100)])

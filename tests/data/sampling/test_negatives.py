@@ -285,7 +285,7 @@ def test_what_is_made_does_not_depend_on_cuts(rows, options, cuts, first):
 
 @settings(deadline=None)
 @given(st.lists(a_row, max_size=25), st.sampled_from(OPTIONS), st.integers(0, 25))
-def test_a_restored_one_goes_on_as_the_other_would_have(rows, options, at):
+def test_a_restored_one_continues_like_the_original(rows, options, at):
     records = records_of(rows)
     one = generation(**options)
     begin = one(records.slice(0, at), first=0)

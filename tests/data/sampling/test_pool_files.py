@@ -43,7 +43,7 @@ def test_what_was_saved_comes_back_in_order_with_its_counts_and_features(tmp_pat
     assert list(told(back)) == [9, 2, -3]
 
 
-def test_a_restored_pool_goes_on_like_the_one_that_was_saved(tmp_path):
+def test_a_restored_pool_continues_like_the_saved_one(tmp_path):
     pool, back = a_filled_pool(), a_pool(limit=4)
     save_pool(pool, str(tmp_path / "pool"))
     restore_pool(back, str(tmp_path / "pool"))

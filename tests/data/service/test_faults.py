@@ -42,7 +42,7 @@ def test_one_of_two_workers_killed_while_two_trainers_read(stack, dispatcher):
     assert sorted(shares[0].result() + shares[1].result()) == ALL
 
 
-def test_a_trainer_killed_goes_on_from_its_saved_position(stack, dispatcher, tmp_path):
+def test_a_killed_trainer_resumes_from_its_saved_position(stack, dispatcher, tmp_path):
     add_worker(stack, dispatcher)
     checkpoint = tmp_path / "checkpoint.json"
     victim, line = add_process(stack, "trainer", dispatcher.address, "one", str(checkpoint))
@@ -62,7 +62,7 @@ def test_a_trainer_killed_goes_on_from_its_saved_position(stack, dispatcher, tmp
     assert sorted(saved["seen"] + rest + others) == ALL
 
 
-def test_a_dispatcher_killed_and_started_again_goes_on(stack, tmp_path):
+def test_a_restarted_dispatcher_resumes(stack, tmp_path):
     folder = str(tmp_path / "job")
     victim, address = add_process(stack, "dispatcher", folder, "0")
     add_worker(stack, address)
@@ -88,7 +88,7 @@ def test_a_dispatcher_at_another_address_is_found_by_asking(stack, tmp_path):
     assert sorted(seen) == ALL
 
 
-def test_a_dispatcher_that_nobody_knows_yet_is_waited_for_and_then_given_up(stack, tmp_path, caplog):
+def test_an_unknown_dispatcher_is_waited_for_and_then_given_up(stack, tmp_path, caplog):
     registry = MemoryDiscovery()
     where = locator(registry, DATA_DISPATCHER)
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_a_trainer_without_data_workers_waits_and_then_says_so(stack, dispatcher
         list(trainer(dispatcher, patience=timedelta(seconds=0.1)))
 
 
-def test_whoever_finds_no_dispatcher_says_so(dispatcher):
+def test_a_missing_dispatcher_is_reported(dispatcher):
     gone = dispatcher.address
     dispatcher.close()
     with pytest.raises(DataError, match=f"lost the dispatcher: no answer from {gone}"):

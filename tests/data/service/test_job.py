@@ -75,7 +75,7 @@ def test_a_chunk_is_announced_only_under_the_lease_that_its_holder_was_given(job
     cut(job, lease, 1)
 
 
-def test_a_job_file_of_before_goes_on_though_its_leases_were_numbers(tmp_path, clock):
+def test_an_older_job_file_with_numeric_leases_is_resumed(tmp_path, clock):
     with closing(Job(CONFIG, str(tmp_path), clock=clock)) as job:
         job.lease("w")
     with closing(sqlite3.connect(tmp_path / "job.sqlite", isolation_level=None)) as old:
@@ -94,7 +94,7 @@ def test_a_job_file_of_before_goes_on_though_its_leases_were_numbers(tmp_path, c
         assert job.finish(again.lease)
 
 
-def test_who_renews_keeps_the_lease(job, clock):
+def test_a_renewed_lease_does_not_expire(job, clock):
     lease = job.lease("w")
     for now in (6.0, 12.0, 18.0):
         clock.now = now
@@ -126,7 +126,7 @@ def test_a_chunk_goes_to_one_trainer_and_asking_again_gives_the_same(job):
     assert ids(job.turns("one", one, 1, 2)) == [(0, "a", 1)]
 
 
-def test_renewing_tells_which_chunks_nobody_was_given(job):
+def test_renewing_returns_the_chunks_without_a_trainer(job):
     lease = job.lease("w")
     cut(job, lease, 3)
     job.turns("one", job.attach("one", None, 0), 0, 2)
@@ -146,7 +146,7 @@ def test_the_end_is_when_all_is_read_and_given_epoch_after_epoch(tmp_path):
     assert job.is_over()
 
 
-def test_a_trainer_goes_back_to_a_turn_and_gets_the_same_chunks(job):
+def test_a_trainer_restored_to_a_turn_gets_the_same_chunks(job):
     cut(job, job.lease("w"), 4)
     before = job.turns("one", job.attach("one", None, 0), 0, 3)
     session = job.attach("one", job.id, 1)
@@ -172,7 +172,7 @@ def test_what_a_dead_trainer_did_not_acknowledge_goes_to_others(tmp_path, clock)
     assert ids(job.turns("two", two, 0, 9)) == [(0, "a", 1), (0, "a", 2), (0, "a", 3)]
     with pytest.raises(DataError, match="shut out"):
         job.turns("one", one, 3, 1)
-    with pytest.raises(RestoreError, match="handed to others"):
+    with pytest.raises(RestoreError, match="went to other trainers"):
         job.attach("one", job.id, 3)
     job.attach("one", job.id, 1)
 
@@ -186,7 +186,7 @@ def test_what_is_acknowledged_is_forgotten_after_a_while(tmp_path):
     job.attach("one", job.id, 2)
     with pytest.raises(RestoreError, match="has turns 2 to 4 of it; its chunks were forgotten"):
         job.attach("one", job.id, 1)
-    with pytest.raises(RestoreError, match="cannot go on from turn 0"):
+    with pytest.raises(RestoreError, match="cannot resume from turn 0"):
         job.attach("one", None, 0)
 
 

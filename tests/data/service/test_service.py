@@ -36,7 +36,7 @@ def tls(certificates) -> SecurityConfig:
     )
 
 
-def test_two_trainers_and_two_workers_share_an_epoch(stack, dispatcher):
+def test_two_trainers_and_two_workers_divide_an_epoch(stack, dispatcher):
     for _ in range(2):
         add_worker(stack, dispatcher)
     with ThreadPoolExecutor(2) as pool:
@@ -79,7 +79,7 @@ def test_restoring_brings_the_same_chunks_in_the_same_order(stack, dispatcher, a
     assert sorted([number for chunk in chunks for number in chunk] + rest) == ALL
 
 
-def test_stopping_early_and_iterating_again_goes_on(stack, dispatcher):
+def test_stopping_early_and_iterating_again_continues(stack, dispatcher):
     add_worker(stack, dispatcher)
     source = trainer(dispatcher)
     seen = [number for some in itertools.islice(source, 3) for number in numbers(some)]
@@ -87,7 +87,7 @@ def test_stopping_early_and_iterating_again_goes_on(stack, dispatcher):
     assert read(source) == []
 
 
-def test_a_worker_stops_reading_while_nobody_fetches(stack, dispatcher):
+def test_a_worker_stops_reading_while_no_trainer_fetches(stack, dispatcher):
     counts: list[int] = []
     worker = DataWorker(
         dispatcher.address, lambda split: Counting(split, counts), readers=2, buffer_chunks=3, chunk_records=7
@@ -225,7 +225,7 @@ def test_the_state_of_a_job_is_for_its_owner_alone(stack, tmp_path):
         assert file.stat().st_mode & 0o077 == 0, file
 
 
-def test_without_the_token_nobody_is_let_in(stack, tmp_path):
+def test_without_the_token_calls_are_refused(stack, tmp_path):
     right = token_guard("secret")
     dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), guard=right))
     for wrong in (None, token_guard("Secret"), token_guard("secre")):
@@ -240,7 +240,7 @@ def test_without_the_token_nobody_is_let_in(stack, tmp_path):
     assert sorted(read(trainer(dispatcher, guard=right))) == ALL
 
 
-def test_with_certificates_every_record_arrives_and_who_has_none_does_not_come_in(stack, tls, tmp_path):
+def test_with_certificates_every_record_arrives_and_calls_without_are_refused(stack, tls, tmp_path):
     guard = guard_caller(replace(tls, token=Secret("secret")))
     dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), guard=guard))
     add_worker(stack, dispatcher, guard=guard)

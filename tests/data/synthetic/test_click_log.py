@@ -87,7 +87,7 @@ def test_batches_of_any_size_hold_the_same_examples() -> None:
         )
 
 
-def test_more_than_one_stretch_is_drawn_for_long_runs_and_they_follow_each_other() -> None:
+def test_long_runs_draw_several_ranges_that_follow_each_other() -> None:
     log = ClickLog(SMALL)
     parts = list(log.batches(5, 10_000))
     assert len(parts) == 5
@@ -169,7 +169,7 @@ def test_a_config_checks_itself(settings: dict) -> None:
         ClickLogConfig(**settings)
 
 
-def test_a_stretch_begins_at_0_or_later_and_has_examples() -> None:
+def test_a_range_begins_at_0_or_later_and_has_examples() -> None:
     with pytest.raises(FeatureError, match="at least one example"):
         ClickLog(SMALL).batch(-1, 10)
     with pytest.raises(FeatureError, match="at least one example"):

@@ -87,7 +87,7 @@ def test_a_position_is_the_number_of_the_next_example() -> None:
         assert stream.position()["next"] == min(number * 64, 1000)
 
 
-def test_a_restored_stream_goes_on_with_exactly_the_next_example() -> None:
+def test_a_restored_stream_continues_with_exactly_the_next_example() -> None:
     whole = DriftingStream(SMALL).records(0, 1000)
     position = json.dumps(DriftingStream(SMALL).position())
     read = 0
@@ -103,7 +103,7 @@ def test_a_restored_stream_goes_on_with_exactly_the_next_example() -> None:
     assert read == 1000
 
 
-def test_who_stops_early_goes_on_there_and_at_the_end_there_is_nothing_more() -> None:
+def test_a_consumer_that_stops_early_resumes_and_the_end_is_final() -> None:
     stream = DriftingStream(SMALL)
     assert [len(records) for records in islice(stream, 3)] == [64] * 3
     assert sum(len(records) for records in stream) == 1000 - 3 * 64
@@ -181,7 +181,7 @@ def test_the_best_auc_is_that_of_the_probabilities_and_the_same_at_any_time() ->
     assert max(best) - min(best) < 0.02
 
 
-def test_who_has_not_learned_since_scores_worse_by_the_hour() -> None:
+def test_a_model_that_stopped_learning_scores_worse_by_the_hour() -> None:
     stream, first = DriftingStream(), 100 * HOUR
     best = stream.best_auc(20_000, first=first)
     late = [
@@ -252,7 +252,7 @@ def test_a_config_checks_itself(settings: dict[str, Any]) -> None:
         DriftConfig(**settings)
 
 
-def test_a_stretch_begins_at_0_or_later_and_has_examples() -> None:
+def test_a_range_begins_at_0_or_later_and_has_examples() -> None:
     for first, size in ((-1, 10), (0, 0)):
         with pytest.raises(FeatureError, match="at least one example"):
             DriftingStream().records(first, size)

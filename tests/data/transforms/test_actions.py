@@ -45,7 +45,7 @@ def test_records_without_a_strategy_may_be_dropped():
     assert len(strategy(records_of([{"a": [1]}, {STRATEGIES: [1]}]), first=0)) == 1
 
 
-def test_a_strategy_keeps_its_share():
+def test_a_strategy_keeps_its_fraction():
     strategy = SpecialStrategy(rules="1:0.25")
     kept = len(strategy(records_of([{STRATEGIES: [1]}] * 4000), first=0))
     assert kept == pytest.approx(1000, abs=100)

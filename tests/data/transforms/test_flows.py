@@ -147,7 +147,7 @@ def test_the_order_does_not_depend_on_how_the_stream_is_cut(flows, one, other, c
 
 @settings(deadline=None)
 @given(flows, st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), st.booleans())
-def test_a_restored_merge_goes_on_where_the_other_stood(flows, at_a_time, capacity, taken, split):
+def test_a_restored_merge_resumes_where_the_other_was(flows, at_a_time, capacity, taken, split):
     def merge(at_a_time):
         half = {"a": NegativeDownsample(drop_rate=0.5)}
         if not split:
@@ -219,7 +219,7 @@ def test_each_flow_may_have_a_consumer_of_its_own():
     assert found == {name: [i for i, flow in enumerate(flows) if flow == name] for name in "abc"}
 
 
-def test_a_flow_that_nobody_takes_from_stops_the_others_which_say_so():
+def test_a_flow_without_a_consumer_stops_the_other_flows_with_an_error():
     split = SplitFlow(
         SplitConfig(flows=("a", "b"), capacity=2),
         Listed(stream("abbba")),

@@ -67,7 +67,7 @@ def test_negatives_may_have_another_value():
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
-def test_a_share_of_the_negatives_is_kept_the_others_become_invalid(rate):
+def test_a_fraction_of_the_negatives_is_kept_and_the_rest_become_invalid(rate):
     found = label_matrix(AddLabel(tasks=f"1::{rate}")(records_of([{}] * 4000), first=0), 1)
     assert is_valid(found).float().mean().item() == pytest.approx(rate, abs=0.03)
 

@@ -130,7 +130,7 @@ def test_operands_that_make_no_sense_are_refused(config, message):
 
 def test_a_list_where_one_value_is_expected_is_an_error_that_says_what_to_use():
     with pytest.raises(
-        DataError, match=r"record 1 of the stretch has 2\. For lists there are all, any and diff"
+        DataError, match=r"record 1 of the batch has 2\. For lists there are all, any and diff"
     ):
         kept([{TIME: [1]}, {TIME: [1, 2]}], column=TIME, op="gt", operand=0)
 

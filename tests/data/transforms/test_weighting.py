@@ -18,14 +18,14 @@ from monolith.nn.layers import LogitCorrection
 ACTIONS, RATE = "line_id.actions", "line_id.sample_rate"
 
 
-def test_positives_stay_and_a_share_of_the_negatives_goes():
+def test_positives_stay_and_a_fraction_of_the_negatives_is_dropped():
     rows = [{"label": [float(i % 2)]} for i in range(4000)]
     left = NegativeDownsample(drop_rate=0.75)(records_of(rows), first=0)["label"].flat_values
     assert int((left == 1).sum()) == 2000
     assert int((left == 0).sum()) == pytest.approx(500, abs=60)
 
 
-def test_all_that_stay_carry_the_share_of_negatives_that_stayed():
+def test_remaining_records_carry_the_kept_fraction_of_negatives():
     rows = [{"label": [1.0]}, {"label": [1.0], RATE: [0.5]}]
     kept = NegativeDownsample(drop_rate=0.75)(records_of(rows), first=0)
     assert sample_rates(kept).tolist() == [0.25, 0.125]

@@ -252,7 +252,7 @@ def test_a_batch_may_be_empty(device: Device) -> None:
         ({"splits": torch.tensor([0, 1, 2, 4])}, "end with the number of ids, 3"),
         ({"splits": torch.tensor([1, 1, 2, 3])}, "begin with 0"),
         ({"batch_size": 2}, "splits must have one entry per cell"),
-        ({"names": ("sum", "sum")}, "stands twice"),
+        ({"names": ("sum", "sum")}, "appears twice"),
     ],
 )
 def test_a_batch_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
@@ -304,7 +304,7 @@ def test_long_runs_of_equal_ids_are_summed_in_the_order_of_the_batch(device: Dev
     assert found.sum_equal(torch.zeros(513, device=device.torch_device)).shape == (513,)
 
 
-def test_nobody_waits_for_the_device(device: Device) -> None:
+def test_no_call_waits_for_the_device(device: Device) -> None:
     found = DeviceGatherer(PLAN, device).read(BATCH)
     rows = torch.randn(found.floats, device=device.torch_device).requires_grad_()
     upstream = [torch.ones(3, *shape, device=device.torch_device) for shape in PLAN.shapes]
@@ -313,7 +313,7 @@ def test_nobody_waits_for_the_device(device: Device) -> None:
     assert rows.grad is not None
 
 
-def test_ids_go_up_beside_what_the_device_computes_and_whoever_reads_them_waits_for_them() -> None:
+def test_ids_are_copied_while_the_device_computes_and_readers_wait_for_them() -> None:
     device = SlowDevice()
     found = DeviceGatherer(PLAN, device).read(BATCH)
     (upload,) = device.first.waited_for

@@ -89,7 +89,7 @@ def test_fids_carry_their_slot():
     )
 
 
-def test_weights_stand_beside_their_items():
+def test_weights_are_next_to_their_items():
     one = spec(tags=IdFeature(weights="w"), item=IdFeature())
     batch = one.make(records(tags=[[1, 2], [3]], w=[[0.5, 2.0], [3.0]], item=[[7], [8]]))
     assert batch.ids.weights is not None

@@ -141,11 +141,11 @@ def one_input(**changes):
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        (b"", 400, "no JSON"),
-        (b"{", 400, "no JSON"),
-        (b"[" * 100_000, 400, "no JSON"),
-        (b'{"inputs": NaN}', 400, "no JSON"),
-        (b"\xff\xfe", 400, "no JSON"),
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"inputs": NaN}', 400, "not JSON"),
+        (b"\xff\xfe", 400, "not JSON"),
         (b"[]", 400, "JSON object"),
         ({}, 400, "`inputs`"),
         ({"inputs": {}}, 400, "`inputs`"),

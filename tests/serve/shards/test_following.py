@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from serve.shards.shard_folders import TABLES, all_ids, values_of, write_shards
 
-from monolith.serve.shards import ServingServer
-from monolith.sync.memory_channel import MemoryChannel
-from monolith.sync.publisher import Publisher
+from monolith.serve.shards import ServingServer, ServingServerConfig
+from monolith.sync.channel import MemoryChannel
+from monolith.sync.publisher import Publisher, PublisherConfig
 from monolith.table import NativeTable, Segment, TableConfig
 
 PATIENCE = 120
@@ -42,7 +42,7 @@ class Shares:
         ]
         self.put(all_ids(), "1")
         self.publishers = [
-            Publisher(tables, channel.writer(), run="runs/1", share=(number, total))
+            Publisher(tables, channel.writer(), PublisherConfig(run="runs/1", shard=(number, total)))
             for number, tables in enumerate(self.tables)
         ]
 
@@ -77,7 +77,9 @@ class Shares:
 def serving(folder: Path, channel: MemoryChannel, shards: int = 2) -> Iterator[list[ServingServer]]:
     with ExitStack() as opened:
         servers = [
-            opened.enter_context(ServingServer(str(folder), shard, follow=channel.reader, threads=1))
+            opened.enter_context(
+                ServingServer(str(folder), shard, ServingServerConfig(threads=1), follow=channel.reader)
+            )
             for shard in range(shards)
         ]
         for one in servers:

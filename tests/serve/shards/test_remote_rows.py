@@ -26,7 +26,13 @@ from monolith.errors import (
     TableArgumentError,
     UnavailableError,
 )
-from monolith.serve.shards import RemoteRows, ServingServer, ShardsConfig, open_remote_rows
+from monolith.serve.shards import (
+    RemoteRows,
+    ServingServer,
+    ServingServerConfig,
+    ShardsConfig,
+    open_remote_rows,
+)
 from monolith.serve.shards.hedging import Leg, Minder
 from monolith.serve.shards.replicas import HedgeDelay, ShardReplicas
 from monolith.store import TableIds
@@ -60,12 +66,14 @@ class Shards:
         self.discovery = MemoryDiscovery(MemoryRegistry())
         self._stack = stack
 
-    def start(self, shard: int, replica: int = 0, **how: object) -> ServingServer:
+    def start(
+        self, shard: int, replica: int = 0, *, port: int = 0, limits: Limits | None = None, **how: object
+    ) -> ServingServer:
         server = ServingServer(
             str(self.folder),
             shard,
+            ServingServerConfig(replica=replica, port=port, limits=limits or Limits()),
             discovery=self.discovery,
-            replica=replica,
             **how,  # type: ignore[arg-type]
         )
         self._stack.callback(server.close)
@@ -370,7 +378,7 @@ def test_a_deadline_is_obeyed(two: Shards, stack: ExitStack, given: bool) -> Non
 def test_a_deadline_that_has_passed_asks_nobody(two: Shards) -> None:
     servers = [two.start(0), two.start(1)]
     rows = two.entry()
-    with pytest.raises(DeadlineExceededError, match="before rows were asked for"):
+    with pytest.raises(DeadlineExceededError, match="before rows were looked up"):
         rows.lookup(table_ids(ITEM, USER), deadline=time.monotonic() - 1)
     assert [server.status().lookups for server in servers] == [0, 0]
 

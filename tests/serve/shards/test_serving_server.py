@@ -25,7 +25,7 @@ from monolith.errors import (
     RequestError,
     TableArgumentError,
 )
-from monolith.serve.shards import ServingServer, shard_role
+from monolith.serve.shards import ServingServer, ServingServerConfig, shard_role
 from monolith.serve.shards.protocol import SERVICE, ShardAbout, ShardStatus
 from monolith.serve.versions import remove_versions
 from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes
@@ -44,7 +44,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(untouched: Path) -> Iterator[ServingServer]:
-    with ServingServer(str(untouched), 1, limits=Limits(ids=1000)) as made:
+    with ServingServer(str(untouched), 1, ServingServerConfig(limits=Limits(ids=1000))) as made:
         yield made
 
 
@@ -144,7 +144,10 @@ def test_a_damaged_version_is_said_to_be(folder: Path, own_caller: Caller) -> No
 def test_only_so_many_versions_are_open_and_held(folder: Path) -> None:
     for version in ("2", "3"):
         write_shards(folder, shards=2, version=version)
-    with ServingServer(str(folder), 1, versions=2) as server, Caller(SERVICE, server.address) as caller:
+    with (
+        ServingServer(str(folder), 1, ServingServerConfig(versions=2)) as server,
+        Caller(SERVICE, server.address) as caller,
+    ):
         hello(caller, "1")
         ask(caller, [1], [], "3")
         hello(caller, "2")  # 1 was asked for longest ago
@@ -172,15 +175,15 @@ def test_a_folder_without_rows_is_an_error_that_says_what_to_do(tmp_path: Path) 
 @pytest.mark.parametrize("how", [{"shard": -1}, {"replica": -1}, {"versions": 0}])
 def test_numbers_that_make_no_sense_are_refused(untouched: Path, how: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="a serving server has"):
-        ServingServer(str(untouched), **{"shard": 0, **how})  # type: ignore[arg-type]
+        ServingServer(str(untouched), how.pop("shard", 0), ServingServerConfig(**how))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("header", "size", "why"),
     [
-        (RowHeader(RowCall.PUSH, 0, 1, 1, number=1), 24, "answers lookups, and nothing else"),
-        (RowHeader(RowCall.LOOKUP, 1, 1, 1), 24, "answers lookups, and nothing else"),
-        (RowHeader(RowCall.LOOKUP, 0, 1, 1, flags=RowFlags.TIMES), 32, "answers lookups, and nothing else"),
+        (RowHeader(RowCall.PUSH, 0, 1, 1, number=1), 24, "answers only lookups"),
+        (RowHeader(RowCall.LOOKUP, 1, 1, 1), 24, "answers only lookups"),
+        (RowHeader(RowCall.LOOKUP, 0, 1, 1, flags=RowFlags.TIMES), 32, "answers only lookups"),
         (RowHeader(RowCall.LOOKUP, 0, 1, 1001), 24, "limits.ids allows 1,000"),
         (RowHeader(RowCall.LOOKUP, 0, 1, 2), 24, "expected 32"),
         (RowHeader(RowCall.LOOKUP, 0, 1 << 20, 1), 24, "expected"),
@@ -208,7 +211,7 @@ def test_sizes_that_do_not_fit_are_refused(caller: Caller, sizes: tuple[int, int
 
 def test_an_answer_that_is_too_large_is_refused_before_it_is_made(untouched: Path) -> None:
     with (
-        ServingServer(str(untouched), 1, limits=Limits(message_bytes=100)) as server,
+        ServingServer(str(untouched), 1, ServingServerConfig(limits=Limits(message_bytes=100))) as server,
         Caller(SERVICE, server.address) as caller,
     ):
         hello(caller, "1")
@@ -229,7 +232,7 @@ def test_strange_messages_are_refused(caller: Caller, header: bytes) -> None:
 
 def test_it_is_registered_while_it_is_ready(untouched: Path) -> None:
     discovery = MemoryDiscovery(MemoryRegistry())
-    with ServingServer(str(untouched), 1, discovery=discovery, replica=3) as server:
+    with ServingServer(str(untouched), 1, ServingServerConfig(replica=3), discovery=discovery) as server:
         assert not server.ready
         assert discovery.query(shard_role(MODEL, 1)) == {}
         server.start()
@@ -246,11 +249,13 @@ def test_it_is_registered_while_it_is_ready(untouched: Path) -> None:
 def test_it_is_registered_by_the_host_that_entries_reach_it_by(untouched: Path) -> None:
     discovery = MemoryDiscovery(MemoryRegistry())
     with (
-        ServingServer(str(untouched), 1, host="0.0.0.0", discovery=discovery) as server,
-        pytest.raises(ConfigError, match=r"listens on 0\.0\.0\.0:\d+ cannot be found there"),
+        ServingServer(str(untouched), 1, ServingServerConfig(host="0.0.0.0"), discovery=discovery) as server,
+        pytest.raises(ConfigError, match=r"cannot reach a serving server at 0\.0\.0\.0:\d+"),
     ):
         server.start()
-    with ServingServer(str(untouched), 1, discovery=discovery, advertise="localhost") as server:
+    with ServingServer(
+        str(untouched), 1, ServingServerConfig(advertise="localhost"), discovery=discovery
+    ) as server:
         server.start()
         assert discovery.query(server.role) == {0: f"localhost:{server.port}"}
 

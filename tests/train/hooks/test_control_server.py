@@ -360,7 +360,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def cut(self, step: int) -> OneFile:
+    def snapshot(self, step: int) -> OneFile:
         return OneFile(self.folder / f"model.ckpt-{step}")
 
 

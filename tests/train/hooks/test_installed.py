@@ -212,8 +212,9 @@ def test_a_worker_takes_its_first_step_when_the_model_has_reached_its_own(tmp_pa
 
         def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             first.setdefault(self._worker, result.step)
-            assert self._session.staleness is not None
-            lacked.setdefault(self._worker, self._session.staleness.last)
+            staleness = self._session.coordinator.status().staleness
+            assert staleness is not None
+            lacked.setdefault(self._worker, staleness.last)
 
     task = Tallied(batches=20)
     outcome = run_fleet(

@@ -49,7 +49,7 @@ class Checkpoints:
         self.may_write.set()
         self.wrote = threading.Event()
 
-    def cut(self, step: int) -> Moment:
+    def snapshot(self, step: int) -> Moment:
         self.log.append(f"cut {step}")
         if self.fail_cuts:
             self.fail_cuts -= 1
@@ -954,10 +954,10 @@ def test_a_save_that_finds_no_free_descriptor_is_retried_at_once_and_is_no_faile
 
 def test_a_save_has_descriptors_in_reserve_when_connections_have_taken_all_others(tmp_path):
     class OpensFiles(Checkpoints):
-        def cut(self, step: int) -> Moment:
+        def snapshot(self, step: int) -> Moment:
             for number in range(60):  # as the shards of tables and dense weights are written side by side
                 stack.enter_context((tmp_path / f"{step}-{number}").open("wb"))
-            return super().cut(step)
+            return super().snapshot(step)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     checkpoints, clock = OpensFiles(), FakeClock()

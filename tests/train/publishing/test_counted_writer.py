@@ -10,7 +10,7 @@ from torch import Tensor
 
 from monolith.errors import UnavailableError
 from monolith.observe import Metrics
-from monolith.sync import Delta, LearnedUpTo, LogPlace, Message, PublishState, ShareLog, TakeSnapshot
+from monolith.sync import Delta, LearnedUpTo, LogPosition, Message, PublishState, ShardLog, TakeSnapshot
 from monolith.sync.messages import SnapshotRows
 from monolith.table import Rows
 from monolith.train.publishing.counted_writer import CountedWriter
@@ -24,7 +24,7 @@ class Kept:
         self.deltas: list[Delta] = []
         self.snapshot: TakeSnapshot | None = None
 
-    def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:  # noqa: ARG002
+    def open(self, log: ShardLog, snapshot: TakeSnapshot) -> None:  # noqa: ARG002
         self.snapshot = snapshot
 
     def append(self, delta: Delta) -> None:
@@ -32,18 +32,18 @@ class Kept:
             raise UnavailableError("nobody is there")
         self.deltas.append(delta)
 
-    def say(self, state: PublishState) -> None: ...
+    def set_state(self, state: PublishState) -> None: ...
     def close(self) -> None: ...
 
 
 ROWS = Rows(torch.arange(3), torch.zeros(3, dtype=torch.int64), torch.ones(3, 4), torch.empty(3, 0))
-LOG = ShareLog("r", (1, 2), LogPlace("e", 0), 1, {"item": 4})
+LOG = ShardLog("r", (1, 2), LogPosition("e", 0), 1, {"item": 4})
 
 
 def delta(**learned: float) -> Delta:
     removed = {"item": torch.tensor([7, 8])}
     stamps = LearnedUpTo(step=5, published_at=109.0, **learned)
-    return Delta("r", (1, 2), LogPlace("e", 1), stamps, {"item": ROWS}, removed)
+    return Delta("r", (1, 2), LogPosition("e", 1), stamps, {"item": ROWS}, removed)
 
 
 def said(metrics: Metrics) -> str:
@@ -88,7 +88,7 @@ def test_a_second_epoch_is_a_resync_and_holding_shows() -> None:
     writer = CountedWriter(Kept(), metrics, 0)
     for _ in range(2):
         writer.open(LOG, lambda buckets=None: iter(()))  # noqa: ARG005
-    writer.say(PublishState(held=True))
+    writer.set_state(PublishState(paused=True))
     assert writer.resyncs == 1
     assert 'monolith_publish_resyncs_total{share="0"} 1.0' in said(metrics)
     assert 'monolith_publish_held{share="0"} 1.0' in said(metrics)

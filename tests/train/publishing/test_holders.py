@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from monolith.sync import LogPlace
+from monolith.sync import LogPosition
 from monolith.sync.publish_config import GuardConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.train.publishing.holders import Steward
@@ -59,7 +59,7 @@ class TwoHolders:
     def bring(self, weights: object) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
-    def places(self) -> Mapping[int, LogPlace]:
+    def places(self) -> Mapping[int, LogPosition]:
         return {}
 
 

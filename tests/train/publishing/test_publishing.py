@@ -22,7 +22,7 @@ from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.nn import Target
 from monolith.runtime import LocalRun, Trainer
-from monolith.sync import GuardConfig, LogPlace, Subscriber, TableTarget
+from monolith.sync import GuardConfig, LogPosition, Subscriber, TableTarget
 from monolith.table import NativeTable, Sgd, iterate
 from monolith.train import AlertConfig, Hook, Mode, SaveConfig, TrainConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
@@ -88,7 +88,7 @@ def test_a_subscriber_ends_equal_to_the_trainer() -> None:
 def test_stamps_say_what_was_learned_from_and_when() -> None:
     following = Following(TASK)
     train(following)
-    learned = following.subscriber.standing[0].learned
+    learned = following.subscriber.progress[0].learned
     assert learned.step == 12
     assert learned.event_at > 1_000_000_000
     assert 0 < learned.watermark <= learned.event_at
@@ -166,9 +166,9 @@ def test_a_run_that_is_started_again_publishes_another_epoch(tmp_path: Path) -> 
     following = Following(TASK)
     config = replace(QUIET, model_dir=str(tmp_path), steps=6)
     train(following, config=config)
-    first = following.subscriber.standing[0].place
+    first = following.subscriber.progress[0].position
     last = train(following, config=config)
-    second = following.subscriber.standing[0].place
+    second = following.subscriber.progress[0].position
     assert first is not None
     assert second is not None
     assert first.epoch != second.epoch
@@ -188,10 +188,11 @@ def test_a_checkpoint_says_from_where_on_its_rows_need_deltas(tmp_path: Path) ->
     config = replace(QUIET, model_dir=str(tmp_path), save=SaveConfig(steps=6))
     last = train(following, config=config, between={6: copy})
     said = read_manifest(str(tmp_path / "model.ckpt-6")).manifest.parts["log_places"]["value"]
-    places = {int(share): LogPlace(**place) for share, place in said.items()}
-    with closing(Subscriber(following.channel.reader, TableTarget(tables), places=places)) as subscriber:
+    positions = {int(shard): LogPosition(**position) for shard, position in said.items()}
+    subscriber = Subscriber(following.channel.reader, TableTarget(tables), positions=positions)
+    with closing(subscriber):
         subscriber.catch_up()
-        assert subscriber.standing[0].snapshots == 0
+        assert subscriber.progress[0].snapshots == 0
     assert values_of(tables) == last.values
 
 
@@ -254,7 +255,7 @@ def test_nothing_of_a_poisoned_batch_is_let_out_and_training_goes_on() -> None:
     assert max(abs(x) for rows in last.values.values() for row in rows.values() for x in row) > 50
     assert following.values == before[0]
     assert max(delta.learned.step for delta in following.deltas) == 5
-    assert following.target.state.held
+    assert following.target.state.paused
     assert "largest_value" in following.target.state.reason
     assert 'monolith_publish_held{share="0"} 1.0' in following.metrics.render().decode()
 
@@ -367,7 +368,7 @@ def test_what_was_learned_last_is_published_while_the_stream_is_quiet() -> None:
 
     def all_is_published() -> bool:
         following.catch_up()
-        standing = following.subscriber.standing
+        standing = following.subscriber.progress
         if 0 not in standing or standing[0].learned.step < 12:
             return False
         tables = runs[0].session.model.tables

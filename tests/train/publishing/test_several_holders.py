@@ -24,7 +24,7 @@ def ends_equal(following: Following, model_dir: Path) -> None:
         name: {key: tuple(value) for key, (_, value, _) in rows.items()} for name, rows in saved.rows.items()
     }
     assert {name: one.tolist() for name, one in following.dense.items()} == saved.weights
-    assert sorted(following.subscriber.standing) == [0, 1]
+    assert sorted(following.subscriber.progress) == [0, 1]
 
 
 class Watch(Hook):
@@ -70,7 +70,7 @@ def test_a_subscriber_of_two_parameter_servers_ends_equal_to_them(tmp_path: Path
     assert outcome.chief.finished
     ends_equal(following, tmp_path)
     watches[0].check()
-    learned = [one.learned for one in following.subscriber.standing.values()]
+    learned = [one.learned for one in following.subscriber.progress.values()]
     assert max(one.step for one in learned) == outcome.chief.step
     assert all(0 < one.trained_at <= one.published_at for one in learned)
 
@@ -105,7 +105,7 @@ def test_a_server_that_took_the_place_of_a_lost_one_publishes_in_an_epoch_of_its
     class Loses(Hook):
         def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
             if run.step == 4:
-                wait_for(lambda: len(following.channel.reader().shares()) == 2, "both to publish")
+                wait_for(lambda: len(following.channel.reader().logs()) == 2, "both to publish")
                 epochs.append(epochs_of(following))
             if run.step == 8:
                 fleet.replace_server(1)
@@ -122,4 +122,4 @@ def test_a_server_that_took_the_place_of_a_lost_one_publishes_in_an_epoch_of_its
 
 
 def epochs_of(following: Following) -> dict[int, str]:
-    return {log.share[0]: log.newest.epoch for log in following.channel.reader().shares()}
+    return {log.shard[0]: log.newest.epoch for log in following.channel.reader().logs()}

@@ -1,12 +1,12 @@
 """Custom restore: which saved tensor goes into which variable, when the names have changed.
 
-A model is edited while its checkpoints are kept: layers are renamed, numbered anew, cut
-into parts, or to start afresh. A plan settles, from names and shapes alone, what each
-variable is loaded from; nothing is read before it is known.
+A model is edited while its checkpoints stay: layers are renamed, renumbered, split into parts, or meant to
+    start fresh. A plan decides, from names and shapes alone, which saved tensor each variable is loaded from;
+    nothing is read before that is known.
 
 A name is a path; torch writes it with dots, `tower.0.weight`, upstream with slashes,
 `tower/dense_1/kernel`, and both mean the same here. `x/part_0`, `x/part_1`, ... are one
-variable `x`, cut along its first axis: a checkpoint holds it whole.
+variable `x`, split along its first axis: a checkpoint has it as one tensor.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RestorePlan:
     origins: Mapping[str, Origin]
     """A variable that is not here is not in the checkpoint."""
     problems: Mapping[str, str] = field(default_factory=dict)
-    """Variable -> why its parts do not add up to what was saved."""
+    """Variable -> why its parts do not add up to the saved tensor."""
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -86,7 +86,7 @@ class CustomRestore:
     reset_dense: bool = False
     """Leave all dense variables as the model made them. Once per model folder, which a marker remembers."""
     continue_training: bool = False
-    """With `reset_dense`: go on from the checkpoint's global step, not from 0."""
+    """With `reset_dense`: continue from the checkpoint's global step, not from 0."""
     auto_alias: bool = True
     """Without an `alias_map`: look for what the variables may have been called."""
     rules: Sequence[Rule] = ()
@@ -286,7 +286,8 @@ class _Names:
             self._by_path[path] = None if path in self._by_path else name
 
     def find(self, name: str) -> str | None:
-        """Return the saved name; None where there is none, or two are spelled differently and neither so."""
+        """Return the saved name; None if there is none, or if two saved names differ only in their
+        spelling."""
         return name if name in self.shapes else self._by_path.get(path_of(name))
 
 

@@ -1,12 +1,12 @@
-"""Dense state: a model's variables and all that training them needs, out of a run and back into one.
+"""Dense state: a model's variables and all that training them needs, saved and restored.
 
-`capture_dense` copies, at one moment; training goes on while the copy is written:
+`capture_dense` copies them, and training continues while the copy is written:
 
     <prefix>.dense-00000-of-00001.safetensors       parameters and buffers, by name
     <prefix>.optimizer-00000-of-00001.safetensors   optimizers, schedulers, scaler, random generators
 
-A server reads the first file alone. `restore_dense` reads, checks and fits everything
-before it changes anything. Rows of tables are no parameters; they are saved elsewhere.
+A serving server reads the first file alone. `restore_dense` reads, checks and fits everything before it
+changes anything. Rows of tables are not parameters; they are saved by `tables`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,19 +30,19 @@ from monolith.checkpoint.dense.custom_restore import (
     parts_by_whole,
     path_of,
 )
-from monolith.checkpoint.dense.model_variables import ModelVariables, Variables
-from monolith.checkpoint.dense.names import dense_path, optimizer_path
 from monolith.checkpoint.dense.training_state import (
     KEYS,
     LoadedVariables,
+    ModelVariables,
     Optimizers,
     Resumed,
     Schedulers,
     TrainingRestore,
+    Variables,
     encode_training,
 )
-from monolith.checkpoint.fitting import Changes, Places, covered
-from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.folder.state_files import dense_path, optimizer_path
+from monolith.checkpoint.part import Changes, Entry, RestoreOptions, RestoreReport, Span, covered
 from monolith.errors import CorruptFileError, FileMissingError, RestoreError, SaveError
 from monolith.tensors.files import (
     DenseHeader,
@@ -56,11 +56,11 @@ from monolith.tensors.files import (
 from monolith.tensors.plain_state import Json, decode, encode
 
 _KINDS = {"dense": frozenset({"extra"}), "optimizer": KEYS}
-"""Kind of file -> what its JSON is made of, besides version and global step."""
+"""Kind of file -> the keys of its JSON, in addition to version and global step."""
 METADATA = "monolith"
 _VERSION = 1
 EXTRA = "$extra/"
-"""Begins the names of tensors that are no variables: a module's extra state."""
+"""Prefix of the names of tensors that are not variables: a module's extra state."""
 _COUNTER = "global_step"
 
 
@@ -71,19 +71,26 @@ class DenseSnapshot:
     variables: Mapping[str, Tensor]
     variables_json: str
     training: Mapping[str, Tensor]
-    """The tensors of optimizers and whatever else only training needs."""
+    """The tensors of optimizers and other state that only training needs."""
     training_json: str | None
-    """None: nothing of that was captured, and no file is written for it."""
+    """None: no such state was captured, and no file is written for it."""
     copied: Sequence[torch.cuda.Event] = ()
-    """Passed when the copies from a GPU have arrived."""
+    """Events that complete when the copies from a GPU have arrived."""
 
-    def write(self, prefix: str) -> dict[str, FileRecord]:
+    def write(self, prefix: str, *, full: bool) -> Entry:  # noqa: ARG002
+        """Write the files of a checkpoint, all of them into an incremental one too; see `PartSnapshot`."""
+        return {"files": {name: asdict(record) for name, record in self.write_files(prefix).items()}}
+
+    def close(self, *, saved: bool) -> None:
+        """Do nothing: the copies are freed with this object."""
+
+    def write_files(self, prefix: str) -> dict[str, FileRecord]:
         """Write the files of a checkpoint; return the record of each by its base name.
 
         The folder must exist. From any thread.
 
         Raises:
-            FilesystemError: A file could not be written; what had its name before is still there.
+            FilesystemError: A file could not be written; an earlier file of that name is still there.
         """
         for event in self.copied:
             event.synchronize()
@@ -106,8 +113,8 @@ def capture_dense(
 ) -> DenseSnapshot:
     """Copy the dense state as it is now.
 
-    From a GPU the copies go to pinned memory, behind the work that is under way on the
-    current stream, and this does not wait for them. Nobody else may train meanwhile.
+    From a GPU the copies go to pinned memory, after the work queued on the current stream, and this does not
+    wait for them. No other thread may train meanwhile.
 
     Args:
         random: Whether the process's random generators are captured too.
@@ -133,6 +140,27 @@ def capture_dense(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseSelection:
+    """Which part of the dense state a restore loads."""
+
+    include: Collection[str] = ("*",)
+    """Patterns with `*` and `?` of the names to load. All other variables are left alone."""
+    exclude: Collection[str] = ()
+    """Patterns of names that are not loaded, even if they are included."""
+    only: Callable[[str], bool] | None = None
+    """Whether to load a variable; the rest are live and left alone, with their optimizer's state."""
+    reshape: bool = False
+    """Whether a tensor may be loaded into one of another shape and as many elements, row by row."""
+    random: bool = False
+    """Whether the process's random generators are set, if they were saved."""
+
+
+ALL = DenseSelection()
+EXACT = RestoreOptions(custom=CustomRestore(auto_alias=False))
+"""Names, shapes and optimizers must be those of the checkpoint."""
+
+
 def restore_dense(
     prefix: str | None,
     model: Variables,
@@ -141,53 +169,34 @@ def restore_dense(
     *,
     scaler: torch.amp.GradScaler | None = None,
     records: Mapping[str, FileRecord] | None = None,
-    custom: CustomRestore | None = None,
-    model_dir: str | None = None,
-    strict: bool = True,
-    reshape: bool = False,
-    include: Collection[str] = ("*",),
-    exclude: Collection[str] = (),
-    only: Callable[[str], bool] | None = None,
-    optimizer_state: Literal["keep", "reset", "auto"] = "keep",
-    random: bool = False,
-    changes: Changes | None = None,
+    options: RestoreOptions = EXACT,
+    selection: DenseSelection = ALL,
 ) -> RestoreReport:
     """Load a checkpoint's dense state into a model and what trains it.
 
-    All files are read and checked, and everything is found to fit, before anything
-    changes. What is not loaded stays as it is.
+    All files are read and checked, and everything is found to fit, before anything changes. Variables that
+    are not loaded stay as they are.
 
     Args:
         prefix: The checkpoint, `<model_dir>/model.ckpt-<step>`.
         records: Base name of each file -> its record, from the checkpoint's manifest.
-        custom: How names have changed, or that the dense variables start anew. By default names
-            are as they were.
-        model_dir: Where `custom.reset_dense` leaves its marker.
-        strict: Whether what is missing in the checkpoint or does not fit is an error. False leaves
-            it as it is; the report says so.
-        reshape: Whether a tensor may fill one of another shape and as many elements, row by row.
-        include, exclude: Patterns with `*` and `?`, of names: what to load. The rest is left alone,
-            in the checkpoint or not.
-        only: Which variables to load; the others are live and left alone, with their optimizer's state.
-        optimizer_state: "reset" leaves optimizers, schedulers and scaler as they are; "auto" does so
-            with those that changed, and says so; "keep" takes a change for an error. Counters such
-            as `EmbeddingOptimizer`'s are loaded in any case.
-        random: Whether the process's random generators are set, if they were saved.
-        changes: How the model differs from that of the checkpoint: of a variable with other inputs or of
-            another shape, the part that fits is loaded. Goes with `strict` False.
+        options: What may differ. Its `optimizer_state`: "reset" leaves optimizers, schedulers and scaler as
+            they are; "auto" does so with those that changed, and reports it; "keep" refuses a change.
+            Counters such as `EmbeddingOptimizer`'s are loaded in any case. Its `changes` need `strict` False.
 
     Raises:
-        RestoreError: There is no such checkpoint, or it does not fit; says what does not.
+        RestoreError: There is no such checkpoint, or it does not fit; names what does not.
         CorruptFileError: A file is damaged, or another than was recorded.
     """
+    optimizer_state, changes, strict = options.optimizer_state, options.changes, options.strict
     if optimizer_state not in ("keep", "reset", "auto"):
         raise RestoreError(f"optimizer_state must be 'keep', 'reset' or 'auto', got {optimizer_state!r}")
     if prefix is None:
         raise RestoreError("Can't load save_path when it is None.")
-    custom = custom or CustomRestore(auto_alias=False)
+    custom, model_dir, random = options.custom, options.model_dir, selection.random
     clears = custom.clears(model_dir)
     target = ModelVariables(model, RestoreError)
-    chosen = _Chosen(include, exclude, only)
+    chosen = _Chosen(selection)
     saved = _SavedFile.open(prefix, dense_path(prefix), "dense", records)
     if saved is None:
         raise RestoreError(
@@ -200,10 +209,12 @@ def restore_dense(
         wanted=[name for name in target.tensors if chosen.by_pattern(name)],
     )
     loads = _loads(clears, custom.continue_training)
-    fitted = _fit(target, saved, plan, chosen, reshape=reshape, loads=loads, changes=changes)
+    fitted = _fit(target, saved, plan, chosen, reshape=selection.reshape, loads=loads, changes=changes)
     asked = bool(optimizers or schedulers or scaler or random)
+    trained = _SavedFile.open(prefix, optimizer_path(prefix), "optimizer", records) if asked else None
     training = TrainingRestore(
-        _SavedFile.open(prefix, optimizer_path(prefix), "optimizer", records) if asked else None,
+        None if trained is None else trained.about,
+        (lambda _: {}) if trained is None else trained.read,
         LoadedVariables(target, chosen, fitted.origins, shapes, saved.all_names),
         _resumed(clears, custom.continue_training, optimizer_state, random),
     )
@@ -244,7 +255,7 @@ def restore_dense(
 
 
 class _Copies:
-    """Copies of tensors: room is made for one after the other, then all are copied at once."""
+    """Copies of tensors: memory is allocated for each, then all are copied at once."""
 
     def __init__(self) -> None:
         self._sources: list[Tensor] = []
@@ -252,28 +263,28 @@ class _Copies:
         self._made: dict[tuple[Any, ...], Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return room for a copy of each; names of one tensor share it."""
+        """Return memory for a copy of each; names of one tensor share it."""
         return {name: self._copy(name, tensor) for name, tensor in tensors.items()}
 
     def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Like `of`, with the parts of a variable put together under its name."""
-        cut = {
+        """Like `of`, with the parts of a variable joined under its name."""
+        split = {
             whole: parts
             for whole, parts in parts_by_whole({n: tuple(t.shape) for n, t in tensors.items()}).items()
             if len({(tensors[part].dtype, tensors[part].device) for part in parts}) == 1
         }
-        in_parts = {part for parts in cut.values() for part in parts}
+        in_parts = {part for parts in split.values() for part in parts}
         copies = self.of({name: tensor for name, tensor in tensors.items() if name not in in_parts})
-        for whole, names in cut.items():
+        for whole, names in split.items():
             parts = [tensors[name].detach() for name in names]
             rows = [len(part) for part in parts]
-            copies[whole] = _room((sum(rows), *parts[0].shape[1:]), parts[0])
+            copies[whole] = _memory((sum(rows), *parts[0].shape[1:]), parts[0])
             self._targets += torch.split(copies[whole], rows)
             self._sources += parts
         return copies
 
     def start(self) -> list[torch.cuda.Event]:
-        """Copy all; return what to wait for."""
+        """Start copying; return the events to wait for."""
         with torch.no_grad():
             if self._sources:
                 torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
@@ -291,15 +302,15 @@ class _Copies:
         memory = memory_of(tensor)
         if memory is not None and memory in self._made:
             return self._made[memory]
-        room = _room(tuple(tensor.shape), tensor)
-        self._targets.append(room)
+        copy = _memory(tuple(tensor.shape), tensor)
+        self._targets.append(copy)
         self._sources.append(tensor.detach())
         if memory is not None:
-            self._made[memory] = room
-        return room
+            self._made[memory] = copy
+        return copy
 
 
-def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _memory(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
@@ -308,7 +319,7 @@ def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _SavedFile:
-    """One file of a checkpoint: what it holds, before its tensors are read."""
+    """The header of one file of a checkpoint, before its tensors are read."""
 
     path: str
     header: DenseHeader
@@ -345,7 +356,7 @@ class _SavedFile:
 
 
 def _about(path: str, header: DenseHeader, kind: str) -> Json:
-    """Return what a file says of itself, if it is of that kind."""
+    """Return the metadata of a file, if it is of that kind."""
     keys = _KINDS[kind] | {"version", "global_step"}
     try:
         about = json.loads(header.metadata[METADATA])
@@ -361,7 +372,7 @@ def _about(path: str, header: DenseHeader, kind: str) -> Json:
 def _values(
     saved: _SavedFile, fitted: _Fitted, target: ModelVariables
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the file, once; return what to load into the variables, and the extra state of modules."""
+    """Read the file once; return the values of variables, and the extra state of modules."""
     wanted = {origin.name for origin in fitted.origins.values()}
     wanted |= {partial.origin.name for partial in fitted.partial.values()}
     tensors = saved.read(lambda name: name in wanted or name.startswith(EXTRA))
@@ -384,21 +395,19 @@ def _values(
 
 
 class _Chosen:
-    """Which names a restore is about."""
+    """Which names a restore loads."""
 
-    def __init__(
-        self, include: Collection[str], exclude: Collection[str], only: Callable[[str], bool] | None
-    ) -> None:
-        for patterns in (include, exclude):
+    def __init__(self, selection: DenseSelection) -> None:
+        self._include, self._exclude, self._only = selection.include, selection.exclude, selection.only
+        for patterns in (self._include, self._exclude):
             if isinstance(patterns, str):
                 raise RestoreError(f"include and exclude are lists of patterns, got the text {patterns!r}")
-        self._include, self._exclude, self._only = include, exclude, only
 
     def by_pattern(self, name: str) -> bool:
         return _matches(name, self._include) and not _matches(name, self._exclude)
 
     def why_not(self, name: str) -> str:
-        """Return why a name is left alone; empty if it is not."""
+        """Return why a name is not loaded; empty if it is."""
         if self._only is not None and not self._only(name):
             return "live"
         return "" if self.by_pattern(name) else "not chosen"
@@ -415,7 +424,7 @@ class _Partial(NamedTuple):
     """The blocks of a saved tensor that go into a variable."""
 
     origin: Origin
-    blocks: list[tuple[Places, ...]]
+    blocks: list[tuple[Span, ...]]
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -429,11 +438,11 @@ def _part_text(tensor: Tensor, partial: _Partial) -> str:
 
 @dataclass(slots=True)
 class _Fitted:
-    """The variables, sorted by what can be done for them."""
+    """The variables, sorted by whether and how they can be loaded."""
 
     origins: dict[str, Origin] = field(default_factory=dict)
     partial: dict[str, _Partial] = field(default_factory=dict)
-    """Those of which a part is loaded; their optimizer state starts fresh."""
+    """Variables of which a part is loaded; their optimizer state starts fresh."""
     extra: list[str] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -451,7 +460,7 @@ def _fit(
     loads: Callable[[str], bool],
     changes: Changes | None,
 ) -> _Fitted:
-    """Sort the variables; those that `loads` says no to start anew."""
+    """Sort the variables; those that `loads` refuses are reset."""
     fitted = _Fitted()
     for name in (*target.tensors, *target.extra):
         if why := chosen.why_not(name):
@@ -480,8 +489,8 @@ def _fit(
 def _partial(
     name: str, saved: _SavedFile, origin: Origin, target: ModelVariables, changes: Changes
 ) -> _Partial | str | None:
-    """Return the part of a saved tensor that a variable of a changed model takes over, or why it takes none;
-    None if it takes all of it."""
+    """Return the part of a saved tensor that a variable of a changed model loads, or why it loads none; None
+    if it loads all of it."""
     info, tensor = saved.header.tensors[origin.name], target.tensors[name]
     if origin.rows is not None or info.dtype != tensor.dtype:
         return None
@@ -492,7 +501,7 @@ def _partial(
 
 
 def _loads(clears: bool, continues: bool) -> Callable[[str], bool]:
-    """Which variables are loaded at all: of those that are cleared, at most a global step."""
+    """Return whether a variable is loaded: after a reset, at most a global step is."""
     if not clears:
         return lambda _: True
     return lambda name: continues and path_of(name).rpartition("/")[2] == _COUNTER
@@ -525,7 +534,7 @@ def _does_not_fit(prefix: str, problems: Mapping[str, str], shown: int = 20) -> 
 
 
 def _check_tied(prefix: str, target: ModelVariables, values: Mapping[str, Tensor]) -> None:
-    """Refuse two values for variables that are one in memory: the later would win, silently."""
+    """Refuse two values for variables that share memory: the later would win silently."""
     first: dict[tuple[Any, ...], str] = {}
     for name, value in values.items():
         memory = memory_of(target.tensors[name])

@@ -1,8 +1,9 @@
 """Training state: optimizers, schedulers, gradient scaler and random generators, in one file and back.
 
-Torch numbers an optimizer's parameters in the order they were given. Here what belongs to
-a parameter goes by its name in the model, so that another order, other groups or a renamed
-layer do not hand one parameter the momentum of another.
+Torch numbers an optimizer's parameters in the order they were given. Here the state of a parameter is stored
+under its name in the model, so that another order, other groups or a renamed layer cannot give one parameter
+the momentum of another. Names are those of the plain model: a checkpoint restores into a compiled or
+distributed one as well, so prefixes of wrappers are removed.
 
 Restoring is in two halves: `prepare` reads and fits, `apply` changes what is live.
 """
@@ -10,23 +11,93 @@ Restoring is in two halves: `prepare` reads and fits, `apply` changes what is li
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint.dense.custom_restore import Origin
-from monolith.checkpoint.dense.model_variables import ModelVariables
-from monolith.checkpoint.dense.random_state import capture_random, restore_random
-from monolith.checkpoint.report import RestoreReport
-from monolith.errors import MonolithError, RestoreError
+from monolith.checkpoint.part import RestoreReport
+from monolith.errors import MonolithError, RestoreError, SaveError
 from monolith.nn.optimizers import rule_of
 from monolith.tensors.plain_state import Json, decode, encode
+
+Variables: TypeAlias = nn.Module | Mapping[str, Tensor]
+"""A model, or tensors by name."""
+
+
+class ModelVariables:
+    """The variables of a model by name, whatever wraps it: its parameters and persistent buffers.
+
+    Args:
+        error: The exception to raise if a variable has no memory to save or restore.
+    """
+
+    def __init__(self, model: Variables, error: type[SaveError] | type[RestoreError]) -> None:
+        self._error = error
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        state: Mapping[str, Any]
+        if isinstance(self._model, nn.Module):
+            state = self._model.state_dict()
+            parameters: Iterable[tuple[str, Tensor]] = self._model.named_parameters(remove_duplicate=False)
+        else:
+            state = self._model
+            parameters = self._model.items()
+        self._keys = {_plain_name(key): key for key in state}
+        self.tensors: dict[str, Tensor] = {}
+        """Not copies: they share their memory with the model."""
+        self.extra: dict[str, Any] = {}
+        """What modules return from `get_extra_state`."""
+        for name, key in self._keys.items():
+            (self.tensors if isinstance(state[key], Tensor) else self.extra)[name] = state[key]
+        self._names: dict[int, str] = {}
+        for name, parameter in parameters:
+            self._names.setdefault(id(parameter), _plain_name(name))
+        for name, tensor in self.tensors.items():
+            if is_lazy(tensor) or tensor.is_meta:
+                raise error(
+                    f"{name!r} has no memory yet: give the model its first batch, or move it off the meta "
+                    "device with to_empty, before it is saved or restored"
+                )
+
+    def name_of(self, parameter: Tensor, owner: str) -> str:
+        """Return the name of a parameter that `owner` trains."""
+        if (name := self._names.get(id(parameter))) is None:
+            raise self._error(
+                f"{owner} trains a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
+                "model. Pass the model that holds all parameters of its optimizers."
+            )
+        return name
+
+    def load(self, values: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+        """Write values, whose shapes and dtypes are right, into the variables."""
+        if isinstance(self._model, nn.Module):
+            state = {self._keys[name]: value for name, value in {**values, **extra}.items()}
+            try:
+                self._model.load_state_dict(state, strict=False)
+            except Exception as cause:  # the module may be any user's code
+                raise RestoreError(
+                    f"{type(self._model).__name__} refused a state that fits its variables: {cause}. It may "
+                    "be loaded in part: create it again before you continue."
+                ) from cause
+            return
+        with torch.no_grad():
+            for name, value in values.items():
+                self.tensors[name].copy_(value)
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # torch.compile puts it before the names of what it compiled
+
 
 Optimizers: TypeAlias = Mapping[str, Optimizer] | Sequence[Optimizer]
 """By name; those in a sequence are called "0", "1", ..."""
@@ -34,10 +105,10 @@ Schedulers: TypeAlias = Mapping[str, LRScheduler] | Sequence[LRScheduler]
 """Likewise."""
 
 KEYS = frozenset({"optimizers", "schedulers", "scaler", "random"})
-"""What the JSON of a training state is made of."""
+"""The keys of the JSON of a training state."""
 
 _OF_THIS_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Settings of a group that say on what, and by which code, it works: they are not loaded."""
+"""Settings of a group that depend on this run's parameters and devices: they are not loaded."""
 _OPTIMIZER_KEYS = ({"kind", "plain"}, {"kind", "state", "groups", "shared", "rest"})
 _SCALER, _RANDOM = "gradient scaler", "random generators"
 
@@ -77,7 +148,7 @@ def encode_training(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Which parts of a training state are loaded; the others stay as the run made them."""
+    """Which parts of a training state are loaded; the rest stays as the run initialized it."""
 
     optimizers: bool = True
     counters: bool = True
@@ -89,42 +160,37 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class LoadedVariables:
-    """What becomes of the model's variables, and so of the state that optimizers keep for them."""
+    """What happens to the model's variables, and so to the optimizer state of each."""
 
     model: ModelVariables
     chosen: Callable[[str], bool]
-    """False: it is left alone, and so is its state."""
+    """False: the variable is not loaded, and neither is its state."""
     origins: Mapping[str, Origin]
-    """Those that are loaded; the others are reset."""
+    """The variables that are loaded; the rest are reset."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the saved variables."""
+    """Shapes of the saved variables."""
     names: Callable[[str], Sequence[str]]
     """All names that a saved variable had."""
 
 
-class SavedTraining(Protocol):
-    """The file of a training state."""
-
-    @property
-    def about(self) -> Json:
-        """What `encode_training` returned."""
-
-    def read(self, only: Callable[[str], bool]) -> dict[str, Tensor]:
-        """Return the tensors of the names that `only` says yes to."""
+ReadTensors = Callable[[Callable[[str], bool]], dict[str, Tensor]]
+"""Reads the tensors of the names that a function chooses."""
 
 
 class TrainingRestore:
-    """A training state on its way back.
+    """Restores a training state in two steps: `prepare` reads and fits, `apply` changes what is live.
 
     Args:
-        saved: None where the checkpoint has no training state, or nobody asked for it.
+        about: The JSON of `encode_training`; None if the checkpoint has none, or it is not wanted.
+        read: Reads the tensors of its file.
     """
 
-    def __init__(self, saved: SavedTraining | None, variables: LoadedVariables, resumed: Resumed) -> None:
-        self._about: Json = dict.fromkeys(KEYS) | {"optimizers": {}, "schedulers": {}}
-        if saved is not None:
-            self._about = saved.about
-        self._saved = saved
+    def __init__(
+        self, about: Json | None, read: ReadTensors, variables: LoadedVariables, resumed: Resumed
+    ) -> None:
+        nothing: Json = dict.fromkeys(KEYS) | {"optimizers": {}, "schedulers": {}}
+        self._about: Json = nothing if about is None else about
+        self._read = read
         self._variables = variables
         self._resumed = resumed
         self._loads: list[_Load] = []
@@ -133,7 +199,7 @@ class TrainingRestore:
         self._reset: dict[str, str] = {}
         self._missing: list[str] = []
         self.problems: dict[str, str] = {}
-        """Name -> what does not fit; these are reset if the caller goes on."""
+        """Name -> what does not fit; these are reset if the caller continues."""
 
     @property
     def report(self) -> RestoreReport:
@@ -143,12 +209,12 @@ class TrainingRestore:
     def prepare(
         self, optimizers: Optimizers, schedulers: Schedulers, scaler: torch.amp.GradScaler | None
     ) -> None:
-        """Read what is wanted and find out whether it fits; changes nothing.
+        """Read the wanted state and check whether it fits; changes nothing.
 
         Raises:
             RestoreError: An optimizer trains what is not in the model, or the saved state makes no sense.
         """
-        tensors = {} if self._saved is None else self._saved.read(self._is_wanted)
+        tensors = self._read(self._is_wanted)
         for name, optimizer in _named(optimizers).items():
             self._prepare_optimizer(name, optimizer, tensors)
         for name, scheduler in _named(schedulers).items():
@@ -171,14 +237,14 @@ class TrainingRestore:
             self._loaded[_RANDOM] = ""
 
     def apply(self, undo: ExitStack) -> None:
-        """Load what was prepared; `undo` puts back what was there.
+        """Load the prepared state; `undo` restores the state before.
 
         Raises:
-            RestoreError: Somebody's `load_state_dict` refused.
+            RestoreError: A `load_state_dict` refused it.
         """
         for load in self._loads:
             load.run(undo)
-        if self._random is not None:  # last: nothing draws from them any more
+        if self._random is not None:  # last: no code draws random numbers after it
             undo.callback(restore_random, capture_random())
             restore_random(self._random)
 
@@ -227,7 +293,7 @@ class TrainingRestore:
     def _slots(
         self, names: dict[Any, str], present: dict[Any, Any], saved: Json, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[Any, Any], int, list[str]]:
-        """Return the state by parameter, of how many it was loaded, and which had one that is not."""
+        """Return the state by parameter, the number of loaded ones, and the names whose state is lost."""
         slots: dict[Any, Any] = {}
         loaded, lost = 0, []
         for number, name in names.items():
@@ -243,7 +309,7 @@ class TrainingRestore:
             if found is not None:
                 fitted = self._fit(decode(found, tensors), origin, self._variables.model.tensors[name])
             elif origin.rows is not None and name in saved:
-                # A variable in parts is saved whole, what its optimizers keep is saved by part.
+                # A variable in parts is saved as one tensor, but its optimizer state is saved by part.
                 fitted = _same_part(decode(saved[name], tensors), self._variables.model.tensors[name])
             else:
                 continue  # it never had a gradient
@@ -255,7 +321,7 @@ class TrainingRestore:
         return slots, loaded, lost
 
     def _fit(self, slots: dict[str, Any], origin: Origin, parameter: Tensor) -> dict[str, Any] | None:
-        """Return the state of a variable, cut and shaped as the variable is; None where that cannot be."""
+        """Return the state of a variable, sliced and reshaped like the variable; None if it does not fit."""
         shape = self._variables.shapes[origin.name]
         if origin.rows is None and shape == parameter.shape:
             return slots
@@ -311,14 +377,14 @@ class _Load:
 
     def run(self, undo: ExitStack) -> None:
         before = self.target.state_dict()
-        if not isinstance(self.target, Optimizer):  # which makes its state anew when it loads one
+        if not isinstance(self.target, Optimizer):  # an optimizer replaces its state when it loads one
             before = copy.deepcopy(before)
         undo.callback(self.target.load_state_dict, before)
         try:
             self.target.load_state_dict(self.state)
         except MonolithError:
             raise
-        except Exception as cause:  # anybody's code
+        except Exception as cause:  # may be any user's code
             raise RestoreError(
                 f"cannot restore {self.title}: {type(self.target).__name__} refused its state: {cause}. "
                 "Nothing was changed. optimizer_state='reset' starts it from its initial state."
@@ -380,6 +446,53 @@ def _named(items: Mapping[str, Item] | Sequence[Item]) -> dict[str, Item]:
 
 
 def kind_of(thing: object) -> str:
-    """Return what a class is called, by its package and its name: modules are moved about."""
+    """Return the name of a class with its top package only: modules move, and old checkpoints must match."""
     kind = rule_of(thing) if isinstance(thing, Optimizer) else type(thing)
     return f"{kind.__module__.split('.')[0]}.{kind.__qualname__}"
+
+
+# Random generators
+
+
+def capture_random() -> dict[str, Any]:
+    """Return the state of the process's generators: Python's, numpy's, torch's, and CUDA's if it is in use.
+
+    A generator that user code made is the user's to save.
+    """
+    version, words, gauss = random.getstate()
+    return {
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": _cuda_states(),
+    }
+
+
+def _cuda_states() -> list[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    """Set the process's generators to a state of `capture_random`.
+
+    States of more CUDA devices than there are now are left out.
+
+    Raises:
+        RestoreError: The state is malformed. No generator has changed.
+    """
+    before = capture_random()
+    try:
+        _set(state)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as cause:
+        _set(before)
+        raise RestoreError(f"the saved state of the random generators is malformed: {cause}") from cause
+
+
+def _set(state: dict[str, Any]) -> None:
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(one, device)

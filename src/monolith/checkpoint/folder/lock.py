@@ -1,7 +1,7 @@
 """The lock on a model_dir: two processes that save into one folder would delete each other's files.
 
-The operating system holds it on the file `.lock`, and lets go when the process ends, in
-whatever way. So there is never anything to clean up, and the file itself means nothing.
+The operating system locks the file `.lock`, and releases the lock when the process ends, in whatever way. So
+there is nothing to clean up, and the existence of the file means nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class ModelDirLock:
-    """Holds a folder for this process while its block runs.
+    """Locks a folder for this process while its block runs.
 
-    Only local and mounted disks can be locked. Elsewhere the block runs all the same, and
-    whoever starts two runs there must keep them apart.
+    Only local and mounted disks can be locked. Elsewhere the block runs without a lock, and the operator must
+    not start two runs there.
     """
 
     def __init__(self, model_dir: str) -> None:
@@ -38,10 +38,10 @@ class ModelDirLock:
         self._file: int | None = None
 
     def __enter__(self) -> ModelDirLock:
-        """Take the folder; it is made if it is missing.
+        """Lock the folder; it is created if it is missing.
 
         Raises:
-            ModelDirLockedError: Another lock holds it, of this process or another.
+            ModelDirLockedError: It is locked already, by this process or another.
         """
         backend, folder = locate(self._model_dir)
         if not isinstance(backend, LocalBackend):
@@ -91,13 +91,13 @@ class ModelDirLock:
 
 
 def _close_in_children(lock: ModelDirLock) -> None:
-    """Keep forked children from holding the folder after their parent was killed."""
+    """Close the file in forked children: they would keep the lock after their parent was killed."""
     reference = weakref.ref(lock)
 
     def close() -> None:
-        held = reference()
-        if held is not None:
-            held._close()
+        found = reference()
+        if found is not None:
+            found._close()
 
     os.register_at_fork(after_in_child=close)
 

@@ -1,9 +1,9 @@
 """Manifests: the one file whose rename makes a checkpoint.
 
-`<prefix>.manifest` is written last, when every other file of the checkpoint is complete.
-Until then there is no such checkpoint. It is JSON under a checksum: the step, what each
-part says of itself, and for an increment the checkpoint it continues, with the checksum
-of that one's manifest, so that a chain with a link missing or replaced is refused.
+`<prefix>.manifest` is written last, when every other file of the checkpoint is complete. Until then there is
+no such checkpoint. It is JSON with a checksum: the step, an entry of each part, and for an increment the
+checkpoint it continues, with the checksum of that one's manifest, so that a chain with a missing or replaced
+member is refused.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _LONGEST_CHAIN = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint is."""
+    """The description of a checkpoint."""
 
     step: int
     kind: Literal["full", "incremental"]
     parts: dict[str, Entry]
-    """By name of the part."""
+    """Part to its entry."""
     saved_at: float
-    """Unix seconds of the moment."""
+    """When the snapshot was taken, in Unix seconds."""
     after: str | None = None
-    """Of an increment: the name of the checkpoint before it, in the same folder."""
+    """For an increment: the name of the checkpoint before it, in the same folder."""
     after_crc: int | None = None
     """The checksum of that one's manifest."""
     version: int = VERSION
@@ -48,9 +48,9 @@ class Link(NamedTuple):
 
 
 def write_manifest(prefix: str, manifest: Manifest) -> int:
-    """Write it, which makes the checkpoint; return its checksum."""
-    said = {field.name: getattr(manifest, field.name) for field in fields(manifest)}  # asdict copies it all
-    body = json.dumps(said, sort_keys=True, allow_nan=False).encode()
+    """Write a manifest, which commits the checkpoint; return its checksum."""
+    values = {field.name: getattr(manifest, field.name) for field in fields(manifest)}  # asdict copies it all
+    body = json.dumps(values, sort_keys=True, allow_nan=False).encode()
     crc = native.crc32c(body)
     with filesystem.atomic_write(prefix + MANIFEST) as file:
         file.write(b"%s\n%08x\n" % (body, crc))
@@ -58,7 +58,7 @@ def write_manifest(prefix: str, manifest: Manifest) -> int:
 
 
 def read_manifest(prefix: str) -> Link:
-    """Return what the manifest of a checkpoint says.
+    """Read the manifest of a checkpoint.
 
     Raises:
         FileMissingError: There is no such checkpoint.
@@ -79,7 +79,7 @@ def read_manifest(prefix: str) -> Link:
 
 
 def needs_of(prefix: str) -> list[str]:
-    """Return the checkpoints that one continues, as far back as their manifests can be read."""
+    """Return the chain before a checkpoint, newest first, as far as its manifests can be read."""
     found: list[str] = []
     with contextlib.suppress(FilesystemError, CorruptFileError):
         manifest = read_manifest(prefix).manifest
@@ -90,11 +90,11 @@ def needs_of(prefix: str) -> list[str]:
 
 
 def read_chain(prefix: str) -> list[Link]:
-    """Return the full checkpoint that `prefix` goes back to and the increments up to it, oldest first.
+    """Return the full checkpoint that `prefix` is based on and the increments up to it, oldest first.
 
     Raises:
         FileMissingError: There is no checkpoint at `prefix`.
-        RestoreError: The chain is broken: one before it is gone, or is another than it was.
+        RestoreError: The chain is broken: a checkpoint of it is gone, or was replaced.
     """
     chain = [read_manifest(prefix)]
     while chain[-1].manifest.kind != "full":
@@ -107,7 +107,7 @@ def read_chain(prefix: str) -> list[Link]:
         except FileMissingError as cause:
             raise RestoreError(
                 f"cannot restore {prefix}: it continues {before}, which is not there. "
-                "Restore a checkpoint before it, or put the missing one back."
+                "Restore an earlier checkpoint, or copy the missing one back."
             ) from cause
         if chain[-1].crc != link.manifest.after_crc:
             raise RestoreError(

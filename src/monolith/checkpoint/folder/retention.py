@@ -1,13 +1,19 @@
-"""Retention: which checkpoints stay, which go, and which must wait.
+"""Retention: which checkpoints stay, which are deleted, and which deletions must wait.
 
-A checkpoint is *listed* while a run may go back to it. Beyond `max_to_keep` the oldest
-leave the list. One that leaves is *preserved*, for good, if it is the first after another
-`keep_every`; otherwise it is *released*, and its files are deleted as soon as no other
-checkpoint needs them: an incremental checkpoint is nothing without those it builds upon.
-Exempt checkpoints never leave the list and do not count.
+                      beyond max_to_keep                        nothing needs its files
+    saved ──▶ listed ────────────────────▶ released ─────────────────────────────────────▶ deleted
+               │
+               └─ the first after another `keep_every` ──▶ preserved, for good
 
-Nothing here touches a file. A `Retention` never changes; each verb returns the next one,
-so that who fails half-way still holds the one that is true.
+A checkpoint is *listed* while a run may restore it. Beyond `max_to_keep` the oldest leave the list. Exempt
+checkpoints, those that the operator or the file `best_checkpoint` names, never leave it and do not count.
+
+A released checkpoint is deleted only when no listed, preserved or exempt one needs it: an incremental
+checkpoint is useless without the chain before it. With `max_to_keep=2` and the chain 100 full <- 200 <- 300,
+step 100 is released when 300 is saved, and deleted when 200 and 300 have left the list too.
+
+Nothing here touches a file. A `Retention` never changes; each verb returns the next one, so that after a
+failure half-way the caller still has the one that matches the disk.
 """
 
 from __future__ import annotations
@@ -31,23 +37,23 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """What is known of all checkpoints of a run, and the rules by which they go."""
+    """All checkpoints of a run, and the rules by which they are deleted."""
 
     max_to_keep: int | None
-    """How many to list besides the exempt; 0 or None lists none and releases none."""
+    """How many to list in addition to the exempt; 0 or None lists none and releases none."""
     keep_every: timedelta | None = None
-    """How far apart checkpoints are that are kept for good; None keeps none."""
+    """The time between two checkpoints that are preserved; None preserves none."""
     last_preserved: float | None = None
-    """Unix seconds: when the run began, then a whole number of periods later. Saved with every
-    checkpoint, so that a restart does not begin a new period."""
+    """Unix seconds: when the run started, then a whole number of periods later. Saved with every checkpoint,
+    so that a restart does not start a new period."""
     listed: tuple[Saved, ...] = ()
     """Oldest first."""
     released: tuple[str, ...] = ()
-    """Those whose files may go, and have not gone yet."""
+    """Checkpoints whose files may be deleted, and are not yet."""
     preserved: tuple[str, ...] = ()
-    """Those that are not listed and stay; only those that need others are remembered."""
+    """Checkpoints that are not listed and stay; only those that need another one are remembered."""
     depends_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The checkpoints that an incremental one needs, besides what those need."""
+    """Checkpoint to the checkpoints that it needs directly."""
 
     def __post_init__(self) -> None:
         if self.max_to_keep is not None and self.max_to_keep < 0:
@@ -56,12 +62,12 @@ class Retention:
             raise ConfigError(f"keep_every must be above 0, got {self.keep_every}; None turns it off")
         if self.keep_every is not None and self.last_preserved is None:
             raise ConfigError(
-                "keep_every needs last_preserved to count from: the time at which the run began"
+                "keep_every needs last_preserved to count from: the time at which the run started"
             )
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Those listed, oldest first."""
+        """The listed checkpoints, oldest first."""
         return tuple(saved.path for saved in self.listed)
 
     @property
@@ -72,7 +78,7 @@ class Retention:
         return self.last_preserved + self.keep_every.total_seconds()
 
     def begun(self, path: str, depends_on: Sequence[str] = (), *, is_new: bool = True) -> Retention:
-        """A save of `path` begins. Until it is recorded, its files are worth nothing if they are new."""
+        """A save of `path` starts. Until it is recorded, its files are incomplete if they are new."""
         needs = tuple(dict.fromkeys([*self.depends_on.get(path, ()), *depends_on]))
         return replace(
             self,
@@ -81,7 +87,7 @@ class Retention:
         )
 
     def needing(self, path: str, depends_on: Sequence[str]) -> Retention:
-        """`path` builds upon these too, whatever else is known of it."""
+        """`path` needs these too, in addition to what is known of it."""
         needs = tuple(dict.fromkeys([*self.depends_on.get(path, ()), *depends_on]))
         return replace(self, depends_on=_with(self.depends_on, path, needs)) if needs else self
 
@@ -115,12 +121,12 @@ class Retention:
         return after
 
     def due(self, exempt: Collection[str]) -> tuple[str, ...]:
-        """Those released that nothing needs: their files may be deleted now."""
+        """The released checkpoints that nothing needs: their files may be deleted now."""
         staying = self.needed(exempt) | set(self.paths) | set(exempt)
         return tuple(path for path in self.released if path not in staying)
 
     def needed(self, exempt: Collection[str]) -> set[str]:
-        """All that some listed, preserved or exempt checkpoint builds upon."""
+        """All checkpoints that a listed, preserved or exempt one needs."""
         found: set[str] = set()
         pending = [*self.paths, *self.preserved, *exempt]
         while pending:
@@ -131,7 +137,7 @@ class Retention:
         return found
 
     def without(self, path: str) -> Retention:
-        """The files of `path` are gone."""
+        """The files of `path` are deleted."""
         return replace(
             self,
             listed=tuple(saved for saved in self.listed if saved.path != path),
@@ -161,7 +167,7 @@ class Retention:
         assert self.last_preserved is not None
         assert self.next_keep_time is not None
         period = self.keep_every.total_seconds()
-        # An idle time is skipped whole, or a preserved checkpoint would follow for each period of it.
+        # Idle time is skipped as a whole, or one checkpoint would be preserved for each period of it.
         periods = max(1, math.floor((saved.time - self.last_preserved) / period))
         after = replace(self, last_preserved=self.last_preserved + periods * period)
         while after.next_keep_time is not None and after.next_keep_time <= saved.time:  # rounding

@@ -1,17 +1,17 @@
-"""The saver: commits a checkpoint, lists it, and deletes those that have had their time.
+"""The saver: commits a checkpoint, lists it, and deletes checkpoints that retention releases.
 
 One save, in this order:
 
-    journal     what is about to be written, so that a kill leaves nothing that nobody knows of
-    data        all files of the checkpoint, its manifest last
-    journal     what is going to be deleted
-    state       the file `checkpoint`, replaced in one step: from here on the checkpoint counts
-    deletions   the manifest of each first, so that there is no half of one
-    journal     what could not be deleted yet
+    1. journal     names what is about to be written: after a kill the next saver deletes it
+    2. data        all files of the checkpoint, its manifest last
+    3. journal     names what is going to be deleted
+    4. state       the file `checkpoint` is replaced atomically: from here on the checkpoint counts
+    5. deletions   the manifest of each checkpoint first: without it, the rest is no checkpoint
+    6. journal     names what could not be deleted yet
 
-Killed between any two of these, the state file lists whole checkpoints, and the next saver
-finds in the journal what is left to do. What is in neither is never touched: a checkpoint
-that is kept for good is listed nowhere.
+Why this order: a kill between any two steps leaves a state file that lists only complete checkpoints (2
+    before 4), no file that no file names (1 before 2), and no deletion that is forgotten (3 before 4). Files
+    that neither the state file nor the journal names are never touched: a preserved checkpoint is in neither.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 from monolith import filesystem
-from monolith.checkpoint.folder.best import read_best
 from monolith.checkpoint.folder.retention import Retention, Saved, exempt_paths
 from monolith.checkpoint.folder.state_files import (
     CHECKPOINT_FILE,
@@ -38,6 +37,7 @@ from monolith.checkpoint.folder.state_files import (
     check_latest_filename,
     journal_path,
     load_monolith_checkpoint,
+    read_best,
     read_checkpoint_state,
     read_journal,
     update_monolith_checkpoint,
@@ -55,13 +55,13 @@ from monolith.errors import (
 from monolith.filesystem.backends import LocalBackend, locate
 
 MANIFEST = ".manifest"
-"""Comes after the prefix of a checkpoint in the name of the file that is written last."""
+"""Suffix of the file that is written last."""
 
 _log = logging.getLogger(__name__)
 
 
 def checkpoint_exists(prefix: str) -> bool:
-    """Whether there is a whole checkpoint at a prefix: one with a manifest."""
+    """Whether there is a complete checkpoint at a prefix: one with a manifest."""
     return filesystem.exists(prefix + MANIFEST)
 
 
@@ -76,13 +76,13 @@ def require_checkpoint(prefix: str | None) -> str:
     if not checkpoint_exists(prefix):
         raise RestoreError(
             f"The passed save_path is not a valid checkpoint: {prefix}. There is no {prefix}{MANIFEST}: "
-            "it was never completed, was deleted, or is somewhere else."
+            "it was never completed, was deleted, or is in another folder."
         )
     return prefix
 
 
 def is_in_folder(path: str, folder: str) -> bool:
-    """Whether `path` lies directly in `folder`, by whatever links and spellings."""
+    """Whether `path` is directly in `folder`, through whatever links and spellings."""
     if _protocol(path) != _protocol(folder):
         return False  # and its filesystem may not even be installed here
     backend, parent = locate(filesystem.parent(path))
@@ -90,24 +90,42 @@ def is_in_folder(path: str, folder: str) -> bool:
     return backend.is_same(other_backend) and backend.identity(parent) == other_backend.identity(inner)
 
 
-class Saver:
-    """Saves the checkpoints of one folder and keeps as many as it should.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointNaming:
+    """The names of the checkpoints of a saver and of its state file."""
 
-    Makes no file and deletes none before `save` or `recover`. One thread at a time; one
-    process at a time, see `ModelDirLock`.
+    basename: str = "model.ckpt"
+    """Checkpoints are named `<basename>-<step>`."""
+    latest_filename: str = CHECKPOINT_FILE
+    """The state file next to them. Only the saver of the file `checkpoint` is responsible for the folder: it
+    writes `monolith_checkpoint`, and deletes files that other programs wrote for its steps."""
+    relative_paths: bool = True
+    """Whether the folder may be moved or copied."""
+    pad_step_number: bool = False
+    """Whether steps are written with at least 8 digits."""
+
+
+DEFAULT_NAMING = CheckpointNaming()
+
+
+class Saver:
+    """Saves the checkpoints of one folder and deletes old ones.
+
+    Writes no file and deletes none before `save` or `recover`. One thread at a time; one process at a time,
+    see `ModelDirLock`.
+
+        saver = Saver("runs/1", max_to_keep=2)
+        saver.save(100, write_files)          # write_files("runs/1/model.ckpt-100"), then lists it
+        saver.last_checkpoints                # ["runs/1/model.ckpt-100"]
 
     Args:
         model_dir: Made if it is missing.
-        basename: Checkpoints are named `<basename>-<step>`.
-        latest_filename: The state file beside them. Only the saver of `checkpoint` speaks for the folder:
-            it notes its saves in `monolith_checkpoint`, and deletes what others wrote for its steps.
-        max_to_keep: How many to keep besides the exempt; 0 or None keeps all and lists the newest.
-        keep_every: Of those that leave, one per period is kept for good.
-        relative_paths: Whether the folder may be moved or copied.
-        pad_step_number: Whether steps are written with 8 digits at least.
-        exempt: Never deleted, as are those the file `monolith_checkpoint` names and the best one. An
+        naming: How files are named.
+        max_to_keep: How many to keep in addition to the exempt; 0 or None keeps all and lists the newest.
+        keep_every: Of those that leave the list, one per period is preserved.
+        exempt: Never deleted, like those that the file `monolith_checkpoint` names, and the best one. An
             absolute path, or a name in `model_dir`.
-        table_kind: Noted in `monolith_checkpoint` where it has none.
+        table_kind: Written to `monolith_checkpoint` if it has none.
         clock: Unix seconds.
 
     Raises:
@@ -119,24 +137,22 @@ class Saver:
         self,
         model_dir: str,
         *,
-        basename: str = "model.ckpt",
-        latest_filename: str = CHECKPOINT_FILE,
+        naming: CheckpointNaming = DEFAULT_NAMING,
         max_to_keep: int | None = 10,
         keep_every: timedelta | None = timedelta(hours=24),
-        relative_paths: bool = True,
-        pad_step_number: bool = False,
         exempt: Iterable[str] = (),
         clock: Callable[[], float] = time.time,
         sleep: Sleep = time.sleep,
         table_kind: TableKind = TableKind.MULTI_CUCKOO_HASH_MAP,
     ) -> None:
+        basename, latest_filename = naming.basename, naming.latest_filename
         if not basename or filesystem.base_name(basename) != basename:
             raise ConfigError(f"the basename of checkpoints must be a plain name, got {basename!r}")
         check_latest_filename(latest_filename, filesystem.join(model_dir, basename))
         self._model_dir = model_dir
         self._latest_filename = latest_filename
         self._speaks_for_folder = latest_filename == CHECKPOINT_FILE
-        self._relative_paths = relative_paths
+        self._relative_paths = naming.relative_paths
         self._exempt = tuple(exempt)
         self._clock = clock
         self._sleep = sleep
@@ -144,7 +160,7 @@ class Saver:
         self._names = SaveNames(
             filesystem.join(model_dir, basename),
             latest_filename=latest_filename,
-            pad_step_number=pad_step_number,
+            pad_step_number=naming.pad_step_number,
         )
         state = self._read_state()
         journal = read_journal(model_dir, latest_filename)
@@ -158,12 +174,12 @@ class Saver:
             preserved=journal.preserved,
             depends_on=journal.depends_on,
         )
-        # What the state file lists stays, whether or not this saver is told to go on with that list.
+        # The checkpoints of the state file stay, whether or not this saver is told to continue that list.
         self._retention = retention.relisted(self._listed(state)).relisted([])
 
     @property
     def model_dir(self) -> str:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self._model_dir
 
     @property
@@ -173,11 +189,11 @@ class Saver:
 
     @property
     def last_checkpoints(self) -> list[str]:
-        """Those listed, oldest first; empty where all are kept."""
+        """The listed checkpoints, oldest first; empty if all are kept."""
         return list(self._retention.paths)
 
     def set_last_checkpoints_with_time(self, checkpoints: list[tuple[str, float]]) -> None:
-        """Go on with this list of paths and Unix seconds, oldest first, instead of one's own."""
+        """Continue with this list of paths and Unix seconds, oldest first, instead of the saver's own."""
         if not isinstance(checkpoints, list):
             raise ConfigError(f"the last checkpoints must be a list, got {type(checkpoints).__name__}")
         listed = [Saved(self._spelled(path), saved_at) for path, saved_at in checkpoints]
@@ -189,18 +205,18 @@ class Saver:
         *,
         needs: Callable[[str], Sequence[str]] = lambda _: (),
     ) -> None:
-        """Go on where an earlier saver of this folder ended, and finish the deletions it had begun.
+        """Continue after an earlier saver of this folder, and finish its deletions.
 
-        Files that it left without their names go too: state files, and those of listed checkpoints,
-        which are complete. Of one that is not, a server may still be writing its share.
+        Temporary files that it left are deleted too: of state files, and of listed checkpoints, which are
+        complete. Of an incomplete one, a server may still be writing its shard.
 
-        Checkpoints that are gone are passed over. When one was saved is what the state file
-        says; of those it says nothing about, when their manifest was changed.
+        Checkpoints that are gone are skipped. The time of a save is that of the state file; if it has none,
+        the time at which the manifest was changed.
 
         Args:
-            paths: The checkpoints to go on with, oldest first, instead of those of the state file.
-            needs: Returns the prefixes that one builds upon, as far as its own files tell: the journal
-                knows, but somebody may have moved it away.
+            paths: The checkpoints to continue with, oldest first, instead of those of the state file.
+            needs: Returns the prefixes that a checkpoint needs, from its own files: the journal has them too,
+                but an operator may have moved it away.
         """
         state = self._read_state()
         known = self._listed(state)
@@ -227,10 +243,10 @@ class Saver:
         """Save a checkpoint, and return its prefix.
 
         Args:
-            write: Given the prefix, writes all files of the checkpoint, its manifest last, and
-                returns when they are complete. What it raises is raised here; the checkpoints
-                before are then listed as they were.
-            depends_on: Prefixes of the checkpoints that this one is nothing without.
+            write: Receives the prefix, writes all files of the checkpoint, its manifest last, and returns
+                when they are complete. Its exceptions are raised here; the checkpoints before are then listed
+                as they were.
+            depends_on: Prefixes of the checkpoints that this one needs.
 
         Raises:
             FilesystemError: The folder cannot be written to; or a checkpoint of `depends_on` is gone;
@@ -242,17 +258,18 @@ class Saver:
         needs = tuple(map(self._spelled, depends_on))
         filesystem.make_dirs(self._model_dir)
         exempt = self._read_exempt()
-        if exempt is not None:  # what could not be deleted before may be what fills the disk
+        if exempt is not None:  # deletions that failed before may be what the disk is full of
             self._delete(self._due(exempt | {prefix, *needs}))
         self._check_needs(prefix, needs)
         is_new = not checkpoint_exists(prefix)
         if not is_new and self._retention.max_to_keep and prefix not in self._retention.paths:
             _log.warning(
-                "checkpoint %s, which this run went back from, is replaced by the step saved now", prefix
+                "checkpoint %s, which this run was rolled back from, is replaced by the step saved now",
+                prefix,
             )
+        # Steps 1 and 2 (see above): journal, then data.
         self._retention = before = self._retention.begun(prefix, needs, is_new=is_new)
         self._write_journal(before)
-
         write(prefix)
         if not checkpoint_exists(prefix):
             raise FileMissingError(
@@ -260,12 +277,13 @@ class Saver:
                 "The writer of a checkpoint must write its manifest last."
             )
 
+        # Steps 3 and 4: journal of the deletions, then the state file.
         now = self._clock()
-        exempt = self._read_exempt()  # again: writing takes long, and people may have edited it
+        exempt = self._read_exempt()  # again: writing takes long, and an operator may have edited it
         after = before.recorded(prefix, now, needs)
         if exempt is not None:
             after = after.trimmed(exempt)
-        # Until the state file lists it, it is what it was before.
+        # A kill before the state file is replaced: the journal must still call the new files incomplete.
         unlisted = replace(
             after,
             released=(*after.released, prefix) if prefix in before.released else after.released,
@@ -275,19 +293,21 @@ class Saver:
         self._write_state(after, Saved(prefix, now))
         self._retention = after
         self._note_save(now)
+        # Steps 5 and 6: deletions, then the journal of those that failed.
         if exempt is not None:
             self._delete(after.due(exempt))
         try:
             self._write_journal(self._retention)
         except FilesystemError as cause:
-            _log.error("checkpoint %s is saved, but not what is left to delete: %s", prefix, cause)
+            _log.error("checkpoint %s is saved, but the journal of deletions is not: %s", prefix, cause)
         return prefix
 
     def discard(self, step: int) -> None:
-        """Delete the files of a save that failed and is not tried again: on a full disk they are in the way.
+        """Delete the files of a save that failed and is not retried: they take space on a disk that may be
+        full.
 
-        Only what the journal calls worthless and no state file lists is deleted. A server that is still
-        writing its shard leaves files once more; the next save deletes them. Never raises.
+        Only files that the journal calls incomplete and no state file lists are deleted. A server that is
+        still writing its shard leaves files again; the next save deletes them. Never raises.
         """
         prefix = self._names.prefix(step)
         try:
@@ -297,7 +317,7 @@ class Saver:
         except MonolithError as cause:
             _log.warning("the unfinished files of checkpoint %s are not deleted yet: %s", prefix, cause)
 
-    # What others wrote
+    # Reading state
 
     def _read_state(self) -> CheckpointState | None:
         return read_checkpoint_state(self._model_dir, self._latest_filename, sleep=self._sleep)
@@ -310,7 +330,7 @@ class Saver:
         return [Saved(path, saved_at) for path, saved_at in zip(paths, times, strict=True)]
 
     def _read_exempt(self) -> frozenset[str] | None:
-        """What may not be deleted now; None if nobody can tell, and so nothing may."""
+        """Return what must not be deleted; None if that cannot be read, so that nothing may be deleted."""
         try:
             state = load_monolith_checkpoint(self._model_dir)
             best = read_best(self._model_dir)
@@ -331,8 +351,8 @@ class Saver:
         for path in needs:
             if not checkpoint_exists(path):
                 raise FileMissingError(
-                    f"cannot save checkpoint {prefix}: it builds upon {path}, which is gone. "
-                    "Save a whole one instead."
+                    f"cannot save checkpoint {prefix}: it needs {path}, which is gone. "
+                    "Save a full one instead."
                 )
 
     def _changed_at(self, path: str) -> float:
@@ -341,14 +361,14 @@ class Saver:
             try:
                 return Path(inner).stat().st_mtime
             except OSError:
-                return self._clock()  # it is gone, and about to be passed over
+                return self._clock()  # it is gone, and about to be skipped
         return self._clock()
 
     def _spelled(self, path: str) -> str:
-        """The path as we write it, if it is in our folder: there may be links, and many ways to say it.
+        """Return the path in our spelling, if it is in our folder: links allow several spellings.
 
-        A bare name is in our folder. Any other path is whole, though it may be one from where the process
-        runs, as the folder itself may be: to put the folder before it once more would name nothing.
+        A bare name is in our folder. Any other path is complete, though it may be relative to the process's
+        working directory, as the folder itself may be: prepending the folder would be wrong.
         """
         whole = path if filesystem.parent(path) else self._in_folder(path)
         return self._in_folder(filesystem.base_name(whole)) if self._is_ours(whole) else whole
@@ -359,7 +379,7 @@ class Saver:
     def _in_folder(self, name: str) -> str:
         return filesystem.join(self._model_dir, name)
 
-    # What we write
+    # Writing state
 
     def _write_journal(self, retention: Retention) -> None:
         journal = Journal(retention.released, retention.preserved, retention.depends_on)
@@ -381,7 +401,8 @@ class Saver:
         )
 
     def _note_save(self, now: float) -> None:
-        """Note the save in `monolith_checkpoint`. The checkpoint counts already, whatever happens here."""
+        """Write the time of the save to `monolith_checkpoint`. The checkpoint counts already, even if this
+        fails."""
         if not self._speaks_for_folder:
             return
         try:
@@ -389,10 +410,11 @@ class Saver:
         except (CorruptFileError, FilesystemError) as cause:
             _log.error("cannot update monolith_checkpoint: %s", cause)
 
-    # What we delete
+    # Deleting
 
     def _due(self, exempt: frozenset[str]) -> tuple[str, ...]:
-        """What may be deleted now, less what the file lists: a save may have failed after replacing it."""
+        """Return what may be deleted now, without what the state file lists: a save may have failed after
+        replacing it."""
         if not self._retention.due(exempt):
             return ()
         state = self._read_state()
@@ -400,7 +422,7 @@ class Saver:
         return self._retention.due(exempt | listed)
 
     def _delete(self, paths: Iterable[str]) -> None:
-        """Delete checkpoints. One that cannot be deleted stays in the journal, to be tried again."""
+        """Delete checkpoints. One that cannot be deleted stays in the journal, to be retried."""
         for path in paths:
             if not self._is_ours(path):
                 _log.info("checkpoint %s is no longer needed; it is left in its other folder", path)
@@ -429,7 +451,7 @@ class Saver:
         return bool(files or folders)
 
     def _remove_unfinished(self) -> None:
-        """Remove what a kill left of files that never got their names: they are only in the disk's way."""
+        """Remove temporary files that a kill left."""
         own = [self._latest_filename, filesystem.base_name(journal_path("", self._latest_filename))]
         if self._speaks_for_folder:
             own.append(MONOLITH_CHECKPOINT_FILE)
@@ -455,7 +477,7 @@ class Saver:
 
 
 def _protocol(path: str) -> str:
-    """Of a URL; empty for a local path."""
+    """Return the protocol of a URL; empty for a local path."""
     if not filesystem.is_absolute(path) or path.startswith("/"):
         return ""
     protocol = path.partition(":")[0]

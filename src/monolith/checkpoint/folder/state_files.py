@@ -1,9 +1,10 @@
-"""State files: the small text files beside the checkpoints that say which there are.
+"""State files: the small text files next to the checkpoints that list them.
 
     checkpoint              which checkpoints there are, and which is the latest
-    monolith_checkpoint     which of them must never be deleted; people edit this one
-    checkpoint.journal      what the saver still has to delete, and what it may not yet
-    ckpt.info-<step>        how many rows a checkpoint holds
+    monolith_checkpoint     which of them must never be deleted; operators edit this one
+    checkpoint.journal      what the saver still has to delete, and what it must not delete yet
+    ckpt.info-<step>        how many rows a checkpoint has
+    best_checkpoint         which one an evaluation found best; never deleted while it is named here
 
 The first two are text protos that upstream's tools read and write. Every file is replaced
 in one step, so a reader finds the old one or the new one.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -23,7 +25,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from google.protobuf import text_format  # type: ignore[import-untyped]
@@ -57,13 +59,13 @@ class CheckpointState:
     """The checkpoints of a folder; every path is whole."""
 
     model_checkpoint_path: str
-    """The latest: where a run goes on from."""
+    """The latest: a run resumes from it."""
     all_model_checkpoint_paths: tuple[str, ...]
     """Oldest first, the latest among them."""
     all_model_checkpoint_timestamps: tuple[float, ...] = ()
-    """When each was saved, in Unix seconds; empty if nobody knows."""
+    """When each was saved, in Unix seconds; empty if unknown."""
     last_preserved_timestamp: float | None = None
-    """Unix seconds; one period before the next checkpoint that is kept for good."""
+    """Unix seconds; one period before the next checkpoint that is preserved."""
 
     def __post_init__(self) -> None:
         latest, paths = self.model_checkpoint_path, self.all_model_checkpoint_paths
@@ -142,7 +144,7 @@ def check_latest_filename(latest_filename: str, save_path: str | None = None) ->
     if not latest_filename or filesystem.base_name(latest_filename) != latest_filename:
         raise ConfigError(
             f"'latest_filename' must not contain path components, got {latest_filename!r}: "
-            "the file lies beside the checkpoints"
+            "the file is next to the checkpoints"
         )
     if save_path is not None and filesystem.base_name(save_path) == latest_filename:
         raise ConfigError(
@@ -163,7 +165,7 @@ class LatestState:
         self._seen: dict[str, tuple[int, CheckpointState]] = {}
 
     def get(self, folder: str, step: int) -> CheckpointState | None:
-        """Return the state of a folder, read anew if there was none or if `step` is a later one."""
+        """Return the state of a folder, read again if there was none or if `step` is a later one."""
         with self._lock:
             seen = self._seen.get(folder)
             if seen is not None and step <= seen[0]:
@@ -221,10 +223,10 @@ def read_monolith_checkpoint(
     *,
     exists: Callable[[str], bool] | None = None,
 ) -> MonolithCheckpointState | None:
-    """Return what the file says, or None with a warning if it is missing or makes no sense.
+    """Read the file; return None with a warning if it is missing or makes no sense.
 
-    For those who only want to know. Whoever deletes or writes by it uses
-    `load_monolith_checkpoint`, which tells the two apart.
+    For readers only. Code that deletes or writes depending on it uses `load_monolith_checkpoint`, which tells
+    the two cases apart.
 
     Args:
         exists: Whether there is a checkpoint at a whole path. If given, exempt entries are made
@@ -233,7 +235,7 @@ def read_monolith_checkpoint(
     try:
         state = load_monolith_checkpoint(folder, filename)
     except (CorruptFileError, FilesystemError) as cause:
-        _log.warning("going on without %s: %s", filesystem.join(folder, filename), cause)
+        _log.warning("ignoring %s: %s", filesystem.join(folder, filename), cause)
         return None
     if state is None or exists is None:
         return state
@@ -293,7 +295,7 @@ def update_monolith_checkpoint(
         seed: Its entries are added to those of the file, its other fields fill what is unset there.
 
     Raises:
-        CorruptFileError: The file does not parse. It is left as it is, with a copy beside it.
+        CorruptFileError: The file does not parse. It is left as it is, with a copy next to it.
     """
     path = filesystem.join(folder, filename)
     with filesystem.atomic_write(path) as file:
@@ -339,23 +341,23 @@ def choose_table_kind(wanted: TableKind | None, found: MonolithCheckpointState |
     return TableKind.MULTI_CUCKOO_HASH_MAP
 
 
-# What the saver still has to do
+# The journal of the saver
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What a saver must know after a restart that the state file has no place for; whole paths."""
+    """What a saver must know after a restart and the state file has no field for. Paths are complete."""
 
     released: tuple[str, ...] = ()
     """To be deleted as soon as nothing needs them, unless the state file lists them."""
     preserved: tuple[str, ...] = ()
-    """Kept for good, though the state file does not list them; only those that need others."""
+    """Preserved, though the state file does not list them; only those that need another one."""
     depends_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Which other checkpoints an incremental one needs."""
 
 
 def journal_path(folder: str, latest_filename: str = CHECKPOINT_FILE) -> str:
-    """Return where the journal of the saver with this state file lies."""
+    """Return the path of the journal of the saver with this state file."""
     return filesystem.join(folder, f"{latest_filename}.journal")
 
 
@@ -363,14 +365,14 @@ def read_journal(folder: str, latest_filename: str = CHECKPOINT_FILE) -> Journal
     """Return the journal, an empty one if there is none.
 
     Raises:
-        CorruptFileError: It is damaged. It says what to delete, so nothing of it is believed.
+        CorruptFileError: It is damaged. It names what to delete, so none of it is trusted.
     """
     path = journal_path(folder, latest_filename)
     try:
         data = filesystem.read_bytes(path)
     except FileMissingError:
         return Journal()
-    advice = "Move it away to go on: what it would have deleted then stays"
+    advice = "Move it away to continue: the files it would have deleted then stay"
     body, _, checksum = data.removesuffix(b"\n").rpartition(b"\n")
     if checksum != b"%08x" % zlib.crc32(body):
         reason = f"the checksum in its last line does not match its content. {advice}"
@@ -417,6 +419,16 @@ def absolute_path(path: str) -> str:
     return path if filesystem.is_absolute(path) else os.path.abspath(path)  # noqa: PTH100
 
 
+def dense_path(prefix: str) -> str:
+    """Return the file of a checkpoint's variables."""
+    return f"{prefix}.dense-00000-of-00001.safetensors"
+
+
+def optimizer_path(prefix: str) -> str:
+    """Return the file of a checkpoint's training state."""
+    return f"{prefix}.optimizer-00000-of-00001.safetensors"
+
+
 class SaveNames:
     """The names of the checkpoints saved at one path, such as `runs/x/model.ckpt`.
 
@@ -432,7 +444,7 @@ class SaveNames:
         self._pad = pad_step_number
 
     def prefix(self, step: int) -> str:
-        """Return what the names of all files of a step begin with."""
+        """Return the prefix of the names of all files of a step."""
         return f"{self._path}-{step:08}" if self._pad else f"{self._path}-{step}"
 
     @staticmethod
@@ -447,7 +459,7 @@ class SaveNames:
         return int(found.group(1)) if found else 0
 
     def existing_steps(self) -> set[int]:
-        """Return the steps that the state file beside the path lists; none if there is no such file."""
+        """Return the steps that the state file next to the path lists; none if there is no such file."""
         state = read_checkpoint_state(filesystem.parent(self._path), self._latest_filename)
         return set() if state is None else set(map(self.step_of, state.all_model_checkpoint_paths))
 
@@ -457,7 +469,7 @@ class SaveNames:
 
 @dataclass(frozen=True, slots=True)
 class CkptInfo:
-    """How many rows a checkpoint holds."""
+    """How many rows a checkpoint has."""
 
     slot_counts: Mapping[int, int] = field(default_factory=dict)
     feature_counts: Mapping[str, int] = field(default_factory=dict)
@@ -478,7 +490,7 @@ class CkptInfo:
 
 
 def ckpt_info_path(folder: str, step: int) -> str:
-    """Return where the counts of a step lie."""
+    """Return the path of the counts of a step."""
     return filesystem.join(folder, f"ckpt.info-{step}")
 
 
@@ -528,3 +540,65 @@ def _stored(path: str, folder: str) -> str:
     """What is written for a path: what comes after the folder, or all of it if it is elsewhere."""
     start = folder if folder.endswith("/") else f"{folder}/"
     return path.removeprefix(start) if path.startswith(start) else absolute_path(path)
+
+
+# The best checkpoint
+
+BEST_FILE = "best_checkpoint"
+BEST = "best"
+"""The name that stands for it in a setting."""
+LATEST = "latest"
+"""The name that stands for the newest one, which may be worse."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BestCheckpoint:
+    """The best checkpoint of a folder, and the metric that decided it.
+
+    An evaluation next to a run writes it to the file `best_checkpoint`, replaced atomically. A saver never
+    deletes the checkpoint that is named there; the one that was best before is then one of many again.
+    """
+
+    name: str
+    """The name of the checkpoint, such as model.ckpt-300."""
+    step: int
+    metric: str
+    """Such as click/auc."""
+    value: float
+
+    def prefix(self, model_dir: str) -> str:
+        return filesystem.join(model_dir, self.name)
+
+
+def read_best(model_dir: str) -> BestCheckpoint | None:
+    """Return which checkpoint of a folder is the best; None if no evaluation has named one.
+
+    Raises:
+        CorruptFileError: The file that names it makes no sense.
+    """
+    path = filesystem.join(model_dir, BEST_FILE)
+    try:
+        data = filesystem.read_bytes(path)
+    except FileMissingError:
+        return None
+    try:
+        found = json.loads(data)
+        best = BestCheckpoint(
+            name=str(found["name"]),
+            step=int(found["step"]),
+            metric=str(found["metric"]),
+            value=float(found["value"]),
+        )
+    except (ValueError, KeyError, TypeError) as cause:
+        reason = f"it does not name the best checkpoint: {cause}. Remove it, and the next best one is named"
+        raise CorruptFileError(path, 0, reason) from cause
+    if not best.name or filesystem.base_name(best.name) != best.name:
+        raise CorruptFileError(path, 0, f"{best.name!r} is no name of a checkpoint in this folder")
+    return best
+
+
+def write_best(model_dir: str, best: BestCheckpoint) -> None:
+    """Name the best checkpoint of a folder, instead of the one before."""
+    assert math.isfinite(best.value), "a metric that is not finite cannot be the best"
+    with filesystem.atomic_write(filesystem.join(model_dir, BEST_FILE)) as file:
+        file.write(json.dumps(asdict(best), indent=1).encode())

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.checkpoint.dense.names import dense_path
 from monolith.checkpoint.folder.manifest import Link, read_chain
+from monolith.checkpoint.folder.state_files import dense_path
 from monolith.checkpoint.offline.reading import SavedTables, readable
-from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
+from monolith.checkpoint.saved_tables import SavedHistory, describe_table, dumps_of
 from monolith.errors import UnknownTableError
 from monolith.observe import Progress
 from monolith.table import Rows
@@ -87,7 +87,7 @@ class Difference:
     variables: tuple[VariableDifference, ...]
     variables_same: int
     states: dict[str, tuple[Any, Any]]
-    """Part -> its values in both, where they differ; None where there is no such part."""
+    """Part -> its values in both, if they differ; None if a checkpoint has no such part."""
 
     @property
     def same(self) -> bool:

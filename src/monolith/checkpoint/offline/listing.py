@@ -1,14 +1,14 @@
-"""The checkpoints of a folder: which there are, why each is still there, and whether it is sound.
+"""The checkpoints of a folder: which there are, why each is still there, and whether it is intact.
 
-    latest      a run goes on from it
-    listed      a run may go back to it
+    latest      a run resumes from it
+    listed      a run may roll back to it
     best        never deleted as long as no later one is better, by the file `best_checkpoint`
-    exempt      never deleted, because `monolith_checkpoint` says so
-    needed      not listed, and one that stays continues it
-    released    goes with the next save
-    preserved   none of these: kept for good
+    exempt      never deleted, because `monolith_checkpoint` names it
+    needed      not listed, but a checkpoint that stays continues it
+    released    deleted by the next save
+    preserved   none of these: it stays
 
-A folder may be looked at while a run writes to it; what it deletes meanwhile is passed over.
+A folder may be listed while a run writes to it; files that it deletes meanwhile are skipped.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from monolith import filesystem
-from monolith.checkpoint.folder.best import BEST, BEST_FILE, LATEST, read_best
 from monolith.checkpoint.folder.manifest import Link, read_manifest
 from monolith.checkpoint.folder.retention import exempt_paths
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists, is_in_folder
 from monolith.checkpoint.folder.state_files import (
+    BEST,
+    BEST_FILE,
+    LATEST,
     Journal,
     SaveNames,
     absolute_path,
     load_monolith_checkpoint,
+    read_best,
     read_checkpoint_state,
     read_journal,
 )
@@ -34,7 +37,7 @@ from monolith.checkpoint.offline.reading import Damage, check_files, complete_na
 from monolith.errors import CorruptFileError, FileMissingError, FilesystemError, RestoreError
 
 _BEGUN = re.compile(r"(.+)\.(assets|dense-\d{5}-of-\d{5}\.safetensors)", re.DOTALL)
-"""What only a checkpoint has; one without a manifest was begun and never completed."""
+"""Files that only a checkpoint has; without a manifest it was started and never completed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,20 +47,20 @@ class Listed:
     prefix: str
     step: int
     saved_at: float | None
-    """Unix seconds; None if nobody knows."""
+    """Unix seconds; None if unknown."""
     kind: str
     """"full" or "incremental"; "unfinished" without a manifest; "gone" if it is listed and not there;
     "damaged" if its manifest is."""
     chain: tuple[str, ...]
-    """Prefixes of those it needs, the full one first, and its own; shorter where the chain is broken."""
+    """Prefixes of its chain, the full one first, its own last; shorter if the chain is broken."""
     bytes: int
-    """Of its own files."""
+    """Bytes of its own files."""
     rows: Mapping[str, int]
     """By table."""
     marks: tuple[str, ...]
-    """Why it is there, in the words above."""
+    """Why it is there, in the words of the table above."""
     problem: str | None
-    """What is wrong with it or with one that it needs; None where nothing is."""
+    """What is wrong with it or with one that it needs; None if nothing is."""
 
     @property
     def name(self) -> str:
@@ -71,7 +74,7 @@ class Listing:
     model_dir: str
     checkpoints: tuple[Listed, ...]
     problems: tuple[str, ...]
-    """What is wrong with the state files."""
+    """Problems of the state files."""
 
     @property
     def sound(self) -> bool:
@@ -131,14 +134,14 @@ def _best_name(model_dir: str) -> str:
     best = read_best(model_dir)
     if best is None:
         raise RestoreError(
-            f"nobody has said which checkpoint of {model_dir} is the best: there is no {BEST_FILE} in it. "
+            f"no evaluation has named the best checkpoint of {model_dir}: there is no {BEST_FILE} in it. "
             "Train with train.evaluate, such as --train.evaluate.every_steps 1000, or name a checkpoint"
         )
     return best.name
 
 
 def is_named(prefix: str, name: str) -> bool:
-    """Whether a person who says `name` means the checkpoint of this prefix."""
+    """Whether `name` means the checkpoint of this prefix."""
     if name.isdecimal():
         return SaveNames.step_of(prefix) == int(name)
     name = name.removesuffix(MANIFEST)

@@ -14,12 +14,16 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import numpy as np
 
 from monolith import filesystem
-from monolith.checkpoint.dense.names import dense_path, optimizer_path
 from monolith.checkpoint.folder.manifest import Link, read_chain, read_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists
-from monolith.checkpoint.folder.state_files import absolute_path, read_checkpoint_state
+from monolith.checkpoint.folder.state_files import (
+    absolute_path,
+    dense_path,
+    optimizer_path,
+    read_checkpoint_state,
+)
 from monolith.checkpoint.part import Entry
-from monolith.checkpoint.shares import SavedTable, filter_basename, filter_shares
+from monolith.checkpoint.saved_tables import SavedTable, filter_basename, filter_shards
 from monolith.errors import (
     ConfigError,
     CorruptFileError,
@@ -162,16 +166,16 @@ class FoundRow:
     prefix: str | None
     """The checkpoint of the chain that says so: where the row was last written, or where it went."""
     status: Literal["found", "removed", "cleared", "absent"]
-    """"removed": it had a row before; "cleared": the whole table was, or the share of the server that had it;
+    """"removed": it had a row before; "cleared": the whole table was, or the shard of the server that had it;
     "absent": nothing is known of it."""
     event_time: int | None = None
     segments: tuple[SegmentValues, ...] = ()
     feature: str | None = None
-    """The feature whose value was looked for; None where the id itself was given."""
+    """The feature whose value was looked for; None if the id itself was given."""
 
 
 def find_id(prefix: str, table: str, id_: int) -> FoundRow:
-    """Return what a checkpoint holds for one id, from the newest link of its chain that speaks of it.
+    """Return the row of one id, from the newest checkpoint of the chain that has it.
 
     Reads a few blocks of each dump, so it answers quickly for tables of any size.
 
@@ -184,7 +188,7 @@ def find_id(prefix: str, table: str, id_: int) -> FoundRow:
         raise ConfigError(f"an id has 64 bits, got {id_}")
     key = id_ - (1 << 64) if id_ >= 1 << 63 else id_
     for saved in reversed(SavedTables(read_chain(prefix)).history(table)):
-        step = saved.step(id_ % (1 << 64) % saved.shares)
+        step = saved.step(id_ % (1 << 64) % saved.shards)
         rows = find_row(step.basename, key)
         if rows is not None:
             layout = describe_dump(step.basename).layout
@@ -361,16 +365,16 @@ def check_files(link: Link, *, verify: bool = False, progress: Progress | None =
         assert saved is not None
         found = [
             _attempt(report.problems, saved.inspect, share, verify=verify, progress=progress)
-            for share in range(saved.shares)
+            for share in range(saved.shards)
         ]
         shards = [shard for share in found for shard in share or ()]
-        for share in range(saved.shares):
+        for share in range(saved.shards):
             _attempt(report.problems, saved.inspect_removed, share, verify=verify)
         if None not in found:
             _attempt(report.problems, saved.check_rows, sum(shard.rows for shard in shards))
         report.tables.append(_table_contents(saved, shards))
     for name in part["filters"]:
-        shares = filter_shares(part, name)
+        shares = filter_shards(part, name)
         each = [
             _attempt(
                 report.problems, check_filter, name, filter_basename(link.prefix, name, (one, shares)), verify
@@ -402,7 +406,7 @@ def _table_contents(saved: SavedTable, shards: Sequence[ShardInfo]) -> TableCont
         rows=entry["rows"],
         bytes=entry["bytes"],
         shards=len(shards),
-        shares=saved.shares,
+        shares=saved.shards,
         changed=entry.get("changed"),
         removed=entry.get("removed"),
         cleared=all(saved.cleared),

@@ -1,23 +1,23 @@
-"""Writing a checkpoint anew without the model it was made by: resharded, compacted, exported.
+"""Rewriting a checkpoint without the model it was made by: resharding, compacting, exporting.
 
-All three stream rows from dump to dump, in the order of their hashes, so none needs room
-for a table in memory. `reshard` and `export` read one folder and write another. Whatever
-number of servers wrote it, what is written is whole, but for filters: what several
-have counted cannot be put together, and stays as it is.
+All three stream rows from dump to dump, in the order of their hashes, so none loads a table into memory.
+`reshard` and `export` read one folder and write another. However many servers wrote the checkpoint, the
+result is one shard, except for filters: the counts of several servers cannot be merged, and are copied as
+they are.
 
-`compact` makes the last checkpoint of a chain a full one, in its place, so that it needs no
-other. In this order, under the lock of the folder:
+`compact` turns the last checkpoint of a chain into a full one, in place, so that it needs no other. In this
+order, under the lock of the folder:
 
     dumps       each table's changes are replaced by all of its rows, by one rename per table
-    manifest    replaced in one step: from here on the checkpoint is a full one
-    leftovers   the lists of removed ids and the shares of servers, which nothing reads any more
-    journal     that it needs no other; then the saver deletes what only it needed
+    manifest    replaced atomically: from here on the checkpoint is a full one
+    leftovers   the lists of removed ids and the shards of servers, which nothing reads any more
+    journal     records that it needs no other; then the saver deletes what only it needed
 
-Killed before the manifest, it is still an increment, of which some tables' changes are all
-of their rows. Restoring puts those over the rows of the checkpoints before, and that comes
-to the same: rows that went are in the list of removed ids still, and the others are
-replaced by themselves. Killed after it, it is full, and compacting again does what is
-left. Nothing it was made of is deleted before the manifest.
+A kill before the manifest leaves an increment in which some tables' changes are all of their rows. Restoring
+it loads those over the rows of the checkpoints before, with the same result: removed rows are still in the
+list of removed ids, and the remaining rows are replaced by themselves. A kill after the manifest leaves a
+full checkpoint, and compacting again does the rest. No file of the chain is deleted before the manifest is
+replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import numpy as np
 import safetensors.torch
 
 from monolith import filesystem, native
-from monolith.checkpoint.dense.names import dense_path
 from monolith.checkpoint.dense.state import EXTRA
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import (
@@ -43,12 +42,13 @@ from monolith.checkpoint.folder.manifest import (
     read_manifest,
     write_manifest,
 )
-from monolith.checkpoint.folder.saver import Saver, checkpoint_exists, require_checkpoint
+from monolith.checkpoint.folder.saver import CheckpointNaming, Saver, checkpoint_exists, require_checkpoint
 from monolith.checkpoint.folder.state_files import (
     CkptInfo,
     MonolithCheckpointState,
     absolute_path,
     choose_table_kind,
+    dense_path,
     read_checkpoint_state,
     read_journal,
     read_monolith_checkpoint,
@@ -62,15 +62,17 @@ from monolith.checkpoint.offline.reading import (
     complete_names,
     filter_paths,
 )
-from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
 from monolith.checkpoint.part import Entry
-from monolith.checkpoint.shares import (
-    SHARE_FOLDER,
+from monolith.checkpoint.saved_tables import (
+    SHARD_FOLDER,
+    SavedHistory,
     assets_folder,
+    describe_table,
+    dumps_of,
     filter_basename,
-    filter_shares,
-    share_count,
-    share_folder,
+    filter_shards,
+    shard_count,
+    shard_folder,
 )
 from monolith.errors import CorruptFileError, SaveError
 from monolith.feature import slot_of
@@ -86,7 +88,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewritten:
-    """What was written."""
+    """The result of resharding or compacting."""
 
     prefix: str
     chain: tuple[str, ...]
@@ -96,19 +98,19 @@ class Rewritten:
     bytes: int
     """Of the tables."""
     deleted: tuple[str, ...] = ()
-    """Those of the chain that nothing needed any more."""
+    """Checkpoints of the chain that nothing needed any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was exported."""
+    """The result of an export."""
 
     rows: dict[str, int]
     """By table."""
     files: tuple[str, ...]
     bytes: int
     left_out: tuple[str, ...] = ()
-    """What the other program has no name for, with the reason."""
+    """Names that the other program does not have, with the reason."""
 
 
 def reshard(
@@ -292,11 +294,11 @@ class _Rewriting:
 
     def _copy_filter(self, name: str, link: Link) -> int:
         """Copy a filter in as many shares as it has, since they cannot be put together; return how many."""
-        shares = filter_shares(link.manifest.parts["tables"], name)
+        shares = filter_shards(link.manifest.parts["tables"], name)
         for number in range(shares):
             share = (number, shares)
             source, target = (filter_basename(prefix, name, share) for prefix in (link.prefix, self._target))
-            filesystem.make_dirs(share_folder(self._target, share))
+            filesystem.make_dirs(shard_folder(self._target, share))
             check_filter(name, source, verify=True)
             for path in filter_paths(source):
                 _copy_file(path, target + path.removeprefix(source))
@@ -387,15 +389,16 @@ def _saver_for(prefix: str, known: MonolithCheckpointState | None) -> Saver:
     state = read_checkpoint_state(folder)
     return Saver(
         folder,
-        basename=basename,
+        naming=CheckpointNaming(
+            basename=basename, pad_step_number=digits.startswith("0") and len(digits) > 1
+        ),
         max_to_keep=1 + (0 if state is None else len(state.all_model_checkpoint_paths)),
         keep_every=None,
-        pad_step_number=digits.startswith("0") and len(digits) > 1,
         table_kind=choose_table_kind(None, known),
     )
 
 
-# In its place
+# In place
 
 
 def _refuse_followers(tip: Link) -> None:
@@ -414,11 +417,11 @@ def _refuse_followers(tip: Link) -> None:
 def _remove_leftovers(prefix: str) -> None:
     """Remove what a full checkpoint has no use for: lists of removed ids, and shares it is no longer in."""
     entry = read_manifest(prefix).manifest.parts.get("tables", {"tables": {}})
-    if share_count(entry) > 1:
+    if shard_count(entry) > 1:
         return  # it was full before, and is in these shares
     folder = assets_folder(prefix)
     shares = filesystem.list_folders(folder) if filesystem.exists(folder) else []
-    shares = [path for path in shares if SHARE_FOLDER.fullmatch(filesystem.base_name(path))]
+    shares = [path for path in shares if SHARD_FOLDER.fullmatch(filesystem.base_name(path))]
     for name in entry["tables"]:
         remove_dump(removed_basename(table_basename(folder, name)))
         for path in shares:

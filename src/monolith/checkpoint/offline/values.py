@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from monolith.checkpoint.features import saved_spec
 from monolith.checkpoint.folder.manifest import read_chain
 from monolith.checkpoint.offline.reading import FoundRow, SavedTables, find_id
 from monolith.checkpoint.part import FEATURES
+from monolith.checkpoint.parts import saved_spec
 from monolith.data.formats.memory import to_records
 from monolith.errors import ConfigError, DataError
 from monolith.feature import BucketFeature, CrossFeature, FeatureSpec, FloatFeature, SequenceFeature

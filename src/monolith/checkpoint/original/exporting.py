@@ -19,21 +19,22 @@ from torch import Tensor
 
 from monolith import filesystem
 from monolith.checkpoint.dense.custom_restore import path_of
-from monolith.checkpoint.dense.names import dense_path, optimizer_path
 from monolith.checkpoint.dense.state import EXTRA, METADATA
 from monolith.checkpoint.folder.manifest import Link, read_chain
 from monolith.checkpoint.folder.state_files import (
     CHECKPOINT_FILE,
     CheckpointState,
     absolute_path,
+    dense_path,
+    optimizer_path,
     write_checkpoint_state,
 )
 from monolith.checkpoint.offline.reading import SavedTables
 from monolith.checkpoint.offline.rewriting import Exported, saved_scan
-from monolith.checkpoint.offline.table_rows import describe_table
 from monolith.checkpoint.original.bundle import write_bundle
 from monolith.checkpoint.original.importing import MULTI_TABLE, SINGLE_TABLE, STEP, transposed_axes
 from monolith.checkpoint.original.names import SLOT_FAMILIES, NameMap
+from monolith.checkpoint.saved_tables import describe_table
 from monolith.errors import SaveError
 from monolith.observe import Progress
 from monolith.table import DumpReport, table_basename

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint.dense.custom_restore import path_of
-from monolith.checkpoint.dense.model_variables import ModelVariables
-from monolith.checkpoint.dense.training_state import kind_of
+from monolith.checkpoint.dense.training_state import ModelVariables, kind_of
 from monolith.checkpoint.folder.state_files import read_checkpoint_state
 from monolith.checkpoint.original.bundle import BundleVariable, TensorBundle
 from monolith.checkpoint.original.names import SLOT_FAMILIES, NameMap, Slot, plain_name, split_slot
@@ -123,7 +122,7 @@ class ImportedName:
     ours: str | None
     """None: it was left out."""
     detail: str
-    """What was loaded, or why it was left out."""
+    """A description of the loaded state, or why it was left out."""
 
 
 @dataclass(slots=True)
@@ -156,10 +155,10 @@ def import_original(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Load a checkpoint of the original; return what was loaded, what was not and why.
+    """Load a checkpoint of the original; return which names were loaded, which were not, and why.
 
     Args:
-        step: The step to go on from, instead of the original's `global_step`.
+        step: The step to resume from, instead of the original's `global_step`.
         progress: Advanced by rows.
 
     Raises:
@@ -250,7 +249,7 @@ class _Dense:
         self._report.step = int(value)
         used = f"step {int(value):,}"
         if self._step is not None and self._step != int(value):
-            used += f"; the run goes on from {self._step:,}, as asked"
+            used += f"; the run resumes from {self._step:,}, as asked"
         self._note("step", STEP, "step", used)
 
     def _ours(self, original: str) -> tuple[str | None, bool | None, str]:

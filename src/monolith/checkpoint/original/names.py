@@ -44,7 +44,7 @@ class NameRule:
     ours: str | None
     """None leaves it out."""
     transpose: bool | None = None
-    """Whether a matrix is transposed on the way; None where nothing is said."""
+    """Whether a matrix is transposed on the way; None if the map does not tell."""
 
     def __post_init__(self) -> None:
         if self.ours is not None and _stars(self.ours) != _stars(self.original)[: len(_stars(self.ours))]:

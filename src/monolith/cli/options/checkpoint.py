@@ -148,7 +148,7 @@ class CheckpointImportOptions(CheckpointOfRun):
     names: str | None = None
     """The name map, a TOML or JSON file. Without it, names must be the same but for / and ."""
     step: int | None = None
-    """The step to go on from; by default the original's global_step."""
+    """The step to resume from; by default the original's global_step."""
     partial: bool = False
     """Start tables and weights that the original lacks as the model makes them, instead of failing."""
     dry_run: bool = False

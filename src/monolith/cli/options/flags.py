@@ -20,7 +20,7 @@ from monolith.errors import ConfigError
 
 if TYPE_CHECKING:
     from monolith.cluster.security import Guard, Role, SecurityConfig
-    from monolith.run import RunConfig
+    from monolith.runtime.config import RunConfig
     from monolith.wire.ports import Limits
 
 
@@ -135,11 +135,11 @@ def _name(word: str) -> str:
 def _known() -> Mapping[str, str]:
     """Name of each flag -> what follows it: "many" words, "one", or a "truth", which may be left out."""
     from monolith.config import Renamed, describe_fields
-    from monolith.run import OLD_NAMES, RunConfig
-    from monolith.run.old_names import moved_fields
+    from monolith.runtime.config import RunConfig
+    from monolith.runtime.config_loading import moved_fields, old_names
 
     takes = {info.path: _takes(info.hint) for info in describe_fields(RunConfig)}
-    for old, alias in OLD_NAMES.items():
+    for old, alias in old_names().items():
         takes[old] = takes[alias.path] if isinstance(alias, Renamed) else "many"
     former = (path for path in moved_fields() if "." in path)
     return {**dict.fromkeys(former, "one"), **takes}
@@ -148,7 +148,7 @@ def _known() -> Mapping[str, str]:
 def _tables() -> Collection[str]:
     """The groups of a run's config whose keys depend on the model, the features or the task."""
     from monolith.config.fields import field_hints, mapping_member
-    from monolith.run import RunConfig
+    from monolith.runtime.config import RunConfig
 
     return [name for name, hint in field_hints(RunConfig).items() if mapping_member(hint)]
 
@@ -250,7 +250,7 @@ def run_config_of(
     options: SecurityOptions, environ: Mapping[str, str], more: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """Return the config of file and environment, with the flags for security, and `more` by path, over it."""
-    from monolith.run import load_run_config
+    from monolith.runtime.config_loading import load_run_config
 
     chosen = {
         f"security.{field}": getattr(options, name)

@@ -1,11 +1,15 @@
-"""Cursors in files: the place between two records, what is left of a file, and passes over a list of files.
+"""Cursors in files: a place between two records, the remaining part of a file, and sets of files.
 
     round 1 (epoch)     file b.csv          chunk at place 4096        skip 17 records of it
     ───────────────────────┼────────────────────────┼───────────────────────────┼──────────► records to come
 
 A file source reads chunk by chunk. Its cursor names a chunk by its place in the file and how many of the
-chunk's records were yielded; restoring reads that chunk once more and skips these. While stretches of records
-are shuffled, the cursor is where the stretch begins, with its length and how many of it were taken."""
+chunk's records were yielded; restoring reads that chunk once more and skips these. While blocks of records
+are shuffled, the cursor is where the block begins, with its length and how many of its records were taken.
+
+Three words for where reading is: a *place* is an offset in one file, as its format counts; a *cursor* is a
+place between two records of the source; a *position* is a cursor as plain values, which a checkpoint
+contains."""
 
 from __future__ import annotations
 
@@ -15,9 +19,8 @@ from typing import NamedTuple
 
 from monolith.data.files.work_queue import Progress
 from monolith.data.format import Chunk
-from monolith.data.sharding import Shard
 from monolith.data.shuffling import Block
-from monolith.data.source import Position
+from monolith.data.source import Position, Shard
 from monolith.errors import RestoreError
 
 
@@ -30,19 +33,19 @@ class FileCursor:
     file: str | None = None
     """None before the first."""
     place: int = 0
-    """Of a chunk in the file."""
+    """Where a chunk begins in the file."""
     skip: int = 0
-    """Records of that chunk that come before."""
+    """Records of that chunk before the cursor."""
     length: int = 0
-    """Of the stretch that begins there and is being shuffled; 0 for none."""
+    """Records of the shuffled block that begins there; 0 for none."""
     taken: int = 0
-    """Records of that stretch that come before."""
+    """Records of that block that were yielded."""
     good: int = 0
     bad: int = 0
-    """How many were read, and malformed, before that chunk: of this reader, not of this file."""
+    """How many records were read, and malformed, before that chunk: by this reader, not in this file."""
 
     def past(self, chunk: Chunk) -> FileCursor:
-        """Return the place after a chunk that begins here."""
+        """Return the cursor after a chunk that begins here."""
         return replace(
             self,
             place=chunk.next,
@@ -61,8 +64,8 @@ class FileCursor:
         return {"place": self.place, "skip": self.skip, "length": self.length, "taken": self.taken}
 
 
-class Left(NamedTuple):
-    """A file of which something is left to read, and from where; see `FileCursor`."""
+class RemainingFile(NamedTuple):
+    """A file that is not read to its end, and where to resume; see `FileCursor`."""
 
     round: int
     file: str
@@ -71,52 +74,52 @@ class Left(NamedTuple):
     length: int = 0
     taken: int = 0
 
-    def spot(self) -> FileCursor:
+    def cursor(self) -> FileCursor:
         return FileCursor(**self._asdict())
 
     @classmethod
-    def of(cls, spot: FileCursor) -> Left:
-        assert spot.file is not None
-        return cls(spot.round, spot.file, **spot.progress())
+    def of(cls, cursor: FileCursor) -> RemainingFile:
+        assert cursor.file is not None
+        return cls(cursor.round, cursor.file, **cursor.progress())
 
     @classmethod
-    def read(cls, saved: object) -> Left:
-        """Return what a position says is left.
+    def read(cls, saved: object) -> RemainingFile:
+        """Return the remaining file that a position contains.
 
         Raises:
-            RestoreError: It makes no sense.
+            RestoreError: It is malformed.
         """
         if isinstance(saved, list) and len(saved) == len(cls._fields):
-            left = cls(*saved)
-            numbers = (left.round, *left[2:])
-            if isinstance(left.file, str) and all(isinstance(one, int) and one >= 0 for one in numbers):
-                return left
-        raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not what is left of a file")
+            found = cls(*saved)
+            numbers = (found.round, *found[2:])
+            if isinstance(found.file, str) and all(isinstance(one, int) and one >= 0 for one in numbers):
+                return found
+        raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not the rest of a file")
 
 
-class OldWorker(NamedTuple):
-    """One of the workers of an earlier run: its shard, its position, and where it stood."""
+class FormerWorker(NamedTuple):
+    """A worker of an earlier run: its shard, its position, and the cursor in that."""
 
     shard: Shard
     position: Position
-    spot: FileCursor
+    cursor: FileCursor
 
 
 _MOST_NAMED = 10_000
-"""The most files of a pass whose names are in a position, which is saved often."""
+"""The most files of a set whose names are in a position, which is saved often."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class FileSet:
     """The files of a list that are read together, as often as there are epochs.
 
-    A list that is read to its end may have more files when the run is started again. These are the next
-    pass, and files of earlier ones are not read again, whether they are still there or not.
+    A list that was read to its end may have more files when the run is started again. The new files are the
+    next set, and files of earlier sets are not read again, whether they still exist or not.
     """
 
     files: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
-    """Files of earlier passes, as far as they are still there."""
+    """Files of earlier sets, as far as they still exist."""
     ended: bool = False
 
     @property
@@ -130,8 +133,8 @@ class Pass:
         return {"pass": {"files": list(self.files), **earlier, **({"ended": True} if self.ended else {})}}
 
     @classmethod
-    def read(cls, position: Position) -> Pass | None:
-        """Return the pass that a position is of; None where it does not say, as those of long lists.
+    def read(cls, position: Position) -> FileSet | None:
+        """Return the file set of a position; None if it does not say, as those of long lists.
 
         Raises:
             RestoreError: It is malformed.
@@ -147,42 +150,42 @@ class Pass:
         raise RestoreError(f"cannot restore a file source: malformed files in {saved!r:.200}")
 
 
-def saved_cursor(spot: FileCursor) -> Position:
-    return {field.name: getattr(spot, field.name) for field in fields(spot)}
+def saved_cursor(cursor: FileCursor) -> Position:
+    return {field.name: getattr(cursor, field.name) for field in fields(cursor)}
 
 
-def read_saved_shard(saved: object) -> Shard:
-    """Return the share that a position names.
+def read_shard_of(saved: object) -> Shard:
+    """Return the shard that a position names.
 
     Raises:
-        RestoreError: There is no such share.
+        RestoreError: There is no such shard.
     """
     if isinstance(saved, list) and len(saved) == 2 and all(isinstance(one, int) for one in saved):
-        share = Shard(*saved)
-        if 0 <= share.worker < share.workers:
-            return share
-    raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not a share of the files")
+        shard = Shard(*saved)
+        if 0 <= shard.worker < shard.workers:
+            return shard
+    raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not a shard of the files")
 
 
 def shard_of(position: Position) -> Shard:
-    """Return the share of the worker that a position is of."""
-    return read_saved_shard(position.get("adopted", position.get("shard")))
+    """Return the shard of the worker that a position is of."""
+    return read_shard_of(position.get("adopted", position.get("shard")))
 
 
-def deal(units: Sequence[Sequence[Left]], workers: int) -> list[list[Left]]:
-    """Deal out files, those of earlier epochs first, so that each worker has about as many."""
-    dealt: list[list[Left]] = [[] for _ in range(workers)]
-    for unit in sorted(units, key=lambda unit: unit[0].round):
-        min(dealt, key=len).extend(unit)
-    return dealt
+def distribute(groups: Sequence[Sequence[RemainingFile]], workers: int) -> list[list[RemainingFile]]:
+    """Distribute groups of files, those of earlier epochs first, so that each worker has about as many."""
+    found: list[list[RemainingFile]] = [[] for _ in range(workers)]
+    for group in sorted(groups, key=lambda group: group[0].round):
+        min(found, key=len).extend(group)
+    return found
 
 
-def block_of(spot: FileCursor, chunk: Chunk) -> Block[FileCursor]:
-    """Return a chunk that begins at a spot, of which the records before the spot were yielded earlier."""
+def block_of(cursor: FileCursor, chunk: Chunk) -> Block[FileCursor]:
+    """Return the chunk at a cursor as a block; the records before the cursor were yielded earlier."""
 
-    def place(number: int) -> FileCursor:
+    def cursor_before(number: int) -> FileCursor:
         if number == len(chunk.records):
-            return spot.past(chunk)
-        return replace(spot, skip=number, length=0, taken=0)
+            return cursor.past(chunk)
+        return replace(cursor, skip=number, length=0, taken=0)
 
-    return Block(chunk.records, place, spot.skip, spot.length, spot.taken)
+    return Block(chunk.records, cursor_before, cursor.skip, cursor.length, cursor.taken)

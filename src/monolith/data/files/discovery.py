@@ -1,4 +1,4 @@
-"""Discovery: which files a pattern means, today and tomorrow.
+"""Discovery: which files a pattern matches, now and later.
 
 A pattern is a path with `*`, `?`, `[...]` and `**`, and with ranges in braces:
 
@@ -23,7 +23,7 @@ from monolith.filesystem import glob, is_temporary, join
 _RANGE = re.compile(r"\{(DATE|INT)\(\s*([^(),\s]*)\s*,\s*([^(),\s]*)\s*\)\}")
 _APPEARANCE = timedelta(seconds=30)
 _GROWTH = timedelta(milliseconds=20)
-"""How often a watch looks for files, and for what was appended to them. One look costs microseconds."""
+"""How often a watch lists files, and checks whether they grew. One check costs microseconds."""
 _MOST = 1_000_000
 """Patterns that one may expand to; more are taken for a typo."""
 
@@ -59,7 +59,7 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     """Return the files that match any of the patterns: sorted, each once, unfinished ones left out.
 
     Raises:
-        DataError: No pattern matches a file; says what was tried.
+        DataError: No pattern matches a file; the message lists the patterns.
     """
     given = [patterns] if isinstance(patterns, str) else list(patterns)
     found = matching_files(given)
@@ -74,7 +74,7 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
 
 
 def matching_files(patterns: Sequence[str]) -> list[str]:
-    """Return the same as `find_files`, but nothing where nothing matches."""
+    """Return the same as `find_files`, but an empty list if nothing matches."""
     found = {path for pattern in patterns for one in expand(pattern) for path in glob(one)}
     return sorted(path for path in found if not is_temporary(path))
 
@@ -82,16 +82,16 @@ def matching_files(patterns: Sequence[str]) -> list[str]:
 def matching_patterns(patterns: Sequence[str]) -> list[str]:
     """Return the patterns without ranges that match at least one file, in their order.
 
-    What a queue of patterns is filled with, to be expanded into files one at a time.
+    A queue of patterns gets these, and expands them into files one at a time.
 
     Raises:
-        DataError: No pattern does; says what was tried.
+        DataError: No pattern does; the message lists them.
     """
     expanded = [one for pattern in patterns for one in expand(pattern)]
-    kept = [one for one in expanded if matching_files([one])]
-    if not kept:
-        find_files(patterns)  # which says so
-    return kept
+    matching = [one for one in expanded if matching_files([one])]
+    if not matching:
+        find_files(patterns)  # raises the error
+    return matching
 
 
 def gen_patterns(
@@ -122,9 +122,9 @@ class Watch:
     A file must appear whole, under its final name, unless it `grows`. For one reader at a time.
 
     Args:
-        every: Time between two looks; by default 30 s, and 20 ms where files grow.
-        grows: Whether others append to the files, which are text: lines are read as they are finished, of
-            whichever file has some.
+        every: Time between two listings; by default 30 s, and 20 ms if files grow.
+        grows: Whether other processes append to the files, which are text: lines are read as they are
+            finished, from any file that has some.
         stop_after: How long to wait for a new file before that is the end; None waits for ever.
         clock: Seconds that never run backwards.
         pause: Lets some seconds pass.
@@ -151,7 +151,7 @@ class Watch:
         self._since: float | None = None
         """When there was last something to read."""
 
-    def look(self) -> list[str]:
+    def list_files(self) -> list[str]:
         """Return all files that match now, sorted."""
         return matching_files(self.patterns)
 
@@ -160,18 +160,18 @@ class Watch:
         return self._clock()
 
     def found(self) -> None:
-        """Hear that there was something to read."""
+        """Note that there was something to read."""
         self._since = None
 
     def is_over(self) -> bool:
-        """Whether there was nothing for so long that nothing is expected anymore."""
+        """Return whether nothing was found for `stop_after`."""
         now = self._clock()
         if self._since is None:
             self._since = now
         return self._stop_after is not None and now - self._since >= self._stop_after.total_seconds()
 
     def wait(self) -> None:
-        """Let the time between two looks pass."""
+        """Sleep until the next listing."""
         self._pause(self._every.total_seconds())
 
 

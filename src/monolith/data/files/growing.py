@@ -1,16 +1,16 @@
 """Files that grow: logs that other processes append to, and new files in the same folders.
 
-A watch finds files that match patterns. Where these are text, a file may be appended to while it is read, so
-it has no end: its reader takes the lines that are finished, continues with the next file that has new lines,
-and comes back. A position therefore has a place in every file, and not only in one:
+A watch finds files that match patterns. If these are text, a file may be appended to while it is read, so it
+has no end: the reader takes the finished lines, continues with the next file that has new lines, and returns
+to it later. A position therefore has a place in every file, and not only in one:
 
     {"grown": {"logs/a.csv": [4096, 4096, 0], "logs/b.csv": [1024, 2048, 17]}}
-                              |     |     records after that place which came before
+                              |     |     records after that place which were yielded
                               |     bytes that the file had
                               the first byte that was not read
 
-A file all of whose bytes were read may be deleted, also while no run reads. One that was deleted before is
-an error: its records would be lost.
+A file that was read completely may be deleted, also while no run reads. One that is deleted before that is an
+error: its records would be lost.
 """
 
 from __future__ import annotations
@@ -20,70 +20,58 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 from monolith import filesystem
-from monolith.data.files.cursors import FileCursor, Left, OldWorker
+from monolith.data.files.cursors import FileCursor, FormerWorker, RemainingFile
 from monolith.data.files.discovery import Watch, expand
-from monolith.data.files.order import Files, Step
-from monolith.data.format import Chunk, Format, RecordWriter
+from monolith.data.files.order import FileOrder, Step
+from monolith.data.format import Chunk, Format, RecordWriter, TextFormat
 from monolith.data.formats.compressed import compression_of
 from monolith.data.records import Records
-from monolith.data.sharding import Shard
-from monolith.data.source import Position
+from monolith.data.source import Position, Shard
 from monolith.errors import ConfigError, DataError, FileMissingError, RestoreError
 from monolith.table.hashing import mix_one
 
 _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 4 << 20
-"""How much of a file is looked through for the end of its last finished record at a time."""
-_LOOK_S = 1.0
-"""Seconds between two looks at all files. In between, files that grew of late and the folders are looked at:
-with ten thousand files at rest, one look at all of them takes longer than a poll."""
-_REMOTE_LOOK_S = 5.0
-"""The same where each look is requests to a remote store."""
+"""How many bytes of a file are searched at a time for the end of the last finished record."""
+_SCAN_S = 1.0
+"""Seconds between two scans of all files. In between, only folders and files that grew lately are checked:
+with ten thousand files at rest, a scan takes longer than a poll."""
+_REMOTE_SCAN_S = 5.0
+"""The same for a remote store, where each scan is many requests."""
 _HOT = 100
-"""How many files, those that grew last, are looked at in every poll."""
+"""How many files, those that grew last, are checked in every poll."""
 _UNFINISHED_S = 30.0
 """Seconds after which a last line without a line break is worth a warning."""
 
 
-class _Text(Protocol):
-    """A format whose files may grow."""
-
-    name: str
-
-    def chunks(
-        self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
-    ) -> Iterator[Chunk]: ...
-    def finished_bytes(self, piece: bytes) -> int: ...
-
-
-def can_grow(form: object, patterns: Sequence[str]) -> bool:
-    """Return whether files of a format may be read while others append to them: plain text can."""
-    return hasattr(form, "finished_bytes") and not any(map(compression_of, patterns))
+def can_grow(form: Format, patterns: Sequence[str]) -> bool:
+    """Return whether files of a format may be read while other processes append to them: plain text can."""
+    return form.text is not None and not any(map(compression_of, patterns))
 
 
 def growing_text(form: Format, patterns: Sequence[str]) -> GrowingText:
-    """Return a format that reads what is finished of files of another.
+    """Return a format that reads the finished records of files of another format.
 
     Raises:
         ConfigError: Files of that format cannot grow.
     """
-    if not can_grow(form, patterns):
+    if form.text is None or not can_grow(form, patterns):
         raise ConfigError(
             f"file source: files of {', '.join(patterns)} cannot be read while they grow: their format is "
             f"{form.name}, and only CSV, TSV and JSON lines that are not compressed are text. Watch them "
             "without grows, and move each into the folder when it is whole."
         )
-    return GrowingText(cast(_Text, form))
+    return GrowingText(form.text)
 
 
-class GrowingText:
+class GrowingText(Format):
     """Reads the records of a file that are finished by now, and leaves a last one that is being written."""
 
-    def __init__(self, form: _Text) -> None:
+    def __init__(self, form: TextFormat) -> None:
         self._form = form
         self.name = form.name
 
@@ -98,7 +86,7 @@ class GrowingText:
                 start = end
 
     def writer(self, path: str) -> AbstractContextManager[RecordWriter]:
-        return cast(Format, self._form).writer(path)
+        return self._form.writer(path)
 
     def _finished(self, path: str, start: int) -> int:
         size = _PIECE_BYTES
@@ -112,12 +100,12 @@ class GrowingText:
                 size *= 2  # one record is longer than that
 
 
-class _Place(NamedTuple):
+class _FilePlace(NamedTuple):
     """How far a file was read."""
 
     place: int = 0
     size: int = 0
-    """Bytes that it had when it was last looked at."""
+    """Bytes that it had when it was last checked."""
     skip: int = 0
 
     @property
@@ -125,10 +113,10 @@ class _Place(NamedTuple):
         return self.place >= self.size and not self.skip
 
 
-class Growing(Files):
-    """Files that match now and those that will, all of which may grow. One thread reads; see `Files`.
+class GrowingFiles(FileOrder):
+    """Files that match patterns, now or later, and may grow. One thread reads; see `FileOrder`.
 
-    Files with news are read by turns, in the order of their names.
+    Files with new records are read in turn, in the order of their names.
     """
 
     grows = True
@@ -137,47 +125,48 @@ class Growing(Files):
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._shard = Shard()
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _FilePlace] = {}
         self._sizes: dict[str, int] = {}
-        """Of each file, the size for which it was last read."""
-        self._stood: tuple[FileCursor, dict[str, _Place]] = (FileCursor(), {})
-        """Where the consumer stood last, and how far each file was read then: what was read since may be held
-        back."""
+        """By file, its size when it was last read."""
+        self._consumed: tuple[FileCursor, dict[str, _FilePlace]] = (FileCursor(), {})
+        """The cursor of the consumer after its last batch, and how far each file was read then. Records that
+        were read since may still be buffered, so a position must not use `_places`."""
         self._hot: dict[str, None] = {}
         """The local files that grew last, the latest at the end."""
         self._folders: dict[str, int] = {}
-        """Local folders in which files may appear, and when one last did."""
-        self._look_at = 0.0
+        """Local folders in which files may appear, with the time of their last change."""
+        self._scan_at = 0.0
         self._unfinished: dict[str, tuple[int, float]] = {}
         """Files whose last line has no line break: their size, and since when."""
 
-    def deal(self, shard: Shard) -> None:
+    def assign(self, shard: Shard) -> None:
         self._shard = shard
 
-    def after(self, spot: FileCursor) -> FileCursor | Step:
-        if spot.file is not None and spot.file in self._places:
-            self._places[spot.file] = _Place(spot.place, self._places[spot.file].size)
+    def after(self, cursor: FileCursor) -> FileCursor | Step:
+        # The file of the cursor was read up to it; remember that before another file is chosen.
+        if cursor.file is not None and cursor.file in self._places:
+            self._places[cursor.file] = _FilePlace(cursor.place, self._places[cursor.file].size)
         now = self._watch.now()
-        if now >= self._look_at or self._has_new_names():
-            self._look(now)
+        if now >= self._scan_at or self._has_new_names():
+            self._scan(now)
         for path in list(self._hot):
             self._see(path, _local_size(path))
-        news = sorted(path for path, one in self._places.items() if one.size > self._sizes.get(path, 0))
-        if not news:
+        grown = sorted(path for path, one in self._places.items() if one.size > self._sizes.get(path, 0))
+        if not grown:
             self._warn_of_unfinished(now)
             return Step.END if self._watch.is_over() else Step.WAIT
         self._watch.found()
-        path = next((one for one in news if spot.file is not None and one > spot.file), news[0])
+        path = next((one for one in grown if cursor.file is not None and one > cursor.file), grown[0])
         one = self._places[path]
         self._sizes[path] = one.size
         return FileCursor(file=path, place=one.place, skip=one.skip)
 
-    def _look(self, now: float) -> None:
-        """Look at all files there are."""
-        found = [path for path in self._watch.look() if _is_of(path, self._shard)]
+    def _scan(self, now: float) -> None:
+        """Check the sizes of all files."""
+        found = [path for path in self._watch.list_files() if _is_of(path, self._shard)]
         for path in found:
             remote = filesystem.is_remote(path)
-            with suppress(FileMissingError):  # it went since it was listed
+            with suppress(FileMissingError):  # it was deleted since it was listed
                 self._see(path, filesystem.file_size(path) if remote else _local_size(path))
         for path in self._places.keys() - set(found):
             self._check_gone(path, self._places[path], DataError, "read")
@@ -185,14 +174,14 @@ class Growing(Files):
         folders = {filesystem.parent(one) for one in [*local, *found] if not filesystem.is_remote(one)}
         self._folders = {folder: _changed_at(folder) for folder in folders}
         anywhere = any(map(filesystem.is_remote, self._watch.patterns))
-        self._look_at = now + (_REMOTE_LOOK_S if anywhere else _LOOK_S)
+        self._scan_at = now + (_REMOTE_SCAN_S if anywhere else _SCAN_S)
 
     def _has_new_names(self) -> bool:
         return any(_changed_at(folder) != at for folder, at in self._folders.items())
 
     def _see(self, path: str, size: int | None) -> None:
-        """Take in the size of a file; None where it is gone, which the next look at all files judges."""
-        known = self._places.get(path, _Place())
+        """Note the size of a file; None if it is gone, which the next scan judges."""
+        known = self._places.get(path, _FilePlace())
         if size is None or (path in self._places and size == known.size):
             return
         if size < known.place:
@@ -210,7 +199,9 @@ class Growing(Files):
         if len(self._hot) > _HOT:
             del self._hot[next(iter(self._hot))]
 
-    def _check_gone(self, path: str, one: _Place, kind: type[DataError | RestoreError], doing: str) -> None:
+    def _check_gone(
+        self, path: str, one: _FilePlace, kind: type[DataError | RestoreError], doing: str
+    ) -> None:
         """Forget a file that is gone, if all of it was read.
 
         Raises:
@@ -228,7 +219,7 @@ class Growing(Files):
             each.pop(path, None)
 
     def _warn_of_unfinished(self, now: float) -> None:
-        """Say of a line that stays unfinished that it is waited for."""
+        """Warn of a last line that stays unfinished."""
         for path, one in self._places.items():
             if one.is_read:
                 self._unfinished.pop(path, None)
@@ -249,37 +240,37 @@ class Growing(Files):
     def wait(self) -> None:
         self._watch.wait()
 
-    def rewind(self, spot: FileCursor) -> None:
-        stood, places = self._stood
-        if stood != spot:
-            places = self._placed(spot, self._places)
-            self._stood = (spot, places)
+    def rewind(self, cursor: FileCursor) -> None:
+        consumed, places = self._consumed
+        if consumed != cursor:
+            places = self._places_at(cursor)
+            self._consumed = (cursor, places)
         self._places = dict(places)
         self._sizes = {path: one.size for path, one in places.items() if one.is_read}
 
-    def lost(self, spot: FileCursor) -> bool:
-        return spot.file not in self._places  # it was read, and is gone
+    def is_lost(self, cursor: FileCursor) -> bool:
+        return cursor.file not in self._places  # it was read completely, and deleted
 
-    def taken(self, spot: FileCursor, *, ended: bool) -> None:  # noqa: ARG002
-        self._stood = (spot, self._placed(spot, self._places))
+    def consumed(self, cursor: FileCursor, *, ended: bool) -> None:  # noqa: ARG002
+        self._consumed = (cursor, self._places_at(cursor))
 
-    def save(self, spot: FileCursor) -> Position:
+    def save(self, cursor: FileCursor) -> Position:
         # Right after a batch the consumer is in the file that is being read, and everything read of the other
         # files is in this batch or an earlier one. Later, reading may have come further than the consumer.
-        stood, places = self._stood
-        found = places if stood == spot else self._placed(spot, self._places)
+        consumed, places = self._consumed
+        found = places if consumed == cursor else self._places_at(cursor)
         return {"grown": {path: list(one) for path, one in found.items()}}
 
-    def _placed(self, spot: FileCursor, places: Mapping[str, _Place]) -> dict[str, _Place]:
-        """Return how far each file was read; the file of `spot`, up to `spot`."""
-        found = dict(places)
-        if spot.file is not None and spot.file in found:
-            found[spot.file] = _Place(spot.place, found[spot.file].size, spot.skip)
+    def _places_at(self, cursor: FileCursor) -> dict[str, _FilePlace]:
+        """Return how far each file was read; the file of `cursor`, up to `cursor`."""
+        found = dict(self._places)
+        if cursor.file is not None and cursor.file in found:
+            found[cursor.file] = _FilePlace(cursor.place, found[cursor.file].size, cursor.skip)
         return found
 
-    def restore(self, saved: Position, spot: FileCursor) -> None:
+    def restore(self, saved: Position, cursor: FileCursor) -> None:
         places = _read_places(saved)
-        there = set(self._watch.look())
+        there = set(self._watch.list_files())
         self._places = dict(places)
         for path in places.keys() - there:
             self._check_gone(path, places[path], RestoreError, "restore")
@@ -294,33 +285,38 @@ class Growing(Files):
                     "restore.restart_data."
                 )
         self._sizes = {path: one.size for path, one in self._places.items() if one.is_read}
-        self._stood = (spot, dict(self._places))
+        self._consumed = (cursor, dict(self._places))
 
-    # For another number of workers: the name of a file decides its worker, so nothing is dealt.
+    # Another number of workers: the name of a file decides its worker, so no file is distributed.
 
-    def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
-        return [[] for _ in old]
+    def remaining(self, former: Sequence[FormerWorker]) -> list[list[RemainingFile]]:
+        return [[] for _ in former]
 
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], shard: Shard) -> Position:  # noqa: ARG002
-        places = {path: one for worker in old for path, one in _read_places(worker.position).items()}
+    def begin(
+        self,
+        former: Sequence[FormerWorker],
+        remaining: Sequence[RemainingFile],  # noqa: ARG002
+        shard: Shard,
+    ) -> Position:
+        places = {path: one for worker in former for path, one in _read_places(worker.position).items()}
         return {"grown": {path: list(one) for path, one in places.items() if _is_of(path, shard)}}
 
 
-def _read_places(saved: Position) -> dict[str, _Place]:
-    """Return how far each file was read, by a position.
+def _read_places(saved: Position) -> dict[str, _FilePlace]:
+    """Return how far each file was read, according to a position.
 
     Raises:
-        RestoreError: It does not say so.
+        RestoreError: It does not say.
     """
     grown = saved.get("grown")
     if isinstance(grown, Mapping) and all(
         isinstance(path, str)
         and isinstance(one, list)
-        and len(one) == len(_Place._fields)
+        and len(one) == len(_FilePlace._fields)
         and all(isinstance(number, int) and number >= 0 for number in one)
         for path, one in grown.items()
     ):
-        return {path: _Place(*one) for path, one in grown.items()}
+        return {path: _FilePlace(*one) for path, one in grown.items()}
     raise RestoreError(
         "cannot restore a file source: the position is not of one that watches files which grow. Was "
         "data.watch another setting when it was saved?"

@@ -1,7 +1,7 @@
-"""Shuffling a list of files: pieces of all of them in a random order, many of them open and dealt in turn.
+"""Shuffling a list of files: pieces of all files in a random order, many of them open at once.
 
-A file is read in pieces, which are row groups of Parquet and stretches of bytes of text; see
-`SplittableFormat`. Each epoch opens the pieces of all files of a worker in an order of its own. As many are
+A file is read in pieces, which are row groups of Parquet and ranges of bytes of text; see
+`Format.bounds`. Each epoch opens the pieces of all files of a worker in an order of its own. As many are
 open at once as make up the buffer, each is put into a random order when it is read, and they give one record
 each in turn:
 
@@ -9,13 +9,13 @@ each in turn:
     open, each in a random order:           p7: c a b   p2: f e d
     records:                                c f a e b d, then p9 and p4 are open ...
 
-When an epoch has no more pieces to open, all records that are left of it are put into one random order, its
-last window. Otherwise a piece with few records would be dealt before the others, and its rows would be
-missing from the end of the epoch. A small file is one window.
+When an epoch has no more pieces to open, all its remaining records are put into one random order, its last
+window. Otherwise a piece with few records would be used up before the rest, and its rows would be missing
+from the end of the epoch. A small file is one window.
 
-So a sorted file is mixed over its whole length, and all that is to be remembered is how far each open piece
-was read: a `ShuffleCursor`, which is small, and from which reading resumes with the very next record. Nothing
-depends on how records are cut into batches, or on when a position was taken.
+So a sorted file is mixed over its whole length, and the state is only how far each open piece was read: a
+`ShuffleCursor`, which is small, and from which reading resumes with the very next record. Nothing depends on
+the size of batches, or on when a position was taken.
 
 A file that cannot be split, such as a compressed one, is one piece. It is read chunk by chunk from its
 beginning to its end, with other files next to it.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,25 +38,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.data.format import Chunk, Format, SplittableFormat
+from monolith.data.format import Chunk, Format
 from monolith.data.records import Records, concat
-from monolith.data.sharding import Shard
 from monolith.data.shuffling import Block, ShuffleConfig, permutation
-from monolith.data.source import Position
+from monolith.data.source import Position, Shard
 from monolith.errors import DataError, RestoreError
 from monolith.tensors import RaggedTensor
 
 FEW_OPEN = 8
-"""Pieces that are open at once even if fewer hold the buffer, as row groups do, unless they are large."""
+"""Pieces that are open at once even if fewer fill the buffer, as row groups do, unless they are large."""
 FEW_OPEN_BYTES = 1 << 30
 """Memory of open pieces beyond which no more are opened than the buffer needs, and two."""
 MOST_OPEN = 256
-"""Pieces that are open at once at most: each is a few numbers in a position."""
+"""The most pieces that are open at once: each is a few numbers in a position."""
 _BLOCK_RECORDS = 32_768
 _MOST_COUNTED = 10_000
 """The most files whose numbers of pieces are in a position, which is saved often."""
 _INDEXERS = 8
-"""Files whose pieces are looked for at the same time."""
+"""Files whose bounds are read at the same time."""
 
 
 class OpenPiece(NamedTuple):
@@ -66,7 +65,7 @@ class OpenPiece(NamedTuple):
     file: int
     """Its number among all files of the source."""
     place: int
-    """Where the chunk begins that is being dealt."""
+    """Where the current chunk begins in the file."""
     skip: int = 0
     """Records of the chunk, in its random order, that were yielded."""
     size: int = 0
@@ -74,7 +73,8 @@ class OpenPiece(NamedTuple):
 
 
 class Unopened(NamedTuple):
-    """Pieces that are still to be opened: of an epoch of some worker's share, from one on, with a step."""
+    """Pieces that are still to be opened: every `step`-th of one epoch of a worker's shard, from `first`
+    on."""
 
     epoch: int
     worker: int
@@ -98,34 +98,34 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffleCursor:
-    """A place between two records of the shuffled order; see `Pieces`.
+    """A cursor in the shuffled order; see `ShuffledPieces`.
 
     All that is needed to resume: nothing depends on the size of batches or on when a position was taken.
     """
 
     windows: tuple[Window, ...] = ()
-    """What is yielded before anything else; several of workers that are no more."""
+    """Windows that are yielded before anything else; those of former workers may be several."""
     open: tuple[OpenPiece, ...] = ()
     """The pieces that are open, the one that gives the next record first."""
     rest: tuple[Unopened, ...] = ()
-    """What is opened after these, before the epochs that are this worker's share."""
+    """Pieces to open after these, before the epochs of this worker's shard."""
     next_epoch: int = 0
-    """The first epoch that is not in `rest` and was not begun."""
+    """The first epoch that is not in `rest` and was not started."""
     opened: int = 0
-    """Pieces that were opened so far, of this reader."""
+    """Pieces that this reader has opened so far."""
     given: int = 0
-    """Records that were yielded so far, likewise."""
+    """Records that it has yielded so far."""
     good: int = 0
     bad: int = 0
     """Records that were read so far, and that were malformed."""
 
 
-class _Stand(NamedTuple):
+class _PieceState(NamedTuple):
     """An open piece between two turns."""
 
     cursor: OpenPiece
     then: OpenPiece | None
-    """The piece after the last record of the chunk; None at its end."""
+    """The same piece after the last record of its chunk; None at the end of the piece."""
 
     def after(self, records: int) -> OpenPiece | None:
         skip = self.cursor.skip + records
@@ -138,17 +138,18 @@ class _Turns(NamedTuple):
     first: int
     """The number of the first one in its block."""
     begin: ShuffleCursor
-    stands: Sequence[_Stand]
+    states: Sequence[_PieceState]
 
-    def place(self, number: int) -> ShuffleCursor:
-        turns, more = divmod(number - self.first, len(self.stands))
-        cursors = [one.after(turns + (index < more)) for index, one in enumerate(self.stands)]
+    def cursor(self, number: int) -> ShuffleCursor:
+        # Each piece has given `turns` records, and the first `more` pieces one in addition.
+        turns, more = divmod(number - self.first, len(self.states))
+        cursors = [one.after(turns + (index < more)) for index, one in enumerate(self.states)]
         turned = tuple(one for one in cursors[more:] + cursors[:more] if one is not None)
         return replace(self.begin, open=turned, given=self.begin.given + number - self.first)
 
 
 class _PieceReader:
-    """An open piece: the chunk that is being dealt, in its random order."""
+    """An open piece, with its current chunk in random order."""
 
     def __init__(self, cursor: OpenPiece, end: int | None, chunks: Iterator[Chunk]) -> None:
         self.epoch, self.file = cursor.epoch, cursor.file
@@ -160,37 +161,36 @@ class _PieceReader:
         self.records = Records(0, {})
         self.bytes = 0
         self.reached = 0.0
-        """Which part of a file that cannot be split was read."""
+        """The fraction that was read of a file that cannot be split."""
 
     @property
     def left(self) -> int:
-        """The records of the chunk that were not dealt yet."""
+        """The records of the chunk that were not yielded yet."""
         return len(self.records) - self.skip
 
     @property
-    def stand(self) -> _Stand:
-        return _Stand(
+    def state(self) -> _PieceState:
+        return _PieceState(
             OpenPiece(self.epoch, self.file, self.place, self.skip, len(self.records)),
             None if self.next == self.end else OpenPiece(self.epoch, self.file, self.next),
         )
 
     def close(self) -> None:
-        close = getattr(self.chunks, "close", None)
-        if close is not None:
-            close()
+        if isinstance(self.chunks, Generator):
+            self.chunks.close()
 
 
-class Pieces:
+class ShuffledPieces:
     """The records of a list of files, shuffled. One thread reads, and any may ask for a fraction.
 
     Args:
         paths: All files, sorted.
-        there: Those that may be read. Of others, which were deleted, a position must say how many pieces they
-            had, and that all of these were read.
-        epochs: How often they are read; None for ever.
-        read: Told of each chunk that is read for the first time, with its path and place; returns how many
-            good and malformed records were read so far.
-        empty: Told of each file that has no records.
+        available: The files that exist. Of deleted ones, a position must say how many pieces they had, and
+            that all of these were read.
+        epochs: How often they are read; None without end.
+        on_chunk: Called with each chunk that is read for the first time, its path and its place; returns how
+            many good and malformed records were read so far.
+        on_empty: Called with each file that has no records.
     """
 
     def __init__(
@@ -198,259 +198,265 @@ class Pieces:
         paths: Sequence[str],
         form: Format,
         *,
-        there: Collection[str],
+        available: Collection[str],
         columns: Sequence[str] | None,
         epochs: int | None,
         shuffle: ShuffleConfig,
-        read: Callable[[str, int, Chunk], tuple[int, int]],
-        empty: Callable[[str], None],
+        on_chunk: Callable[[str, int, Chunk], tuple[int, int]],
+        on_empty: Callable[[str], None],
     ) -> None:
         self._paths = paths
-        self._there = there
+        self._available = available
         self._counts: Sequence[int] = ()
         """How many pieces each file had, as a position says; negative for files that were not opened."""
         self.digest = zlib.crc32("\n".join(paths).encode())
         self._form = form
-        self._split = form.in_pieces(shuffle.piece_bytes) if isinstance(form, SplittableFormat) else None
+        self._split = form.in_pieces(shuffle.piece_bytes)
         self._columns = columns
         self._epochs = epochs
         self._shuffle = shuffle
-        self._read = read
-        self._empty = empty
+        self._on_chunk = on_chunk
+        self._on_empty = on_empty
         self._ends: list[dict[int, int | None] | None] = [None] * len(paths)
-        """Of each file that was looked at: where each of its pieces begins, and ends."""
+        """By file, if its bounds are known: where each of its pieces begins, and ends."""
         self._plans: dict[Shard, NDArray[np.int64]] = {}
         self._orders: dict[tuple[int, Shard], Tensor] = {}
         self._parts: dict[tuple[int, int], tuple[float, float]] = {}
-        """Of chunks of files that cannot be split: which part of the file lies before and up to its end."""
+        """By chunk of a file that cannot be split: the fraction of the file before it and up to its end."""
 
-    # What there is to read
+    # The pieces of files
 
-    def _plan(self, share: Shard) -> NDArray[np.int64]:
+    def _plan(self, shard: Shard) -> NDArray[np.int64]:
         """Return the pieces of a worker's files, each a file and a place: int64 (pieces, 2)."""
-        if share not in self._plans:
-            files = range(share.worker, len(self._paths), share.workers)
+        if shard not in self._plans:
+            files = range(shard.worker, len(self._paths), shard.workers)
             unknown = [number for number in files if self._ends[number] is None]
             with ThreadPoolExecutor(min(_INDEXERS, max(len(unknown), 1)), "monolith-pieces") as pool:
-                for number, ends in zip(unknown, pool.map(self._look_at, unknown), strict=True):
+                for number, ends in zip(unknown, pool.map(self._find_ends, unknown), strict=True):
                     self._ends[number] = ends
                     if not ends:
-                        self._empty(self._paths[number])
+                        self._on_empty(self._paths[number])
             pieces = [(number, place) for number in files for place in self._ends[number] or ()]
-            self._plans[share] = np.array(pieces, dtype=np.int64).reshape(-1, 2)
-        return self._plans[share]
+            self._plans[shard] = np.array(pieces, dtype=np.int64).reshape(-1, 2)
+        return self._plans[shard]
 
-    def _look_at(self, number: int) -> dict[int, int | None]:
-        if self._paths[number] not in self._there:
+    def _find_ends(self, number: int) -> dict[int, int | None]:
+        if self._paths[number] not in self._available:
             if not self._counts or self._counts[number] < 0:
                 raise RestoreError(
                     f"cannot restore a file source: {self._paths[number]} is not among the files of this "
                     "source any more, and the checkpoint does not say how much of it was read. Put it back."
                 )
-            return {-1 - piece: None for piece in range(self._counts[number])}  # places that are never read
-        bounds = None if self._split is None else self._split.bounds(self._paths[number])
+            return {
+                -1 - piece: None for piece in range(self._counts[number])
+            }  # places that do not exist, so they are never read
+        bounds = self._split.bounds(self._paths[number])
         return {0: None} if bounds is None else dict(pairwise(bounds))
 
     def _piece(self, unopened: Unopened) -> tuple[int, int] | None:
         """Return the first of some unopened pieces, as a file and a place; None if there is none."""
-        share = Shard(unopened.worker, unopened.workers)
-        plan = self._plan(share)
+        shard = Shard(unopened.worker, unopened.workers)
+        plan = self._plan(shard)
         if unopened.first >= len(plan):
             return None
-        file, place = plan[int(self._order(unopened.epoch, share)[unopened.first])].tolist()
+        file, place = plan[int(self._order(unopened.epoch, shard)[unopened.first])].tolist()
         return file, place
 
-    def _order(self, epoch: int, share: Shard) -> Tensor:
+    def _order(self, epoch: int, shard: Shard) -> Tensor:
         """Return the order in which an epoch opens the pieces of a worker's plan."""
-        key = (epoch, share)
+        key = (epoch, shard)
         if key not in self._orders:
             if len(self._orders) > 16:  # epochs that are over
                 self._orders.clear()
-            self._orders[key] = permutation(len(self._plan(share)), self._shuffle.seed, epoch)
+            self._orders[key] = permutation(len(self._plan(shard)), self._shuffle.seed, epoch)
         return self._orders[key]
 
-    def is_over(self, place: ShuffleCursor) -> bool:
-        """Return whether nothing is left to read after a place."""
-        done = self._epochs is not None and place.next_epoch >= self._epochs
-        return done and not place.open and not place.windows and not place.rest
+    def is_over(self, cursor: ShuffleCursor) -> bool:
+        """Return whether nothing is left to read after a cursor."""
+        done = self._epochs is not None and cursor.next_epoch >= self._epochs
+        return done and not cursor.open and not cursor.windows and not cursor.rest
 
-    def files_left(self, place: ShuffleCursor, share: Shard) -> set[str]:
-        """Return the files of which something is left to read after a place."""
-        left = {one.file for one in place.open}
-        left.update(one.file for window in place.windows for one in window.cursors)
-        if self._epochs is None or place.next_epoch < self._epochs:
-            left.update(range(share.worker, len(self._paths), share.workers))
-        for one in place.rest:
+    def files_from(self, cursor: ShuffleCursor, shard: Shard) -> set[str]:
+        """Return the files that are read from a cursor on."""
+        left = {one.file for one in cursor.open}
+        left.update(one.file for window in cursor.windows for one in window.cursors)
+        if self._epochs is None or cursor.next_epoch < self._epochs:
+            left.update(range(shard.worker, len(self._paths), shard.workers))
+        for one in cursor.rest:
             part = Shard(one.worker, one.workers)
             order = self._order(one.epoch, part)[one.first :: one.step]
             left.update(self._plan(part)[order.numpy(), 0].tolist())
         return {self._paths[number] for number in left}
 
-    def _left(self, place: ShuffleCursor, share: Shard) -> int | None:
-        """Return how many pieces are yet to be opened after a place; None without end."""
+    def _unopened(self, cursor: ShuffleCursor, shard: Shard) -> int | None:
+        """Return how many pieces are yet to be opened after a cursor; None without end."""
         if self._epochs is None:
             return None
-        later = max(self._epochs - place.next_epoch, 0) * len(self._plan(share))
+        later = max(self._epochs - cursor.next_epoch, 0) * len(self._plan(shard))
         return later + sum(
             len(range(one.first, len(self._plan(Shard(one.worker, one.workers))), one.step))
-            for one in place.rest
+            for one in cursor.rest
         )
 
-    def fraction(self, place: ShuffleCursor, share: Shard, records: int) -> float | None:
-        """Return which part of everything lies before the place so many records after one, by pieces."""
-        if share not in self._plans:
-            return None if place.given else 0.0  # reading opens the files first
-        left = self._left(place, share)
-        if left is None or not left + place.opened:
+    def fraction(self, cursor: ShuffleCursor, shard: Shard, records: int) -> float | None:
+        """Return the fraction of all pieces before the record so many after a cursor."""
+        if shard not in self._plans:
+            return None if cursor.given else 0.0  # reading opens the files first
+        left = self._unopened(cursor, shard)
+        if left is None or not left + cursor.opened:
             return None
-        begun = sum(1 - self._part(one) for one in place.open)
-        for window in place.windows:
-            begun += sum(1 - self._part(one) for one in window.cursors) * (1 - window.taken / window.size)
-        done = 1 - (left + begun) / (left + place.opened)
-        return done * (place.given + records) / place.given if place.given else done
+        begun = sum(1 - self._fraction_of(one) for one in cursor.open)
+        for window in cursor.windows:
+            begun += sum(1 - self._fraction_of(one) for one in window.cursors) * (
+                1 - window.taken / window.size
+            )
+        done = 1 - (left + begun) / (left + cursor.opened)
+        return done * (cursor.given + records) / cursor.given if cursor.given else done
 
-    def _part(self, cursor: OpenPiece) -> float:
-        """Return which part of an open piece was yielded."""
+    def _fraction_of(self, cursor: OpenPiece) -> float:
+        """Return the fraction of an open piece that was yielded."""
         begin, end = self._parts.get((cursor.file, cursor.place), (0.0, 1.0 if cursor.size else 0.0))
         return begin + (end - begin) * cursor.skip / max(cursor.size, 1)
 
     # Reading
 
-    def blocks(self, place: ShuffleCursor, share: Shard) -> Iterator[Block[ShuffleCursor]]:
-        """Yield records from a place on, with the places between them."""
+    def blocks(self, cursor: ShuffleCursor, shard: Shard) -> Iterator[Block[ShuffleCursor]]:
+        """Yield records from a cursor on, with the cursors between them."""
         readers: list[_PieceReader] = []
         try:
             while True:
-                # 1. Windows first: at the end of an epoch, or those that old workers left.
-                while place.windows:
-                    yield from self._window(place, readers)
-                    window, *later = place.windows
-                    given = place.given + window.size - window.taken
-                    place, readers = replace(place, windows=tuple(later), given=given), []
+                # 1. Windows first: at the end of an epoch, or those of former workers.
+                while cursor.windows:
+                    yield from self._window(cursor, readers)
+                    window, *later = cursor.windows
+                    given = cursor.given + window.size - window.taken
+                    cursor, readers = replace(cursor, windows=tuple(later), given=given), []
                 # 2. Reopen the pieces that were open at the cursor. `size` marks a chunk that was read and
                 #    counted before, so it must still have as many records.
-                for cursor in place.open:
-                    readers.append(self._reader(cursor))
-                    place = self._fill(readers[-1], place, cursor.size)
+                for piece in cursor.open:
+                    readers.append(self._reader(piece))
+                    cursor = self._read_chunk(readers[-1], cursor, piece.size)
                 # 3. One record of each open piece in turn, until the epoch has no more pieces to open.
                 dealt = _Interleaved()
                 while True:
                     # The open pieces alone decide whether another one is opened, and they are all in the
-                    # place. So a reader that resumes opens the next one after the same record.
+                    # cursor. So a reader that resumes opens the next one after the same record.
                     readers = [reader for reader in readers if reader.left]
-                    place = self._open_more(readers, place, share)
-                    last = not self._goes_on(readers, place)
+                    cursor = self._open_more(readers, cursor, shard)
+                    last = not self._has_more(readers, cursor)
                     if dealt.count and (last or dealt.count >= _BLOCK_RECORDS):
                         yield dealt.block()
                         dealt = _Interleaved()
                     if last:
                         break
-                    count, more = dealt.add(readers, place)
-                    place = replace(place, given=place.given + count)
+                    count, more = dealt.add(readers, cursor)
+                    cursor = replace(cursor, given=cursor.given + count)
                     # Rotate, so that the piece that gives the next record is first, as in a cursor.
                     readers = readers[more:] + readers[:more]
                     if not readers[-1].left:
-                        place = self._fill(readers[-1], place)
+                        cursor = self._read_chunk(readers[-1], cursor)
                 if not readers:
                     return
-                # 4. What is left of the epoch is one window, permuted together.
-                cursors = tuple(reader.stand.cursor for reader in readers)
-                place = replace(place, windows=(Window(0, cursors),), open=())
+                # 4. The remaining records of the epoch are one window, permuted together.
+                cursors = tuple(reader.state.cursor for reader in readers)
+                cursor = replace(cursor, windows=(Window(0, cursors),), open=())
         finally:
             for reader in readers:
                 reader.close()
 
-    def _goes_on(self, readers: Sequence[_PieceReader], place: ShuffleCursor) -> bool:
-        """Whether open pieces are dealt in turn, since their epoch has more pieces, or they have more."""
+    def _has_more(self, readers: Sequence[_PieceReader], cursor: ShuffleCursor) -> bool:
+        """Whether open pieces are read in turn: their epoch has more pieces to open, or a piece more
+        chunks."""
         if any(reader.next != reader.end for reader in readers):
             return True
         latest = max((reader.epoch for reader in readers), default=-1)
-        return any(one.epoch <= latest and self._piece(one) is not None for one in place.rest)
+        return any(one.epoch <= latest and self._piece(one) is not None for one in cursor.rest)
 
     def _window(
-        self, place: ShuffleCursor, readers: Sequence[_PieceReader]
+        self, cursor: ShuffleCursor, readers: Sequence[_PieceReader]
     ) -> Iterator[Block[ShuffleCursor]]:
-        """Yield what is left of the first window.
+        """Yield the remaining records of the first window.
 
         Args:
             readers: Its pieces, if they are open.
         """
-        window, *later = place.windows
+        window, *later = cursor.windows
         if not readers:
-            readers = [self._reader(cursor) for cursor in window.cursors]
-            for reader, cursor in zip(readers, window.cursors, strict=True):
-                self._fill(reader, place, cursor.size)
+            readers = [self._reader(piece) for piece in window.cursors]
+            for reader, piece in zip(readers, window.cursors, strict=True):
+                self._read_chunk(reader, cursor, piece.size)
         records = concat([reader.records.slice(reader.skip, len(reader.records)) for reader in readers])
         first = window.cursors[0]
+        # The first piece identifies the window: no other window of the epoch begins with it.
         order = permutation(len(records), self._shuffle.seed, first.epoch, first.file, first.place)
 
-        def place_at(taken: int) -> ShuffleCursor:
+        def cursor_after(taken: int) -> ShuffleCursor:
             left = (window._replace(taken=taken), *later) if taken < len(records) else tuple(later)
-            return replace(place, windows=left, given=place.given + taken - window.taken)
+            return replace(cursor, windows=left, given=cursor.given + taken - window.taken)
 
         for begin in range(window.taken, len(records), _BLOCK_RECORDS):
             rows = order[begin : begin + _BLOCK_RECORDS]
-            yield Block(records.take(rows), partial(_shifted, place_at, begin))
+            yield Block(records.take(rows), partial(_shifted, cursor_after, begin))
 
-    def end(self, place: ShuffleCursor) -> ShuffleCursor:
-        """Return the place after everything, of a reader that came to a place."""
+    def end(self, cursor: ShuffleCursor) -> ShuffleCursor:
+        """Return the cursor at the end of all epochs, with the counts of another."""
         return replace(
-            place, windows=(), open=(), rest=(), next_epoch=max(place.next_epoch, self._epochs or 0)
+            cursor, windows=(), open=(), rest=(), next_epoch=max(cursor.next_epoch, self._epochs or 0)
         )
 
-    def _open_more(self, readers: list[_PieceReader], place: ShuffleCursor, share: Shard) -> ShuffleCursor:
-        """Open pieces until there are enough; return the place, which then names what is left."""
-        held, used = sum(len(reader.records) for reader in readers), sum(reader.bytes for reader in readers)
+    def _open_more(self, readers: list[_PieceReader], cursor: ShuffleCursor, shard: Shard) -> ShuffleCursor:
+        """Open pieces until there are enough; return the cursor without these in `rest`."""
+        buffered, used = sum(len(reader.records) for reader in readers), sum(one.bytes for one in readers)
         while len(readers) < MOST_OPEN and (
-            held < self._shuffle.buffer
+            buffered < self._shuffle.buffer
             or len(readers) < 2
             or (len(readers) < FEW_OPEN and used < FEW_OPEN_BYTES)
         ):
-            if not place.rest:
-                epoch = place.next_epoch
+            if not cursor.rest:
+                epoch = cursor.next_epoch
+                # A new epoch starts only when nothing is open: its pieces never mix with those before.
                 if (
                     readers
                     or (self._epochs is not None and epoch >= self._epochs)
-                    or not len(self._plan(share))
+                    or not len(self._plan(shard))
                 ):
                     break
-                place = replace(place, rest=(Unopened(epoch, *share),), next_epoch=epoch + 1)
-            unopened = place.rest[0]
+                cursor = replace(cursor, rest=(Unopened(epoch, *shard),), next_epoch=epoch + 1)
+            unopened = cursor.rest[0]
             if readers and unopened.epoch > max(reader.epoch for reader in readers):
-                break  # an epoch begins when those before it have ended
+                break  # an epoch starts when those before it have ended
             found = self._piece(unopened)
             if found is None:
-                place = replace(place, rest=place.rest[1:])
+                cursor = replace(cursor, rest=cursor.rest[1:])
                 continue
-            rest = (unopened._replace(first=unopened.first + unopened.step), *place.rest[1:])
-            place = replace(place, rest=rest, opened=place.opened + 1)
+            rest = (unopened._replace(first=unopened.first + unopened.step), *cursor.rest[1:])
+            cursor = replace(cursor, rest=rest, opened=cursor.opened + 1)
             reader = self._reader(OpenPiece(unopened.epoch, *found))
             try:
-                place = self._fill(reader, place)
+                cursor = self._read_chunk(reader, cursor)
             finally:
                 if not len(reader.records):
                     reader.close()
             if len(reader.records):
                 readers.append(reader)
-                held, used = held + len(reader.records), used + reader.bytes
-        return place
+                buffered, used = buffered + len(reader.records), used + reader.bytes
+        return cursor
 
     def _reader(self, cursor: OpenPiece) -> _PieceReader:
         path, ends = self._paths[cursor.file], self._ends[cursor.file]
-        if ends is None:  # a file of a worker that is no more
-            ends = self._ends[cursor.file] = self._look_at(cursor.file)
+        if ends is None:  # a file of a former worker
+            ends = self._ends[cursor.file] = self._find_ends(cursor.file)
         if None in ends.values():
             return _PieceReader(
                 cursor, None, self._form.chunks(path, start=cursor.place, columns=self._columns)
             )
-        assert self._split is not None
-        # Of a payload that is a batch, a cursor is inside a piece.
+        # If a payload is a batch of records, a cursor may be inside a piece.
         begin = max((one for one in ends if one <= cursor.place), default=0)
         chunks = self._split.chunks(path, start=cursor.place, columns=self._columns)
         return _PieceReader(cursor, ends.get(begin), chunks)
 
-    def _fill(self, reader: _PieceReader, place: ShuffleCursor, size: int = 0) -> ShuffleCursor:
-        """Read the next chunk of a piece that has records; return the place with what was counted.
+    def _read_chunk(self, reader: _PieceReader, cursor: ShuffleCursor, size: int = 0) -> ShuffleCursor:
+        """Read the next chunk of a piece that has records; return the cursor with the new counts.
 
         Args:
             size: The records that the chunk had when it was read before a restart, and counted; 0 for one
@@ -465,15 +471,18 @@ class Pieces:
                 if reader.end is not None:
                     raise _replaced(path, reader.place)
                 break
+            # A piece ends exactly at a chunk, and a chunk that was read before a restart has the same number
+            # of records: otherwise the file was replaced, and the cursor means other records.
             if (reader.end is not None and chunk.next > reader.end) or (size and len(chunk.records) != size):
                 raise _replaced(path, reader.place)
             reader.next = chunk.next
-            if not size:
-                good, bad = self._read(path, reader.place, chunk)
-                place = replace(place, good=good, bad=bad)
+            if not size:  # chunks that were read before a restart were counted then
+                good, bad = self._on_chunk(path, reader.place, chunk)
+                cursor = replace(cursor, good=good, bad=bad)
             if reader.end is None:
-                self._note_part(reader, path, chunk)
+                self._note_fraction(reader, path, chunk)
             if len(chunk.records):
+                # Every chunk has its own order, which only depends on the seed, the epoch and where it is.
                 key = (self._shuffle.seed, reader.epoch, zlib.crc32(path.encode()), reader.place)
                 reader.records = chunk.records.take(permutation(len(chunk.records), *key))
                 reader.bytes = sum(map(_bytes_of, chunk.records.columns.values()))
@@ -481,9 +490,9 @@ class Pieces:
             reader.skip = skip
         if reader.next == reader.end:
             reader.close()
-        return place
+        return cursor
 
-    def _note_part(self, reader: _PieceReader, path: str, chunk: Chunk) -> None:
+    def _note_fraction(self, reader: _PieceReader, path: str, chunk: Chunk) -> None:
         if chunk.reached is not None:
             end = min(chunk.reached / max(filesystem.file_size(path), 1), 1.0)
             begin = reader.reached if reader.reached or not reader.place else end
@@ -492,13 +501,13 @@ class Pieces:
 
     # Positions
 
-    def save(self, place: ShuffleCursor) -> Position:
+    def save(self, cursor: ShuffleCursor) -> Position:
         return {
             "files": self.digest,
-            "windows": [[one.taken, [list(cursor) for cursor in one.cursors]] for one in place.windows],
-            "open": [list(one) for one in place.open],
-            "rest": [list(one) for one in place.rest],
-            **{name: getattr(place, name) for name in _NUMBERS},
+            "windows": [[one.taken, [list(piece) for piece in one.cursors]] for one in cursor.windows],
+            "open": [list(one) for one in cursor.open],
+            "rest": [list(one) for one in cursor.rest],
+            **{name: getattr(cursor, name) for name in _NUMBERS},
             **self._saved_counts(),
         }
 
@@ -508,8 +517,8 @@ class Pieces:
             return {}
         return {"pieces": [-1 if ends is None else len(ends) for ends in self._ends]}
 
-    def restored(self, saved: Position) -> ShuffleCursor:
-        """Return the place that a position has.
+    def read_cursor(self, saved: Position) -> ShuffleCursor:
+        """Return the cursor in a position.
 
         Raises:
             RestoreError: It is malformed, or of other files.
@@ -538,7 +547,7 @@ class Pieces:
             or any(one.worker >= one.workers or one.step < 1 for one in rest)
         ):
             raise RestoreError(f"cannot restore a file source: malformed numbers in {saved!r:.200}")
-        place = ShuffleCursor(
+        cursor = ShuffleCursor(
             windows=tuple(windows),
             open=tuple(opened),
             rest=tuple(rest),
@@ -550,41 +559,41 @@ class Pieces:
                 f"cannot restore a file source: the position is in epoch {latest}, there are {self._epochs} "
                 "from 0 on"
             )
-        return place
+        return cursor
 
-    def redistributed(self, old: Sequence[tuple[Shard, ShuffleCursor]], workers: int) -> list[ShuffleCursor]:
-        """Return what several workers had left as the places of another number of them.
+    def redistribute(self, old: Sequence[tuple[Shard, ShuffleCursor]], workers: int) -> list[ShuffleCursor]:
+        """Return the remaining records of former workers as cursors of another number of workers.
 
-        Windows and open pieces go to one worker each, from where they were left; what was yet to be opened is
-        dealt piece by piece. From the first epoch on that no worker had started, each worker reads its
+        Windows and open pieces go to one worker each, from where they were; unopened pieces are distributed
+        one by one. From the first epoch on that no worker had started, each worker reads its
         shard of all.
         """
-        begun = max(place.next_epoch for _, place in old)
+        begun = max(cursor.next_epoch for _, cursor in old)
         windows: list[list[Window]] = [[] for _ in range(workers)]
-        cursors: list[list[OpenPiece]] = [[] for _ in range(workers)]
+        pieces: list[list[OpenPiece]] = [[] for _ in range(workers)]
         unopened: list[list[Unopened]] = [[] for _ in range(workers)]
-        for window in (one for _, place in old for one in place.windows):
+        for window in (one for _, cursor in old for one in cursor.windows):
             min(windows, key=len).append(window)
-        for cursor in sorted(one for _, place in old for one in place.open):
-            min(cursors, key=len).append(cursor)
-        for share, place in old:
-            later = [Unopened(epoch, *share) for epoch in range(place.next_epoch, begun)]
-            for number, one in enumerate((*place.rest, *later)):
-                pieces = len(self._plan(Shard(one.worker, one.workers)))
+        for piece in sorted(one for _, cursor in old for one in cursor.open):
+            min(pieces, key=len).append(piece)
+        for shard, cursor in old:
+            later = [Unopened(epoch, *shard) for epoch in range(cursor.next_epoch, begun)]
+            for number, one in enumerate((*cursor.rest, *later)):
+                size = len(self._plan(Shard(one.worker, one.workers)))
                 for turn in range(workers):
                     first = one.first + turn * one.step
-                    if first < pieces:
+                    if first < size:
                         part = one._replace(first=first, step=one.step * workers)
                         unopened[(number + turn) % workers].append(part)
         return [
             ShuffleCursor(
                 windows=tuple(windows[worker]),
-                open=tuple(cursors[worker]),
+                open=tuple(pieces[worker]),
                 rest=tuple(sorted(unopened[worker])),
                 next_epoch=begun,
-                # What they have counted, each by one of the new workers.
+                # Each count of a former worker goes to one of the new workers.
                 **{
-                    name: sum(getattr(place, name) for _, place in old[worker::workers])
+                    name: sum(getattr(cursor, name) for _, cursor in old[worker::workers])
                     for name in ("opened", "given", "good", "bad")
                 },
             )
@@ -597,7 +606,9 @@ _NUMBERS = ("next_epoch", "opened", "given", "good", "bad")
 
 def _listed(saved: object) -> list[Any]:
     if not isinstance(saved, list):
-        raise RestoreError("cannot restore a file source: the position is not of one that is shuffled so")
+        raise RestoreError(
+            "cannot restore a file source: the position is not of a source that shuffles pieces"
+        )
     return saved
 
 
@@ -608,12 +619,12 @@ def _rows(saved: object, kind: type[OpenPiece] | type[Unopened]) -> Iterator[lis
             or len(row) != len(kind._fields)
             or not all(isinstance(one, int) and one >= 0 for one in row)
         ):
-            raise RestoreError(f"cannot restore a file source: {row!r:.200} is not what is left of a file")
+            raise RestoreError(f"cannot restore a file source: {row!r:.200} is not the rest of a file")
         yield row
 
 
-def _shifted(place: Callable[[int], ShuffleCursor], first: int, number: int) -> ShuffleCursor:
-    return place(first + number)
+def _shifted(cursor: Callable[[int], ShuffleCursor], first: int, number: int) -> ShuffleCursor:
+    return cursor(first + number)
 
 
 def _replaced(path: str, place: int) -> DataError:
@@ -624,22 +635,24 @@ def _replaced(path: str, place: int) -> DataError:
 
 
 class _Interleaved:
-    """Gathers records that open pieces give in turn, to put them in order in one go: most of the cost is per
-    call and column, and a piece of a text file is small."""
+    """Collects the records that open pieces give in turn, and orders them in one operation: most of the cost
+    is per call and column, and a piece of a text file is small."""
 
     def __init__(self) -> None:
         self.count = 0
         self._turns: list[_Turns] = []
         self._chunks: dict[int, tuple[Records, int, int]] = {}
-        """By identity, which of the records of a chunk are taken: they are consecutive."""
+        """By identity of a chunk, which of its records are taken: they are consecutive."""
         self._order: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        """The number of the chunk, by the time it was first seen, and of the record in it."""
+        """The number of the chunk, in the order in which they were first seen, and of the record in it."""
         self._numbers: dict[int, int] = {}
 
-    def add(self, readers: Sequence[_PieceReader], place: ShuffleCursor) -> tuple[int, int]:
+    def add(self, readers: Sequence[_PieceReader], cursor: ShuffleCursor) -> tuple[int, int]:
         """Interleave until a piece has no more; return how many records, and which reader comes next."""
-        self._turns.append(_Turns(self.count, place, [reader.stand for reader in readers]))
+        self._turns.append(_Turns(self.count, cursor, [reader.state for reader in readers]))
         width = len(readers)
+        # Interleave until the first piece has used up its chunk: reader `number` gives its last record in
+        # turn `left - 1`, which is record (left - 1) * width + number.
         count = min((reader.left - 1) * width + number + 1 for number, reader in enumerate(readers))
         count = min(count, _BLOCK_RECORDS)
         turns, more = divmod(count, width)
@@ -661,8 +674,10 @@ class _Interleaved:
         return count, more
 
     def block(self) -> Block[ShuffleCursor]:
-        """Return the records, in the order in which they were dealt."""
+        """Return the records in the order of the turns."""
         chunks = [self._chunks[key] for key in self._numbers]
+        # Concatenate the used range of every chunk, then take all records in one gather: `bases` maps a
+        # record number within a chunk to its row in the concatenation.
         sizes = np.array([last - first for _, first, last in chunks])
         bases = np.cumsum(sizes) - sizes - np.array([first for _, first, _ in chunks])
         numbers, taken = (np.concatenate(part) for part in zip(*self._order, strict=True))
@@ -670,10 +685,10 @@ class _Interleaved:
         records = concat(parts).take(torch.from_numpy(bases[numbers] + taken))
         firsts = [turns.first for turns in self._turns]
 
-        def place(number: int) -> ShuffleCursor:
-            return self._turns[max(bisect_left(firsts, number) - 1, 0)].place(number)
+        def cursor_before(number: int) -> ShuffleCursor:
+            return self._turns[max(bisect_left(firsts, number) - 1, 0)].cursor(number)
 
-        return Block(records, place)
+        return Block(records, cursor_before)
 
 
 def _bytes_of(column: RaggedTensor) -> int:

@@ -1,4 +1,12 @@
-"""A work queue in a folder that all workers see; see `work_queue`."""
+"""A work queue in a folder that all workers see; see `work_queue`.
+
+    files.jsonl    the names of all files, one per line; only grows
+    ledger.json    which worker has which file; replaced atomically with every change
+    lock           locked while a process reads or changes the other two
+
+Every change is a function of the ledger. While the disk is full, changes are queued in this process and
+applied again, in order, to the ledger as it is when it can next be written.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +44,8 @@ CLOSE_SECONDS = 2.0
 class SharedFileQueue(FileQueue):
     """A file queue in a folder that all workers see.
 
-    The folder holds the list of files, which only grows, and a small ledger that is
-    replaced in one step; a lock on a third file lets one process at a time change them, and
-    is released by the system when a process dies. Needs a filesystem with POSIX locks: a
+    A lock on a file lets one process at a time change the list and the ledger; the system
+    releases it when a process dies. Needs a filesystem with POSIX locks: a
     local disk, NFS 4, CephFS, Lustre with flock. The clocks of the machines may be set while a run
     trains: a lease runs out if this process has not seen it renewed for its whole time. A process that
     has just started believes the clocks, which should then agree to within a small part of a lease.
@@ -124,16 +131,16 @@ class SharedFileQueue(FileQueue):
                 raise
         return found[0]
 
-    def _tell(self, what: Hashable, change: Callable[[LeaseLedger], T], otherwise: T) -> T:
+    def _change(self, name: Hashable, change: Callable[[LeaseLedger], T], otherwise: T) -> T:
         result = otherwise
         try:
             with self._ledger() as ledger:
                 result = change(ledger)
         except TransientFilesystemError:
-            if what is not None:
+            if name is not None:
                 with self._thread:
-                    self._unwritten.pop(what, None)
-                    self._unwritten[what] = change
+                    self._unwritten.pop(name, None)
+                    self._unwritten[name] = change
         return result
 
     def _is_over(self, lease: Lease) -> bool:
@@ -153,7 +160,7 @@ class SharedFileQueue(FileQueue):
     def add(self, files: Sequence[str]) -> int:
         """Add the files that were never added before; return how many those were.
 
-        So every worker may add the same list, and one that watches a folder what it found.
+        So every worker may add the same list, and a worker that watches a folder the files it found.
         """
         with self._locked():
             known = set(self._all_names())
@@ -173,7 +180,7 @@ class SharedFileQueue(FileQueue):
             return {**ledger.state(), "names": self._all_names()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        book = LeaseLedger.from_state(state)
+        ledger = LeaseLedger.from_state(state)
         names = state.get("names")
         if not are_strings(names):
             raise RestoreError(f"cannot restore a file queue from {short(state)}: it names no files")
@@ -184,7 +191,7 @@ class SharedFileQueue(FileQueue):
             with atomic_write(str(self._folder / "files.jsonl")) as file:
                 file.write("".join(json.dumps(name) + "\n" for name in [*names, *more]).encode())
             self._names, self._names_bytes = [], 0
-            self._write(book)
+            self._write(ledger)
             self._unwritten.clear()
 
     @contextmanager
@@ -199,7 +206,7 @@ class SharedFileQueue(FileQueue):
 
     @contextmanager
     def _ledger(self) -> Iterator[LeaseLedger]:
-        """Give the ledger with the pending changes, and write it with what the caller changes.
+        """Give the ledger with the pending changes applied, and write the changes of the caller.
 
         Raises:
             TransientFilesystemError: It cannot be written now. The pending changes stay pending.
@@ -208,7 +215,7 @@ class SharedFileQueue(FileQueue):
         with self._locked():
             with self._noted():
                 before = self._read()
-            ledger = LeaseLedger(before.handed, dict(before.waiting), dict(before.leases))
+            ledger = LeaseLedger(before.leased_files, dict(before.waiting), dict(before.leases))
             self._sightings.keep({lease.token for lease in ledger.leases.values()})
             for change in self._unwritten.values():
                 change(ledger)
@@ -251,7 +258,7 @@ class SharedFileQueue(FileQueue):
         return names[number] if number < len(names) else None
 
     def _all_names(self) -> list[str]:
-        """Return the files of the list; reads only what was added since the last call."""
+        """Return the files of the list; reads only those added since the last call."""
         path = self._folder / "files.jsonl"
         if not path.exists():
             return self._names
@@ -281,6 +288,6 @@ class SharedFileQueue(FileQueue):
     def _write(self, ledger: LeaseLedger) -> None:
         waiting = [[number, path, progress] for number, (path, progress) in sorted(ledger.waiting.items())]
         leases = [asdict(lease) for lease in ledger.leases.values()]
-        saved = {"handed": ledger.handed, "waiting": waiting, "leases": leases}
+        saved = {"handed": ledger.leased_files, "waiting": waiting, "leases": leases}
         with atomic_write(str(self._folder / "ledger.json")) as file:
             file.write(json.dumps(saved).encode())

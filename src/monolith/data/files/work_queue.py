@@ -3,9 +3,9 @@
 A worker leases a file. It reports when it has finished the file; if it dies, its leases expire and the file
 is leased again from the last reported place. So a fast worker reads more, and no file is lost.
 
-A report says "all records before this place count". A trainer that saves checkpoints reports what a
-checkpoint contains, after it is saved and not before: what was trained since is lost with the worker and must
-be read again. This is what makes each record count exactly once."""
+A report says "all records before this place count". A trainer reports the position of a checkpoint after
+the checkpoint is saved, never before: records that were trained since are lost with the worker and must be
+read again. This order makes each record count exactly once."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Clock = Callable[[], float]
-"""Seconds. Of a queue that processes share Unix seconds, which are the same in all of them."""
+"""Returns seconds: Unix time for a queue that several processes use, since it is the same in all of them."""
 
 Progress = dict[str, int]
-"""A place in a file: plain numbers that mean something to the readers only. Empty at its beginning."""
+"""A place in a file, as plain numbers that only the readers interpret. Empty at the beginning."""
 
 LEASE = timedelta(minutes=10)
 
@@ -40,7 +40,7 @@ class StrQueue:
     """A first-in-first-out queue of strings that may refill itself when it is empty. Thread-safe.
 
     Args:
-        fill: Called when nothing is left; returns more, or nothing at the end, after which it
+        refill: Called when nothing is left; returns more, or nothing at the end, after which it
             is never called again.
     """
 
@@ -49,12 +49,12 @@ class StrQueue:
         values: Sequence[str] = (),
         *,
         capacity: int = 100_000,
-        fill: Callable[[], Sequence[str]] | None = None,
+        refill: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         if capacity < 1:
             raise ConfigError(f"a string queue's capacity must be at least 1, got {capacity}")
         self._capacity = capacity
-        self._fill = fill
+        self._refill = refill
         self._lock = threading.Lock()  # guards all below
         self._values: deque[str] = deque()
         self._ended = False
@@ -73,7 +73,7 @@ class StrQueue:
         """Return the oldest string and False; or, at the end and ever after, an empty one and True."""
         with self._lock:
             if not self._values and not self._ended:
-                self._add(self._fill() if self._fill is not None else ())
+                self._add(self._refill() if self._refill is not None else ())
                 self._ended = not self._values
             return (self._values.popleft(), False) if self._values else ("", True)
 
@@ -82,12 +82,12 @@ class StrQueue:
             return len(self._values)
 
     def state(self) -> dict[str, Any]:
-        """Return what is left. The state of `fill` is its owner's to save."""
+        """Return the strings that are left. The owner of `refill` saves its state."""
         with self._lock:
             return {"values": list(self._values), "ended": self._ended}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Hold what a queue held when its state was taken, and nothing else."""
+        """Contain exactly the strings of a saved state."""
         values, ended = state.get("values"), state.get("ended")
         if not are_strings(values) or not isinstance(ended, bool):
             raise RestoreError(f"cannot restore a string queue from {short(state)}: not a state of one")
@@ -98,7 +98,7 @@ class StrQueue:
     def _add(self, values: Sequence[str]) -> None:
         if len(self._values) + len(values) > self._capacity:
             raise DataError(
-                f"string queue: {len(values)} more do not fit: it holds {len(self._values)} "
+                f"string queue: {len(values)} more do not fit: it has {len(self._values)} "
                 f"of at most {self._capacity}"
             )
         self._values.extend(values)
@@ -119,19 +119,23 @@ class Lease:
     expires: float
     """Unix seconds."""
     progress: Progress = field(default_factory=dict)
-    """Where to begin."""
+    """The place to start from."""
     read: bool = False
-    """Whether all of it was read, though it is not known yet whether that counts."""
+    """Whether all of it was read, although no checkpoint contains that yet."""
 
 
 @dataclass(slots=True)
 class LeaseLedger:
-    """Which worker has which file. Knows neither locks nor the origin of the names."""
+    """Which worker has which file: a plain value that knows neither locks nor where the names come from.
 
-    handed: int = 0
+    Every file is in exactly one place: not leased yet (its number is `leased_files` or more), `waiting`,
+    `leases`, or in none of them, which means finished. Its progress only changes by a report.
+    """
+
+    leased_files: int = 0
     """Files that were ever leased: their numbers are below this."""
     waiting: dict[int, tuple[str, Progress]] = field(default_factory=dict)
-    """Files that came back."""
+    """Unfinished files that no worker has, by number, each with its path and progress."""
     leases: dict[int, Lease] = field(default_factory=dict)
 
     def take(
@@ -142,27 +146,28 @@ class LeaseLedger:
         name_of: Callable[[int], str | None],
     ) -> Lease | None:
         if number is not None:
+            # A restarted worker takes over its own lease; that of another worker it does not get.
             own = self.leases.get(number)
             if own is not None and own.worker == worker:
                 self.put_back(own)
             if number not in self.waiting:
                 return None
         elif self.waiting:
-            number = min(self.waiting)  # the oldest first: workers may be waiting for it
+            number = min(self.waiting)  # oldest first: other workers may be waiting for it
         else:
-            name = name_of(self.handed)
+            name = name_of(self.leased_files)
             if name is None:
                 return None
-            number = self.handed
-            self.handed += 1
+            number = self.leased_files
+            self.leased_files += 1
             self.waiting[number] = (name, {})
         path, progress = self.waiting.pop(number)
         lease = Lease(number, path, worker, secrets.token_hex(8), expires, progress)
         self.leases[number] = lease
         return lease
 
-    def held(self, lease: Lease) -> Lease | None:
-        """Return the lease as it is known here, if it was not lost."""
+    def current(self, lease: Lease) -> Lease | None:
+        """Return the newest version of a lease; None if it was lost (its token differs)."""
         known = self.leases.get(lease.number)
         return known if known is not None and known.token == lease.token else None
 
@@ -177,6 +182,7 @@ class LeaseLedger:
     def settle(
         self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]
     ) -> None:
+        # Release first: then all files of these workers wait, and can be finished or moved forward.
         for worker in workers:
             self.release(worker)
         for number in finished:
@@ -193,7 +199,7 @@ class LeaseLedger:
     def state(self) -> dict[str, Any]:
         waiting = self.waiting | {n: (lease.path, lease.progress) for n, lease in self.leases.items()}
         return {
-            "handed": self.handed,
+            "handed": self.leased_files,
             "waiting": [[number, path, progress] for number, (path, progress) in sorted(waiting.items())],
         }
 
@@ -242,15 +248,15 @@ class FileQueue(ABC):
 
     @abstractmethod
     def _ledger(self) -> AbstractContextManager[LeaseLedger]:
-        """Give the ledger to one caller at a time, and keep what it makes of it."""
+        """Give the ledger to one caller at a time, and store its changes."""
 
-    def _tell(self, what: Hashable, change: Callable[[LeaseLedger], T], otherwise: T) -> T:  # noqa: ARG002
-        """Change the ledger and return what the change does.
+    def _change(self, name: Hashable, change: Callable[[LeaseLedger], T], otherwise: T) -> T:  # noqa: ARG002
+        """Change the ledger and return the result of the change.
 
         Args:
-            what: Names the change: of several with one name that could not be made yet, the newest counts.
-                None changes nothing, and only looks.
-            otherwise: What to return if the ledger cannot be read now.
+            name: Names the change: of several pending ones with the same name, the newest counts. None only
+                reads.
+            otherwise: The result if the ledger cannot be read now.
         """
         with self._ledger() as ledger:
             return change(ledger)
@@ -283,7 +289,7 @@ class FileQueue(ABC):
 
         def change(ledger: LeaseLedger) -> Lease | None:
             ledger.expire(self._is_over)
-            known = ledger.held(lease)
+            known = ledger.current(lease)
             if known is None:
                 return None
             expires = self._clock() + self._seconds
@@ -291,78 +297,78 @@ class FileQueue(ABC):
             return renewed
 
         otherwise: Lease | None = lease
-        return self._tell(("renew", lease.token), change, otherwise)
+        return self._change(("renew", lease.token), change, otherwise)
 
     def report(self, lease: Lease, progress: Progress) -> bool:
         """Note that all records before this place count; return False if the lease was lost."""
 
         def change(ledger: LeaseLedger) -> bool:
             ledger.expire(self._is_over)
-            known = ledger.held(lease)
+            known = ledger.current(lease)
             if known is None:
                 return False
             expires = self._clock() + self._seconds
             ledger.leases[lease.number] = replace(known, expires=expires, progress=progress)
             return True
 
-        return self._tell(("report", lease.token), change, otherwise=True)
+        return self._change(("report", lease.token), change, otherwise=True)
 
     def mark_read(self, lease: Lease) -> None:
         """Note that the file was read to its end, so that no worker waits for it to come back."""
 
         def change(ledger: LeaseLedger) -> None:
-            known = ledger.held(lease)
+            known = ledger.current(lease)
             if known is not None:
                 ledger.leases[lease.number] = replace(known, read=True)
 
-        self._tell(("read", lease.token), change, None)
+        self._change(("read", lease.token), change, None)
 
     def finish(self, lease: Lease) -> bool:
         """Note that all records of the file count; return False if the lease was lost."""
 
         def change(ledger: LeaseLedger) -> bool:
             ledger.expire(self._is_over)
-            return ledger.held(lease) is not None and ledger.leases.pop(lease.number) is not None
+            return ledger.current(lease) is not None and ledger.leases.pop(lease.number) is not None
 
-        return self._tell(("finish", lease.token), change, otherwise=True)
+        return self._change(("finish", lease.token), change, otherwise=True)
 
     def give_back(self, lease: Lease) -> None:
         """Return the file to the queue, from the place that was last reported."""
 
         def change(ledger: LeaseLedger) -> None:
-            if ledger.held(lease) is not None:
+            if ledger.current(lease) is not None:
                 ledger.put_back(ledger.leases[lease.number])
 
-        self._tell(("give back", lease.token), change, None)
+        self._change(("give back", lease.token), change, None)
 
     def release(self, worker: str) -> None:
-        """Take back all leases of a worker that is known to have died or stopped."""
-        self._tell(object(), lambda ledger: ledger.release(worker), None)
+        """Release all leases of a worker that is known to have died or stopped."""
+        self._change(object(), lambda ledger: ledger.release(worker), None)
 
     def settle(
         self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]
     ) -> None:
-        """Take back all leases of workers that are gone and note what they had done, in one change: no other
-        worker can get a file of theirs at the place that was reported before.
+        """Release all leases of former workers and note their progress, in one change: in between, another
+        worker could lease one of their files from its older progress.
 
         Args:
             finished: Files of which all records count.
             reached: Other files, and how far their records count.
         """
-        self._tell(object(), lambda ledger: ledger.settle(workers, finished, reached), None)
+        self._change(object(), lambda ledger: ledger.settle(workers, finished, reached), None)
 
     def readers(self) -> list[str]:
         """Return the names of the workers that have leases."""
         with self._ledger() as ledger:
             return sorted({lease.worker for lease in ledger.leases.values()})
 
-    def others_hold(self, worker: str) -> bool:
+    def others_are_reading(self, worker: str) -> bool:
         """Return whether other workers are reading files, so that some may come back yet."""
 
-        def look(ledger: LeaseLedger) -> bool:
+        def is_reading(ledger: LeaseLedger) -> bool:
             return any(lease.worker != worker and not lease.read for lease in ledger.leases.values())
 
-        return self._tell(None, look, otherwise=True)
+        return self._change(None, is_reading, otherwise=True)
 
     def wait(self) -> None:
         """Sleep a moment before asking again."""
@@ -379,11 +385,11 @@ class FileQueue(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return plain values that survive JSON: what is waiting, and how far leased files were read."""
+        """Return plain values that survive JSON: the waiting files, and how far leased ones were read."""
 
     @abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to a state. All leases are lost; their files wait, from the places that were reported."""
+        """Restore a state. All leases are lost; their files wait, from the reported progress."""
 
 
 class LocalFileQueue(FileQueue):
@@ -403,23 +409,23 @@ class LocalFileQueue(FileQueue):
     ) -> None:
         super().__init__(lease, clock, pause)
         self._names = names if isinstance(names, StrQueue) else StrQueue(names, capacity=max(len(names), 1))
-        self._lock = threading.Lock()  # guards _book
-        self._book = LeaseLedger()
+        self._lock = threading.Lock()  # guards _leases
+        self._leases = LeaseLedger()
 
     def state(self) -> dict[str, Any]:
         with self._ledger() as ledger:
             return {**ledger.state(), "names": self._names.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        book = LeaseLedger.from_state(state)
+        ledger = LeaseLedger.from_state(state)
         with self._lock:
             self._names.restore(state.get("names", {}))
-            self._book = book
+            self._leases = ledger
 
     @contextmanager
     def _ledger(self) -> Iterator[LeaseLedger]:
         with self._lock:
-            yield self._book
+            yield self._leases
 
     def _next_name(self, number: int) -> str | None:  # noqa: ARG002  they come in order
         name, ended = self._names.dequeue()

@@ -1,4 +1,4 @@
-"""Which format a file is in: told by a name of `FORMATS`, or by how the file is called."""
+"""Which format a file is in: by a name of `FORMATS`, or by the name of the file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BY_SUFFIX = {
 def format_of(
     path: str, name: str | None = None, *, types: Mapping[str, torch.dtype] | None = None
 ) -> Format:
-    """Return the format of that name or, without one, the one that goes with the end of the path.
+    """Return the format of that name or, without one, the one of the suffix of the path.
 
     Args:
         types: Of columns, for files that do not say, or not exactly. A field of CSV is then one value,

@@ -1,7 +1,7 @@
-"""Compressed files: what they hold, in pieces, and as a file to read lines from.
+"""Compressed files, as decompressed streams and as files to read lines from.
 
-A place in a compressed file is a byte of what it decompresses to; going back to one reads the file from its
-beginning.
+A place in a compressed file is a byte of its decompressed stream; seeking backwards reads the file again from
+its beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ AUTO = "auto"
 COMPRESSIONS = ("gzip", "zlib", "zstd", "snappy")
 
 _PIECES = {"gzip": 16 << 10, "zlib": 16 << 10}
-"""How much of a compressed file is taken at a time: what it holds may be a thousand times as much."""
+"""How many bytes of a compressed file are read at a time: decompressed, they may be a thousand times as
+many."""
 _PIECE_BYTES = 4 << 10
 """The same for other compressions: with zstd, it may be thirty thousand times as much."""
 _BUFFER_BYTES = 64 << 10
@@ -38,7 +39,7 @@ COMPRESSED_SUFFIXES = {
     ".snappy": "snappy",
 }
 _WINDOWS = {"gzip": 31, "zlib": 15}
-"""How zlib is told which of its two wrappings is meant."""
+"""The `wbits` that tell zlib which of its two wrappings is meant."""
 
 
 def check_compression(compression: str | None) -> str | None:
@@ -58,7 +59,7 @@ class OpenText:
     """A file of text, open to read, which its name may say is compressed.
 
     Args:
-        end: The byte at which to take the file for ended, though more may be there; not for compressed ones.
+        end: Treat the file as ended at this byte, although it may have more; not for compressed files.
     """
 
     def __init__(self, path: str, end: int | None = None) -> None:
@@ -66,10 +67,10 @@ class OpenText:
         if end is not None:
             opened = cast(BinaryIO, io.BufferedReader(_Until(opened, end), _BUFFER_BYTES))
         compression = compression_of(path)
-        self._held = None if compression is None else _Held(opened, path, compression)
-        self.file = (
-            opened if self._held is None else cast(BinaryIO, io.BufferedReader(self._held, _BUFFER_BYTES))
-        )
+        self._stream = None if compression is None else _DecompressedFile(opened, path, compression)
+        self.file = opened
+        if self._stream is not None:
+            self.file = cast(BinaryIO, io.BufferedReader(self._stream, _BUFFER_BYTES))
 
     def __enter__(self) -> OpenText:
         return self
@@ -82,7 +83,7 @@ class OpenText:
 
         Of a compressed one, that is about as many as were read by now.
         """
-        return place if self._held is None else self._held.reached
+        return place if self._stream is None else self._stream.reached
 
 
 @contextlib.contextmanager
@@ -141,8 +142,8 @@ class _Until(io.RawIOBase):
         super().close()
 
 
-class _Held(io.RawIOBase):
-    """What a compressed file holds, as a file one can read and seek."""
+class _DecompressedFile(io.RawIOBase):
+    """A compressed file that reads and seeks as if it were not compressed."""
 
     def __init__(self, file: BinaryIO, path: str, compression: str) -> None:
         self._file = file
@@ -163,9 +164,9 @@ class _Held(io.RawIOBase):
         return True
 
     def readinto(self, into: WriteableBuffer, /) -> int:
-        with memoryview(into) as room:
-            data = self._stream.read(len(room))
-            room[: len(data)] = data
+        with memoryview(into) as buffer:
+            data = self._stream.read(len(buffer))
+            buffer[: len(data)] = data
         self._place += len(data)
         return len(data)
 
@@ -174,7 +175,7 @@ class _Held(io.RawIOBase):
 
     def seek(self, place: int, whence: int = io.SEEK_SET, /) -> int:
         if whence != io.SEEK_SET:
-            raise io.UnsupportedOperation("the size of what a compressed file holds is not known")
+            raise io.UnsupportedOperation("the decompressed size of a file is unknown")
         if place < self._place:
             self._file.seek(0)
             self._stream = Decompressing(self._file, self._path, self._compression)
@@ -189,7 +190,7 @@ class _Held(io.RawIOBase):
 
 
 class StreamCompressor(Protocol):
-    """Takes a stream in pieces."""
+    """Compresses a stream piece by piece: one of zlib, or of the optional zstandard."""
 
     def compress(self, data: bytes, /) -> bytes: ...
 
@@ -197,20 +198,20 @@ class StreamCompressor(Protocol):
 
 
 class Decompressor(Protocol):
-    """Takes one compressed stream in pieces."""
+    """Decompresses one stream piece by piece: one of zlib, or of the optional zstandard."""
 
     @property
     def eof(self) -> bool: ...
 
     @property
     def unused_data(self) -> bytes:
-        """What follows the end of the stream."""
+        """The bytes after the end of the stream."""
 
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
 class Decompressing:
-    """Reads what a compressed file holds. Streams may follow each other, as `cat` leaves them."""
+    """Reads the decompressed bytes of a file. Several streams may follow each other, as `cat` leaves them."""
 
     def __init__(self, file: BinaryIO, path: str, compression: str) -> None:
         self._file = file
@@ -235,7 +236,7 @@ class Decompressing:
         return result
 
     def tell(self) -> int:
-        # Of what was taken, some is not read yet: a small file is decompressed at once.
+        # Some decompressed bytes were not read yet: a small file is decompressed at once.
         return self._taken * self._given // max(self._given + len(self._ready), 1)
 
     def close(self) -> None:
@@ -273,8 +274,8 @@ def compressor_of(compression: str | None) -> StreamCompressor | None:
 def _zstandard(compression: str) -> ModuleType:
     if compression == "snappy":
         raise DataError(
-            "snappy is not read or written here: there are several ways to cut it into blocks, and files do "
-            "not say which. Decompress the file, or write it with gzip, zlib or zstd."
+            "snappy is not read or written here: there are several ways to split it into blocks, and "
+            "files do not say which. Decompress the file, or write it with gzip, zlib or zstd."
         )
     try:
         return importlib.import_module("zstandard")

@@ -8,8 +8,8 @@ An empty field is a record without values in that column. Where lists are allowe
 inner separator is between their values. A line that does not fit (too many fields, a
 word where a number should be) is a bad record; the lines around it are read.
 
-The native core reads bytes straight to columns; `native/src/csv_parser.h` says what becomes of
-what. Here is what surrounds it: the names, the types, and the stretch of the file that it sees.
+The native core reads bytes straight to columns; `native/src/csv_parser.h` lists the
+conversions. This module does the rest: names, types, and the part of the file that the parser sees.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Self
 
 import torch
 
 from monolith import native
-from monolith.data.format import BadRecord, Chunk
+from monolith.data.format import BadRecord, Chunk, OddColumn, TextFormat
 from monolith.data.formats.compressed import OpenText, compression_of, write_text
-from monolith.data.records import DTYPES, Records, as_read
+from monolith.data.records import DTYPES, Records, as_read, column_from_arrays
 from monolith.errors import ConfigError, CorruptFileError, DataError
 from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
-from monolith.tensors import RaggedTensor
 
 _log = logging.getLogger(__name__)
 
@@ -48,10 +47,10 @@ _TYPES = {
 }
 _WRITTEN = {torch.int64: "int64", torch.float32: "double", torch.uint8: "string"}
 """How a column of each type is written again; numbers with a point are float64 to other readers of CSV."""
-_ODD_SHARE = 0.1
-"""Of the values of a column: where no more are texts, they may be mistakes."""
-_SLIP_SHARE = 0.001
-"""Of the values of a column: where no more are texts, they are mistakes and no codes with letters in them."""
+_ODD_FRACTION = 0.1
+"""If at most this fraction of the values of a column are texts, they may be mistakes."""
+_SLIP_FRACTION = 0.001
+"""If at most this fraction of the values are texts, they are mistakes and not codes with letters."""
 
 _OTHER_DELIMITERS = ";\t|,"
 """Other delimiters: a header of one column that contains one of these was read wrongly."""
@@ -59,16 +58,7 @@ _OTHER_DELIMITERS = ";\t|,"
 _DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
 
-class OddColumn(NamedTuple):
-    """A column that is text because of a few values."""
-
-    text: str
-    """Says which is the first, and what to do."""
-    is_slip: bool
-    """Whether they are so few that they must be mistakes."""
-
-
-class CsvFormat:
+class CsvFormat(TextFormat):
     """Reads and writes CSV, in UTF-8 or whatever bytes there are, compressed where the name ends so (.gz).
 
     Args:
@@ -113,20 +103,17 @@ class CsvFormat:
         self._header = header
         self._types = dict(types or {})
         self._infer_rows = infer_rows
-        self._chunk_bytes = chunk_bytes
+        super().__init__(chunk_bytes)
         self._record_bytes = record_bytes
         self._dialect = native.CsvDialect(delimiter, list_separator, record_bytes)
-        self._known: dict[str, _Layout | None] | None = None
-        """The heads of files, if they are remembered: a piece is small next to the head of its file."""
         self._looked_at: set[str] = set()
         """Columns that were read as text, and whether that was meant was looked into."""
 
     def chunks(
         self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
     ) -> Iterator[Chunk]:
-        """Yield the records of a file from byte `start` on, up to byte `end` if it is given; see `Format`."""
         with OpenText(path, end) as text:
-            layout = self._layout(text.file, path, columns)
+            layout = self._head(path, lambda: self._read_layout(text.file, path, columns))
             if layout is None:
                 return
             if not start:
@@ -162,6 +149,7 @@ class CsvFormat:
             parsed = parser.parse(window.view[:shown], last, self._chunk_bytes)
             if parsed.whole:
                 return parsed
+            # The chunk's last record is longer than the bytes shown: show more.
             window.move(parsed.next)
             shown = 2 * shown + _READ_BYTES
 
@@ -171,6 +159,7 @@ class CsvFormat:
         A line break ends a record unless it is within quotes. A quote that stays open for longer than a
         record may be is a stray one: it is left to the parser, as in a file that does not grow.
         """
+        # With an odd number of quotes the last line break is inside of quotes: go back line by line.
         end = piece.rfind(b"\n") + 1
         quotes, at = piece.count(b'"', 0, end), end
         while quotes % 2 and at:
@@ -179,28 +168,16 @@ class CsvFormat:
             at = before
         return end if end - at > self._record_bytes else at
 
-    def in_chunks_of(self, chunk_bytes: int) -> CsvFormat:
-        """Return the same with other chunks."""
-        other = copy.copy(self)
-        other._chunk_bytes = chunk_bytes
-        return other
-
-    def in_pieces(self, piece_bytes: int) -> CsvFormat:
-        """Return the same with smaller chunks; see `SplittableFormat`."""
-        other = self.in_chunks_of(min(piece_bytes, self._chunk_bytes))
-        other._known = {}
-        return other
-
     def bounds(self, path: str) -> list[int] | None:
-        """Return the bytes at which chunks begin, reading the file once; see `SplittableFormat`.
+        """Return the bytes at which chunks begin, reading the file once; see `Format`.
 
         A newline in quotes ends no record, so the native core finds the end of each chunk with a quote in it.
-        In the others, the next newline is the end: about ten times as fast.
+        Without a quote, the next newline is the end: about ten times as fast.
         """
         if compression_of(path) is not None:
             return None
         with OpenText(path) as text:
-            layout = self._layout(text.file, path)
+            layout = self._head(path, lambda: self._read_layout(text.file, path))
             if layout is None:
                 return []
             parser = native.CsvParser(self._dialect, len(layout.names), [])
@@ -217,8 +194,8 @@ class CsvFormat:
                 found.append(window.place)
 
     def _plain_end(self, data: bytes) -> int | None:
-        """Return where a chunk at the beginning of some bytes ends; None where that takes a parser: there is
-        a quote, a blank line at its end, nothing but blank lines, or maybe a record that is cut."""
+        """Return where a chunk at the beginning of some bytes ends; None if only a parser can tell: there is
+        a quote, a blank line at its end, nothing but blank lines, or maybe a truncated record."""
         end = data.find(b"\n", self._chunk_bytes - 1) + 1
         if not 0 < end < len(data) or b'"' in data or len(data) > self._record_bytes:
             return None
@@ -228,21 +205,18 @@ class CsvFormat:
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
-        """Open a file to write; see `Format`."""
         with write_text(path) as file:
             yield _Writer(file, self._delimiter, self._separator, self._header)
 
-    def inferring(self, records: int) -> CsvFormat:
-        """Return the same that gets types from so many records."""
+    def inferring(self, records: int) -> Self:
         other = copy.copy(self)
         other._infer_rows, other._looked_at = records, set()
         return other
 
     def odd_values(self, path: str) -> list[OddColumn]:
-        """Return what is odd in a file: columns that are text only because a few values are no numbers. They
-        are not logged any more when it is read."""
+        """Return the columns that are text only because of a few values; reading then logs them no more."""
         with OpenText(path) as text:
-            layout = self._layout(text.file, path)
+            layout = self._head(path, lambda: self._read_layout(text.file, path))
             self._looked_at |= set(() if layout is None else layout.names)
             return [] if layout is None else list(self._odd(text.file, layout, layout.names, _Lines(path)))
 
@@ -289,16 +263,16 @@ class CsvFormat:
                     first = found[0]
                     line = lines.number(window.place + first[0], window)
                 records, odd = records + parsed.records, odd + len(found)
-                if not parsed.next or odd > _ODD_SHARE * records:
+                if not parsed.next or odd > _ODD_FRACTION * records:
                     break
                 window.move(parsed.next)
-            if first is not None and odd <= _ODD_SHARE * records:
+            if first is not None and odd <= _ODD_FRACTION * records:
                 text = (
                     f"line {line}: column {name!r}: {_shown(first[1])} is not a number, "
                     f"and {records:,} other records have one, so the column is read as text. Mend the "
                     f"line, or give the column's type: CsvFormat(types={{{name!r}: ...}})."
                 )
-                yield OddColumn(text, odd <= _SLIP_SHARE * records)
+                yield OddColumn(text, odd <= _SLIP_FRACTION * records)
 
     def _kinds(self, records: Records, layout: _Layout, window: _Window) -> dict[str, ColumnKind]:
         """Return how the columns of a file are written again, as its first chunk tells."""
@@ -316,19 +290,12 @@ class CsvFormat:
             kinds[name] = ColumnKind(written, single=not bool((column.row_lengths() > 1).any()))
         return kinds
 
-    def _layout(self, file: BinaryIO, path: str, columns: Sequence[str] | None = None) -> _Layout | None:
+    def _read_layout(self, file: BinaryIO, path: str, columns: Sequence[str] | None = None) -> _Layout | None:
         """Return names and types from the head of a file; None for an empty one.
 
         Args:
             columns: Those whose types are wanted; None for all.
         """
-        if self._known is None:
-            return self._read_layout(file, path, columns)
-        if path not in self._known:
-            self._known[path] = self._read_layout(file, path, columns)
-        return self._known[path]
-
-    def _read_layout(self, file: BinaryIO, path: str, columns: Sequence[str] | None) -> _Layout | None:
         window = _Window(file, 0)
         window.fill(len(codecs.BOM_UTF8))
         if bytes(window.view).startswith(codecs.BOM_UTF8):  # spreadsheets put it before the first name
@@ -386,7 +353,8 @@ class _Layout:
 
 
 class _Lines:
-    """Tells which line of a file a byte is in, as an editor counts them. Reads on from where it was last."""
+    """Tells which line of a file a byte is in, as an editor counts them. Continues from the last byte it was
+    asked for."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -414,7 +382,7 @@ class _Lines:
 
 
 class _Window:
-    """A stretch of a file, which moves on."""
+    """A range of bytes of a file, which moves forward."""
 
     def __init__(self, file: BinaryIO, place: int) -> None:
         file.seek(place)
@@ -446,7 +414,7 @@ class _Window:
 def csv_parser(
     fields: Sequence[str], types: Mapping[str, torch.dtype], delimiter: str, record_bytes: int = 1 << 20
 ) -> native.CsvParser:
-    """Return what reads some fields of records, one value each, that do not lie in a file."""
+    """Return a parser of some fields, one value each, for records that are not in a file."""
     # A time stays text: as a float32 it would be a minute or two off.
     dtypes = {name: torch.uint8 if dtype is TIME else dtype for name, dtype in types.items()}
     positions = [(fields.index(name), _TYPES[dtype]) for name, dtype in dtypes.items()]
@@ -454,13 +422,9 @@ def csv_parser(
 
 
 def csv_records(parsed: native.ParsedCsv, names: Sequence[str]) -> Records:
-    """Return the records that a parser found, given the names of what it read."""
-    columns = {}
-    for name, (flat, splits, inner) in zip(names, parsed.take_columns(), strict=True):
-        values: torch.Tensor | RaggedTensor = torch.from_numpy(flat)
-        if inner is not None:
-            values = RaggedTensor(values, torch.from_numpy(inner), validate=False)
-        columns[name] = RaggedTensor(values, torch.from_numpy(splits), validate=False)
+    """Return the records that a parser found, given the names of its columns."""
+    found = zip(names, parsed.take_columns(), strict=True)
+    columns = {name: column_from_arrays(*arrays) for name, arrays in found}
     return Records(parsed.records, columns, complete=True)
 
 

@@ -16,11 +16,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import torch
 
-from monolith.data.format import BadRecord, Chunk
+from monolith.data.format import BadRecord, Chunk, TextFormat
 from monolith.data.formats.compressed import OpenText, compression_of, write_text
 from monolith.data.formats.memory import (
     Cell,
@@ -41,15 +41,15 @@ _Found = tuple[dict[str, torch.dtype], dict[str, ColumnKind]]
 """What the first records of a file tell: the type of each key, and how it is written there."""
 
 
-class JsonLinesFormat:
+class JsonLinesFormat(TextFormat):
     """Reads and writes JSON lines, compressed where the name ends so (.gz).
 
     Args:
         types: Key to int64, float32 or uint8 (text). A key that is not here gets the narrowest type that
             fits the first `infer_records` records of the file; one that first appears later makes its
             record a bad one. Give types where files should agree.
-        expected: Key to type, as `FeatureSpec.columns`, for what the first records leave open: a key without
-            a value in them, whole numbers where others may follow, times. Lists need not be taken apart.
+        expected: Key to type, as `FeatureSpec.columns`, for types that the first records do not settle: a key
+            without a value in them, whole numbers that fractions may follow, times.
         chunk_bytes: Of the file that make a chunk.
         record_bytes: The most that one line may have.
     """
@@ -72,22 +72,19 @@ class JsonLinesFormat:
         self._types = dict(types or {})
         self._expected = dict(expected or {})
         self._infer_records = infer_records
-        self._chunk_bytes = chunk_bytes
+        super().__init__(chunk_bytes)
         self._record_bytes = record_bytes
-        self._known: dict[str, _Found] | None = None
-        """The types of files, if they are remembered: a piece is small next to the head of its file."""
 
     def chunks(
         self, path: str, *, start: int = 0, columns: Sequence[str] | None = None, end: int | None = None
     ) -> Iterator[Chunk]:
-        """Yield the records of a file from byte `start` on, up to byte `end` if it is given; see `Format`."""
         with OpenText(path, end) as text:
             file = text.file
             # Nothing is to be told from the first records if all that is wanted has a type. Those of a file
             # that grows may not be there yet, and are not looked at again for each line that is appended.
             known = self._types if end is None else self._expected | self._types
             typed = columns is not None and all(name in known for name in columns)
-            types, found = (known, {}) if typed else self._types_of(path, file)
+            types, found = (known, {}) if typed else self._head(path, lambda: self._infer(file))
             wanted = {name: dtype for name, dtype in types.items() if columns is None or name in columns}
             kinds = {name: kind for name, kind in found.items() if name in wanted}
             file.seek(start)
@@ -110,30 +107,16 @@ class JsonLinesFormat:
                 yield Chunk(rows_as_records(rows, wanted, kinds), reached, tuple(bad), text.reached(reached))
 
     def finished_bytes(self, piece: bytes) -> int:
-        """Return how many bytes of a piece, which begins with a line, are lines that are finished."""
         end = piece.rfind(b"\n") + 1
         return end if end or len(piece) <= self._record_bytes else len(piece)
 
-    def in_chunks_of(self, chunk_bytes: int) -> JsonLinesFormat:
-        """Return the same with other chunks."""
-        other = copy.copy(self)
-        other._chunk_bytes = chunk_bytes
-        return other
-
-    def inferring(self, records: int) -> JsonLinesFormat:
-        """Return the same that gets types from so many records."""
+    def inferring(self, records: int) -> Self:
         other = copy.copy(self)
         other._infer_records = records
         return other
 
-    def in_pieces(self, piece_bytes: int) -> JsonLinesFormat:
-        """Return the same with smaller chunks; see `SplittableFormat`."""
-        other = self.in_chunks_of(min(piece_bytes, self._chunk_bytes))
-        other._known = {}
-        return other
-
     def bounds(self, path: str) -> list[int] | None:
-        """Return the bytes at which chunks begin, by looking for line ends alone; see `SplittableFormat`."""
+        """Return the bytes at which chunks begin, by looking for line ends alone; see `Format`."""
         if compression_of(path) is not None:
             return None
         found, end = [0], 0
@@ -146,16 +129,8 @@ class JsonLinesFormat:
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
-        """Open a file to write; see `Format`."""
         with write_text(path) as file:
             yield _Writer(file)
-
-    def _types_of(self, path: str, file: BinaryIO) -> _Found:
-        if self._known is None:
-            return self._infer(file)
-        if path not in self._known:
-            self._known[path] = self._infer(file)
-        return self._known[path]
 
     def _infer(self, file: BinaryIO) -> _Found:
         """Return the type of every key in the first records, and how it is written there; what is malformed
@@ -196,7 +171,7 @@ class JsonLinesFormat:
 class _Writer:
     """Writes records as lines: one value as it is, several as a list, none, and NaN, as null.
 
-    A column that the data holds as lists is a list in every line.
+    A column of lists is a list in every line.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -23,10 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith.data.records import Records
-from monolith.data.sharding import Shard, ShardChoice
+from monolith.data.records import Records, text_rows
 from monolith.data.shuffling import Epochs, check_epochs_unset, permutation
-from monolith.data.source import Position, Source
+from monolith.data.source import Position, Shard, ShardChoice, Source
 from monolith.errors import ConfigError, DataError, RestoreError, TensorArgumentError
 from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
@@ -37,7 +36,7 @@ _EXACT = 1 << 24
 
 Cell = list[Any]
 ColumnType = torch.dtype | type[int] | type[float] | type[str] | str
-"""What a column holds: int, float or str; "int64", "float32" or "text"; or the dtype that records have."""
+"""The type of a column: int, float or str; "int64", "float32" or "text"; or the dtype that records have."""
 
 TYPES: dict[ColumnType, torch.dtype] = {
     int: torch.int64,
@@ -62,7 +61,7 @@ def column_types(columns: Mapping[str, ColumnType], who: str) -> dict[str, torch
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """Return the object that a JSON text is; ValueError where it is none."""
+    """Return the object in a JSON text; ValueError if it is another value."""
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError(f"expected an object, got a {type(found).__name__}")
@@ -71,8 +70,8 @@ def json_object(text: bytes) -> dict[str, Any]:
 
 def are_whole(values: NDArray[np.float64]) -> bool:
     """Whether doubles are better held by int64 than by float32, as ids of which some are missing and Unix
-    times with fractions are: beyond 2^24, where float32 has no fractions and not all whole numbers, are
-    some, and the others are whole. NaN is skipped."""
+    times with fractions are: some are beyond 2^24, from where on float32 has no fractions and not all whole
+    numbers, and the rest are whole. NaN is skipped."""
     there = values[~np.isnan(values)]
     sizes = np.abs(there)
     if not len(there) or not _EXACT < sizes.max() < 2.0**63:
@@ -101,7 +100,7 @@ def values_of(value: Any) -> Cell:
 
 
 def seconds_of(times: Any) -> Any:
-    """Return datetimes of numpy as Unix seconds, None where they are NaT: a list, or one of them."""
+    """Return datetimes of numpy as Unix seconds, None for NaT: a list, or one of them."""
     seconds = times.astype("M8[s]").astype(np.int64)
     plain = seconds.tolist()
     if not times.ndim:
@@ -204,17 +203,12 @@ def rows_as_records(
     types: Mapping[str, torch.dtype],
     kinds: Mapping[str, ColumnKind] | None = None,
 ) -> Records:
-    """Lay rows side by side by column."""
+    """Turn rows into columns."""
     columns = {}
     for name, dtype in types.items():
         lengths = torch.tensor([len(row[name]) for row in rows], dtype=torch.int64)
         flat = [value for row in rows for value in row[name]]
-        values: torch.Tensor | RaggedTensor
-        if dtype in (torch.uint8, TIME):
-            text = torch.from_numpy(np.frombuffer(b"".join(flat), np.uint8).copy())
-            values = RaggedTensor.from_row_lengths(text, torch.tensor([*map(len, flat)], dtype=torch.int64))
-        else:
-            values = torch.tensor(flat, dtype=dtype)
+        values = text_rows(flat) if dtype in (torch.uint8, TIME) else torch.tensor(flat, dtype=dtype)
         columns[name] = RaggedTensor.from_row_lengths(values, lengths, validate=False)
     return Records(len(rows), columns, kinds=kinds or {})
 
@@ -232,7 +226,7 @@ class MemorySource(Source):
         data: Records, or columns by name: a dict, a DataFrame.
         worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`. By default
             what `read_shard` says.
-        epochs: How often; None for ever. Batches go on across their ends.
+        epochs: How often to read the records; None without end. Batches continue across epochs.
         shuffle_seed: Puts each epoch into an order of its own; None leaves the order.
         drop_remainder: Leave out the last batch if it is shorter.
     """
@@ -253,7 +247,7 @@ class MemorySource(Source):
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"memory source: batch_size must be at least 1, got {batch_size}")
-        self._share = ShardChoice("memory source", worker, num_workers)
+        self._choice = ShardChoice("memory source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
         self._records = replace(data, complete=True) if isinstance(data, Records) else to_records(data)
@@ -264,19 +258,19 @@ class MemorySource(Source):
         self._drop_remainder = drop_remainder
         self._next = 0
         self._ordered: tuple[int, Tensor] | None = None
-        self._settings: Position = {}  # until the share is settled
+        self._settings: Position = {}  # until the shard is settled
 
-    def read_shard(self, share: Shard) -> None:
-        """Read every so manieth record."""
-        self._share.choose(share)
+    def read_shard(self, shard: Shard) -> None:
+        """Read every `shard.workers`-th record."""
+        self._choice.choose(shard)
 
     def size(self) -> int | None:
-        """How many records there are to read; None without end."""
+        """Return how many records there are to read; None without end."""
         self._settle()
         return self._total
 
     def fraction_read(self, position: Position, records: int = 0) -> float | None:
-        """Return which part of the records lies before a position; see `Stream.fraction_read`."""
+        """Return the fraction of the records before a position; see `Stream.fraction_read`."""
         total = self.size()
         return None if not total else min(1.0, (position["next"] + records) / total)
 
@@ -319,15 +313,15 @@ class MemorySource(Source):
         self._next = number
 
     def _settle(self) -> None:
-        """Keep the records of this worker alone."""
+        """Select the records of this worker, once."""
         if self._settings:
             return
-        share = self._share.settle()
+        shard = self._choice.settle()
         size = len(self._records)
-        self._records = self._records.take(torch.arange(min(share.worker, size), size, share.workers))
+        self._records = self._records.take(torch.arange(min(shard.worker, size), size, shard.workers))
         size, epochs = len(self._records), self._epochs
         self._total = None if epochs is None and size else size * (epochs or 1)
-        self._settings = {"source": "memory", "records": size, "shard": list(share), "seed": self._seed}
+        self._settings = {"source": "memory", "records": size, "shard": list(shard), "seed": self._seed}
 
     def _rows(self, begin: int, end: int) -> Tensor:
         size = len(self._records)
@@ -356,10 +350,10 @@ def to_records(columns: Mapping[str, Column]) -> Records:
 
 
 def _kind(values: Column, column: RaggedTensor) -> ColumnKind:
-    """Return how a column was handed over, so that it is written the same way again."""
+    """Return how the caller represented a column, so that it is written the same way again."""
     if isinstance(values, RaggedTensor):
-        held = {torch.int64: "int64", torch.float32: "float", torch.uint8: "binary"}
-        return ColumnKind(held[column.dtype], single=False)
+        names = {torch.int64: "int64", torch.float32: "float", torch.uint8: "binary"}
+        return ColumnKind(names[column.dtype], single=False)
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
         return kind_of_cells(values, column.dtype)
     array = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
@@ -370,7 +364,7 @@ def _kind(values: Column, column: RaggedTensor) -> ColumnKind:
 
 
 def to_column(values: Column, name: str = "") -> RaggedTensor:
-    """Return one column in the form that records have it."""
+    """Return one column as records store it."""
     try:
         if isinstance(values, RaggedTensor):
             return _typed(values)
@@ -413,7 +407,7 @@ def _from_rows(rows: Sequence[Any]) -> RaggedTensor:
     lists = [values_of(row) for row in rows]
     there = [value for row in lists for value in row if value is not None]
     is_number = any(isinstance(value, float | np.floating) for value in there)
-    if not is_number:  # in a list of numbers, what is missing keeps its place
+    if not is_number:  # in a list of numbers, a missing item keeps its position
         lists = [[value for value in row if value is not None] for row in lists]
     flat: list[Any] = [nan if value is None else value for row in lists for value in row]
     lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
@@ -421,11 +415,7 @@ def _from_rows(rows: Sequence[Any]) -> RaggedTensor:
         if strange := [value for value in flat if not isinstance(value, str | bytes)]:
             raise DataError(f"it has texts, and {strange[0]!r}")
         texts = [value.encode() if isinstance(value, str) else value for value in flat]
-        text = torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).copy())
-        sizes = torch.tensor([len(one) for one in texts], dtype=torch.int64)
-        return RaggedTensor.from_row_lengths(
-            RaggedTensor.from_row_lengths(text, sizes, validate=False), lengths, validate=False
-        )
+        return RaggedTensor.from_row_lengths(text_rows(texts), lengths, validate=False)
     whole = all(isinstance(value, int | np.integer | np.bool_) for value in flat)
     if whole:
         values = torch.from_numpy(np.array([_signed(int(value)) for value in flat], dtype=np.int64))

@@ -22,12 +22,12 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from monolith.data.format import Chunk
+from monolith.data.format import Chunk, Format
 from monolith.data.formats.memory import are_whole
 from monolith.data.records import Records, as_read, concat, empty_rows
 from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError, MissingExtraError
@@ -62,8 +62,7 @@ def columns_of(schema: Any, columns: Sequence[str] | None) -> list[str]:
 
 
 def declared_by(table: Any) -> dict[str, torch.dtype]:
-    """Return what the columns of doubles of a whole table should be read as, where float32 would spoil them;
-    see `are_whole`."""
+    """Return the types to read columns of doubles as, if float32 would round them; see `are_whole`."""
     types = import_arrow().types
     found: dict[str, torch.dtype] = {}
     for name in table.column_names:
@@ -214,11 +213,11 @@ def _numpy(array: Any) -> np.ndarray[Any, Any]:
     return np.array(array.to_numpy(zero_copy_only=False))
 
 
-class ParquetFormat:
+class ParquetFormat(Format):
     """Reads any Parquet file with flat columns and lists.
 
-    Columns are written as the data that they were read from holds them: texts as texts, one value as a plain
-    value, a list as a list. A column of which nothing says that is written as a list.
+    Columns are written as they were in the data that they were read from: texts as texts, one value as a
+    plain value, a list as a list. A column of which nothing says that is written as a list.
 
     Args:
         chunk_rows: Rows in a chunk at most; a row group is read at once and cut.
@@ -226,7 +225,7 @@ class ParquetFormat:
         single: Columns to write as plain values instead of lists: one per record, or null.
         compression: Of files that are written: "zstd", "snappy", "gzip", "none".
         types: Column to type, as `FeatureSpec.columns`. Whole numbers that a file has as doubles, as pandas
-            writes them where one is missing, are read as what they are; so are times.
+            writes them if one is missing, are read as whole numbers; so are times.
     """
 
     name = "parquet"
@@ -280,7 +279,6 @@ class ParquetFormat:
                 first = end
 
     def times(self, path: str) -> frozenset[str]:
-        """Return the columns of a file that hold timestamps or dates, which are read as Unix seconds."""
         arrow = import_arrow()
         with open_read(path) as handle, _errors_of(path, arrow):
             schema = arrow.parquet.ParquetFile(handle).schema_arrow
@@ -289,8 +287,7 @@ class ParquetFormat:
             one.name for one in schema if kinds.is_timestamp(one.type) or kinds.is_date(one.type)
         )
 
-    def in_pieces(self, piece_bytes: int) -> ParquetFormat:  # noqa: ARG002  a row group is decoded as a whole
-        """Return the same, whose chunks are row groups; see `SplittableFormat`."""
+    def in_pieces(self, piece_bytes: int) -> Self:  # noqa: ARG002  a row group is decoded as a whole
         other = copy.copy(self)
         other._chunk_rows = sys.maxsize
         return other
@@ -304,14 +301,13 @@ class ParquetFormat:
         return list(accumulate((size for size in sizes if size), initial=0))
 
     def count(self, path: str) -> int:
-        """Return how many records a file has, which its last bytes say."""
+        """Return how many records a file has, which its footer says."""
         arrow = import_arrow()
         with open_read(path) as handle, _errors_of(path, arrow):
             return int(arrow.parquet.ParquetFile(handle).metadata.num_rows)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
-        """Open a file to write; see `Format`."""
         import_arrow()
         with atomic_write(path) as handle:
             writer = _Writer(handle, self._row_group_rows, self._single, self._compression)
@@ -345,14 +341,14 @@ class _Writer:
             self._pending = [together.slice(self._rows, len(together))] if len(together) > self._rows else []
 
     def finish(self) -> None:
-        """Write what is left and the footer."""
+        """Write the remaining records and the footer."""
         rest = concat(self._pending) if self._pending else Records(0, {})
         if len(rest) or self._file is None:
             self._write(rest)
         self._file.close()
 
     def close(self) -> None:
-        """Let go of the file, which is open only if something failed; that says more than this could."""
+        """Close the file, which is open only if writing failed; that error says more than one of closing."""
         if self._file is not None:
             with suppress(Exception):
                 self._file.close()

@@ -13,32 +13,35 @@ become floats, lists of lists are concatenated, and LineId becomes `line_id.<fie
 does not have is an empty row, also `sample_rate`, which Monolith reads as 1.
 
 TFRecord files and Monolith's framed files differ only in how a payload is wrapped (`tfrecord`). A place in
-such a file is a byte of the stream: of the file itself, or of what it decompresses to. Resuming at a place of
+such a file is a byte of the stream: of the file itself, or decompressed. Resuming at a place of
 a compressed file reads the file from its beginning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from monolith import filesystem, native
-from monolith.data.format import BadRecord, Chunk
+from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats.compressed import (
     AUTO,
     Decompressing,
     StreamCompressor,
+    check_compression,
     compression_of,
     compressor_of,
 )
-from monolith.data.records import Records, concat
+from monolith.data.records import Records, column_from_arrays, concat
 from monolith.errors import ConfigError, CorruptFileError, DataError
 from monolith.tensors import RaggedTensor
 
@@ -58,7 +61,7 @@ _IDS = "fc_"
 
 @dataclass(frozen=True, slots=True)
 class ParsedPayloads:
-    """What a run of payloads held."""
+    """The records of consecutive payloads."""
 
     first: int
     """The position of the first of them."""
@@ -72,8 +75,8 @@ class PayloadParser:
     """Reads payloads of one kind. Safe from any thread. Called with a list of payloads, it decodes for Kafka.
 
     Args:
-        columns: To read; None for all. The others are skipped without parsing.
-        workers: Threads to share the work; what comes out is the same without.
+        columns: To read; None for all. Other columns are skipped without parsing.
+        workers: Threads that parse; the result is the same without.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class PayloadWriter:
         """Return payloads end to end, and where each begins, with the end behind the last.
 
         Raises:
-            DataError: A column is not what the message's field for it can hold.
+            DataError: A column has another type than the field of the message.
         """
         columns = []
         for name, column in records.columns.items():
@@ -179,10 +182,7 @@ def _records(parsed: native.ParsedExamples) -> Records:
     columns: dict[str, RaggedTensor] = {}
     shared = set()
     for name, is_shared, flat, splits, inner in parsed.take_columns():
-        values: torch.Tensor | RaggedTensor = torch.from_numpy(flat)
-        if inner is not None:
-            values = RaggedTensor(values, torch.from_numpy(inner), validate=False)
-        columns[name] = RaggedTensor(values, torch.from_numpy(splits), validate=False)
+        columns[name] = column_from_arrays(flat, splits, inner)
         if is_shared:
             shared.add(name)
     return Records(parsed.records, columns, frozenset(shared))
@@ -192,205 +192,184 @@ CHUNK_BYTES = 4 << 20
 RECORD_BYTES = 256 << 20
 """The default limit on the bytes of one record, header included."""
 _SKIP_BYTES = 1 << 20
-Split = Callable[[bytes], native.SplitStream]
-Amend = Callable[[ParsedPayloads, NDArray[np.int64]], Records]
-"""Gets payloads and the headers of their frames; returns their records."""
-Announced = Callable[[bytes], int]
-"""Gets the beginning of a record; returns how many bytes it says that it has, 0 where it does not say yet."""
-Seal = Callable[[Records, bytes, NDArray[np.int64]], bytes]
-"""Gets records, their payloads end to end, and where each begins; returns a stream."""
 
 
-def check_record_bytes(record_bytes: int) -> int:
-    """Return the most that one record may have, if that makes sense."""
-    if record_bytes < 1:
-        raise ConfigError(f"record_bytes must be at least 1, got {record_bytes}")
-    return record_bytes
+class PayloadFormat(Format):
+    """Files of one payload after another, all of one kind of example.
 
-
-def read_chunks(
-    path: str,
-    split: Split,
-    parser: PayloadParser,
-    *,
-    start: int,
-    compression: str | None,
-    chunk_bytes: int,
-    record_bytes: int = RECORD_BYTES,
-    announced: Announced = lambda _: 0,
-    amend: Amend | None = None,
-) -> Iterator[Chunk]:
-    """Yield what the payloads of a file hold, from a place on.
+    A subclass says how payloads are wrapped (`_split`, `_seal`) and how a file is compressed. A record whose
+    payload is no such example is in `Chunk.bad`.
 
     Args:
-        record_bytes: The most that one record may have.
-        announced: Tells a record that is longer before it is read; by default only reading it does.
-
-    Raises:
-        CorruptFileError: The file cannot be read any further. What was good before that was yielded.
+        kind: A name of `KINDS`.
+        compression: None, "gzip" or "zlib" ("zstd" if that package is installed), or "auto".
+        ids: See `PayloadWriter`.
+        chunk_bytes: About how much of a file is read and parsed at a time.
+        record_bytes: The most that one record may have. A longer one ends the file as a damaged one does.
     """
-    found = _buffers(
-        path,
-        split,
-        start=start,
-        compression=compression,
-        chunk_bytes=chunk_bytes,
-        record_bytes=record_bytes,
-        announced=announced,
-    )
-    with contextlib.closing(found) as buffers:
-        for at, buffer, payloads, taken, reached in buffers:
-            for chunk in _chunks(at, buffer, payloads, parser, amend):
-                part = (chunk.next - at) / len(buffer)
-                yield replace(
-                    chunk, reached=taken + round(part * (reached - taken)) if compression else chunk.next
-                )
-
-
-def stream_bounds(
-    path: str,
-    split: Split,
-    *,
-    compression: str | None,
-    chunk_bytes: int,
-    record_bytes: int = RECORD_BYTES,
-    announced: Announced = lambda _: 0,
-) -> list[int] | None:
-    """Return the bytes at which the chunks of a stream begin, without a look at the payloads; see
-    `SplittableFormat`."""
-    if compression is not None:
-        return None
-    bounds = [0]
-    found = _buffers(
-        path,
-        split,
-        start=0,
-        compression=None,
-        chunk_bytes=chunk_bytes,
-        record_bytes=record_bytes,
-        announced=announced,
-    )
-    bounds += [at + payloads.consumed for at, _, payloads, _, _ in found]
-    return bounds if len(bounds) > 1 else []
-
-
-def _buffers(
-    path: str,
-    split: Split,
-    *,
-    start: int,
-    compression: str | None,
-    chunk_bytes: int,
-    record_bytes: int,
-    announced: Announced,
-) -> Generator[tuple[int, bytes, native.SplitStream, int, int], None, None]:
-    """Yield stretches of a stream with the payloads in them: the byte at which a stretch begins, its bytes,
-    its payloads, and how much of the file was read before it and by its end.
-
-    Each has `chunk_bytes`, or one record where that is longer, whatever came before. So those from the end of
-    one on are the same for a reader that begins there.
-    """
-    check_record_bytes(record_bytes)
-    at, rest, wanted = start, b"", chunk_bytes
-    with contextlib.closing(_open(path, start, compression)) as file:
-        while True:
-            taken = file.tell()
-            piece = file.read(wanted - len(rest)) if len(rest) < wanted else b""
-            rest = rest + piece if rest else piece
-            if not rest:
-                return
-            ended = len(rest) < wanted
-            buffer = rest[:wanted]
-            found = split(buffer)
-            if len(found.offsets):
-                yield at, buffer, found, taken, file.tell()
-            if found.failure and (ended or not found.truncated):
-                inside = f" (of what its {compression} holds)" if compression else ""
-                raise CorruptFileError(path, at + found.consumed, found.failure + inside)
-            rest = rest[found.consumed :]
-            at += found.consumed
-            if (size := max(announced(rest), 0 if found.consumed else len(rest))) > record_bytes:
-                raise CorruptFileError(
-                    path,
-                    at,
-                    f"the record that begins here has {size:,} bytes or more, and record_bytes allows "
-                    f"{record_bytes:,}. If it is sound, read it with a higher record_bytes",
-                )
-            # A record longer than what was read: read three times as much, as long as the file has it.
-            wanted = chunk_bytes if found.consumed else min(3 * wanted, record_bytes + 1)
-
-
-def _chunks(
-    at: int, buffer: bytes, found: native.SplitStream, parser: PayloadParser, amend: Amend | None
-) -> Iterator[Chunk]:
-    starts = np.append(found.starts, found.consumed)
-    for parsed in parser.parse(buffer, found.offsets, found.lengths):
-        last = parsed.first + parsed.count
-        bad = []
-        for index, reason in parsed.bad:
-            place, begin = at + int(starts[index]), int(found.offsets[index])
-            payload = buffer[begin : begin + int(found.lengths[index])]
-            bad.append(BadRecord(place, f"record at byte {place}: {reason}", payload))
-        records = parsed.records if amend is None else amend(parsed, found.headers[parsed.first : last])
-        yield Chunk(records, at + int(starts[last]), bad)
-
-
-class StreamWriter:
-    """Writes records to an open file."""
 
     def __init__(
         self,
-        file: BinaryIO,
-        compressor: StreamCompressor | None,
-        seal: Seal,
-        writer: PayloadWriter,
+        kind: str,
+        *,
+        compression: str | None = AUTO,
+        ids: Collection[str] | None = None,
+        workers: native.Workers | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        record_bytes: int = RECORD_BYTES,
+    ) -> None:
+        example_kind(kind)
+        if record_bytes < 1:
+            raise ConfigError(f"record_bytes must be at least 1, got {record_bytes}")
+        self._kind = kind
+        self._compression = check_compression(compression)
+        self._ids = ids
+        self._workers = workers
+        self._chunk_bytes = chunk_bytes
+        self._record_bytes = record_bytes
+
+    # How payloads are wrapped
+
+    @abstractmethod
+    def _split(self, buffer: bytes) -> native.SplitStream:
+        """Find the payloads in some bytes, which begin with a record."""
+
+    @abstractmethod
+    def _seal(self, records: Records, data: bytes, splits: NDArray[np.int64]) -> bytes:
+        """Return payloads, given end to end with where each begins, as a stream of records."""
+
+    def _announced(self, record: bytes) -> int:
+        """Return how many bytes a record says that it has, given its beginning; 0 if it does not say yet.
+
+        Tells that a record is too long before all of it is read.
+        """
+        del record
+        return 0
+
+    def _amend(
+        self, parsed: ParsedPayloads, headers: NDArray[np.int64], columns: Sequence[str] | None
+    ) -> Records:
+        """Return the records of payloads, with anything that the headers of their frames add."""
+        del headers, columns
+        return parsed.records
+
+    def _detect_compression(self, path: str) -> str | None:
+        """Return how a file is compressed if `compression` is "auto"."""
+        return compression_of(path)
+
+    # Reading and writing
+
+    def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        compression = self._compression_in(path)
+        parser = PayloadParser(self._kind, columns=columns, workers=self._workers)
+        with contextlib.closing(self._buffers(path, start, compression)) as buffers:
+            for at, buffer, found, taken, reached in buffers:
+                starts = np.append(found.starts, found.consumed)
+                for parsed in parser.parse(buffer, found.offsets, found.lengths):
+                    last = parsed.first + parsed.count
+                    bad = []
+                    for index, reason in parsed.bad:
+                        place, begin = at + int(starts[index]), int(found.offsets[index])
+                        payload = buffer[begin : begin + int(found.lengths[index])]
+                        bad.append(BadRecord(place, f"record at byte {place}: {reason}", payload))
+                    end = int(starts[last])
+                    # A place in a compressed file is one in the decompressed stream; how much of the file
+                    # itself was read by then is interpolated.
+                    on_disk = (
+                        taken + round(end / len(buffer) * (reached - taken)) if compression else at + end
+                    )
+                    records = self._amend(parsed, found.headers[parsed.first : last], columns)
+                    yield Chunk(records, at + end, bad, on_disk)
+
+    def in_pieces(self, piece_bytes: int) -> Self:
+        other = copy.copy(self)
+        other._chunk_bytes = min(piece_bytes, self._chunk_bytes)
+        return other
+
+    def bounds(self, path: str) -> list[int] | None:
+        """Return the bytes at which chunks begin, without parsing the payloads; see `Format`."""
+        if self._compression_in(path) is not None:
+            return None
+        found = [at + payloads.consumed for at, _, payloads, _, _ in self._buffers(path, 0, None)]
+        return [0, *found] if found else []
+
+    @contextlib.contextmanager
+    def writer(self, path: str) -> Iterator[RecordWriter]:
+        compression = compression_of(path) if self._compression == AUTO else self._compression
+        compressor = compressor_of(compression)
+        encoder = PayloadWriter(self._kind, ids=self._ids, workers=self._workers)
+        with filesystem.atomic_write(path) as file:
+            yield _StreamWriter(
+                file, compressor, lambda records: self._seal(records, *encoder.encode(records))
+            )
+            if compressor is not None:
+                file.write(compressor.flush())
+
+    def _compression_in(self, path: str) -> str | None:
+        return self._detect_compression(path) if self._compression == AUTO else self._compression
+
+    def _buffers(
+        self, path: str, start: int, compression: str | None
+    ) -> Generator[tuple[int, bytes, native.SplitStream, int, int], None, None]:
+        """Yield ranges of a stream with the payloads in them: the byte at which a range begins, its bytes,
+        its payloads, and how much of the file was read before it and by its end.
+
+        Each has `chunk_bytes`, or one record if that is longer, whatever came before. So a reader that starts
+        at the end of a range gets the same ranges as one that came from before.
+        """
+        at, rest, wanted = start, b"", self._chunk_bytes
+        with contextlib.closing(_open_stream(path, start, compression)) as file:
+            while True:
+                taken = file.tell()
+                piece = file.read(wanted - len(rest)) if len(rest) < wanted else b""
+                rest = rest + piece if rest else piece
+                if not rest:
+                    return
+                ended = len(rest) < wanted
+                buffer = rest[:wanted]
+                found = self._split(buffer)
+                if len(found.offsets):
+                    yield at, buffer, found, taken, file.tell()
+                if found.failure and (ended or not found.truncated):
+                    inside = f" (inside its {compression} stream)" if compression else ""
+                    raise CorruptFileError(path, at + found.consumed, found.failure + inside)
+                rest = rest[found.consumed :]
+                at += found.consumed
+                size = max(self._announced(rest), 0 if found.consumed else len(rest))
+                if size > self._record_bytes:
+                    raise CorruptFileError(
+                        path,
+                        at,
+                        f"the record that begins here has {size:,} bytes or more, and record_bytes allows "
+                        f"{self._record_bytes:,}. If it is sound, read it with a higher record_bytes",
+                    )
+                # A record longer than the buffer: read three times as much, as long as the file has it.
+                wanted = self._chunk_bytes if found.consumed else min(3 * wanted, self._record_bytes + 1)
+
+
+class _StreamWriter:
+    """Writes records to an open file, wrapped by `seal`."""
+
+    def __init__(
+        self, file: BinaryIO, compressor: StreamCompressor | None, seal: Callable[[Records], bytes]
     ) -> None:
         self._file = file
         self._compressor = compressor
         self._seal = seal
-        self._writer = writer
 
     def write(self, records: Records) -> None:
-        stream = self._seal(records, *self._writer.encode(records))
+        stream = self._seal(records)
         self._file.write(stream if self._compressor is None else self._compressor.compress(stream))
 
 
-@contextlib.contextmanager
-def open_writer(
-    path: str,
-    compression: str | None,
-    seal: Seal,
-    writer: PayloadWriter,
-) -> Iterator[StreamWriter]:
-    """Write a file that appears under its name when the block ends well; `seal` wraps payloads."""
-    compressor = compressor_of(compression_of(path) if compression == AUTO else compression)
-    with filesystem.atomic_write(path) as file:
-        yield StreamWriter(file, compressor, seal, writer)
-        if compressor is not None:
-            file.write(compressor.flush())
-
-
-# Opening
-
-
-class _Reader(Protocol):
-    def read(self, size: int, /) -> bytes:
-        """Return at most `size` bytes; none only at the end."""
-
-    def tell(self) -> int:
-        """Return how many bytes of the file were read, compressed as they are."""
-
-    def close(self) -> None: ...
-
-
-def _open(path: str, start: int, compression: str | None) -> _Reader:
+def _open_stream(path: str, start: int, compression: str | None) -> BinaryIO | Decompressing:
     """Open a file at a place of its stream."""
     file = filesystem.open_read(path)
     with contextlib.ExitStack() as undo:
         undo.callback(file.close)
         if compression is None:
             if start > file.seek(0, 2):
-                raise CorruptFileError(path, start, "the file ends before the place to go on from")
+                raise CorruptFileError(path, start, "the file ends before the place to resume from")
             file.seek(start)
             undo.pop_all()
             return file
@@ -398,7 +377,7 @@ def _open(path: str, start: int, compression: str | None) -> _Reader:
         left = start
         while left:
             if not (skipped := reader.read(min(left, _SKIP_BYTES))):
-                raise CorruptFileError(path, start, "the stream ends before the place to go on from")
+                raise CorruptFileError(path, start, "the stream ends before the place to resume from")
             left -= len(skipped)
         undo.pop_all()
         return reader

@@ -4,10 +4,10 @@
     ArrowSource(lambda: dataset.scanner().to_reader(), batch_size=512)
     IterableSource(read_events, types={"user": int, "price": float, "title": str}, batch_size=512)
 
-Whatever it is, it is read a piece at a time from its beginning, and a position is a number of records.
-Restoring passes over those before it, so what is read must come in the same order each time. What can be read
-only once, as a reader or a generator, can continue after a restart but not go back; a function that opens
-it again can do both.
+All of them are read a piece at a time from the beginning, and a position is a number of records. Restoring
+skips the records before it, so they must come in the same order each time. Data that can be read only once,
+such as a generator, can continue after a restart but cannot be restored twice; a function that opens the data
+again can do both.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from monolith.data.formats.memory import (
 )
 from monolith.data.formats.parquet import arrow_records, columns_of, declared_by, import_arrow
 from monolith.data.records import Records
-from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.shuffling import (
     Batcher,
     Block,
     Epochs,
     ShuffleConfig,
+    ShuffledBlock,
     Shuffler,
-    Stretch,
     check_epochs_unset,
     permutation,
 )
-from monolith.data.source import Position, Source, closed_after
+from monolith.data.source import Position, Shard, ShardChoice, Source, closed_after
 from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
 from monolith.feature import ColumnKind
 
@@ -49,16 +48,16 @@ Row = Mapping[str, Any]
 T = TypeVar("T")
 
 
-class _Place(NamedTuple):
-    """Between two records of a worker's share."""
+class _Cursor(NamedTuple):
+    """A place between two records of a worker's shard."""
 
     epoch: int
     read: int = 0
-    """Records of the epoch; where they are mixed, those before the stretch."""
+    """Records of the epoch before it; if they are shuffled, those before the shuffle block."""
     taken: int = 0
-    """Records of the stretch that were yielded."""
+    """Records of the shuffle block that were yielded."""
     length: int = 0
-    """Of the stretch; 0 between two."""
+    """Records of the shuffle block; 0 between two blocks."""
 
 
 class TabularSource(Source):
@@ -69,8 +68,8 @@ class TabularSource(Source):
         kind: Names this source in positions and messages.
         worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`. By default
             what `read_shard` says.
-        epochs: How often; None for ever. Batches go on across their ends.
-        shuffle: Mixes stretches of `buffer` records, in another order in each epoch; None leaves the order.
+        epochs: How often to read the records; None without end. Batches continue across epochs.
+        shuffle: Permutes blocks of `buffer` records, in another order in each epoch; None leaves the order.
         rows: How many records there are, for each time they are read; None if unknown.
     """
 
@@ -78,7 +77,7 @@ class TabularSource(Source):
 
     @property
     def live(self) -> bool:
-        """Whether rows may come as they happen: from a generator or a reader, for all one knows."""
+        """Whether rows may arrive as they happen: a generator or a reader may yield live events."""
         return self._rows is None
 
     def __init__(
@@ -97,18 +96,18 @@ class TabularSource(Source):
             raise ConfigError(f"{kind} source: batch_size must be at least 1, got {batch_size}")
         if epochs is not None and epochs < 1:
             raise ConfigError(f"{kind} source: epochs must be at least 1, or None for ever, got {epochs}")
-        self._share = ShardChoice(f"{kind} source", worker, num_workers)
+        self._choice = ShardChoice(f"{kind} source", worker, num_workers)
         self._pieces = pieces
         self._kind = kind
         self._batch_size = batch_size
         self._epochs = epochs
         self._shuffle = shuffle
         self._rows = rows
-        self._place = _Place(0)
+        self._cursor = _Cursor(0)
 
-    def read_shard(self, share: Shard) -> None:
-        """Read every so manieth record."""
-        self._share.choose(share)
+    def read_shard(self, shard: Shard) -> None:
+        """Read every `shard.workers`-th record."""
+        self._choice.choose(shard)
 
     def size(self) -> int | None:
         """Return the number of records to read; None if unknown or endless."""
@@ -117,7 +116,7 @@ class TabularSource(Source):
         return self._each * self._epochs
 
     def fraction_read(self, position: Position, records: int = 0) -> float | None:
-        """Return which part of the records lies before a position; see `Stream.fraction_read`."""
+        """Return the fraction of the records before a position; see `Stream.fraction_read`."""
         total = self.size()
         if not total:
             return None
@@ -127,28 +126,28 @@ class TabularSource(Source):
     @property
     def _each(self) -> int:
         """How many records this worker reads each time."""
-        worker, workers = self._share.settle()
+        worker, workers = self._choice.settle()
         return len(range(worker, self._rows or 0, workers))
 
     def read_epochs(self, epochs: Epochs) -> None:
         """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
-        check_epochs_unset(f"{self._kind} source", self._epochs, settled=self._place != _Place(0))
+        check_epochs_unset(f"{self._kind} source", self._epochs, settled=self._cursor != _Cursor(0))
         self._epochs = epochs.count
         self._shuffle = self._shuffle or epochs.shuffle
 
     def __iter__(self) -> Iterator[Records]:
-        self._share.settle()
-        batcher: Batcher[_Place] = Batcher(self._batch_size)
+        self._choice.settle()
+        batcher: Batcher[_Cursor] = Batcher(self._batch_size)
         with closed_after(self._blocks()) as blocks:
             for block in blocks:
-                for batch, self._place in batcher.add(block):
+                for batch, self._cursor in batcher.add(block):
                     yield batch
-        self._place = _Place(self._epochs or 0)
+        self._cursor = _Cursor(self._epochs or 0)
         if (rest := batcher.rest()) is not None:
             yield rest
 
     def position(self) -> Position:
-        return {**self._settings(), **self._place._asdict()}
+        return {**self._settings(), **self._cursor._asdict()}
 
     def restore(self, position: Position) -> None:
         if not isinstance(position, Mapping) or position.get("source") != self._kind:
@@ -159,35 +158,35 @@ class TabularSource(Source):
                     f"cannot restore a {self._kind} source: the position was taken with {name} "
                     f"{position.get(name)}, this one has {value}"
                 )
-        numbers = {name: position.get(name) for name in _Place._fields}
+        numbers = {name: position.get(name) for name in _Cursor._fields}
         if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
-            raise RestoreError(f"cannot restore a {self._kind} source: there is no place {numbers}")
-        self._place = _Place(**{name: int(number or 0) for name, number in numbers.items()})
+            raise RestoreError(f"cannot restore a {self._kind} source: malformed numbers {numbers}")
+        self._cursor = _Cursor(**{name: int(number or 0) for name, number in numbers.items()})
 
     def _settings(self) -> Position:
-        mixed = None if self._shuffle is None else [self._shuffle.seed, self._shuffle.buffer]
-        return {"source": self._kind, "shard": list(self._share.settle()), "shuffle": mixed}
+        shuffle = None if self._shuffle is None else [self._shuffle.seed, self._shuffle.buffer]
+        return {"source": self._kind, "shard": list(self._choice.settle()), "shuffle": shuffle}
 
-    def _blocks(self) -> Iterator[Block[_Place]]:
-        start = self._place
+    def _blocks(self) -> Iterator[Block[_Cursor]]:
+        start = self._cursor
         while self._epochs is None or start.epoch < self._epochs:
             found = False
             with closed_after(self._epoch(start)) as blocks:
                 for block in blocks:
                     found = True
                     yield block
-            if not found and not start.read:  # for ever would be in vain
+            if not found and not start.read:  # an empty epoch would repeat without end
                 return
-            start = _Place(start.epoch + 1)
+            start = _Cursor(start.epoch + 1)
 
-    def _epoch(self, start: _Place) -> Iterator[Block[_Place]]:
-        """Yield what is left of an epoch."""
+    def _epoch(self, start: _Cursor) -> Iterator[Block[_Cursor]]:
+        """Yield the remaining records of an epoch."""
         with closed_after(self._mine(start)) as blocks:
             if self._shuffle is None:
                 yield from blocks
                 return
             seed = self._shuffle.seed
-            shuffler: Shuffler[_Place] = Shuffler(
+            shuffler: Shuffler[_Cursor] = Shuffler(
                 self._shuffle.buffer,
                 lambda begin, size: permutation(size, seed, begin.epoch, begin.read),
                 lambda _: f"the data of a {self._kind} source",
@@ -195,14 +194,14 @@ class TabularSource(Source):
             end = start
             for block in blocks:
                 end = block.cursor(len(block.records))
-                for stretch in shuffler.add(block):
-                    yield _mixed(stretch)
+                for shuffled in shuffler.add(block):
+                    yield _with_cursors(shuffled)
             if (last := shuffler.end(end)) is not None:
-                yield _mixed(last)
+                yield _with_cursors(last)
 
-    def _mine(self, start: _Place) -> Iterator[Block[_Place]]:
-        """Yield the share of this worker from a place on, in order."""
-        worker, workers = self._share.settle()
+    def _mine(self, start: _Cursor) -> Iterator[Block[_Cursor]]:
+        """Yield the shard of this worker from a cursor on, in order."""
+        worker, workers = self._choice.settle()
         passed = mine = 0
         length, taken = start.length, start.taken
         with closed_after(self._pieces()) as pieces:
@@ -213,7 +212,7 @@ class TabularSource(Source):
                 before, mine = mine, mine + len(some)
                 first = max(start.read - before, 0)
                 if first < len(some):
-                    yield Block(some, _places(start.epoch, before), first, length, taken)
+                    yield Block(some, _cursors(start.epoch, before), first, length, taken)
                     length = taken = 0
         if mine < start.read or length:
             raise DataError(
@@ -222,18 +221,18 @@ class TabularSource(Source):
             )
 
 
-def _places(epoch: int, before: int) -> Callable[[int], _Place]:
-    return lambda number: _Place(epoch, before + number)
+def _cursors(epoch: int, before: int) -> Callable[[int], _Cursor]:
+    return lambda number: _Cursor(epoch, before + number)
 
 
-def _mixed(stretch: Stretch[_Place]) -> Block[_Place]:
-    """Return a stretch with the places between its records."""
-    begin, size = stretch.begin, len(stretch.records)
+def _with_cursors(block: ShuffledBlock[_Cursor]) -> Block[_Cursor]:
+    """Return a shuffled block with the cursors between its records."""
+    begin, size = block.begin, len(block.records)
 
-    def place(number: int) -> _Place:
-        return stretch.end if number == size else begin._replace(taken=number, length=size)
+    def cursor(number: int) -> _Cursor:
+        return block.end if number == size else begin._replace(taken=number, length=size)
 
-    return Block(stretch.records, place, stretch.first)
+    return Block(block.records, cursor, block.first)
 
 
 class ArrowSource(TabularSource):
@@ -303,7 +302,7 @@ class PolarsSource(ArrowSource):
         except ImportError as cause:
             raise MissingExtraError("polars", "polars", "reading DataFrames of polars") from cause
         if isinstance(frame, pl.LazyFrame):
-            raise ConfigError("polars source: a LazyFrame has no rows yet; hand over frame.collect()")
+            raise ConfigError("polars source: a LazyFrame has no rows yet; pass frame.collect()")
         if not isinstance(frame, pl.DataFrame):
             raise ConfigError(f"polars source: expected a DataFrame, got a {type(frame).__name__}")
         import_arrow("reading DataFrames of polars")
@@ -346,7 +345,7 @@ def frame_records(frame: Any, types: Mapping[str, torch.dtype]) -> Records:
 
     Args:
         types: The columns to read, with the types that they should have; others are ignored. Whole
-            numbers that are floats, as pandas has them where some are missing, become whole numbers again.
+            numbers that are floats, as pandas has them if some are missing, become whole numbers again.
 
     Raises:
         ConfigError: It is none of these.
@@ -399,7 +398,7 @@ def _opener(data: Any, kind: str, expected: str) -> Callable[[], Iterable[Any]]:
     def once() -> Iterable[Any]:
         if not left:
             raise DataError(
-                f"{kind} source: a {type(data).__name__} can be read only once, and it was. Hand over a "
+                f"{kind} source: a {type(data).__name__} can be read only once, and it was. Pass a "
                 "function that opens it."
             )
         found: Iterable[Any] = left.pop()
@@ -436,7 +435,7 @@ def _row_pieces(
             except (ValueError, TypeError, AttributeError) as cause:
                 raise DataError(f"iterable source: record {number}: {cause}") from cause
             number += 1
-        if kinds is None:  # those of the first piece hold for all: what is written has one schema
+        if kinds is None:  # those of the first piece are used for all: a written file has one schema
             kinds = {name: kind_of_cells((row.get(name) for row in some), types[name]) for name in types}
         yield rows_as_records(cells, types, kinds)
 

@@ -1,23 +1,27 @@
-"""The online joiner: what was shown, joined with what people did about it.
+"""The online joiner: impressions joined with the actions of users.
 
 Features are logged when a request is answered, clicks come minutes later, in another
 stream, in no particular order. The joiner pairs them by a key: an impression waits until
 an action makes it a positive example, or until its window closes and it becomes a
-negative one. Negatives are many, so a share of them is enough; `line_id.sample_rate` of
-every example says which, so that a model can correct for it.
+negative one. Negatives are many, so a sample of them is enough; `line_id.sample_rate` of
+every example is the sampling rate, so that a model can correct for it.
 
-Time is event time, never a clock. Each stream has come as far as its newest event less
-`lateness`, and the watermark is what both have reached. An impression of time t takes
-actions up to t + window, that second included, and closes once the watermark is past it.
-So replaying the streams gives the same examples, today or in a year.
+Time is event time, never a clock. Each stream has reached its newest event less `lateness`,
+and the watermark is the smaller of the two. An impression of time t takes actions up to
+t + window, that second included, and closes once the watermark is past it. So replaying
+the streams gives the same examples, today or in a year.
+
+    impression at t ──► open ──positive action by t + window──► positive example
+                          └──watermark > t + window──► negative example, or dropped by sampling
+    action without an impression ──► waits ──impression──► joined;  ──hold_actions──► unmatched
 
     config = JoinerConfig(key="line_id.req_id", positives=(frozenset({1}),), window=timedelta(hours=1))
     joiner = Joiner(config)
     examples = joiner.push_impressions(records)     # those that this made ready
     examples = joiner.push_actions(records)
 
-`joined_source` does that with two sources, and has a position. Columns stay columns; what
-is held per impression is a key in an index, which stays in memory.
+`JoinedSource` does that with two sources, and has a position. Columns stay columns; the only
+object per impression is its key in an index, which stays in memory.
 """
 
 from __future__ import annotations
@@ -62,12 +66,10 @@ _MANY = 100  # snapshots that were not committed
 NOTHING_JOINED: dict[str, Any] = {"kind": "joiner", "snapshot": None}
 """The state of a joiner that was given nothing yet."""
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinerConfig:
-    """What is joined with what, for how long, and what becomes of it."""
+    """Which streams are joined, for how long, and which examples come out."""
 
     key: str
     """The column, in both streams, that says which request it was: one int64 or one string per record."""
@@ -78,7 +80,7 @@ class JoinerConfig:
     lateness: timedelta = NO_DELAY
     """How far behind the newest event of its stream an event may come."""
     max_skew: timedelta = timedelta(minutes=10)
-    """How far one stream may be behind the other and still hold the watermark back. 0 never waits: the newest
+    """How far one stream may be behind the other and still delay the watermark. 0 never waits: the newest
     event of either decides."""
     hold_actions: timedelta | None = None
     """How long an action waits for an impression that has not come; None for as long as the window."""
@@ -89,16 +91,16 @@ class JoinerConfig:
     """When a positive example comes out: at its first positive action, and no more; at each, with the actions
     of the one before in `line_id.pre_actions`; or when the window closes, with all of them."""
     negative_rate: float = 1.0
-    """The share of negatives that come out. Chosen by a hash of the key, so always the same ones."""
+    """The fraction of negatives that come out, chosen by a hash of the key: always the same ones."""
     seed: int = 0
     """Another seed chooses other negatives."""
     time: str = LINE_ID + "req_time"
     """The column of the event time, in both streams: one int64 of Unix seconds per record."""
     action: str = LINE_ID + "actions"
-    """The column of what was done: int64, any number in a record of the actions. Examples have it, too."""
+    """The column of the actions: int64, any number per record of the action stream. Examples have it, too."""
     folder: str | None = None
-    """The folder for what memory does not hold, and for snapshots. One joiner, one folder; keep it as long as
-    those."""
+    """The folder for snapshots and for impressions beyond the memory limits. One folder per joiner; it must
+    exist as long as a checkpoint may be restored."""
     memory_records: int | None = None
     """The most impressions to keep in memory; the older ones go to the folder. None for no limit."""
     memory_bytes: int | None = None
@@ -106,7 +108,7 @@ class JoinerConfig:
     snapshot_every: int = 1000
     """Batches that a joined source reads between snapshots: so many at most are joined again at a restart."""
     keep_snapshots: int = 10
-    """How many committed snapshots are kept, and so how many checkpoints back one can go, at least."""
+    """How many committed snapshots are kept: at least so many checkpoints can be restored."""
 
     def __post_init__(self) -> None:
         if not self.positives or not all(self.positives):
@@ -124,7 +126,7 @@ class JoinerConfig:
             if value is not None and value < 0:
                 raise ConfigError(f"joiner: {name} must not be negative, got {value}")
             if value is not None and self.folder is None:
-                raise ConfigError(f"joiner: {name} needs a folder for what is beyond it; set folder")
+                raise ConfigError(f"joiner: {name} needs a folder for the rest; set folder")
         for name in ("keep_snapshots", "snapshot_every"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"joiner: {name} must be at least 1, got {value}")
@@ -132,11 +134,11 @@ class JoinerConfig:
 
 @dataclass(slots=True)
 class JoinStats:
-    """What has happened so far. Actions are counted one by one, not by record."""
+    """What the joiner did so far. Actions are counted one by one, not by record."""
 
     impressions: int = 0
     duplicate_impressions: int = 0
-    """Of a key that is being held; ignored."""
+    """Impressions whose key is already waiting; ignored."""
     actions: int = 0
     joined_actions: int = 0
     duplicate_actions: int = 0
@@ -151,12 +153,12 @@ class JoinStats:
     """Examples that came out."""
     negatives_left_out: int = 0
     bad_times: int = 0
-    """Records of both streams that were left out because their time is no Unix second."""
+    """Records of both streams that were dropped because their time is no Unix second."""
 
 
 @dataclass(slots=True)
-class _Held:
-    """What is known of a block in addition to its records."""
+class _OpenBlock:
+    """The keys and times of a block of impressions, and which of them are still open."""
 
     keys: list[Key]
     times: NDArray[np.int64]
@@ -165,7 +167,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Due:
-    """Examples that are to come out, in order."""
+    """Examples that are ready, in the order in which they come out."""
 
     handles: list[int] = field(default_factory=list)
     actions: list[tuple[int, ...]] = field(default_factory=list)
@@ -179,6 +181,8 @@ class _Due:
 
 class Joiner:
     """Joins two streams. Not thread-safe.
+
+    An impression is addressed by a handle, `block << 16 | row`: the block's number in the store and its row.
 
     Args:
         metrics: Counts what `stats` counts, as `joiner_events{event=...}`.
@@ -199,7 +203,7 @@ class Joiner:
             config.folder, memory_records=config.memory_records, memory_bytes=config.memory_bytes
         )
         self._snapshot: str | None = None
-        """The file that holds the state as it is now, if one does."""
+        """The snapshot file of the current state; None if it has changed since the last one."""
         self._warned = False
         self._files_of: dict[str, frozenset[str]] = {}
         """Snapshot to the files of blocks that it names."""
@@ -209,10 +213,9 @@ class Joiner:
         self._stats = JoinStats()
         self._key_kind: type | None = None
         self._newest: dict[str, int | None] = {"impressions": None, "actions": None}
-        self._reached: float = -np.inf
+        self._reached: float = -np.inf  # the watermark, which never falls
         self._bad_times = Doublings()
-        """The watermark, which never falls."""
-        self._held: dict[int, _Held] = {}
+        self._blocks: dict[int, _OpenBlock] = {}
         self._index: dict[Key, int] = {}
         self._closing: list[tuple[int, int]] = []
         """A heap of blocks by their oldest open impression."""
@@ -250,7 +253,7 @@ class Joiner:
         return dict(self._newest)
 
     def push_impressions(self, records: Records) -> Records:
-        """Take what was shown; return the examples that are ready now.
+        """Add impressions; return the examples that are ready now.
 
         Raises:
             DataError: Key or time is missing or not one per record. Nothing was taken.
@@ -263,6 +266,7 @@ class Joiner:
         self._stats.impressions += len(keys)
         fresh = []
         among = set()
+        # Of several impressions with one key the first counts, within a batch as well.
         for row, key in enumerate(keys):
             if key not in self._index and key not in among:
                 among.add(key)
@@ -277,7 +281,7 @@ class Joiner:
         return self._ready(due)
 
     def push_actions(self, records: Records) -> Records:
-        """Take what people did; return the examples that are ready now.
+        """Add actions; return the examples that are ready now.
 
         Raises:
             DataError: Key or time is missing or not one per record. Nothing was taken.
@@ -306,13 +310,14 @@ class Joiner:
         return self._ready(due)
 
     def advance(self, time: int) -> Records:
-        """Take it that both streams have come to `time`, though one is quiet; return what is ready now."""
+        """Move the watermark to `time`, although a stream may be quiet; return the examples that are
+        ready."""
         self._snapshot = None
         self._reached = max(self._reached, time)
         return self._ready(_Due())
 
     def finish(self) -> Records:
-        """Close all windows, for nothing more will come; return what was left."""
+        """Close all windows at the end of both streams; return the remaining examples."""
         before = self._reached
         self._snapshot = None
         self._reached = np.inf
@@ -324,7 +329,7 @@ class Joiner:
 
     def _add(self, records: Records, keys: list[Key], times: NDArray[np.int64], due: _Due) -> None:
         number = self._store.add(records)
-        self._held[number] = _Held(keys, times, np.ones(len(keys), dtype=bool))
+        self._blocks[number] = _OpenBlock(keys, times, np.ones(len(keys), dtype=bool))
         heapq.heappush(self._closing, (int(times.min()), number))
         first = number << _ROW_BITS
         self._index.update(zip(keys, range(first, first + len(keys)), strict=True))
@@ -334,7 +339,7 @@ class Joiner:
                     self._join(first + row, time, actions, due)
 
     def _join(self, handle: int, time: int, actions: tuple[int, ...], due: _Due) -> None:
-        begin = int(self._held[handle >> _ROW_BITS].times[handle & (1 << _ROW_BITS) - 1])
+        begin = int(self._blocks[handle >> _ROW_BITS].times[handle & (1 << _ROW_BITS) - 1])
         if time > begin + self._window and self.config.late_actions == "drop":
             self._stats.late_actions += len(actions)
             return
@@ -364,21 +369,22 @@ class Joiner:
         heapq.heappush(self._expiring, (time, key))
 
     def _see(self, stream: str, times: NDArray[np.int64]) -> None:
-        """Move the watermark on to what both streams have reached."""
+        """Advance the watermark to the time that both streams have reached."""
         newest = self._newest[stream]
         self._newest[stream] = int(times.max()) if newest is None else max(newest, int(times.max()))
         known = [time for time in self._newest.values() if time is not None]
+        # The slower stream decides, unless it is behind by more than max_skew: then it is taken to be idle.
         both = min(known) if len(known) == 2 else -np.inf
         self._reached = max(self._reached, max(both, max(known) - self._skew) - self._lateness)
 
     def _ready(self, due: _Due) -> Records:
-        """Return what is due and what the watermark closes, in this order."""
+        """Return the examples that are due, then those whose window the watermark closes."""
         examples = [self._examples(due)] if due.handles else []
         closed, done = self._close()
         if closed.handles:
             examples.append(self._examples(closed))
         for number in done:
-            del self._held[number]
+            del self._blocks[number]
             self._store.drop(number)
         while self._expiring and self._expiring[0][0] + self._hold < self._reached:
             self._expire(*heapq.heappop(self._expiring))
@@ -394,20 +400,21 @@ class Joiner:
         times, handles, done = [], [], []
         while self._closing and self._closing[0][0] + self._window < self._reached:
             _, number = heapq.heappop(self._closing)
-            held = self._held[number]
-            rows = np.flatnonzero(held.open & (held.times + self._window < self._reached))
-            held.open[rows] = False
-            times.append(held.times[rows])
+            block = self._blocks[number]
+            rows = np.flatnonzero(block.open & (block.times + self._window < self._reached))
+            block.open[rows] = False
+            times.append(block.times[rows])
             handles.append(rows + (number << _ROW_BITS))
             for row in rows.tolist():
-                del self._index[held.keys[row]]
-            if held.open.any():
-                heapq.heappush(self._closing, (int(held.times[held.open].min()), number))
+                del self._index[block.keys[row]]
+            if block.open.any():
+                heapq.heappush(self._closing, (int(block.times[block.open].min()), number))
             else:
                 done.append(number)
         due = _Due()
         if not handles:
             return due, done
+        # By event time, then by handle, which is the order of arrival: the same in every replay.
         closed = np.concatenate(handles)
         closed = closed[np.lexsort((closed, np.concatenate(times)))]
         for handle, keep in zip(closed.tolist(), self._sampled(closed).tolist(), strict=True):
@@ -425,7 +432,8 @@ class Joiner:
         if self.config.negative_rate == 1:
             return np.ones(len(handles), dtype=bool)
         keys = [
-            self._held[handle >> _ROW_BITS].keys[handle & (1 << _ROW_BITS) - 1] for handle in handles.tolist()
+            self._blocks[handle >> _ROW_BITS].keys[handle & (1 << _ROW_BITS) - 1]
+            for handle in handles.tolist()
         ]
         numbers = np.array([_number(key) for key in keys], dtype=np.int64)
         draws = mix(numbers.view(np.uint64) ^ np.uint64(mix_one(self.config.seed)))
@@ -445,7 +453,7 @@ class Joiner:
             del self._waiting[key]
 
     def _examples(self, due: _Due) -> Records:
-        """Return impressions with what became of them."""
+        """Return the examples of some impressions: labels, actions and sample rate added."""
         handles = np.array(due.handles, dtype=np.int64)
         shown = self._store.take(handles >> _ROW_BITS, handles & (1 << _ROW_BITS) - 1)
         labels = torch.tensor(
@@ -467,7 +475,7 @@ class Joiner:
             columns[PRE_ACTIONS] = _ragged(due.before)
         return shown.with_columns(columns)
 
-    # What is read of records
+    # Keys and times of records
 
     def _keys(self, records: Records, stream: str) -> list[Key]:
         column = self._one_each(records, self.config.key, stream)
@@ -493,7 +501,7 @@ class Joiner:
         return keys
 
     def _timely(self, records: Records, stream: str) -> Records:
-        """Leave out records whose time cannot be: one in milliseconds would close every window for good."""
+        """Drop records with an impossible time: one in milliseconds would close every window for good."""
         fine = timely(records, self.config.time)
         if bool(fine.all()):
             return records
@@ -540,7 +548,8 @@ class Joiner:
     # Snapshots
 
     def state(self) -> dict[str, Any]:
-        """Write a snapshot, unless the last one still holds, and return what `restore` needs: JSON-able.
+        """Write a snapshot, unless the last one is still current, and return the argument of `restore`:
+        JSON-able.
 
         The snapshot is there whole or not at all, and stays until a later one is committed.
 
@@ -552,7 +561,8 @@ class Joiner:
         return {"kind": "joiner", "snapshot": self._snapshot}
 
     def commit(self, state: dict[str, Any]) -> None:
-        """Hear that a checkpoint holds this state: those before it go, but for the last that were committed.
+        """Note that a checkpoint contains this state: older snapshots are deleted, except the last committed
+        ones.
 
         See `JoinerConfig.keep_snapshots`. Committing again does nothing.
         """
@@ -564,13 +574,15 @@ class Joiner:
         committed = [*others, name][-self.config.keep_snapshots :]
         with filesystem.atomic_write(filesystem.join(self._folder(), _COMMITTED)) as file:
             file.write(json.dumps(committed).encode())
+        # The list is on disk first: after a crash here, older snapshots remain and the next commit removes
+        # them.
         for old in present[: present.index(name)]:
             if old not in committed:
                 filesystem.remove(filesystem.join(self._folder(), old))
         self._pin()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Be as the joiner was that returned `state`; `NOTHING_JOINED` is that of a new one.
+        """Restore the state of a joiner; `NOTHING_JOINED` is that of a new one.
 
         Raises:
             RestoreError: It is not the state of a joiner with this key, or its files are gone.
@@ -604,13 +616,13 @@ class Joiner:
         for number, _, _, size in about["blocks"]:
             times, is_open = (arrays[name][begin : begin + size] for name in ("times", "is_open"))
             begin += size
-            held = _Held(
+            block = _OpenBlock(
                 [next(keys) if one else b"" for one in is_open.tolist()], times, is_open.astype(bool)
             )
-            self._held[number] = held
-            heapq.heappush(self._closing, (int(times[held.open].min()), number))
-            for row in np.flatnonzero(held.open).tolist():
-                self._index[held.keys[row]] = (number << _ROW_BITS) + row
+            self._blocks[number] = block
+            heapq.heappush(self._closing, (int(times[block.open].min()), number))
+            for row in np.flatnonzero(block.open).tolist():
+                self._index[block.keys[row]] = (number << _ROW_BITS) + row
         for handle, actions, emitted in zip(
             arrays["seen"].tolist(), _unpack_tuples(arrays, "seen"), arrays["emitted"].tolist(), strict=True
         ):
@@ -636,7 +648,7 @@ class Joiner:
         folder = self._folder()
         filesystem.make_dirs(folder)
         blocks = self._store.persist()
-        held = [self._held[block.number] for block in blocks]
+        opened = [self._blocks[block.number] for block in blocks]
         waiting = [(key, *entry) for key, entries in self._waiting.items() for entry in entries]
         about = {
             "key": self.config.key,
@@ -648,9 +660,9 @@ class Joiner:
             "blocks": [(block.number, block.file, block.first, block.size) for block in blocks],
         }
         arrays: Arrays = {
-            "times": np.concatenate([np.empty(0, np.int64), *(one.times for one in held)]),
-            "is_open": np.concatenate([np.empty(0, np.uint8), *(one.open.view(np.uint8) for one in held)]),
-            **self._pack_keys([one.keys[row] for one in held for row in np.flatnonzero(one.open)], "open"),
+            "times": np.concatenate([np.empty(0, np.int64), *(one.times for one in opened)]),
+            "is_open": np.concatenate([np.empty(0, np.uint8), *(one.open.view(np.uint8) for one in opened)]),
+            **self._pack_keys([one.keys[row] for one in opened for row in np.flatnonzero(one.open)], "open"),
             "seen": np.array(list(self._seen), dtype=np.int64),
             **_pack_tuples(list(self._seen.values()), "seen"),
             "emitted": np.array([self._emitted.get(handle, 0) for handle in self._seen], dtype=np.int64),
@@ -658,8 +670,8 @@ class Joiner:
             "waiting": np.array([time for _, time, _ in waiting], dtype=np.int64),
             **_pack_tuples([actions for _, _, actions in waiting], "waiting"),
         }
-        # Numbers go on after the newest in the folder, also after going back to an older one, so that
-        # the order of names is the order in which they were written.
+        # Numbers continue after the newest in the folder, also after an older one was restored: so the order
+        # of names is the order in which they were written.
         snapshots = self._snapshots()
         number = int(snapshots[-1].split("-")[1]) + 1 if snapshots else 0
         name = f"{_STATE}{number:012}-{secrets.token_hex(4)}"
@@ -680,7 +692,7 @@ class Joiner:
             )
 
     def _committed(self) -> list[str]:
-        """Return the snapshots that were committed and kept, in that order."""
+        """Return the committed snapshots that still exist, in the order of their commits."""
         path = filesystem.join(self._folder(), _COMMITTED)
         try:
             found: list[str] = json.loads(filesystem.read_bytes(path))
@@ -692,8 +704,8 @@ class Joiner:
 
     def _pin(self) -> None:
         """Keep the files that snapshots name, and remove the rest."""
-        kept = self._snapshots()
-        self._files_of = {name: self._files_of.get(name) or self._named_by(name) for name in kept}
+        names = self._snapshots()
+        self._files_of = {name: self._files_of.get(name) or self._named_by(name) for name in names}
         self._store.pin(frozenset[str]().union(*self._files_of.values()))
 
     def _named_by(self, snapshot: str) -> frozenset[str]:
@@ -706,8 +718,8 @@ class Joiner:
         except FileMissingError as cause:
             raise RestoreError(
                 f"cannot restore the joiner: its snapshot {path} is gone. The last "
-                f"{self.config.keep_snapshots} that were committed are kept; raise keep_snapshots to go back "
-                "further."
+                f"{self.config.keep_snapshots} that were committed are kept; raise keep_snapshots to restore "
+                "older checkpoints."
             ) from cause
 
     def _snapshots(self) -> list[str]:

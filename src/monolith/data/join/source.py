@@ -1,18 +1,18 @@
 """The joined source: impressions and actions from two sources, as one of examples.
 
-What a joiner holds is large, and a consumer asks for the position after every batch. So a
-position is not the state of the joiner but how to come to it: a snapshot, where both
-sources stood then, and how many records were taken from which of them since, in order.
-Restoring reads these once more and joins them as they were joined before. In what order two
-live streams are read depends on when their records came, so it is remembered; what the
-joiner makes of that order depends on nothing else.
+The state of a joiner is large, and a consumer asks for the position after every batch. So a
+position is a recipe for that state: a snapshot, the positions of both sources at that moment,
+and how many records were read from which of them since, in order. Restoring reads these
+records once more and joins them in the same order. The order in which two live streams are
+read depends on when their records arrived, so it is recorded; the result of joining depends
+on nothing else.
 
     snapshot          taken since                       here
         |  +512 impressions, -40 actions, +512 ...        |
         +-------------------------------------------------+
 
 Every `snapshot_every` batches, and at the end of the data, the reader writes a snapshot and
-counts from there. Old ones go when a position that begins at a later one was committed.
+counts from there. Old snapshots are deleted when a position with a later one is committed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ import numpy as np
 from monolith import filesystem
 from monolith.data.join.joiner import NOTHING_JOINED, Joiner, JoinerConfig
 from monolith.data.records import Records, concat
-from monolith.data.sharding import Shard
-from monolith.data.source import Position, Source, as_stream
+from monolith.data.source import Position, Shard, Source, as_stream
 from monolith.errors import ConfigError, FilesystemError, NotShareableError, RestoreError
 from monolith.observe import Metrics
 
@@ -43,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """A moment that can be restored: both sources and the joiner between the same two records."""
+    """A moment that can be restored: the states of both sources and of the joiner at the same time."""
 
     sources: dict[str, Position]
     joiner: dict[str, Any]
@@ -52,14 +51,14 @@ class _Base:
 class JoinedSource(Source):
     """Two sources as one of joined examples.
 
-    Reads whichever has come less far in event time, so neither runs away from the other;
-    one that yields no records for now lets the other go on. After a restart every example
-    still comes exactly once. What is read since a snapshot is read again then, so a queue of
-    files, or the partitions of a topic, must be this reader's alone.
+    Reads the source that is behind in event time, so neither gets far ahead of the other; while
+    one yields no records the other is read. After a restart every example still comes exactly
+    once. Records since the last snapshot are read again then, so a queue of files, or the
+    partitions of a topic, must belong to this reader alone.
 
     Args:
-        close_at_end: Whether windows close when both sources have ended; if not, what is open
-            stays open, in the position too, for when there is more to read.
+        close_at_end: Whether windows close when both sources have ended; if not, they
+            stay open, in the position too, for when there is more to read.
     """
 
     def __init__(
@@ -88,17 +87,17 @@ class JoinedSource(Source):
     def live(self) -> bool:
         return any(one.source.live is not False for one in self._inputs.values())
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         """Have both sources read one shard, and join it in its own folder below the given one.
 
         The impressions and actions of a key must be in the same shard: files that were split alike,
         partitions by key. Actions that cannot be sharded are read whole by every worker."""
-        self._inputs[_IMPRESSIONS].source.read_shard(share)
+        self._inputs[_IMPRESSIONS].source.read_shard(shard)
         with suppress(NotShareableError):
-            self._inputs[_ACTIONS].source.read_shard(share)
-        if share.workers > 1:
+            self._inputs[_ACTIONS].source.read_shard(shard)
+        if shard.workers > 1:
             assert self._config.folder is not None
-            folder = filesystem.join(self._config.folder, f"worker-{share.worker}-of-{share.workers}")
+            folder = filesystem.join(self._config.folder, f"worker-{shard.worker}-of-{shard.workers}")
             with self._lock:
                 self.joiner.close()
                 self.joiner = Joiner(replace(self._config, folder=folder), metrics=self._metrics)
@@ -113,12 +112,16 @@ class JoinedSource(Source):
             if records is None:
                 left.remove(name)
                 continue
-            idle = name if not records.size else None
+            idle = (
+                name if not records.size else None
+            )  # a live source without records: read the other one next
             examples = self._push(name, records)
             if len(self._taken) >= self.joiner.config.snapshot_every:
                 self._write_base()
             if examples.size:
                 yield examples
+        # Write the snapshot before the last examples are yielded: a position taken with them is then at the
+        # end.
         closes = self._close_at_end and self.joiner.open
         examples = self._finish() if closes else Records(0, {})
         if self._taken:
@@ -137,8 +140,8 @@ class JoinedSource(Source):
         taken = position["joiner"].get("taken", [])  # positions of before know none
         if not isinstance(taken, list) or not all(isinstance(count, int) for count in taken):
             raise RestoreError(f"cannot restore a joined source: it cannot have taken {taken!r:.200}")
-        # Order matters: first both sources and the joiner go back to the snapshot, then the records that were
-        # taken since are joined again, in the order of then. Examples that come out were yielded before.
+        # Order matters: first both sources and the joiner are restored to the snapshot, then the records
+        # since are joined again, in their recorded order. The examples that come out were yielded before.
         state = {name: value for name, value in position["joiner"].items() if name != "taken"}
         for name, one in self._inputs.items():
             one.restore(position[name])
@@ -149,7 +152,7 @@ class JoinedSource(Source):
             self._take_again(count)
 
     def commit(self, position: Position) -> None:
-        """Tell both sources, and drop snapshots that no position from here on begins at.
+        """Commit the positions of both sources, and delete snapshots that no later position needs.
 
         The sources get their positions at the snapshot: a restart reads again what came since.
         """
@@ -189,7 +192,7 @@ class JoinedSource(Source):
             return self.joiner.finish()
 
     def _take_again(self, count: int) -> None:
-        """Join what was joined before; the examples came out then."""
+        """Join the same records again; their examples were yielded before."""
         if count == _CLOSED:
             self._finish()
         else:
@@ -197,7 +200,8 @@ class JoinedSource(Source):
             self._push(name, self._inputs[name].take(abs(count)))
 
     def _write_base(self) -> None:
-        """Count from here on. Where it cannot be written, go on counting from before: nothing is lost."""
+        """Write a snapshot and count from it. If that fails, the count continues from the last: nothing is
+        lost."""
         if any(one.rest is not None for one in self._inputs.values()):
             return  # the sources are ahead of the joiner, just after a restart
         try:
@@ -206,7 +210,7 @@ class JoinedSource(Source):
                 sources = {name: one.source.position() for name, one in self._inputs.items()}
                 self._base, self._taken = _Base(sources, state), []
         except FilesystemError as cause:
-            _log.warning("joined source: no snapshot could be written, going on without: %s", cause)
+            _log.warning("joined source: no snapshot could be written, continuing without: %s", cause)
 
     def _behind(self, left: Iterable[str], idle: str | None) -> str:
         """Return the source to read next: the one that is behind, unless it just had nothing."""
@@ -224,7 +228,8 @@ class _Input:
         self._reading: Iterator[Records] | None = None
 
     def next(self) -> Records | None:
-        """Return what is left over, or what follows; None at the end, after which one may look again."""
+        """Return the records left over, or the next ones; None at the end. A later call looks for new
+        ones."""
         if self.rest is not None:
             rest, self.rest = self.rest, None
             return rest
@@ -236,7 +241,7 @@ class _Input:
         return records
 
     def take(self, count: int) -> Records:
-        """Return the next `count` records, however they are cut."""
+        """Return the next `count` records, across batches."""
         parts: list[Records] = []
         while count:
             records = self.next()

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from monolith import filesystem, native
-from monolith.data.records import Records, concat
+from monolith.data.records import Records, column_from_arrays, concat
 from monolith.errors import CorruptFileError, FileMissingError, RestoreError
 from monolith.feature import ColumnKind
 from monolith.tensors import RaggedTensor
@@ -124,11 +124,9 @@ def records_from_bytes(data: bytes, path: str) -> Records:
     about, arrays = unpack(data, path)
     columns = {}
     for name in about["columns"]:
-        values: torch.Tensor | RaggedTensor = torch.from_numpy(arrays[f"{name}/values"])
-        if f"{name}/texts" in arrays:
-            values = RaggedTensor(values, torch.from_numpy(arrays[f"{name}/texts"]), validate=False)
-        columns[name] = RaggedTensor(values, torch.from_numpy(arrays[f"{name}/rows"]), validate=False)
-    # Files of an earlier version do not say how the data held their columns.
+        flat, splits = arrays[f"{name}/values"], arrays[f"{name}/rows"]
+        columns[name] = column_from_arrays(flat, splits, arrays.get(f"{name}/texts"))
+    # Files of an earlier version do not say how the data stored their columns.
     kinds = {name: ColumnKind(*kind) for name, kind in about.get("kinds", {}).items()}
     return Records(about["size"], columns, frozenset(about["shared"]), kinds=kinds)
 
@@ -206,7 +204,7 @@ class JoinStore:
         self._blocks[number] = block
         self.memory_records += block.size
         self.memory_bytes += block.size_bytes
-        self._make_room()
+        self._evict_to_disk()
         return number
 
     def take(self, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> Records:
@@ -227,6 +225,7 @@ class JoinStore:
             if block.file not in read:
                 read[block.file] = self._read(block.file)
             parts.append(read[block.file].take(torch.from_numpy(rows[places] + block.first)))
+        # Parts are grouped by block; `back` puts their records into the order that was asked for.
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         together = concat(parts)
@@ -254,7 +253,7 @@ class JoinStore:
         ]
 
     def restore(self, blocks: Iterable[StoredBlock], next_block: int) -> None:
-        """Hold these blocks and no others; they stay on disk until they are asked for.
+        """Have exactly these blocks; they stay on disk until they are needed.
 
         Raises:
             RestoreError: A file is not there any more.
@@ -272,7 +271,7 @@ class JoinStore:
         self._next = next_block
 
     def pin(self, files: Collection[str]) -> None:
-        """Keep these files whatever becomes of their blocks, and remove all others that hold no block."""
+        """Keep these files even without blocks, and remove all other files without a block."""
         self._pinned = set(files)
         for path in self._list():
             name = filesystem.base_name(path)
@@ -284,7 +283,7 @@ class JoinStore:
         for number in list(self._blocks):
             self.drop(number)
 
-    def _make_room(self) -> None:
+    def _evict_to_disk(self) -> None:
         records, size_bytes = self.memory_records, self.memory_bytes
         if not self._is_over(records, size_bytes, 1.0):
             return
@@ -301,10 +300,10 @@ class JoinStore:
             self._leave_memory(block)
             block.records = None
 
-    def _is_over(self, records: int, size_bytes: int, share: float) -> bool:
+    def _is_over(self, records: int, size_bytes: int, fraction: float) -> bool:
         most_records, most_bytes = self._limits
-        return (most_records is not None and records > most_records * share) or (
-            most_bytes is not None and size_bytes > most_bytes * share
+        return (most_records is not None and records > most_records * fraction) or (
+            most_bytes is not None and size_bytes > most_bytes * fraction
         )
 
     def _leave_memory(self, block: _Block) -> None:

@@ -15,9 +15,16 @@ group; a partition that moves to another member resumes where its last owner sto
 """
 
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, TopicsConfig, read_settings
-from monolith.data.kafka.messages import KEY, VALUE, CsvMessages, JsonMessages, plain_strings, string_column
+from monolith.data.kafka.messages import (
+    KEY,
+    VALUE,
+    CsvMessages,
+    JsonMessages,
+    KafkaSink,
+    plain_strings,
+    string_column,
+)
 from monolith.data.kafka.positions import merge_positions
-from monolith.data.kafka.sink import KafkaSink
 from monolith.data.kafka.source import KafkaSource, create_plain_kafka_dataset
 
 __all__ = [

@@ -42,7 +42,7 @@ class ByWorker:
     worker: int
     """The number of this worker, from 0 on."""
     num_workers: int
-    """How many workers share the partitions."""
+    """How many workers read the partitions."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.worker < self.num_workers:
@@ -56,21 +56,22 @@ class ByWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KafkaConfig:
-    """Which messages are read, by whom, and how long they are waited for."""
+    """Which messages are read, by which workers, and how long a read waits."""
 
     servers: tuple[str, ...]
-    """host:port of some brokers, which know the others."""
+    """host:port of some brokers; they name the rest of the cluster."""
     topics: tuple[str, ...]
     """The topics to read, each once."""
     group: str
     """The consumer group, which assigns partitions and under which offsets are committed."""
     assignment: ByWorker | None = None
-    """None lets the group share out partitions. Where several workers train together the run does that, so
-    that a checkpoint can hold their offsets: it deals them out whenever a worker comes or goes; where a stage
-    holds records back they are fixed, see `read_shard`."""
+    """None lets the consumer group assign partitions. If several workers train together the chief assigns
+    them, so that a checkpoint can contain their offsets: again whenever a worker joins or leaves. If a stage
+    buffers records, the partitions are fixed; see `read_shard`."""
     run: str = ""
-    """Names one start of the job, the same for all its workers. It tells an offset that another worker handed
-    over since from one of an earlier start, over which a restored position wins. Only a group needs it."""
+    """Names one start of the job, the same for all its workers. It distinguishes an offset that another
+    worker committed since this start from an older one, over which a restored position wins. Only a group
+    needs it."""
     poll_batch: int = 128
     """The most messages that are decoded and yielded together. Where a message is itself a batch, take 16."""
     batch_wait: timedelta = timedelta(milliseconds=50)
@@ -100,7 +101,7 @@ class KafkaConfig:
         if len(set(self.topics)) < len(self.topics):
             raise ConfigError(f"kafka: topics names one twice: {', '.join(self.topics)}")
         if not self.group:
-            raise ConfigError("kafka: group must not be empty, also where no group shares out partitions")
+            raise ConfigError("kafka: group must not be empty, also if no group assigns partitions")
         if self.poll_batch < 1:
             raise ConfigError(f"kafka: poll_batch must be at least 1, got {self.poll_batch}")
         if self.start not in STARTS:
@@ -113,7 +114,7 @@ class KafkaConfig:
 
     @property
     def client_settings(self) -> dict[str, str | int | float | bool]:
-        """What librdkafka is given of the settings and the login; reveals the password."""
+        """The settings and the login as librdkafka takes them; reveals the password."""
         login = {} if self.username is None else {"sasl.username": self.username}
         if self.password is not None:
             login["sasl.password"] = self.password.reveal()
@@ -121,7 +122,7 @@ class KafkaConfig:
 
 
 MessageFormat = Literal["json", "csv", "tf_example", "example", "instance", "example_batch"]
-"""What a message may hold."""
+"""The format of a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +130,7 @@ class TopicsConfig(KafkaConfig):
     """Topics whose messages a run's features are read from, as they are read from columns of a file."""
 
     format: MessageFormat = "json"
-    """What a message holds: a JSON object, one line of CSV without a header, TensorFlow's Example
+    """The format of a message: a JSON object, one line of CSV without a header, TensorFlow's Example
     (tf_example), or an Example, an Instance or an ExampleBatch of the original system."""
     columns: tuple[str, ...] = ()
     """The names of all fields of a message, in their order; for csv, which does not say them."""
@@ -203,7 +204,7 @@ _CONNECTION = ("FAIL", "ERROR")
 
 
 class ClientLog:
-    """Takes the place of a logger for the client: one line of each kind a minute, the others for debugging.
+    """The client's logger: shows one line of each kind a minute, and logs the rest at debug level.
 
     Thread-safe: the client calls from threads of its own.
 
@@ -218,7 +219,7 @@ class ClientLog:
         self._shown_at: dict[str, float] = {}
 
     def log(self, level: int, message: str, *args: str) -> None:
-        """Hear a line: its kind, the client's name and a text are the arguments."""
+        """Log a line of the client; the arguments are its kind, the client's name and a text."""
         if level < logging.WARNING:
             self._logger.log(level, message, *args)
             return
@@ -232,7 +233,7 @@ class ClientLog:
             self._logger.debug(message, *args)
         else:
             self._logger.warning(
-                f"kafka: the client tries on; it says: {message} (more of this is not shown for %.0f s)",
+                f"kafka: the client retries; it says: {message} (more of this is not shown for %.0f s)",
                 *args,
                 QUIET_S,
             )

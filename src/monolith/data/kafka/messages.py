@@ -1,11 +1,18 @@
-"""Decoders of messages: JSON objects, lines of CSV, and plain strings."""
+"""Messages of Kafka: decoders that make records of them, and the sink that sends them.
+
+decode = JsonMessages({"user": int, "price": float})       # for a KafkaSource
+with KafkaSink(["kafka:9092"], "clicks") as sink: sink.send([b"..."])
+"""
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -19,13 +26,18 @@ from monolith.data.formats.memory import (
     json_object,
     rows_as_records,
 )
-from monolith.data.records import Records
-from monolith.errors import ConfigError
-from monolith.feature.spec.reading import BadReason
+from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
+from monolith.data.records import Records, text_rows
+from monolith.errors import ConfigError, DataError
+from monolith.feature.spec.problems import BadReason
 from monolith.tensors import RaggedTensor
 
 if TYPE_CHECKING:
-    pass
+    from confluent_kafka import KafkaError, Message
+
+_PAUSE_S = 0.2
+
+logger = logging.getLogger(__name__)
 
 
 class JsonMessages:
@@ -35,7 +47,7 @@ class JsonMessages:
     not an object in JSON, or has a value of another type than its column, is a bad message.
 
     Args:
-        columns: Name to what it holds: int, float or str. Lists of these are columns as well.
+        columns: Name to its type: int, float or str. Lists of these are columns as well.
 
     Raises:
         ConfigError: There is no column, or no such type.
@@ -66,7 +78,7 @@ class CsvMessages:
 
     Args:
         fields: The names of all fields, in their order.
-        columns: The fields to read, and what each holds, as of `JsonMessages`.
+        columns: The fields to read, and the type of each, as of `JsonMessages`.
 
     Raises:
         ConfigError: A column is none of the fields, or there is no such type.
@@ -121,8 +133,127 @@ def plain_strings(payloads: list[bytes]) -> tuple[Records, Sequence[BadRecord]]:
 
 def string_column(strings: Sequence[bytes]) -> RaggedTensor:
     """Return a column with one string per record."""
-    joined = bytearray().join(strings)
-    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-    lengths = torch.tensor([len(string) for string in strings], dtype=torch.int64)
-    inner = RaggedTensor.from_row_lengths(values, lengths, validate=False)
-    return RaggedTensor(inner, torch.arange(len(strings) + 1), validate=False)
+    return RaggedTensor(text_rows(strings), torch.arange(len(strings) + 1), validate=False)
+
+
+class KafkaSink:
+    """Sends messages to a topic. One thread writes at a time. Failed deliveries raise an error."""
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        topic: str,
+        *,
+        delivery_timeout: timedelta = timedelta(minutes=2),
+        settings: Mapping[str, str | int | float | bool] | None = None,
+    ) -> None:
+        """
+        Args:
+            delivery_timeout: How long a message may wait for a broker to take it.
+            settings: Anything else librdkafka knows. Unless they say otherwise every replica must have a
+                message, and sending it again leaves no second copy.
+
+        Raises:
+            MissingExtraError: confluent-kafka is not installed.
+        """
+        self._kafka = import_kafka()
+        self.topic = topic
+        self._servers = ",".join(servers)
+        self._undelivered = 0
+        self._reason = ""
+        check_settings(settings or {}, ())
+        chosen: dict[str, Any] = {
+            "acks": "all",
+            "enable.idempotence": True,
+            "linger.ms": 5,
+            "message.timeout.ms": round(delivery_timeout.total_seconds() * 1000),
+            **(settings or {}),
+            "bootstrap.servers": self._servers,
+        }
+        try:
+            self._producer = self._kafka.Producer(chosen, logger=ClientLog(logger))
+        except self._kafka.KafkaException as cause:
+            raise ConfigError(f"kafka: the client does not take the settings: {cause}") from cause
+
+    def send(
+        self,
+        payloads: Iterable[bytes],
+        keys: Iterable[bytes | None] | None = None,
+        *,
+        partition: int | None = None,
+    ) -> None:
+        """Send messages; they are delivered after `flush`.
+
+        Args:
+            keys: One for each payload. Messages of one key go to one partition; None goes to any.
+            partition: Where all go, whatever the keys.
+
+        Raises:
+            DataError: Messages that were sent before could not be delivered.
+        """
+        where = {} if partition is None else {"partition": partition}
+        paired = (
+            ((payload, None) for payload in payloads) if keys is None else zip(payloads, keys, strict=True)
+        )
+        for payload, key in paired:
+            while True:
+                try:
+                    self._producer.produce(self.topic, payload, key, on_delivery=self._on_delivery, **where)
+                    break
+                except BufferError:
+                    # The client's buffer is full: wait until some messages are delivered.
+                    self._producer.poll(_PAUSE_S)
+                    self._check()
+                except self._kafka.KafkaException as cause:
+                    raise DataError(f"kafka: cannot send to topic {self.topic!r}: {cause}") from cause
+        self._producer.poll(0)
+        self._check()
+
+    def write(self, records: Records) -> None:
+        """Send the strings of column `value`, one per record, by those of column `key` if there are any."""
+        payloads = records.strings(VALUE)
+        keys = records.strings(KEY) if KEY in records.columns else [[] for _ in payloads]
+        if not all(len(payload) == 1 for payload in payloads):
+            raise DataError(f"kafka: a record to send must have one string in column {VALUE!r}")
+        self.send((payload[0] for payload in payloads), (key[0] if key else None for key in keys))
+
+    def flush(self, timeout: timedelta | None = None) -> None:
+        """Wait until every message was delivered.
+
+        Raises:
+            DataError: Some could not be, or were not within `timeout`.
+        """
+        left = self._producer.flush(-1 if timeout is None else timeout.total_seconds())
+        self._check()
+        if left:
+            raise DataError(
+                f"kafka: {left} messages to topic {self.topic!r} were not delivered to {self._servers} "
+                f"within {timeout}"
+            )
+
+    def close(self) -> None:
+        """Deliver all messages that were sent."""
+        self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
+        if error is not None:
+            self._undelivered += 1
+            self._reason = self._reason or str(error.str())
+
+    def _check(self) -> None:
+        if self._undelivered:
+            count, reason = self._undelivered, self._reason
+            self._undelivered, self._reason = 0, ""
+            raise DataError(
+                f"kafka: {count} messages to topic {self.topic!r} were not delivered to {self._servers}: "
+                f"{reason}"
+            )

@@ -9,7 +9,7 @@ from monolith.errors import RestoreError
 
 KIND = "kafka"
 _WAITS = "waits"
-"""Marks the position of a worker that has not been dealt partitions yet."""
+"""Marks the position of a worker to which the chief has assigned no partitions yet."""
 
 Partition = tuple[str, int]
 Offsets = dict[Partition, int]
@@ -34,8 +34,8 @@ def merge_positions(positions: Iterable[Position]) -> Position:
     return make_position(partitions, offsets)
 
 
-def share_positions(position: Position, reads: Sequence[Callable[[Partition], bool]]) -> list[Position]:
-    """Return the part of a position that each of several workers reads.
+def split_position(position: Position, reads: Sequence[Callable[[Partition], bool]]) -> list[Position]:
+    """Return the part of a position that each of several workers reads, by fixed assignment.
 
     Args:
         reads: Of each worker: whether a partition is its own.
@@ -47,13 +47,13 @@ def share_positions(position: Position, reads: Sequence[Callable[[Partition], bo
     ]
 
 
-def deal_position(position: Position, workers: int) -> list[Position]:
-    """Return the partitions of a position dealt to so many workers, one after the other."""
+def divide_position(position: Position, workers: int) -> list[Position]:
+    """Return the partitions of a position divided among so many workers, in turn."""
     partitions, offsets = read_position(position)
-    dealt: list[Offsets] = [{} for _ in range(workers)]
+    divided: list[Offsets] = [{} for _ in range(workers)]
     for number, one in enumerate(sorted(offsets)):
-        dealt[number % workers][one] = offsets[one]
-    return [make_position(partitions, mine) for mine in dealt]
+        divided[number % workers][one] = offsets[one]
+    return [make_position(partitions, mine) for mine in divided]
 
 
 def empty_position(position: Position) -> Position:
@@ -73,7 +73,7 @@ def adopt_position(position: Position, end: Position | None) -> Position:
 
 
 def read_adopted(position: Position) -> Offsets | None:
-    """Return where the partitions of an adopted position end, those that do; None where it is one's own."""
+    """Return where the partitions of an adopted position end, if they do; None if it is not adopted."""
     if "adopted" not in position:
         return None
     return read_position({**position, "offsets": position["adopted"]})[1]

@@ -1,4 +1,4 @@
-"""Sampling: negatives made of what others were shown."""
+"""Sampling: negatives made of items that other users were shown."""
 
 from monolith.data.sampling.item_pool import (
     Drawn,

@@ -33,7 +33,7 @@ from monolith.table.sharded_files import records as read_records
 from monolith.tensors import RaggedTensor
 
 _SPARE_ROWS = 4096
-"""Rows of items that left, at least, before it is worth to copy the others together."""
+"""Rows of removed items, at least, before the remaining rows are compacted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class ItemPoolConfig:
     start_num: int = 500
     """Items that a channel must exceed before anything is drawn from it."""
     max_item_num_per_channel: int = 10_000
-    """The most items of a channel; the oldest is dropped to make room."""
+    """The most items of a channel; the oldest is evicted."""
 
     def __post_init__(self) -> None:
         if self.start_num < 0:
@@ -145,7 +145,7 @@ class ItemPool:
         return queue.items[queue.head :]
 
     def counts(self, channel: int, item: int) -> tuple[int, int]:
-        """Return how often an item was seen, and drawn, since it entered; zeros where it is not there."""
+        """Return how often an item was seen, and drawn, since it entered; zeros if it is not there."""
         queue = self._channels.get(channel, ChannelItems())
         place = queue.place_of(item)
         if place is None:
@@ -153,7 +153,7 @@ class ItemPool:
         return queue.origin[queue.head + place], queue.sampled[queue.head + place]
 
     def add(self, channels: Sequence[int], items: Sequence[int], features: Records) -> None:
-        """Let items enter, in order.
+        """Add items, in order.
 
         Args:
             channels: Of each item.
@@ -164,13 +164,13 @@ class ItemPool:
                 f"item pool: {len(channels)} channels, {len(items)} items and {len(features)} records of "
                 "features must be equally many"
             )
-        first = self.hold(features)
+        first = self.store(features)
         for row, (channel, item) in enumerate(zip(channels, items, strict=True), start=first):
             self.put(channel, item, row)
         self.settle()
 
-    def hold(self, features: Records) -> int:
-        """Keep features until `settle`, for items that may enter; return the row of the first."""
+    def store(self, features: Records) -> int:
+        """Store features until `settle`, for items that may enter; return the row of the first."""
         first = self._rows
         if len(features):
             self._parts.append(features)
@@ -179,13 +179,13 @@ class ItemPool:
         return first
 
     def put(self, channel: int, item: int, row: int) -> None:
-        """Let an item enter whose features are held at a row; or refresh it, if it is there."""
+        """Add an item whose features are at a row; or refresh it, if it is there."""
         if channel not in self._channels:
             self._channels[channel] = ChannelItems()
         self._channels[channel].put(item, row, self.config.max_item_num_per_channel)
 
     def draw(self, channel: int, luck: float, but: int | None = None) -> Drawn | None:
-        """Draw an item of a channel, each as likely as the other; None where there is nothing to draw.
+        """Draw an item of a channel, each as likely as the other; None if there is nothing to draw.
 
         Args:
             luck: In [0, 1): decides which.
@@ -199,6 +199,7 @@ class ItemPool:
         offered = size if barred is None else size - 1
         if not offered:
             return None
+        # Draw among the other items: skip the barred one by moving the places from it on up by one.
         place = int(luck * offered)
         if barred is not None and place >= barred:
             place += 1
@@ -207,7 +208,7 @@ class ItemPool:
         return Drawn(queue.items[at], queue.rows[at], queue.sampled[at], place, size)
 
     def other_channel(self, channel: int, luck: float) -> int | None:
-        """Draw another channel that may be drawn from, the larger the likelier; None where there is none."""
+        """Draw another channel that may be drawn from, the larger the likelier; None if there is none."""
         ready = [
             (other, len(queue))
             for other, queue in self._channels.items()
@@ -236,7 +237,7 @@ class ItemPool:
         return concat(parts).take(_inverse(np.concatenate(places)))
 
     def settle(self) -> None:
-        """Let go of features of items that left or never entered, once they are the larger part.
+        """Drop the features of items that left or never entered, once they are the majority.
 
         Row numbers change.
         """
@@ -251,9 +252,9 @@ class ItemPool:
 
     def _compact(self) -> None:
         queues = self._channels.values()
-        kept = self.features(row for queue in queues for row in queue.rows[queue.head :])
+        remaining = self.features(row for queue in queues for row in queue.rows[queue.head :])
         self._parts, self._starts, self._rows = [], [], 0
-        row = self.hold(kept)
+        row = self.store(remaining)
         for queue in queues:
             queue.rows[queue.head :] = range(row, row + len(queue))
             row += len(queue)
@@ -268,10 +269,11 @@ class ItemPool:
         return numbers.reshape(3, -1), self.features(queue.rows[queue.head :])
 
     def set_channel(self, channel: int, numbers: NDArray[np.int64], features: Records) -> None:
-        """Make a channel what `channel_state` said; the oldest leave if this pool holds fewer."""
+        """Restore a channel from its `channel_state`; the oldest items are dropped if this pool is
+        smaller."""
         beyond = max(numbers.shape[1] - self.config.max_item_num_per_channel, 0)
         items, origin, sampled = numbers[:, beyond:].tolist()
-        first = self.hold(features.slice(beyond, len(features)))
+        first = self.store(features.slice(beyond, len(features)))
         self._channels[channel] = ChannelItems(
             items=items,
             rows=list(range(first, first + len(items))),
@@ -317,7 +319,7 @@ def save_pool(pool: ItemPool, basename: str, num_shards: int = 1) -> None:
 
 
 def restore_pool(pool: ItemPool, basename: str) -> None:
-    """Make a pool what was saved. Everything is read before anything changes.
+    """Restore a saved pool. Everything is read before anything changes.
 
     Raises:
         RestoreError: Files are missing, or not of a pool.
@@ -330,12 +332,12 @@ def restore_pool(pool: ItemPool, basename: str) -> None:
 
 
 def old_worker(worker: int, old_workers: int) -> int:
-    """Return whose pool a worker takes over when there were another number of workers."""
+    """Return the old worker whose pool a worker takes over when the number of workers has changed."""
     return worker % old_workers
 
 
 def restore_channels(pool: ItemPool, payloads: list[bytes]) -> None:
-    """Make a pool what the payloads of its channels say, in order."""
+    """Restore a pool from the payloads of its channels, in order."""
     decoded = [_decode_channel(payload) for payload in payloads]
     pool.clear()
     for channel, numbers, features in decoded:

@@ -1,11 +1,10 @@
 """Generated negatives: the user of a positive record with the item of another.
 
-A log of what was clicked says little about what would not be. So each positive record is
-followed, or rather preceded, by a few made of its user side and the item side of an item
-that was lately seen: in the same channel, which is hard to tell apart, or in another,
-which is easy. Drawing is decided by the seed and the record's number, and by the pool,
-which every record before it has filled: with the pool saved alongside the position, a
-stream that is resumed draws what it would have drawn.
+A log of clicks says little about items that a user would not click. So each positive record
+is preceded by a few made of its user side and the item side of an item that was seen lately:
+in the same channel, which is hard to tell apart, or in another, which is easy. The seed, the
+record's number and the pool, which all earlier records have filled, decide what is drawn. The
+pool is saved with the position, so a resumed stream draws the same negatives.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class NegativeGenerationConfig:
     """Highest first: which action of a record decides. If none of them is there, any action does."""
     label_index: int = 0
     positive_label: float = 1.0
-    """The label that makes a record positive, where no actions are given."""
+    """The label that makes a record positive, if no actions are given."""
 
     negative_label: float = 0.0
     """The label of the negatives made: at every position where the positive has a valid label."""
@@ -154,7 +153,7 @@ class NegativeGeneration:
             len(records),
             {name: records[name] for name in self.config.item_features if name in records.columns},
         )
-        first_row = self.pool.hold(items)
+        first_row = self.pool.store(items)
         source, copies, drawn = self._draw(records, first, first_row)
         rows, copy = torch.tensor(source, dtype=torch.int64), torch.tensor(copies, dtype=torch.int64)
         if drawn:
@@ -172,7 +171,7 @@ class NegativeGeneration:
         return {"channels": [base64.b64encode(encode_channel(self.pool, one)).decode() for one in channels]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Draw from now on what the one whose state this is would have drawn.
+        """Restore the pool of another one: from now on both draw the same items.
 
         Raises:
             RestoreError: It is no state of a pool.
@@ -190,7 +189,7 @@ class NegativeGeneration:
 
         Returns:
             For each record of the result, the one it is made of, and its number among those:
-            0 for the original. And what was drawn for each one made.
+            0 for the original. And the drawn item of each generated record.
         """
         config, pool = self.config, self.pool
         positive, enters = self._judge(records, first)
@@ -252,7 +251,7 @@ class NegativeGeneration:
     def _item_columns(
         self, items: Records, rows: Tensor, made: Tensor, drawn: list[Drawn]
     ) -> dict[str, RaggedTensor]:
-        """Return the item side of the result: that of its row, or of what was drawn where it is made."""
+        """Return the item side of the result: that of its row, or of the drawn item if it is generated."""
         features = self.pool.features(one.row for one in drawn)
         places = rows.clone()
         places[made] = torch.arange(len(items), len(items) + len(drawn))
@@ -260,7 +259,7 @@ class NegativeGeneration:
         return {name: take_rows(column, places) for name, column in columns if column is not None}
 
     def _event_columns(self, records: Records, made: Tensor, drawn: list[Drawn]) -> dict[str, RaggedTensor]:
-        """Return what is rewritten of the event: which item, and that it got no action."""
+        """Return the rewritten columns of the event: its item, and that it got no action."""
         config, size = self.config, len(records)
         which = made.cumsum(0) - 1
         items = torch.tensor([one.item for one in drawn], dtype=torch.int64)[which]
@@ -301,7 +300,7 @@ class NegativeGeneration:
 
 
 def _both(items: Records, features: Records, name: str) -> RaggedTensor | None:
-    """Return a column's rows here, then those of what was drawn; None where neither has it."""
+    """Return a column's rows here, then those of the drawn items; None if neither has it."""
     parts = [part for part in (items, features) if name in part.columns]
     if not parts:
         return None

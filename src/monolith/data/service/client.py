@@ -1,4 +1,4 @@
-"""The trainer's side of the data service: a source of the chunks whose turn is this trainer's."""
+"""The trainer's side of the data service: a source of the chunks that this trainer gets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from monolith.data.service.messages import (
     UnreachableError,
     from_batch,
 )
-from monolith.data.sharding import Shard, ShardChoice
 from monolith.data.shuffling import Epochs
-from monolith.data.source import Position, Source, WorkQueueSource
+from monolith.data.source import Position, Shard, ShardChoice, Source, WorkQueueSource
 from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
 _KIND = "data_service"
@@ -47,16 +46,16 @@ class DataServiceSource(Source, WorkQueueSource):
     """Yields this trainer's chunks of a job.
 
     Each chunk of an epoch goes to one trainer. A position is the number of the trainer's turn: restored
-    to it, the very same chunks come again, in the same order, then what is still free. A trainer that
-    begins without a position begins at turn 0, with the first chunk that was ever given to its name.
+    to it, the very same chunks come again, in the same order, then free ones. A trainer that
+    starts without a position starts at turn 0, with the first chunk that was ever given to its name.
 
     Args:
         dispatcher: host:port, or a function that finds it.
-        trainer: Its name, the same after a restart. No two trainers of a job have the same; where
-            there are several, see `read_shard`, "-" and their number are added.
-        guard: What dispatcher and data workers want to be shown, if they do.
-        prefetch: Chunks to fetch ahead; so many may still be with a slow trainer when others are done.
-        patience: How long the dispatcher, or every data worker, may be away.
+        trainer: Its name, the same after a restart and unique in the job. If there are several trainers (see
+            `read_shard`), "-" and their number are added.
+        guard: The credentials that dispatcher and data workers demand, if they do.
+        prefetch: Chunks to fetch ahead; a slow trainer may still have so many when the rest are done.
+        patience: How long the dispatcher, or all data workers, may be unreachable.
     """
 
     live = False  # a job is of files that are there
@@ -73,7 +72,7 @@ class DataServiceSource(Source, WorkQueueSource):
     ) -> None:
         if not trainer or prefetch < 1:
             raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
-        self._share = ShardChoice("data service")
+        self._choice = ShardChoice("data service")
         self._base, self._named = trainer, False
         self._settings = _Settings(
             address=dispatcher,
@@ -87,9 +86,9 @@ class DataServiceSource(Source, WorkQueueSource):
         self._turn = 0
         self._interrupted = threading.Event()
 
-    def read_shard(self, share: Shard) -> None:
-        """Be one of several trainers, which together get all chunks."""
-        self._share.choose(share)
+    def read_shard(self, shard: Shard) -> None:
+        """Become one of several trainers, which together get all chunks."""
+        self._choice.choose(shard)
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
         raise NotRepeatableError(
@@ -103,7 +102,7 @@ class DataServiceSource(Source, WorkQueueSource):
         try:
             self._job = fetcher.job
             for records in fetcher:
-                self._turn += 1
+                self._turn += 1  # before the yield: a position taken meanwhile includes this chunk
                 yield records
         finally:
             fetcher.close()
@@ -127,7 +126,7 @@ class DataServiceSource(Source, WorkQueueSource):
         trainers, which get these chunks.
 
         Raises:
-            RestoreError: A position is of another kind or job; or what came after it is with others already.
+            RestoreError: A position is of another kind or job; or the chunks after it went to other trainers.
             DataError: The dispatcher does not answer.
         """
         for position in positions:
@@ -168,16 +167,16 @@ class DataServiceSource(Source, WorkQueueSource):
                 caller.call("release", **{name: position[name] for name in ("trainer", "job", "turn")})
         except UnreachableError as cause:
             raise DataError(f"data service: the dispatcher takes nothing back: {cause}") from cause
-        return position  # it is given what comes after it, which is nothing
+        return position  # the trainer would get the chunks after it, and there are none
 
     def defer_to_chief(self) -> None:
-        """Do nothing: a trainer that closes its source has what it had."""
+        """Do nothing: closing the source does not free the chunks of a trainer."""
 
     def interrupt(self) -> None:
         self._interrupted.set()
 
     def _is_ours(self, trainer: str) -> bool:
-        """Whether a trainer is this one, or one of those that share its name."""
+        """Whether a trainer is this one, or one of several with its name."""
         base, dash, number = trainer.rpartition("-")
         return trainer == self._base or (base == self._base and bool(dash) and number.isdecimal())
 
@@ -188,19 +187,19 @@ class DataServiceSource(Source, WorkQueueSource):
             RestoreError: Always.
         """
         raise RestoreError(
-            "what a stage on top of the data service held back cannot be moved; have the data workers cut "
-            "chunks of the size that is trained on, and leave out rebatch and shuffle"
+            "the records that a stage on top of the data service buffers cannot be moved; have the data "
+            "workers cut chunks of the batch size, and leave out rebatch and shuffle"
         )
 
     def commit(self, position: Position) -> None:
-        """As `acknowledge`, by the name under which a trainer tells any source what is safe."""
+        """Acknowledge a position that a checkpoint contains."""
         self.acknowledge(position)
 
     def acknowledge(self, position: Position) -> None:
         """Tell the dispatcher that a position was saved for good: all before it need not come again.
 
-        Call it after the checkpoint that holds the position is complete. It lets the dispatcher forget
-        old chunks, and hand only what came later to others if this trainer is given up.
+        Call it after the checkpoint that contains the position is complete. It lets the dispatcher forget
+        old chunks, and give only later chunks to other trainers if this one is given up.
         """
         if position["job"] is None:
             return
@@ -220,17 +219,17 @@ class DataServiceSource(Source, WorkQueueSource):
         return self._settings.trainer
 
     def _settle(self) -> None:
-        """Take the name of this trainer among several; once."""
+        """Settle the name of this trainer among several; once."""
         if self._named:
             return
-        self._named, share = True, self._share.settle()
-        if share.workers > 1:
-            trainer = f"{self._settings.trainer}-{share.worker}"
+        self._named, shard = True, self._choice.settle()
+        if shard.workers > 1:
+            trainer = f"{self._settings.trainer}-{shard.worker}"
             self._settings = replace(self._settings, trainer=trainer)
 
 
 def _check(position: Position) -> None:
-    """Refuse what is not a position of such a source."""
+    """Refuse a position of another source."""
     if not isinstance(position, Mapping) or position.get("kind") != _KIND:
         raise RestoreError(
             f"cannot restore a data service source: {position!r:.200} is not a position of one"
@@ -241,7 +240,7 @@ def _check(position: Position) -> None:
 
 
 class _Fetcher:
-    """One iteration: a thread that fetches ahead, and what it has fetched."""
+    """One iteration: a thread that prefetches chunks, and the chunks that are ready."""
 
     def __init__(self, settings: _Settings, job: str | None, turn: int, interrupted: threading.Event) -> None:
         self._settings = settings
@@ -298,6 +297,7 @@ class _Fetcher:
 
     def _fetch_all(self) -> None:
         while not self._stop.is_set():
+            # Asking for a turn assigns a chunk for good, so ask only for as many as fit into the queue.
             most = max(1, self._prefetch - self._ready.qsize())
             answer = self._ask("turns", session=self._session, turn=self._turn, most=most, wait=POLL)
             if answer["over"]:

@@ -114,7 +114,7 @@ class Dispatcher:
             return self._job.status()
 
     def release(self, trainer: str) -> int:
-        """Hand what a trainer has not acknowledged to others, for it will not come back; return how much."""
+        """Free the unacknowledged chunks of a trainer that will not return; return how many."""
         with self._changed:
             self._changed.notify_all()
             return self._job.release(trainer)
@@ -164,7 +164,7 @@ class Dispatcher:
             return {"chunks": chunks or [], "over": over, "workers": self._job.workers()}
 
     def _wait(self, look: Callable[[], Any], seconds: float) -> Any:
-        """Return what `look` finds, as soon as it finds something; None after so many seconds."""
+        """Return the result of `look` as soon as it is not None; None after so many seconds."""
         until = time.monotonic() + min(seconds, self._longest)
         while True:
             found = look()

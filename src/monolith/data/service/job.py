@@ -53,15 +53,15 @@ class DataJobConfig:
     """What to read, and when a process counts as dead."""
 
     splits: tuple[str, ...]
-    """Files, or other divisions of a source: what the workers' `open_split` understands. Handed out in this
+    """Files, or other parts of a source, as the workers' `open_split` understands them. Leased in this
     order."""
     epochs: int = 1
     """How often each split is read."""
     lease: timedelta = timedelta(seconds=10)
-    """How long a data worker may stay silent before its splits go to others."""
+    """How long a data worker may be silent before its splits are leased to other workers."""
     trainer_timeout: timedelta | None = None
-    """How long a trainer may stay silent before what it has not acknowledged goes to others; None for ever,
-    which is right where it will be started again from its checkpoint."""
+    """How long a trainer may be silent before its unacknowledged chunks go to other trainers; None for ever,
+    which is right if it will be restarted from its checkpoint."""
     attempts: int = 3
     """How often reading a split may fail before the job does."""
     keep_acknowledged: int = 100_000
@@ -82,7 +82,7 @@ class DataJobConfig:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Some records after a position of a source: a position is only known where the source yielded."""
+    """A place `skip` records after a position of a source: positions are known only between its batches."""
 
     position: Position
     skip: int = 0
@@ -116,9 +116,9 @@ class SplitChunk:
     place: Place
     size: int
     worker: str
-    """Who has it at hand."""
+    """The data worker that has it in memory."""
     turn: int | None
-    """Of the trainer; None while it has none."""
+    """The turn of its trainer; None while no trainer has it."""
 
 
 class Job:
@@ -137,8 +137,8 @@ class Job:
         self._clock = clock
         filesystem.make_dirs(folder)
         path = Path(folder) / "job.sqlite"
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it holds what trainers must show
-        # Whoever calls holds the dispatcher's lock, on whatever thread.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains the sessions of trainers
+        # The caller holds the dispatcher's lock, on any thread.
         self._db = sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -182,25 +182,25 @@ class Job:
         )
         if splits != self.config.splits:
             raise RestoreError(
-                f"cannot go on with the job in {path}: it has {len(splits)} splits, the first {splits[0]!r}; "
+                f"cannot resume the job in {path}: it has {len(splits)} splits, the first {splits[0]!r}; "
                 f"this one has {len(self.config.splits)}, the first {self.config.splits[0]!r}. "
                 "Another job needs another folder."
             )
 
     def close(self) -> None:
-        """Let go of the file. Closing again does nothing."""
+        """Close the file. Closing again does nothing."""
         self._db.close()
 
     # Data workers
 
     def register(self, worker: str) -> None:
-        """Note a worker that begins; what one at the same address had leased before is free again."""
+        """Note that a worker starts; leases of an earlier worker at the same address are released."""
         with _Transaction(self._db):
             self._db.execute("UPDATE splits SET lease = NULL, worker = NULL WHERE worker = ?", (worker,))
         self._workers[worker] = self._clock()
 
     def deregister(self, worker: str) -> None:
-        """Note a worker that ends."""
+        """Note that a worker stops, and release its leases."""
         self.register(worker)
         del self._workers[worker]
 
@@ -314,12 +314,13 @@ class Job:
     # Trainers
 
     def attach(self, trainer: str, job: str | None, turn: int) -> str:
-        """Let a trainer go on from a turn, and return what it must show from now on.
+        """Let a trainer resume from a turn, and return the session that its calls must carry from now on.
 
-        Another process of the same name is shut out by that.
+        This fences another process of the same name: its session is no longer valid.
 
         Raises:
-            RestoreError: There is no such turn: of another job, not given yet, or given to others since.
+            RestoreError: There is no such turn: of another job, not given yet, or given to another trainer
+                since.
         """
         self._check_turn(trainer, job, turn)
         session = secrets.token_hex(8)
@@ -333,7 +334,7 @@ class Job:
         return session
 
     def turns(self, trainer: str, session: str, turn: int, most: int) -> list[SplitChunk]:
-        """Return a trainer's chunks from a turn on: those it was given before, then others that are free.
+        """Return a trainer's chunks from a turn on: those it was given before, then free ones.
 
         Asking again gives the same ones, so an answer that was lost does no harm.
 
@@ -342,8 +343,9 @@ class Job:
                 split could not be read and nothing else is left.
         """
         self._expire()
-        turns, held, _ = self._trainer(trainer)
-        if held != session:
+        # The session fences: a process that was replaced, or given up, must not take chunks any more.
+        turns, current, _ = self._trainer(trainer)
+        if current != session:
             raise DataError(
                 f"data service: trainer {trainer!r} was shut out: another process attached under its name, "
                 "or it was silent for longer than trainer_timeout. Restore from a checkpoint."
@@ -385,7 +387,7 @@ class Job:
         return bool(left == (None, None))
 
     def acknowledge(self, trainer: str, turn: int) -> None:
-        """Note that a trainer has saved all before `turn`. Never goes back."""
+        """Note that a trainer has saved all before `turn`. An older turn changes nothing."""
         turns, _, _ = self._trainer(trainer)
         if turn > turns:
             raise DataError(f"data service: trainer {trainer!r} acknowledged turn {turn} of {turns}")
@@ -399,11 +401,11 @@ class Job:
             self._db.execute("DELETE FROM chunks WHERE trainer = ? AND turn < ?", (trainer, oldest))
 
     def release(self, trainer: str, job: str | None = None, turn: int | None = None) -> int:
-        """Hand what a trainer has not acknowledged to others; return how many chunks that were.
+        """Free the chunks that a trainer has not acknowledged for other trainers; return how many.
 
         Args:
-            job, turn: Of a position of the trainer; hand on what comes after that instead. Nothing else
-                knows what was saved where its checkpoint is not the last one.
+            job, turn: Of a position of the trainer: free the chunks after that instead, because the restored
+                checkpoint need not be the last one that was acknowledged.
 
         Raises:
             RestoreError: There is no such turn, as in `attach`.
@@ -413,6 +415,8 @@ class Job:
         with _Transaction(self._db):
             if turn is not None:
                 self._db.execute("UPDATE trainers SET acknowledged = ? WHERE trainer = ?", (turn, trainer))
+            # Chunks keep their definition, only their trainer and turn are cleared: another trainer reads the
+            # same records.
             freed = self._db.execute(
                 "UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ?1 AND turn >= "
                 "(SELECT acknowledged FROM trainers WHERE trainer = ?1)",
@@ -470,7 +474,7 @@ class Job:
         now = self._clock()
         oldest = now - self.config.lease.total_seconds()
         for worker in [worker for worker, heard in self._workers.items() if heard < oldest]:
-            del self._workers[worker]  # it is noted again with the next word from it
+            del self._workers[worker]  # its next call adds it again
         expired = [lease for lease, heard in self._leases.items() if heard < oldest]
         if expired:
             with _Transaction(self._db):
@@ -499,9 +503,9 @@ class Job:
             )
         turns, _, forgotten = self._trainer(trainer)
         if not forgotten <= turn <= turns:
-            why = "its chunks were forgotten" if turn < forgotten else "what came after was handed to others"
+            why = "its chunks were forgotten" if turn < forgotten else "later chunks went to other trainers"
             raise RestoreError(
-                f"data service: trainer {trainer!r} cannot go on from turn {turn}: the dispatcher has turns "
+                f"data service: trainer {trainer!r} cannot resume from turn {turn}: the dispatcher has turns "
                 f"{forgotten} to {turns} of it; {why}. See keep_acknowledged and trainer_timeout."
             )
 
@@ -525,7 +529,7 @@ class Job:
 
 
 class _Transaction:
-    """All of what happens inside, or nothing."""
+    """Commits all changes of a block, or none if it raises."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database

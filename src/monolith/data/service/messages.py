@@ -143,7 +143,7 @@ __all__ = [
 
 
 class UnreachableError(DataError):
-    """Nobody answers at an address. Never leaves the service as such: callers say what they wanted."""
+    """No process answers at an address. Callers catch it and raise an error that says what they wanted."""
 
 
 SERVICE = Service(
@@ -194,7 +194,7 @@ class DataCaller(flight.Caller):
 
 
 _KIND = b"monolith.kind"
-"""In the metadata of a field: how the data holds the column, as JSON."""
+"""In the metadata of a field: how the data stores the column, as JSON."""
 
 
 def to_batch(records: Records) -> Any:
@@ -213,12 +213,13 @@ def to_batch(records: Records) -> Any:
             nothing = arrow.array(np.zeros(records.size, dtype=np.int32))
             array = arrow.DictionaryArray.from_arrays(nothing, array)
         arrays.append(array)
-    held = {
+    metadata = {
         name: {_KIND: json.dumps([kind.type, kind.single])} if (kind := records.kinds.get(name)) else None
         for name in records.columns
     }
     schema = [
-        arrow.field(name, one.type, metadata=held[name]) for name, one in zip(held, arrays, strict=True)
+        arrow.field(name, one.type, metadata=metadata[name])
+        for name, one in zip(metadata, arrays, strict=True)
     ]
     return arrow.RecordBatch.from_arrays(arrays, schema=arrow.schema(schema))
 

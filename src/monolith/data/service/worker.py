@@ -1,9 +1,9 @@
 """Data workers: read splits, cut them into chunks, and send these to trainers.
 
-A worker knows nothing that could be lost. It reads what it has leased and tells the
-dispatcher of every chunk it cuts; chunks wait here for the trainer that gets them, and reading
-stops while too many wait. A chunk that is asked for and not here, because it was sent
-before or because another worker cut it, is read again from its place.
+A worker has no state that could be lost. It reads the splits it has leased and announces every
+chunk to the dispatcher; chunks wait here for the trainer that gets them, and reading stops
+while too many wait. A requested chunk that is not here, because it was sent before or because
+another worker cut it, is read again from its place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Id = tuple[str, int, int, int]  # job, epoch, split, sequence
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What becomes a chunk."""
+    """Records that become a chunk."""
 
     records: Records
     place: Place
@@ -57,12 +57,13 @@ class Piece:
 
 
 def pieces(source: Source, place: Place | None, most: int) -> Iterator[Piece]:
-    """Yield what a source has from a place on, at most so many records at a time.
+    """Yield the records of a source from a place on, at most so many at a time.
 
     Small batches are not combined: a reader of a live stream wants them now.
     """
     if place is not None:
         source.restore(place.position)
+    # A source has positions only between its batches, so a place inside of one is a position and a skip.
     base, skip = source.position(), 0 if place is None else place.skip
     for records in source:
         after = source.position()
@@ -113,14 +114,14 @@ class DataWorker:
     Args:
         dispatcher: host:port, or a function that finds it.
         open_split: Opens a split of the job.
-        advertise: The host by which trainers reach this one, where that is not `host`.
-        guard: What to present to the dispatcher, and to demand of trainers.
+        advertise: The host by which trainers reach this worker, if that is not `host`.
+        guard: The credentials for the dispatcher, and those to demand of trainers.
         limits: What one trainer may ask for.
         readers: Splits to read at a time.
         buffer_chunks: Chunks, of all splits together, that may wait for a trainer before reading stops;
             and about as many that trainers were given and have not fetched.
         chunk_records: The most records of a chunk.
-        patience: How long the dispatcher may be away.
+        patience: How long the dispatcher may be unreachable.
 
     Raises:
         ListenError: The port is taken.
@@ -150,7 +151,7 @@ class DataWorker:
         self._buffer_chunks = buffer_chunks
         self._chunk_records = chunk_records
         self._stop = threading.Event()
-        self._room = threading.Condition()  # guards _buffer, _leases, _renew_every and _failure
+        self._changed = threading.Condition()  # guards _buffer, _leases, _renew_every and _failure
         self._buffer = _Buffer()
         self._leases: set[str] = set()
         self._renew_every = POLL
@@ -192,7 +193,7 @@ class DataWorker:
             MonolithError: It stopped because the dispatcher was away for too long, or refused it.
         """
         stopped = self._stop.wait(seconds)
-        with self._room:
+        with self._changed:
             if self._failure is not None:
                 raise self._failure
         return stopped
@@ -201,12 +202,12 @@ class DataWorker:
         """Stop reading, give splits back, finish sending and free the port. Closing again does nothing."""
         first = not self._stop.is_set()
         self._stop.set()
-        with self._room:
-            self._room.notify_all()
+        with self._changed:
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
         if first:
-            self._say_goodbye()
+            self._deregister()
         self._server.close()
 
     def __enter__(self) -> Self:
@@ -226,32 +227,32 @@ class DataWorker:
     # Reading
 
     def _guarded(self, work: Callable[[DataCaller], None]) -> None:
-        """Run a thread's work; what ends it ends the worker."""
+        """Run a thread's work; an error in it stops the worker."""
         try:
             with self._dispatcher() as dispatch:
                 work(dispatch)
         except StoppedError:
-            return  # as it was asked to
+            return  # close() was called
         except Exception as error:  # raised by `wait`
             _log.error("data worker %s stops: %s", self.address, error)
-            with self._room:
+            with self._changed:
                 self._failure = self._failure or error
                 self._stop.set()
-                self._room.notify_all()
+                self._changed.notify_all()
 
     def _read(self, dispatch: DataCaller) -> None:
         while not self._stop.is_set():
             answer = dispatch.call("lease", worker=self.address, wait=POLL)
             if answer["lease"] is None:
                 continue
-            with self._room:
+            with self._changed:
                 self._renew_every = answer["renew_every"]
                 self._leases.add(answer["lease"]["lease"])
-                self._room.notify_all()
+                self._changed.notify_all()
             try:
                 self._read_split(dispatch, answer["job"], **answer["lease"])
             finally:
-                with self._room:
+                with self._changed:
                     self._leases.discard(answer["lease"]["lease"])
 
     def _read_split(
@@ -286,12 +287,12 @@ class DataWorker:
         dispatch.call("finish", lease=lease)
 
     def _offer(self, dispatch: DataCaller, chunk: _Id, lease: str, piece: Piece) -> bool:
-        """Wait for room, then tell of a chunk; return whether to go on."""
-        with self._room:
+        """Wait until the buffer has space, then announce a chunk; return whether the lease is still valid."""
+        with self._changed:
             while len(self._buffer.free) >= self._buffer_chunks and lease in self._leases:
                 if self._stop.is_set():
                     raise StoppedError
-                self._room.wait()
+                self._changed.wait()
             if lease not in self._leases:
                 return False
             # Stored before it is announced: a trainer may ask for it at once.
@@ -305,19 +306,19 @@ class DataWorker:
             after=asdict(piece.after),
         )["held"]
         if not held:
-            with self._room:
+            with self._changed:
                 self._buffer.free.pop(chunk, None)
-                self._room.notify_all()
+                self._changed.notify_all()
         return bool(held)
 
     def _renew(self, dispatch: DataCaller) -> None:
         while not self._stop.is_set():
-            with self._room:
+            with self._changed:
                 leases = sorted(self._leases)
                 offered = list(self._buffer.free)
             answer = dispatch.call("renew", worker=self.address, leases=leases)
             waiting = {tuple(one) for one in answer["waiting"]}
-            with self._room:
+            with self._changed:
                 self._leases -= set(answer["lost"])
                 for chunk in offered:
                     # A chunk that was not announced yet is not among those that wait, either: it moves to the
@@ -326,13 +327,12 @@ class DataWorker:
                         self._buffer.given[chunk] = self._buffer.free.pop(chunk)
                 while len(self._buffer.given) > self._buffer_chunks:
                     del self._buffer.given[next(iter(self._buffer.given))]  # the oldest; it can be read again
-                self._room.notify_all()
+                self._changed.notify_all()
                 every = self._renew_every
             self._stop.wait(every)
 
-    def _say_goodbye(self) -> None:
-        """Give splits back at once, where the dispatcher is there to take them."""
-        # If it is not, the leases expire.
+    def _deregister(self) -> None:
+        """Release the leases at once if the dispatcher answers; otherwise they expire."""
         with suppress(MonolithError), DataCaller(self._address_of_dispatcher, guard=self._guard) as dispatch:
             dispatch.call("deregister", worker=self.address)
 
@@ -344,11 +344,11 @@ class DataWorker:
         The worker asks the dispatcher what to read, so a ticket cannot name a file. It opens a split of the
         job, and the split's source refuses a position that names a file outside that split.
         """
-        with self._room:
+        with self._changed:
             batch = self._buffer.given.pop(ticket.id, None)
             if batch is None:
                 batch = self._buffer.free.pop(ticket.id, None)
-            self._room.notify_all()
+            self._changed.notify_all()
         if batch is not None:
             return batch
         with DataCaller(self._address_of_dispatcher, guard=self._guard) as dispatch:

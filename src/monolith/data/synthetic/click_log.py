@@ -1,4 +1,4 @@
-"""A click log that is made up, so that one knows what there is to learn.
+"""A synthetic click log, whose true probabilities are known.
 
 Users see items in contexts and click or not. How much a user likes an item is decided
 by hidden vectors, drawn from a seed; the label is a coin thrown with that probability.
@@ -6,8 +6,8 @@ So the best score any model can reach is known: that of the probabilities themse
 
 Nothing is stored. An example is a function of its number, and a hidden vector of the
 id, both through the one hash of the system. There may be any number of users, any
-stretch of the log can be read without what came before it, and batches of different
-sizes hold the same examples.
+range of the log can be read without the examples before it, and batches of different
+sizes contain the same examples.
 
     log = ClickLog(ClickLogConfig(users=1_000_000))
     for batch in log.batches(1000, 1024): ...          # train
@@ -47,7 +47,7 @@ class Draws:
 
     def hash(self, of: Numbers, purpose: int) -> NDArray[np.uint64]:
         """Return 64 bits for each; no two of one purpose are the same."""
-        # The golden ratio keeps the stretches of different purposes far apart.
+        # The golden ratio keeps the numbers of different purposes far apart.
         return mix(of.view(np.uint64) + np.uint64(self._key + _GOLDEN * purpose & _ALL_BITS))
 
     def uniform(self, of: Numbers, purpose: int) -> NDArray[np.float64]:
@@ -161,7 +161,7 @@ class ClickLogConfig:
 
 
 class _Examples(NamedTuple):
-    """A stretch of the log, before it is packed."""
+    """A range of the log, before it is packed."""
 
     numbers: NDArray[np.uint64]
     """Of the examples."""
@@ -170,7 +170,7 @@ class _Examples(NamedTuple):
     history_splits: NDArray[np.int64]
     floats: NDArray[np.float32]
 
-    def cut(self, begin: int, end: int) -> _Examples:
+    def slice(self, begin: int, end: int) -> _Examples:
         """Return examples [begin, end) of these."""
         splits = self.history_splits[begin : end + 1]
         spans = dict.fromkeys(self.ids, slice(begin, end)) | {"history": slice(splits[0], splits[-1])}
@@ -205,8 +205,8 @@ class ClickLog:
             labels = self._labels(examples)
             for begin in range(0, some * batch_size, batch_size):
                 end = begin + batch_size
-                cut = {task: label[begin:end] for task, label in labels.items()}
-                yield self._batch(examples.cut(begin, end), cut)
+                some_labels = {task: label[begin:end] for task, label in labels.items()}
+                yield self._batch(examples.slice(begin, end), some_labels)
 
     def batch(self, first: int, size: int) -> Batch:
         """Return examples [first, first + size), with a label for each task."""

@@ -1,4 +1,4 @@
-"""A stream that is made up, and does not stay as it was.
+"""A synthetic stream that drifts.
 
 Users and items appear, are seen for a while and fade; what users want turns slowly into
 something else. A model that stops learning gets worse by the hour, and by how much is
@@ -7,7 +7,7 @@ score to a model that has learned everything there was to know at that time, and
 since.
 
 Nothing is stored, as in the click log: an example is a function of its number, and any
-stretch can be read without what came before it.
+range can be read without the examples before it.
 
     stream = DriftingStream(DriftConfig(examples=1_000_000))
     for batch in stream.batches(): ...                          # train, in the order of event time
@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.data.records import LABEL, LINE_ID, BatchSpec, Records, make_batch
-from monolith.data.sharding import Shard, ShardChoice
-from monolith.data.source import Position, Source
+from monolith.data.source import Position, Shard, ShardChoice, Source
 from monolith.data.synthetic.click_log import Draws, ranks, sigmoid
 from monolith.errors import ConfigError, FeatureError, RestoreError
 from monolith.feature import Batch
@@ -150,7 +149,7 @@ def fast_drift(*, small: bool = False, batch_size: int = 1024, seed: int = 0) ->
 
 
 class _Examples(NamedTuple):
-    """A stretch of the stream, before it is packed."""
+    """A range of the stream, before it is packed."""
 
     numbers: NDArray[np.uint64]
     seconds: NDArray[np.float64]
@@ -163,7 +162,7 @@ class _Examples(NamedTuple):
 class DriftingStream(Source):
     """A source of examples in the order of their event time. Its position is the number of the next one.
 
-    Of several workers (see `read_shard`) each has every so manieth batch.
+    Of several workers (see `read_shard`) each reads every n-th batch of n workers.
     """
 
     repeats_order = True
@@ -174,17 +173,17 @@ class DriftingStream(Source):
         self._draws = Draws(self.config.seed)
         self._choice = ShardChoice("drifting stream")
         self._next: int | None = None
-        """None where it begins."""
+        """None before the first read."""
 
     # A source
 
-    def read_shard(self, share: Shard) -> None:
-        self._choice.choose(share)
+    def read_shard(self, shard: Shard) -> None:
+        self._choice.choose(shard)
 
     def __iter__(self) -> Iterator[Records]:
-        size, share = self.config.batch_size, self._choice.settle()
-        if share.workers > 1:
-            yield from self._every(share.workers * size)
+        size, shard = self.config.batch_size, self._choice.settle()
+        if shard.workers > 1:
+            yield from self._every(shard.workers * size)
             return
         # Several batches are drawn at a time: numpy's calls cost more than the work of a small one.
         together = max(1, _AT_A_TIME // size) * size
@@ -201,9 +200,9 @@ class DriftingStream(Source):
 
     def position(self) -> Position:
         found: Position = {"source": "drift", "seed": self.config.seed, "next": self._number()}
-        share = self._choice.settle()
-        if share.workers > 1:
-            found["shard"] = list(share)
+        shard = self._choice.settle()
+        if shard.workers > 1:
+            found["shard"] = list(shard)
         return found
 
     def restore(self, position: Position) -> None:
@@ -214,12 +213,11 @@ class DriftingStream(Source):
                 f"cannot restore a drifting stream: the position is of seed {position.get('seed')!r}, "
                 f"this one has seed {self.config.seed}"
             )
-        shard = position.get("shard", [0, 1])
-        share = self._choice.settle()
-        if shard != list(share):
+        saved, shard = position.get("shard", [0, 1]), self._choice.settle()
+        if saved != list(shard):
             raise RestoreError(
-                f"cannot restore a drifting stream: the position is of worker and workers {shard!r}, "
-                f"this one has {list(share)}"
+                f"cannot restore a drifting stream: the position is of worker and workers {saved!r}, "
+                f"this one has {list(shard)}"
             )
         number = position.get("next")
         if not isinstance(number, int) or number < 0:
@@ -229,7 +227,7 @@ class DriftingStream(Source):
         self._next = number
 
     def commit(self, position: Position) -> None:
-        """Do nothing: any stretch can be had again."""
+        """Do nothing: any range can be generated again."""
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
@@ -247,7 +245,7 @@ class DriftingStream(Source):
             self._next = self._choice.settle().worker * self.config.batch_size
         return self._next
 
-    # Any stretch of it
+    # Any range of it
 
     def batches(self) -> Iterator[Batch]:
         """Yield batches from the current position on."""

@@ -1,6 +1,6 @@
 """Columns as transforms read and write them: the first value, whether one of these is there, one more.
 
-A column that is not there reads as one where no record has a value: a stretch of records
+A column that is not there reads as one where no record has a value: a batch of records
 has only the columns that some record in it needed.
 """
 
@@ -21,6 +21,7 @@ from monolith.data.records import (
     empty_rows,
     known_columns,
     take_rows,
+    text_rows,
 )
 from monolith.errors import ConfigError, DataError
 from monolith.tensors import RaggedTensor
@@ -37,7 +38,7 @@ _NAMES = {torch.int64: "int64", torch.float32: "float32", torch.uint8: "strings"
 
 
 def read_column(records: Records, name: str, dtype: torch.dtype) -> RaggedTensor:
-    """Return a column of this type, one row per record; without values where it is not there.
+    """Return a column of this type, one row per record; without values if it is missing.
 
     Whole numbers are numbers, too: a 0/1 label of a CSV or Parquet file is read as float32.
 
@@ -71,7 +72,7 @@ def read_labels(records: Records, who: str) -> RaggedTensor:
 
 
 def first_values(column: RaggedTensor, default: float) -> Tensor:
-    """Return the first value of each row, of shape (nrows,); `default` where there is none."""
+    """Return the first value of each row, of shape (nrows,); `default` if there is none."""
     return column.to_padded(1, default)[:, 0]
 
 
@@ -111,13 +112,16 @@ def append_values(column: RaggedTensor, values: Tensor, where: Tensor) -> Ragged
     Args:
         values: Of shape (nrows,); only those of the masked rows are used.
     """
-    lengths = column.row_lengths()
     extra = RaggedTensor.from_row_lengths(values[where], where.to(torch.int64), validate=False)
-    both = concat_rows([column, extra])
-    rows = torch.arange(column.nrows)
-    order = torch.stack([rows, rows + column.nrows], dim=1).reshape(-1)
-    flat = take_rows(both, order).flat_values
-    return RaggedTensor.from_row_lengths(flat, lengths + where.to(torch.int64), validate=False)
+    return join_rows(column, extra)
+
+
+def join_rows(left: RaggedTensor, right: RaggedTensor) -> RaggedTensor:
+    """Return the rows of `left`, each followed by that of `right`."""
+    rows = torch.arange(left.nrows)
+    order = torch.stack([rows, rows + left.nrows], dim=1).reshape(-1)
+    values = take_rows(concat_rows([left, right]), order).flat_values
+    return RaggedTensor.from_row_lengths(values, left.row_lengths() + right.row_lengths(), validate=False)
 
 
 def set_rows(column: RaggedTensor, rows: RaggedTensor, where: Tensor) -> RaggedTensor:
@@ -142,10 +146,7 @@ def with_label_at(records: Records, position: int, values: Tensor, where: Tensor
 
 def text_column(texts: Sequence[str], which: Tensor) -> RaggedTensor:
     """Return a column with one string per record: `texts[which[i]]`."""
-    encoded = [text.encode() for text in texts]
-    flat = torch.from_numpy(np.frombuffer(b"".join(encoded) or b"\0", np.uint8).copy())
-    lengths = torch.tensor([len(text) for text in encoded], dtype=torch.int64)
-    table = RaggedTensor.from_row_lengths(flat[: int(lengths.sum())], lengths, validate=False)
+    table = text_rows([text.encode() for text in texts])
     return RaggedTensor(take_rows(table, which), torch.arange(len(which) + 1), validate=False)
 
 
@@ -179,7 +180,7 @@ def parse_integer_list(text: str) -> tuple[int, ...]:
 
 
 def parse_integer(text: str) -> int:
-    """Read a whole number; ConfigError `Invalid integer string: <text>` where it is none."""
+    """Read a whole number; ConfigError `Invalid integer string: <text>` if it is none."""
     digits = text[1:] if text[:1] in ("+", "-") else text
     if not (digits.isascii() and digits.isdigit()):  # int() also takes "1_000" and other alphabets
         raise ConfigError(f"Invalid integer string: {text}")
@@ -187,7 +188,7 @@ def parse_integer(text: str) -> int:
 
 
 def parse_number(text: str, what: str) -> float:
-    """Read a finite number; ConfigError that names `what` where it is none."""
+    """Read a finite number; ConfigError that names `what` if it is none."""
     try:
         number = float(text)
     except ValueError as cause:

@@ -35,7 +35,8 @@ from monolith.tensors import RaggedTensor, ranges
 
 
 def id_columns(records: Records, names: Sequence[str] | None) -> dict[str, RaggedTensor]:
-    """Return the columns that hold ids: those named, or every int64 one but for what identifies the event."""
+    """Return the columns that hold ids: those named, or every int64 one except those that identify the
+    event."""
     if names is not None:
         return {name: read_column(records, name, torch.int64) for name in names}
     return {
@@ -49,7 +50,7 @@ def id_columns(records: Records, names: Sequence[str] | None) -> dict[str, Ragge
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterByFid(Filter):
-    """Keeps records that have one of some fids, none of others, and all of yet others."""
+    """Keeps records that have at least one of `has_fids`, none of `filter_fids` and all of `select_fids`."""
 
     has_fids: tuple[int, ...] = ()
     """At least one of these."""
@@ -86,7 +87,7 @@ class FilterBySlot(Filter):
 
     select_slots: tuple[int, ...]
     version: int = 2
-    """Of the fids: 2 for all that was parsed, 1 where a column holds them as they came."""
+    """The version of the fids: 2 for parsed ones, 1 if a column has them as they came."""
     columns: tuple[str, ...] | None = None
     """Where to look; None for every column of ids."""
 
@@ -147,7 +148,7 @@ def instance_filters(
     has_actions: str = "",
     version: int = 2,
 ) -> tuple[Filter, ...]:
-    """Return the usual filters, from lists of numbers between commas; what is empty is no constraint.
+    """Return the usual filters, from lists of numbers between commas; an empty list is no constraint.
 
     Args:
         req_time_min: The earliest request time that is kept, in Unix seconds.
@@ -247,7 +248,7 @@ class SlotFilter(Rewrite):
     keep: tuple[int, ...] = ()
     """Only ids of these slots stay; empty for all."""
     drop: tuple[int, ...] = ()
-    """Ids of these slots go."""
+    """Ids of these slots are dropped."""
     version: int = 2
     columns: tuple[str, ...] | None = None
     """Which columns; None for every column of ids."""

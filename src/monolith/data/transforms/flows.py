@@ -6,7 +6,7 @@ turn from every flow that has something, says in each record where it came from,
 itself a source with a position.
 
 Back-pressure: nothing is read while the queue that the next record belongs to is full.
-So a flow without a consumer stops all others, once its queue is full. `MergeFlow`
+So a flow without a consumer stops all flows, once its queue is full. `MergeFlow`
 takes from all of them and cannot be stopped that way; it waits, though, until one queue
 is full or the stream ends, so that its order depends on the records alone. Consumers of
 single flows must each have a thread.
@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from monolith.data.records import Records, concat
-from monolith.data.sharding import Shard
-from monolith.data.source import Position, Source, as_stream
+from monolith.data.source import Position, Shard, Source, as_stream
 from monolith.data.transforms.columns import (
     DATA_SOURCE_KEY,
     DATA_SOURCE_NAME,
@@ -38,7 +37,7 @@ from monolith.data.transforms.transform import NUMBER, Stateful, Transform, numb
 from monolith.errors import ConfigError, DataError, RestoreError
 
 QUEUE_RECORDS = 1024
-"""How many records a flow's queue holds."""
+"""The capacity of a flow's queue, in records."""
 
 
 def flow_key(name: str) -> int:
@@ -56,7 +55,7 @@ class SplitConfig:
 
     flows: tuple[str, ...]
     capacity: int = QUEUE_RECORDS
-    """Records a queue holds at most."""
+    """The most records in a queue."""
     unknown: Literal["error", "drop"] = "error"
     """What to do with a record of no flow listed, or without a key; dropped ones are counted."""
 
@@ -115,13 +114,14 @@ class SplitFlow:
             yield part
 
     def window(self) -> dict[str, Records]:
-        """Read until a queue is full or the stream ends; return what each flow then has, and empty its queue.
+        """Read until a queue is full or the stream ends; return the records of each flow, and empty its
+        queue.
 
         Flows without records are left out; when there are none, the stream has ended. Asking again
         then looks whether it has grown.
         """
         with self._changed:
-            while self._reader.held is not None or self._reader.read():
+            while self._reader.unused is not None or self._reader.read():
                 if not self._route():
                     break
             found = {name: _drained(queue) for name, queue in self._queues.items() if queue}
@@ -130,15 +130,15 @@ class SplitFlow:
             self._changed.notify_all()
             return found
 
-    def read_shard(self, share: Shard) -> None:
-        """Have the source read one share of its data."""
-        self._reader.source.read_shard(share)
+    def read_shard(self, shard: Shard) -> None:
+        """Have the source read one shard of its data."""
+        self._reader.source.read_shard(shard)
 
     def position(self) -> Position:
         """Return the place before the first record that is in no queue yet.
 
         Raises:
-            DataError: Queues hold records, which a position cannot bring back.
+            DataError: Queues have records, which a position does not contain.
         """
         with self._changed:
             if full := [name for name, queue in self._queues.items() if queue]:
@@ -167,12 +167,12 @@ class SplitFlow:
                     raise self._error
                 if self._ended:
                     return None
-                if not self._reading and self._reader.held is None:
+                if not self._reading and self._reader.unused is None:
                     self._read_unlocked()
                 elif not self._reading and self._route():
                     self._changed.notify_all()
                 elif not self._changed.wait(self._patience) and not self._reading:
-                    full = [other for other, held in self._queues.items() if held]
+                    full = [other for other, queued in self._queues.items() if queued]
                     raise DataError(
                         f"flow {name!r} got nothing for {self._patience} s: flows {full} are full and have "
                         "no consumer. Give each flow a thread, or merge them."
@@ -182,7 +182,9 @@ class SplitFlow:
             return part
 
     def _read_unlocked(self) -> None:
-        """Read a stretch while others take what they have."""
+        """Read a batch while other threads take records from their queues."""
+        # `_reading` keeps other threads from the source while the lock is released: they wait, or take
+        # records that are in their queues.
         self._reading = True
         self._changed.release()
         error: BaseException | None = None
@@ -198,28 +200,29 @@ class SplitFlow:
             self._changed.notify_all()
 
     def _route(self) -> bool:
-        """Put held records into their queues, up to the first that has no room; say whether any moved."""
-        held = self._reader.held
-        assert held is not None
+        """Move unused records to their queues, up to the first whose queue is full; return whether any
+        moved."""
+        unused = self._reader.unused
+        assert unused is not None
         try:
-            which = self._flows_of(held)
+            which = self._flows_of(unused)
         except DataError as error:
             self._error = error
             self._changed.notify_all()
             raise
         places = {name: (which == index).nonzero().squeeze(1) for index, name in enumerate(self.config.flows)}
-        cut = len(held)
+        end = len(unused)
         for name, rows in places.items():
-            room = self.config.capacity - sum(map(len, self._queues[name]))
-            if len(rows) > room:
-                cut = min(cut, int(rows[room]))
+            free = self.config.capacity - sum(map(len, self._queues[name]))
+            if len(rows) > free:
+                end = min(end, int(rows[free]))
         for name, rows in places.items():
-            if len(rows := rows[rows < cut]):
-                self._queues[name].append(held.take(rows))
-        if bool((lost := which[:cut] < 0).any()):
-            self._count_unknown(held.slice(0, cut).keep(lost))
-        self._reader.advance(cut)
-        return cut > 0
+            if len(rows := rows[rows < end]):
+                self._queues[name].append(unused.take(rows))
+        if bool((lost := which[:end] < 0).any()):
+            self._count_unknown(unused.slice(0, end).keep(lost))
+        self._reader.advance(end)
+        return end > 0
 
     def _flows_of(self, records: Records) -> torch.Tensor:
         """Return the number of each record's flow; -1 for an unknown one."""
@@ -248,7 +251,7 @@ class MergeFlow(Source):
     """Makes one stream of several flows: a record of each in turn, of those that have one, until all end.
 
     Each record gets the name of its flow as `line_id.data_source_name`. A source: its
-    position is that of what it reads, and what its transforms remember.
+    position is that of its flows, with the state of its transforms.
     """
 
     def __init__(
@@ -276,9 +279,9 @@ class MergeFlow(Source):
             if len(merged):
                 yield merged
 
-    def read_shard(self, share: Shard) -> None:
-        """Have every flow read one share of its data."""
-        self._inputs.read_shard(share)
+    def read_shard(self, shard: Shard) -> None:
+        """Have every flow read one shard of its data."""
+        self._inputs.read_shard(shard)
 
     def position(self) -> Position:
         states = {name: transform.state() for name, transform in self._stateful().items()}
@@ -319,6 +322,7 @@ class MergeFlow(Source):
             flows.append(torch.full((len(done),), self._names.index(name)))
             turns.append(torch.arange(len(done)))
         flow, turn = torch.cat(flows), torch.cat(turns)
+        # Record k of every flow comes before record k + 1 of any.
         order = torch.argsort(turn * len(self._names) + flow)
         return (
             concat(parts).take(order).with_columns({DATA_SOURCE_NAME: text_column(self._names, flow[order])})
@@ -344,16 +348,16 @@ class _Sources:
     def _some(self, reader: _Reader) -> Records:
         parts: list[Records] = []
         missing = self._capacity
-        while missing and (reader.held is not None or reader.read()):
-            assert reader.held is not None
-            parts.append(reader.held.slice(0, missing))
+        while missing and (reader.unused is not None or reader.read()):
+            assert reader.unused is not None
+            parts.append(reader.unused.slice(0, missing))
             missing -= len(parts[-1])
             reader.advance(len(parts[-1]))
         return concat(parts) if parts else Records(0, {})
 
-    def read_shard(self, share: Shard) -> None:
+    def read_shard(self, shard: Shard) -> None:
         for reader in self._readers.values():
-            reader.source.read_shard(share)
+            reader.source.read_shard(shard)
 
     def position(self) -> Position:
         return {name: reader.position() for name, reader in self._readers.items()}
@@ -386,33 +390,33 @@ class _Reader:
 
     def __init__(self, source: Iterable[Records]) -> None:
         self.source = as_stream(source)
-        self.held: Records | None = None
-        """What was read and not used yet, with its numbers; None when there is nothing."""
+        self.unused: Records | None = None
+        """The records that were read and not used yet, with their numbers; None if there are none."""
         self._iterator: Iterator[Records] | None = None
         self._ended = False
         self._before: Position = {}
-        self._used = 0  # of the stretch that began at `_before`
+        self._used = 0  # records of the batch that began at `_before`
         self._skip = 0  # to be thrown away after a restore
         self._number = 0
 
     def read(self) -> bool:
-        """Hold the next stretch; return False from the end on."""
-        assert self.held is None
+        """Read the next batch; return False from the end on."""
+        assert self.unused is None
         if self._ended:
             return False
         iterator = self._iterator or iter(self.source)
         self._iterator = iterator
         while True:
             before = self.source.position()
-            stretch = next(iterator, None)
-            if stretch is None:
+            batch = next(iterator, None)
+            if batch is None:
                 self._iterator, self._ended = None, True
                 return False
-            used = min(self._skip, len(stretch))
+            used = min(self._skip, len(batch))
             self._skip -= used
-            if used < len(stretch):
+            if used < len(batch):
                 self._before, self._used = before, used
-                self.held = numbered(stretch.slice(used, len(stretch)), self._number)
+                self.unused = numbered(batch.slice(used, len(batch)), self._number)
                 return True
 
     def resume(self) -> None:
@@ -420,15 +424,15 @@ class _Reader:
         self._ended = False
 
     def advance(self, count: int) -> None:
-        """Count the first held records as used."""
-        if self.held is None or not count:
+        """Count the first unused records as used."""
+        if self.unused is None or not count:
             return
         self._used += count
         self._number += count
-        self.held = self.held.slice(count, len(self.held)) if count < len(self.held) else None
+        self.unused = self.unused.slice(count, len(self.unused)) if count < len(self.unused) else None
 
     def position(self) -> Position:
-        if self.held is not None:
+        if self.unused is not None:
             return {"source": self._before, "used": self._used, "number": self._number}
         return {"source": self.source.position(), "used": self._skip, "number": self._number}
 
@@ -438,7 +442,7 @@ class _Reader:
         except (KeyError, TypeError, ValueError) as cause:
             raise RestoreError(f"cannot restore a flow: {position!r} is not a position of one") from cause
         self.source.restore(source)
-        self.held, self._iterator, self._ended = None, None, False
+        self.unused, self._iterator, self._ended = None, None, False
         self._skip, self._used, self._number = used, 0, number
 
     def commit(self, position: Position) -> None:

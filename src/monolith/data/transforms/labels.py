@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.data.records import LABEL, Records, concat_rows, take_rows
+from monolith.data.records import LABEL, Records
 from monolith.data.transforms.columns import (
     ACTIONS,
     CHANNEL,
@@ -23,6 +23,7 @@ from monolith.data.transforms.columns import (
     append_values,
     first_values,
     has_any,
+    join_rows,
     parse_integer,
     parse_integer_list,
     parse_number,
@@ -31,7 +32,7 @@ from monolith.data.transforms.columns import (
     with_label_at,
 )
 from monolith.data.transforms.transform import Rewrite, check_seed, draw, one_each
-from monolith.data.transforms.values import FilterByValue, values_of
+from monolith.data.transforms.values import FilterByValue
 from monolith.errors import ConfigError
 from monolith.tensors import RaggedTensor
 
@@ -56,7 +57,7 @@ class StrategyRule:
 
     strategy: int
     rate: float
-    """The share that is kept."""
+    """The fraction that is kept."""
     label: float | None = None
     """The first label of those that are kept; None leaves it."""
 
@@ -67,7 +68,7 @@ class StrategyRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialStrategy:
-    """Keeps a share of the records that came about by special strategies, and may set their label.
+    """Keeps a fraction of the records that special strategies produced, and may set their label.
 
     Of several strategies the one that comes first in the rules decides. A record whose
     strategies are all unlisted is dropped.
@@ -98,7 +99,7 @@ class SpecialStrategy:
 
 
 def parse_strategy_rules(text: str) -> tuple[StrategyRule, ...]:
-    """Read `strategy:rate[:label],...`; ConfigError where it has another form."""
+    """Read `strategy:rate[:label],...`; ConfigError if it has another form."""
     rules: dict[int, StrategyRule] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         parts = [part.strip() for part in item.split(":")]
@@ -129,7 +130,7 @@ def is_valid(labels: Tensor) -> Tensor:
 
 
 def label_matrix(records: Records, width: int) -> Tensor:
-    """Return float32 of shape (len(records), width): all labels, INVALID_LABEL where there is none."""
+    """Return float32 of shape (len(records), width): all labels, INVALID_LABEL if there is none."""
     return read_column(records, LABEL, torch.float32).to_padded(width, INVALID_LABEL)
 
 
@@ -142,7 +143,7 @@ class LabelTask:
     negative: tuple[int, ...] = ()
     """Else, any of these makes it negative; where none are named, every record is negative."""
     rate: float = 1.0
-    """The share of negatives that are kept; the others become invalid."""
+    """The fraction of negatives that are kept; the remaining ones become invalid."""
 
     def __post_init__(self) -> None:
         if not self.positive:
@@ -195,7 +196,9 @@ class AddLabel:
             records.with_columns({LABEL: old}), 0, torch.full((len(records),), INVALID_LABEL), not_above
         )
         rates = torch.full((len(records),), self.new_sample_rate)
-        return records.with_columns({LABEL: _appended(records[LABEL], added), SAMPLE_RATE: one_each(rates)})
+        return records.with_columns(
+            {LABEL: join_rows(records[LABEL], _ragged(added)), SAMPLE_RATE: one_each(rates)}
+        )
 
 
 def parse_label_tasks(text: str) -> tuple[LabelTask, ...]:
@@ -248,7 +251,7 @@ class ScatterLabel(Rewrite):
 
 
 def parse_positions(text: str) -> dict[int, int]:
-    """Read `chnid:index,...`; ConfigError where it has another form."""
+    """Read `chnid:index,...`; ConfigError if it has another form."""
     positions: dict[int, int] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         parts = item.split(":")
@@ -365,14 +368,14 @@ class UseFieldAsLabel(Rewrite):
             raise ConfigError(f"use field as label: index must be 0 or more, got {self.index}")
 
     def rewrite(self, records: Records) -> Records:
-        field = values_of(records, self.column)
+        field = read_column(records, self.column, torch.float32)
         where = field.row_lengths() > 0
         labels = read_column(records, LABEL, torch.float32)
         missing = (self.index + 1 - labels.row_lengths()).clamp(min=0) * where
         filling = RaggedTensor.from_row_lengths(
             torch.full((int(missing.sum()),), INVALID_LABEL), missing, validate=False
         )
-        records = records.with_columns({LABEL: _joined(labels, filling)})
+        records = records.with_columns({LABEL: join_rows(labels, filling)})
         return with_label_at(records, self.index, first_values(field, 0.0), where)
 
 
@@ -397,15 +400,3 @@ def _ragged(matrix: Tensor) -> RaggedTensor:
     """Return a column with one row of the matrix per record."""
     rows, width = matrix.shape
     return RaggedTensor(matrix.reshape(-1), torch.arange(rows + 1) * width, validate=False)
-
-
-def _appended(labels: RaggedTensor, added: Tensor) -> RaggedTensor:
-    return _joined(labels, _ragged(added))
-
-
-def _joined(left: RaggedTensor, right: RaggedTensor) -> RaggedTensor:
-    """Return rows of `left`, each followed by that of `right`."""
-    rows = torch.arange(left.nrows)
-    order = torch.stack([rows, rows + left.nrows], dim=1).reshape(-1)
-    values = take_rows(concat_rows([left, right]), order).flat_values
-    return RaggedTensor.from_row_lengths(values, left.row_lengths() + right.row_lengths(), validate=False)

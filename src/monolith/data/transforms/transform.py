@@ -5,11 +5,11 @@ run's config file can contain and print. A random choice depends on a seed and t
 stream, never on the batches: a transform gives the same records for a whole stream as for its slices, and for
 a replay as for the first time.
 
-Three kinds, by what they need to know:
+There are three kinds:
 
-    Filter     keeps some records by their values
-    Rewrite    changes records by their values
-    others     also read the number of a record
+    Filter           selects records by their values
+    Rewrite          changes records by their values
+    any `Transform`  may also depend on the number of a record, or have state (`Stateful`)
 
 A record is numbered by its place in the stream that is read. Once records were dropped or repeated, the place
 no longer tells, so the numbers travel with the records in a column of their own, from the first transform to
@@ -50,13 +50,13 @@ class Transform(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A transform that remembers what it saw. Its state belongs with the position of the source."""
+    """A transform whose results depend on earlier records. Its state is saved with the position."""
 
     def state(self) -> dict[str, Any]:
-        """Return what it remembers: plain values that survive JSON."""
+        """Return the state: plain values that survive JSON."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Remember what another one of the same settings did; RestoreError where it does not fit."""
+        """Restore the state of another one with the same settings; RestoreError if it does not fit."""
 
 
 class Filter(ABC):
@@ -73,7 +73,7 @@ class Filter(ABC):
 
 
 class Rewrite(ABC):
-    """Changes, drops or repeats records by what is in them."""
+    """Changes, drops or repeats records by their values."""
 
     __slots__ = ()
 
@@ -88,8 +88,8 @@ class Rewrite(ABC):
 class Compose:
     """Several transforms, one after the other. Also a transform.
 
-    A record keeps its number through all of them, so what a later one draws does not
-    depend on how many records an earlier one dropped before it.
+    A record keeps its number through all of them, so the draws of a later one do not
+    depend on how many records an earlier one dropped.
     """
 
     def __init__(self, transforms: Sequence[Transform]) -> None:

@@ -55,7 +55,7 @@ ORDERED = frozenset({"gt", "ge", "lt", "le", "between"})
 """Need an order, which strings do not have here."""
 TEXT_ONLY = frozenset({"startswith", "endswith"})
 ON_LISTS = frozenset({"all", "any", "diff"})
-"""Look at all values of a record; the others at its only one."""
+"""Test all values of a record; the remaining operators test its only one."""
 SINGLE = frozenset(COMPARISONS)
 """Take exactly one operand."""
 
@@ -72,7 +72,7 @@ class FilterByValue(Filter):
     op: Op
     """`between` is from the first operand up to, but without, the second."""
     operand: Operand | tuple[Operand, ...] = ()
-    """One for comparisons, two for `between`, any number for the others."""
+    """One for comparisons, two for `between`, any number for other operators."""
     operand_file: str | None = None
     """In place of `operand`: a text file with one operand per line. Empty lines are skipped."""
     keep_empty: bool = False
@@ -160,7 +160,7 @@ class FilterByValue(Filter):
         if bool((lengths > 1).any()):
             row = int((lengths > 1).nonzero()[0])
             raise DataError(
-                f"{self._name()}: {self.op} asks about one value, but record {row} of the stretch has "
+                f"{self._name()}: {self.op} asks about one value, but record {row} of the batch has "
                 f"{int(lengths[row])}. For lists there are all, any and diff."
             )
         return column.values
@@ -255,14 +255,6 @@ def _is_one_of(texts: RaggedTensor, wanted: Sequence[bytes]) -> Tensor:
     return found
 
 
-def values_of(records: Records, name: str) -> RaggedTensor:
-    """Return a column of numbers, whichever type it has, as float32."""
-    if name in records.columns and records.columns[name].dtype is torch.int64:
-        column = records[name]
-        return column.with_values(column.flat_values.to(torch.float32))
-    return read_column(records, name, torch.float32)
-
-
 Codec = Literal["f16", "bf16", "qtz8mm"]
 
 _HALF = np.dtype("<f2")
@@ -283,6 +275,7 @@ def encode_values(column: RaggedTensor, codec: Codec) -> RaggedTensor:
         return _one_string_each(_bytes((values.view(np.uint32) >> 16).astype("<u2")), 2 * lengths)
     if codec == "f16":
         return _one_string_each(_bytes(_halves(values)), 2 * lengths)
+    # qtz8mm: short lists as f16, long ones as two bounds and a code per number.
     is_long = lengths > _SHORT
     sizes = np.where(is_long, _HEAD_BYTES + lengths, 2 * lengths)
     begins = np.cumsum(sizes) - sizes

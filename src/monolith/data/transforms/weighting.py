@@ -6,7 +6,7 @@ by 1/r: for every record, the positive ones too. So each record that stays carri
 learns the true odds.
 
 **Reweighting.** A record is emitted when its first actions are known, and may come again with more. The
-effect of the earlier one cannot be undone, but it can be outweighed: a record that lists what was emitted
+effect of the earlier one cannot be undone, but it can be outweighed: a record that lists the actions emitted
 before (`line_id.pre_actions`) comes with as many copies, of the right label, as make up for it. With `pre`
 and `cur` the copies that the earlier and the current actions stand for, each with its label:
 
@@ -52,13 +52,14 @@ from monolith.tensors import RaggedTensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NegativeDownsample:
-    """Drops negatives at random, and multiplies the sample rate of all that stay by the share that stayed.
+    """Drops negatives at random, and multiplies the sample rate of the remaining records by the kept
+    fraction.
 
-    A positive record's share is that of a negative with the same actions.
+    The fraction of a positive record is that of a negative with the same actions.
     """
 
     drop_rate: float
-    """The share of negatives that go."""
+    """The fraction of negatives to drop."""
     per_action: str = ""
     """`action:drop_rate,...` for records with these actions; of several the first listed decides."""
     label_index: int = 0
@@ -81,17 +82,17 @@ class NegativeDownsample:
     def __call__(self, records: Records, *, first: int) -> Records:
         per_action = parse_drop_rates(self.per_action)
         deciding = rank_of(read_column(records, ACTIONS, torch.int64), list(per_action))
-        shares = [*per_action.values(), self.drop_rate, self.drop_rate]
-        kept_share = 1.0 - torch.tensor(shares, dtype=torch.float64)[deciding]
+        dropped = [*per_action.values(), self.drop_rate, self.drop_rate]
+        kept = 1.0 - torch.tensor(dropped, dtype=torch.float64)[deciding]
         labels = read_labels(records, "negative downsample").to_padded(self.label_index + 1, float("nan"))
         positive = labels[:, self.label_index] > self.threshold
         luck = torch.from_numpy(draw("negative_downsample", self.seed, records, first))[:, 0]
-        rates = (sample_rates(records) * kept_share).to(torch.float32)
-        return records.with_columns({SAMPLE_RATE: one_each(rates)}).keep(positive | (luck < kept_share))
+        rates = (sample_rates(records) * kept).to(torch.float32)
+        return records.with_columns({SAMPLE_RATE: one_each(rates)}).keep(positive | (luck < kept))
 
 
 def parse_drop_rates(text: str) -> dict[int, float]:
-    """Read `action:drop_rate,...`; ConfigError where it has another form."""
+    """Read `action:drop_rate,...`; ConfigError if it has another form."""
     rates: dict[int, float] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         parts = [part.strip() for part in item.split(":")]
@@ -105,7 +106,7 @@ def parse_drop_rates(text: str) -> dict[int, float]:
 
 
 def sample_rates(records: Records) -> Tensor:
-    """Return float32 of shape (len(records),): how likely each record was to stay; 1 where it does not say.
+    """Return float32 of shape (len(records),): how likely each record was to stay; 1 if it does not say.
 
     Raises:
         DataError: A rate is not above 0.
@@ -141,7 +142,7 @@ class ActionRule:
 class InstanceReweight(Rewrite):
     """Repeats, relabels or drops records by their actions; see the table above.
 
-    Earlier actions of which none is listed stand for what was emitted then: one copy,
+    Earlier actions of which none is listed stand for the record emitted then: one copy,
     with the label the record has.
     """
 
@@ -182,6 +183,7 @@ class InstanceReweight(Rewrite):
         cur_copies, cur_label = self._worth(cur, cur_rank, own)
         pre_copies, pre_label = self._worth(pre, pre_rank, own)
 
+        # The table of the module, for all records at once.
         is_first = pre_rank == listed + 1
         same = cur_label == pre_label
         corrected = torch.where(same, (cur_copies - pre_copies).abs(), cur_copies + pre_copies)

@@ -2,7 +2,7 @@
 
 Duplicates are not removed: rows are looked up as ids occur, table after table, and a gradient belongs to an
 occurrence. So the host knows all sizes without asking the device, and never waits for it. One launch fills
-all outputs of a model, another brings their gradients back (a third, before it, where features are shared).
+all outputs of a model, another propagates their gradients (a third, before it, if features are shared).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DeviceGatherer:
         Args:
             in_place_of_ids: Fills what goes up for each occurrence, int64, table after table; by default the
                 ids of the batch do.
-            one_each: Whether every cell that is read has exactly one id, said by who has looked and found the
+            one_each: Whether every cell that is read has exactly one id, as a caller knows that has found the
                 splits sound; None looks.
 
         Raises:
@@ -186,7 +186,7 @@ class DeviceGatherer:
         about["shift"] = about["first"] - starts
         about["step"] = cells.step
         about["weighted"] = weighted
-        pinned = self.device.pinned(sizes.shape, torch.int64)  # who looks rows up may send them along
+        pinned = self.device.pinned(sizes.shape, torch.int64)  # the lookup may send them along
         pinned.numpy()[:] = sizes
         return _Placed(
             about=torch.from_numpy(about.view(np.uint8)),
@@ -200,7 +200,7 @@ class DeviceGatherer:
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
         if len(places) < len(names):
-            raise FeatureError(f"batch: a feature stands twice in {list(names)}")
+            raise FeatureError(f"batch: a feature appears twice in {list(names)}")
         features = self.plan.features
         return np.array([places.get(features[f].name, -1) for f in self.on_device.order], dtype=np.int64)
 
@@ -217,7 +217,7 @@ class DeviceGatherer:
         return weighted
 
     def _about(self, counts: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.int64]]:
-        """Return where the rows of each feature lie, and how many each table has."""
+        """Return the places of the rows of each feature, and how many rows each table has."""
         plan = self.on_device
         dims, tables = plan.dims, plan.table_of
         sizes = np.zeros(len(dims), np.int64)

@@ -1,6 +1,6 @@
-"""The layouts of a model as kernels read them: worked out once, and kept on the device.
+"""The layouts of a model as kernels read them: computed once, and stored on the device.
 
-The structures here are those of `layouts.cu`, byte by byte. Features stand in the order of their tables, as
+The structures here are those of `layouts.cu`, byte by byte. Features are in the order of their tables, as
 the rows of a batch do.
 """
 

@@ -127,8 +127,8 @@ __device__ float pooled(const Batch& batch, const Feature& f, int column, int ex
   return f.pooling == MEAN && last > first ? sum / (float)(last - first) : sum;
 }
 
-// Each thread does one column of so many examples, far apart: what it reads and writes lies beside what its
-// neighbours do.
+// Each thread does one column of so many examples, far apart: it reads and writes next to its neighbours, so
+// that memory accesses coalesce.
 #define EXAMPLES 4
 
 extern "C" __global__ void gather(Batch batch, Plan plan, CONSTANT Pointers outputs, const float* rows) {

@@ -1,7 +1,7 @@
 """Repeating: rows of distinct ids on a device, as often as their ids occur, with a gradient.
 
 Rows in host memory come to a device once for each distinct id, and layouts there are made of a row for each
-occurrence. One launch stands between them on the way there; on the way back occurrences are sorted by their
+occurrence. One launch expands them in the forward pass; in the backward pass occurrences are sorted by their
 ids, and one launch adds up the gradients of each, in the order of the batch.
 """
 
@@ -62,7 +62,7 @@ class Repeater:
         return len(self._dims) * PART.itemsize
 
     def parts(self, distinct: NDArray[np.int64], occurring: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return where the rows of each table lie, for a batch, to be brought to the device.
+        """Return the places of the rows of each table, for a batch, to be copied to the device.
 
         Args:
             distinct: How many distinct ids each table has.

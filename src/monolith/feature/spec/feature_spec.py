@@ -74,7 +74,7 @@ FREE_TO_DIFFER = (
     "separator",
     "quantiles",
 )
-"""Settings of a feature that leave what its saved rows stand for as it is; what rows hold, tables compare."""
+"""Settings of a feature that do not change the meaning of its saved rows; tables compare the row layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,8 @@ class FeatureSpec:
     """Columns that the data may lack: they then read as empty cells, and a label is not there. A label that
     is not optional must be in every record: one without it is bad."""
     max_bad: float = 0.1
-    """The share of records that may be bad, 0 to 1: left out, counted and put where the source puts malformed
-    records. More end the run, and with 0 the first does."""
+    """The fraction of records that may be bad, 0 to 1: dropped, counted and put where the source puts
+    malformed records. More end the run, and with 0 the first does."""
 
     def __post_init__(self) -> None:
         for name, one in self.features.items():
@@ -179,7 +179,7 @@ class FeatureSpec:
     def columns(self) -> dict[str, torch.dtype]:
         """Every column it reads -> its type in the data: int64, float32, or uint8 for texts.
 
-        Whole numbers may stand where float32 is asked for, and the event time is a `TIME`. Hand it to a
+        Whole numbers may be given for float32, and the event time is a `TIME`. Pass it to a
         format that would have to guess, as in `CsvFormat(types=...)`.
         """
         return {**self.inputs, **self.targets}
@@ -235,7 +235,7 @@ class FeatureSpec:
 
     @cached_property
     def slots(self) -> dict[str, int]:
-        """The slot of each feature of ids, where they are fids; empty otherwise.
+        """The slot of each feature of ids, if they are fids; empty otherwise.
 
         Chosen by the hash of the name of its rows, so that it stays when features come and go; the next free
         one where two meet.
@@ -366,7 +366,7 @@ class FeatureSpec:
     # As text
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON and TOML can hold."""
+        """Return plain values that JSON and TOML can represent."""
         plain = to_dict(self)
         plain["features"] = {name: _without_none(one) for name, one in plain["features"].items()}
         plain["labels"] = {name: _without_none(one) for name, one in plain["labels"].items()}

@@ -1,8 +1,8 @@
 """Fitting: means, standard deviations and quantiles, learned in one pass over raw data.
 
-The same records in the same order give the same spec, in whatever batches they come: what is summed is summed
-in doubles and kept to the six digits that floats have anyway, and the quantiles are those of a sample that
-follows from the number of each value alone.
+The same records in the same order give the same spec, in whatever batches they come: sums are in doubles and
+rounded to the six digits that floats have anyway, and quantiles are those of a sample that depends only on
+the number of each value in the stream.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +21,11 @@ from monolith.feature.spec.feature_spec import FeatureSpec
 from monolith.feature.spec.kinds import AnyFeature, BucketFeature, FloatFeature
 from monolith.feature.spec.reading import RawColumns, Reading, numbers_of
 from monolith.observe import progress
+from monolith.table.hashing import mix
 from monolith.tensors import RaggedTensor
 
 SAMPLE = 1 << 18
 """Values that quantiles are taken of, at most: enough for a thousand buckets that differ by some percent."""
-
-
-class _Learner(Protocol):
-    def see(self, numbers: RaggedTensor) -> None: ...
-    def learned(self) -> AnyFeature: ...
 
 
 def fit(
@@ -41,12 +37,13 @@ def fit(
 ) -> FeatureSpec:
     """Return the same spec with the means and boundaries that are to be learned; see `FeatureSpec.to_learn`.
 
-    Values that cannot be read, and those that are not finite, count as none. What is set already stays.
+    Values that cannot be read, and those that are not finite, count as missing. Means and boundaries that are
+    set stay.
 
     Args:
         stream: Records, read once to their end: a source or a `Pipeline`, of which `take` reads only some.
-        show: Whether to say on standard error how far it has come.
-        fraction: Says which part of the stream is read.
+        show: Whether to print progress to standard error.
+        fraction: Returns the fraction of the stream that was read.
 
     Raises:
         DataError: A feature to learn found no number at all.
@@ -73,7 +70,7 @@ def fit(
     return replace(spec, features={**spec.features, **learned})
 
 
-def _learner_of(one: AnyFeature) -> _Learner:
+def _learner_of(one: AnyFeature) -> _Moments | _Quantiles:
     if isinstance(one, FloatFeature):
         return _Moments(one)
     assert isinstance(one, BucketFeature)
@@ -132,15 +129,15 @@ class _Quantiles:
 
     def see(self, numbers: RaggedTensor) -> None:
         values = numbers.flat_values.double().numpy()
-        ranks = mixed(np.arange(self._seen, self._seen + len(values), dtype=np.uint64))
+        ranks = mix(np.arange(self._seen, self._seen + len(values), dtype=np.uint64))
         self._seen += len(values)
         fine = np.isfinite(values)
         self._values = np.concatenate([self._values, values[fine]])
         self._ranks = np.concatenate([self._ranks, ranks[fine]])
         if len(self._values) > 2 * SAMPLE:
-            self._cut()
+            self._shrink()
 
-    def _cut(self) -> None:
+    def _shrink(self) -> None:
         lowest = np.argpartition(self._ranks, SAMPLE - 1)[:SAMPLE]
         self._values, self._ranks = self._values[lowest], self._ranks[lowest]
 
@@ -148,7 +145,7 @@ class _Quantiles:
         if not len(self._values):
             raise DataError("has no number, so there are no quantiles")
         if len(self._values) > SAMPLE:
-            self._cut()
+            self._shrink()
         parts = self._feature.quantiles
         assert parts is not None
         places = np.arange(1, parts) / parts
@@ -156,15 +153,6 @@ class _Quantiles:
         return replace(self._feature, boundaries=tuple(map(float, found)))
 
 
-def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the core's hash of numbers."""
-    mixed = numbers ^ (numbers >> np.uint64(32))
-    for _ in range(2):
-        mixed = mixed * np.uint64(0xD6E8FEB86659FD93)
-        mixed ^= mixed >> np.uint64(32)
-    return mixed
-
-
 def _rounded(numbers: NDArray[Any]) -> tuple[float, ...]:
-    """Return numbers to six digits, which do not depend on how the sums were cut."""
+    """Return numbers to six digits, which do not depend on the order of summation."""
     return tuple(float(f"{number:.6g}") for number in numbers)

@@ -1,7 +1,7 @@
 """The kinds of features: what is read of the data, and what it becomes.
 
 Plain values, so that a model, a file and a checkpoint say the same of a feature. Its name is the key it
-stands under in a `FeatureSpec`; the column it reads has that name where nothing else is said.
+has in a `FeatureSpec`; the column it reads has that name unless another is given.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class RowSettings:
     """What happens at that ceiling: refuse new rows, or drop the rows that were updated longest ago. None
     refuses."""
     initial_rows: int = 0
-    """How many rows there is room for from the start; 0 leaves it to the run."""
+    """The initial capacity of the table, in rows; 0 leaves it to the run."""
 
     def __post_init__(self) -> None:
         if self.dim is not None and self.dim < 1:
@@ -183,7 +183,7 @@ class IdFeature(RowSettings):
     kind: Literal["int", "string"] = "int"
     """Whether ids are whole numbers or strings, which are hashed."""
     separator: str | None = None
-    """What stands between the items of a list in one text, such as "|"; columns of lists need none."""
+    """The separator between the items of a list in one text, such as "|"; columns of lists need none."""
     weights: str | None = None
     """A column with a number for each item, by which its embedding is multiplied; a mean is then weighted.
     One that is missing is 1."""
@@ -206,7 +206,7 @@ class FloatFeature:
     width: int = 1
     """How many numbers an example has. A record with another number of them, but for none, is a bad one."""
     separator: str | None = None
-    """What stands between the numbers in one text; columns of lists need none."""
+    """The separator between the numbers in one text; columns of lists need none."""
     scale: Literal["raw", "log", "standard"] = "raw"
     """Whether numbers stay as they are, become sign(x) log(1 + |x|), or (x - mean) / std."""
     mean: tuple[float, ...] | None = None
@@ -237,13 +237,13 @@ class FloatFeature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketFeature(RowSettings):
-    """Numbers that become ids by where they fall: 0 below the first boundary, 1 from it on, and so forth. A
+    """Numbers that become ids by their bucket: 0 below the first boundary, 1 from it on, and so forth. A
     missing number is no id."""
 
     column: str | None = None
     """The column it reads; by default that of its name."""
     separator: str | None = None
-    """What stands between the numbers in one text; columns of lists need none."""
+    """The separator between the numbers in one text; columns of lists need none."""
     boundaries: tuple[float, ...] | None = None
     """Rising; a number that is one of them falls into the bucket above."""
     quantiles: int | None = None
@@ -293,7 +293,7 @@ class SequenceFeature(RowSettings):
     kind: Literal["int", "string"] = "int"
     """Whether ids are whole numbers or strings, which are hashed."""
     separator: str | None = None
-    """What stands between the items of a list in one text; columns of lists need none."""
+    """The separator between the items of a list in one text; columns of lists need none."""
     times: str | None = None
     """A column with the time of each item, in any form of an event time. How long before the example's event
     time that was becomes a feature of its own, named with ".gap" behind; without both times there is none."""

@@ -1,9 +1,9 @@
 """Packing: plain features of a whole batch in two calls into the core, one for ids and one for numbers.
 
 Most features are one column each, and most batches have nothing wrong in them. Those are read here, all at
-once, since a call for each column would cost more than its work. Where anything is odd (a value that cannot
-be read, a column of another type, a number that is missing) nothing is packed, and `RawReader` goes feature
-by feature, which finds out what it was and makes the same of the rest.
+once, since a call for each column would cost more than its work. If anything is odd (a value that cannot be
+read, a column of another type, a missing number) nothing is packed, and `RawReader` reads feature by feature:
+it finds the odd value and gives the same result for the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PackedIds:
     ids: Tensor
     splits: Tensor
     rows: tuple[int, ...]
-    """How many cells each feature has: one where its column is shared."""
+    """How many cells each feature has: one if its column is shared."""
 
     def ragged(self, name: str) -> RaggedTensor:
         """Return the ids of one feature."""

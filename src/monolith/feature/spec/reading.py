@@ -2,16 +2,17 @@
 
 Columns are worked on whole: the core hashes and splits their bytes, and no value is a Python object. A value
 that cannot be read does not end a run; its record is named, with the reason, and a reader of a stream
-leaves it out.
+drops it.
 
-A missing value is not one that cannot be read. It is a row without values, or NaN where numbers keep their
-place in a list, whatever the data had: an empty cell, null, None, NaN, NaT, pd.NA, a key that is not there.
+A missing value is not one that cannot be read. It is a row without values, or NaN if numbers keep their
+position in a list, whatever the data had: an empty cell, null, None, NaN, NaT, pd.NA, a key that is not
+there.
 
     numbers            the `missing` of the feature, each number of a list on its own
     ids, buckets       no id
     weights            1
     times, event time  no gap; the record does not move the clock
-    labels             a bad record, or no label where the column is optional
+    labels             a bad record, or no label if the column is optional
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from monolith import native
 from monolith.errors import DataError
 from monolith.feature.batches import Batch, FeatureIds
 from monolith.feature.fids import SIGNATURE_BITS, make_fid
-from monolith.feature.spec.empty_cells import EmptyCells
 from monolith.feature.spec.kinds import (
     BucketFeature,
     CrossFeature,
@@ -37,8 +37,9 @@ from monolith.feature.spec.kinds import (
     SequenceFeature,
 )
 from monolith.feature.spec.packing import PackedIds, Packer, RawCells
+from monolith.feature.spec.problems import BadReason, EmptyCells
 from monolith.feature.spec.times import TIME, Recognised, read_times
-from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
+from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.tensors import RaggedTensor, ranges
 
 if TYPE_CHECKING:
@@ -60,35 +61,7 @@ class RawColumns(Protocol):
     @property
     def shared(self) -> frozenset[str]: ...
     def __getitem__(self, name: str) -> RaggedTensor:
-        """Return a column with one row per record, also where it is shared."""
-
-
-class BadReason(str):
-    """Why a record is bad, with the values that were found in it; `cause` is the same for all such records.
-
-        BadReason("label 'y' is …", "[nan]")    # "label 'y' is [nan]", of cause "label 'y' is …"
-
-    Reports count records by cause: with their values, reasons are as many as there are records.
-    """
-
-    cause: str
-    values: str
-
-    def __new__(cls, cause: str, *values: str) -> BadReason:
-        """
-        Args:
-            cause: A text with … in place of each value.
-        """
-        first, *rest = cause.split("…")
-        reason = super().__new__(cls, first + "".join(map("".join, zip(values, rest, strict=False))))
-        reason.cause, reason.values = cause, ", ".join(values)
-        return reason
-
-    @classmethod
-    def of_time(cls, column: str, time: int) -> BadReason:
-        """Return the reason of an event time that is out of range."""
-        what, got, value = wrong_second(time).partition(", got ")
-        return cls(f"event time {column!r} {what}{got}…", value)
+        """Return a column with one row per record, also if it is shared."""
 
 
 @dataclass(slots=True)
@@ -132,7 +105,7 @@ class Reading:
         return self.ids[name]
 
     def batch(self) -> Batch:
-        """Return it as a batch; only where nothing is bad."""
+        """Return it as a batch; only if nothing is bad."""
         return Batch(self._feature_ids(), self.floats, self.labels, group=self.group)
 
     def _feature_ids(self) -> FeatureIds:
@@ -527,7 +500,7 @@ class RawReader:
     def _raw(
         self, records: RawColumns, column: str, dtype: torch.dtype, as_it_is: bool = True
     ) -> RaggedTensor:
-        """Return a column, of one row where it is shared and `as_it_is`; without values if not there."""
+        """Return a column, of one row if it is shared and `as_it_is`; without values if it is missing."""
         declared = self._spec.columns.get(column, dtype)
         dtype = torch.int64 if declared is TIME else declared
         if column not in records.columns:

@@ -292,7 +292,7 @@ class Recognised:
         self._said: set[tuple[str, str]] = set()
 
     def warn_of_rounding(self, column: str) -> None:
-        """Log, once, that a column came as float32, which holds today's seconds to within two minutes."""
+        """Log, once, that a column came as float32, which rounds today's seconds to about two minutes."""
         with self._lock:
             if (column, "") in self._said:
                 return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,13 @@ def check_widths(layer: str, name: str, widths: Iterable[int]) -> tuple[int, ...
             f"{layer}: {name} must be one or more whole numbers of at least 1, got {sizes!r}"
         )
     return sizes
+
+
+def check_options(layer: str, options: Mapping[str, object], known: frozenset[str]) -> None:
+    """Refuse a keyword argument that is not among the keys of a layer's options, as Python would."""
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{layer} has no option {name!r}; it has {', '.join(sorted(known))}")
 
 
 def check_choice(layer: str, name: str, chosen: str, allowed: Iterable[str] | Mapping[str, object]) -> None:
@@ -452,17 +460,43 @@ class MLPBlock(nn.Module):
         return out
 
 
-class MLP(nn.Module):
-    """A stack of dense layers, their kernels normalised with trainable norms unless told otherwise.
+class KernelOptions(TypedDict, total=False):
+    """How the kernels of a layer are made."""
 
-    To see what each feature brings to the first layer, give `mlp.first` to `watch_segments`.
+    kernel_norm: bool
+    """Whether the columns of a kernel are normalised; see `Kernel`."""
+    kernel_init: WeightInit
+    """Fills new kernels; by default `glorot_uniform`."""
+
+
+class DenseOptions(KernelOptions, total=False):
+    """The options of each `Dense` layer of an `MLP`."""
+
+    use_bias: bool
+    """Whether a layer adds a bias; by default True."""
+    kernel_norm_trainable: bool
+    """Whether normalised columns are scaled by a trainable norm; by default True."""
+    bias_init: WeightInit
+    """Fills new biases, by default with zeros."""
+
+
+class MLP(nn.Module):
+    """A stack of dense layers, their kernels normalised with trainable norms by default.
+
+    To see the contribution of each feature to the first layer, pass `mlp.first` to `watch_segments`.
+
+    Shapes: (..., in_features) to (..., output_dims[-1]).
+
+    Example: `MLP(3, (8, 1))` maps a batch of shape (4, 3) to (4, 1), with a relu after the 8 units of the
+    first layer and a linear last layer.
 
     Args:
-        output_dims: Width of each layer, the last being that of the result.
-        activations: None: relu, and the last layer linear. One: for all layers but the
-            last. A sequence: one per layer.
-        batch_norm: Normalise the input, and every layer but the last between its linear
-            part and its activation.
+        output_dims: Width of each layer; the last one is that of the result.
+        activations: None uses relu for all layers but the last, which is linear; one activation is used for
+            all layers but the last; a sequence has one per layer.
+        batch_norm: Whether to normalise the input, and every layer but the last between its linear part and
+            its activation.
+        options: See `DenseOptions`; `kernel_norm` is True by default.
     """
 
     def __init__(
@@ -471,32 +505,21 @@ class MLP(nn.Module):
         output_dims: Sequence[int],
         *,
         activations: Activation | Sequence[Activation] = None,
-        use_bias: bool = True,
-        kernel_norm: bool = True,
-        kernel_norm_trainable: bool = True,
         batch_norm: bool = False,
         batch_norm_momentum: float = 0.99,
-        kernel_init: WeightInit = glorot_uniform,
-        bias_init: WeightInit = nn.init.zeros_,
+        **options: Unpack[DenseOptions],
     ) -> None:
         super().__init__()
         check_positive("MLP", in_features=in_features)
         widths = check_widths("MLP", "output_dims", output_dims)
         chosen = activations_of_stack("MLP", activations, len(widths))
+        chosen_options: DenseOptions = {"kernel_norm": True, **options}
         self.in_features = in_features
         self.out_features = widths[-1]
         self.input_norm = BatchNorm(in_features, momentum=batch_norm_momentum) if batch_norm else None
         self.blocks = nn.ModuleList()
         for position, width in enumerate(widths):
-            dense = Dense(
-                (in_features, *widths)[position],
-                width,
-                use_bias=use_bias,
-                kernel_norm=kernel_norm,
-                kernel_norm_trainable=kernel_norm_trainable,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
-            )
+            dense = Dense((in_features, *widths)[position], width, **chosen_options)
             inner = batch_norm and position < len(widths) - 1
             norm = BatchNorm(width, momentum=batch_norm_momentum) if inner else None
             self.blocks.append(MLPBlock(dense, norm, make_activation(chosen[position], width)))

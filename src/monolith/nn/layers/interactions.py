@@ -8,6 +8,7 @@ every embedding of one group with every embedding of another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,11 @@ from monolith.nn.layers.dense import (
     MLP,
     Activation,
     Kernel,
+    KernelOptions,
     WeightInit,
     check_choice,
     check_last_axis,
+    check_options,
     check_positive,
     check_shape,
     check_widths,
@@ -266,8 +269,8 @@ class DCN(nn.Module):
             - "mixed": `num_experts` matrices of rank `low_rank`, with tanh after the first
               and second factor, mixed by a softmax gate over the experts.
         num_experts, low_rank: For "mixed" only.
-        kernel_norm: Normalise the columns of the weights, with trainable norms; see `kernels`.
         use_dropout: In training keep each output of a layer with probability `keep_prob`.
+        options: See `KernelOptions`; `kernel_norm` is False by default.
     """
 
     def __init__(
@@ -278,16 +281,18 @@ class DCN(nn.Module):
         dcn_type: str = "matrix",
         num_experts: int = 4,
         low_rank: int = 32,
-        kernel_norm: bool = False,
         use_dropout: bool = False,
         keep_prob: float = 0.95,
-        kernel_init: WeightInit = glorot_uniform,
+        **options: Unpack[KernelOptions],
     ) -> None:
         super().__init__()
         check_positive("DCN", in_features=in_features, layer_num=layer_num)
         check_choice("DCN", "dcn_type", dcn_type, DCN_TYPES)
         if not 0 < keep_prob <= 1:
             raise LayerArgumentError(f"DCN: keep_prob must be above 0 and at most 1, got {keep_prob}")
+        check_options("DCN", options, KernelOptions.__optional_keys__)
+        kernel_norm = options.get("kernel_norm", False)
+        kernel_init = options.get("kernel_init", glorot_uniform)
         self.in_features = in_features
         self.dcn_type = dcn_type
         self.layers = nn.ModuleList()

@@ -1,10 +1,10 @@
-"""Many tasks in one model: what they share, and who decides it."""
+"""Layers for several tasks: shared experts, routing between sub-networks, gated towers, loss weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from monolith.errors import LayerArgumentError
 from monolith.nn.layers.dense import (
     MLP,
     Activation,
+    KernelOptions,
     WeightInit,
     check_choice,
     check_last_axis,
+    check_options,
     check_positive,
     check_shape,
     check_widths,
@@ -28,7 +30,7 @@ SNR_TYPES = ("trans", "aver")
 
 
 class MMoEOutput(NamedTuple):
-    """What a mixture of experts returns."""
+    """The output of a mixture of experts."""
 
     outputs: tuple[Tensor, ...]
     """One float tensor of shape (batch, expert width) per task."""
@@ -38,19 +40,39 @@ class MMoEOutput(NamedTuple):
     the loss with a small weight, it keeps top-k gates from forgetting experts."""
 
 
+class MLPOptions(KernelOptions, total=False):
+    """The options of each `MLP` that a layer consists of; `kernel_norm` is True by default."""
+
+    batch_norm: bool
+    """Whether inputs and hidden layers are normalised; by default False."""
+
+
+class MMoEOptions(MLPOptions, total=False):
+    """The options of the experts and gates of an `MMoELayer`."""
+
+    expert_activations: Activation | Sequence[Activation]
+    """Activations of each expert, as in `MLP`."""
+    gate_init: WeightInit
+    """Fills the weights of the gates, by default with zeros: every task starts with the plain average of its
+    experts, but "topk" then uses the same experts for all rows. Use another one there, or "noise_topk"."""
+
+
 class MMoELayer(nn.Module):
     """Multi-gate mixture of experts: shared MLPs, and a gate per task that mixes their outputs.
 
     Args:
         expert_output_dims: Widths of each expert.
-        gate_type: "softmax" mixes all experts. "topk" keeps the `top_k` largest weights,
-            brought back to a sum of 1. "noise_topk" adds trained noise to the gates before
-            that in training, so that experts outside the top get their chance. All experts
-            are computed in any case.
-        gate_features: Width of what the gates look at, where that is not the input.
-        gate_init: Fills the weights of the gates. From zeros every task starts with the plain
-            average of its experts, but "topk" then with the same experts for all rows: give
-            it something else, or use "noise_topk".
+        gate_type: "softmax" mixes all experts. "topk" keeps the `top_k` largest weights and scales them to a
+            sum of 1. "noise_topk" first adds trained noise to the gates in training, so that experts outside
+            the top are trained, too. All experts are computed in any case.
+        gate_features: Width of the input of the gates, if that is not `in_features`.
+        options: See `MMoEOptions`.
+
+    Shapes: x (batch, in_features), gates (batch, num_tasks, num_experts), one output
+    (batch, expert_output_dims[-1]) per task.
+
+    Example: `MMoELayer(8, 2, 3, (16, 4))` runs 3 experts of widths 16 and 4 on a batch of shape (32, 8) and
+    returns two tensors of shape (32, 4), one per task, and the load loss.
     """
 
     noise: nn.Parameter | None
@@ -62,16 +84,13 @@ class MMoELayer(nn.Module):
         num_experts: int,
         expert_output_dims: Sequence[int],
         *,
-        expert_activations: Activation | Sequence[Activation] = None,
         gate_type: str = "softmax",
         top_k: int = 1,
         gate_features: int | None = None,
-        kernel_norm: bool = True,
-        batch_norm: bool = False,
-        kernel_init: WeightInit = glorot_uniform,
-        gate_init: WeightInit = nn.init.zeros_,
+        **options: Unpack[MMoEOptions],
     ) -> None:
         super().__init__()
+        check_options("MMoELayer", options, MMoEOptions.__optional_keys__)
         check_positive(
             "MMoELayer", in_features=in_features, num_tasks=num_tasks, num_experts=num_experts, top_k=top_k
         )
@@ -91,15 +110,14 @@ class MMoELayer(nn.Module):
             MLP(
                 in_features,
                 expert_output_dims,
-                activations=expert_activations,
-                kernel_norm=kernel_norm,
-                batch_norm=batch_norm,
-                kernel_init=kernel_init,
+                activations=options.get("expert_activations"),
+                batch_norm=options.get("batch_norm", False),
+                **kernel_options(options),
             )
             for _ in range(num_experts)
         )
         self.gate = nn.Parameter(torch.empty(self.gate_features, num_tasks * num_experts))
-        gate_init(self.gate)
+        options.get("gate_init", nn.init.zeros_)(self.gate)
         noisy = gate_type == "noise_topk"
         self.register_parameter("noise", nn.Parameter(torch.zeros_like(self.gate)) if noisy else None)
 
@@ -131,6 +149,17 @@ class MMoELayer(nn.Module):
         return MMoEOutput((gates @ experts).unbind(1), spread.sum())
 
 
+class HardConcreteOptions(TypedDict, total=False):
+    """The distribution of the gates of an `SNR`."""
+
+    zeta: float
+    """Upper end of the interval that the sigmoid is stretched to; above 1, by default 1.1."""
+    gamma: float
+    """Lower end of that interval; below 0, by default -0.1."""
+    beta: float
+    """Temperature of the gates, by default 0.5."""
+
+
 class SNR(nn.Module):
     """Sub-network routing: learns which sub-networks of one level feed which of the next.
 
@@ -141,10 +170,9 @@ class SNR(nn.Module):
     Args:
         num_in, in_dim: Sub-networks below, and the width of each.
         num_out, out_dim: Sub-networks above, and the width of each.
-        snr_type: "trans" sends each connection through a matrix of its own; "aver" adds
-            what comes in, and wants equal widths.
-        zeta, gamma: The interval the sigmoid is stretched to; it must reach beyond [0, 1].
-        beta: Temperature of the gates.
+        snr_type: "trans" gives each connection its own matrix; "aver" adds the inputs, which must have equal
+            widths.
+        gates: See `HardConcreteOptions`.
     """
 
     kernel: nn.Parameter | None
@@ -157,12 +185,12 @@ class SNR(nn.Module):
         out_dim: int,
         *,
         snr_type: str = "trans",
-        zeta: float = 1.1,
-        gamma: float = -0.1,
-        beta: float = 0.5,
         kernel_init: WeightInit = glorot_uniform,
+        **gates: Unpack[HardConcreteOptions],
     ) -> None:
         super().__init__()
+        check_options("SNR", gates, HardConcreteOptions.__optional_keys__)
+        zeta, gamma, beta = gates.get("zeta", 1.1), gates.get("gamma", -0.1), gates.get("beta", 0.5)
         check_positive("SNR", num_in=num_in, in_dim=in_dim, num_out=num_out, out_dim=out_dim)
         check_choice("SNR", "snr_type", snr_type, SNR_TYPES)
         if snr_type == "aver" and in_dim != out_dim:
@@ -213,18 +241,24 @@ class SNR(nn.Module):
 
 
 class LHUCTower(nn.Module):
-    """An MLP whose units are turned up or down for each row by what is special about it.
+    """An MLP whose units are scaled for each row by gates, for example of the user.
 
-    Every layer's output is multiplied by `2 sigmoid(...)` of a gate MLP of its own, which
-    looks at, say, the user. The gates are near 1 at the start.
+    Every layer's output is multiplied by `2 sigmoid(...)` of its own gate MLP. The gates are near 1 at the
+    start.
 
     Args:
         output_dims: Widths of the tower.
-        lhuc_features: Width of what the gates look at; by default they look at the input.
+        lhuc_features: Width of the input of the gates; by default they read the input of the tower.
         lhuc_output_dims: Hidden widths of each gate MLP, before its last layer, which is as
             wide as the layer it gates.
-        activations, batch_norm, kernel_norm: Of the tower, as in `MLP`.
-        lhuc_activations: Of the hidden layers of the gates.
+        activations: Activations of the tower, as in `MLP`.
+        lhuc_activations: Activation of the hidden layers of the gates.
+        options: See `MLPOptions`; `batch_norm` applies to the tower only.
+
+    Shapes: x (batch, in_features), lhuc (batch, lhuc_features), output (batch, output_dims[-1]).
+
+    Example: `LHUCTower(8, (16, 1), lhuc_features=4)(x, user)` multiplies the 16 hidden units, and then the
+    output, by gates between 0 and 2 that depend on the 4 user features.
     """
 
     def __init__(
@@ -236,19 +270,18 @@ class LHUCTower(nn.Module):
         lhuc_output_dims: Sequence[int] = (),
         activations: Activation | Sequence[Activation] = None,
         lhuc_activations: Activation = "relu",
-        kernel_norm: bool = True,
-        batch_norm: bool = False,
-        kernel_init: WeightInit = glorot_uniform,
+        **options: Unpack[MLPOptions],
     ) -> None:
         super().__init__()
+        check_options("LHUCTower", options, MLPOptions.__optional_keys__)
         widths = check_widths("LHUCTower", "output_dims", output_dims)
+        kernels = kernel_options(options)
         self.tower = MLP(
             in_features,
             widths,
             activations=activations,
-            kernel_norm=kernel_norm,
-            batch_norm=batch_norm,
-            kernel_init=kernel_init,
+            batch_norm=options.get("batch_norm", False),
+            **kernels,
         )
         self.lhuc_features = in_features if lhuc_features is None else lhuc_features
         self.gates = nn.ModuleList(
@@ -256,8 +289,7 @@ class LHUCTower(nn.Module):
                 self.lhuc_features,
                 (*lhuc_output_dims, width),
                 activations=[lhuc_activations] * len(lhuc_output_dims) + ["sigmoid2"],
-                kernel_norm=kernel_norm,
-                kernel_init=kernel_init,
+                **kernels,
             )
             for width in widths
         )
@@ -274,8 +306,16 @@ class LHUCTower(nn.Module):
         return x
 
 
+def kernel_options(options: KernelOptions) -> KernelOptions:
+    """Return only the kernel options of a layer's options, for the `MLP`s that it consists of."""
+    found: KernelOptions = {"kernel_norm": options.get("kernel_norm", True)}
+    if "kernel_init" in options:
+        found["kernel_init"] = options["kernel_init"]
+    return found
+
+
 class GradNormOutput(NamedTuple):
-    """What `GradNorm` returns: two scalars, to be added up and minimised."""
+    """The output of `GradNorm`: two scalars, to be added and minimised."""
 
     weighted_loss: Tensor
     """The losses times their weights; no gradient reaches the weights from here."""
@@ -284,7 +324,7 @@ class GradNormOutput(NamedTuple):
 
 
 class GradNorm(nn.Module):
-    """Weighs the losses of many tasks so that each pulls equally hard on what they share.
+    """Weighs the losses of many tasks so that their gradients in shared layers are equally strong.
 
     The weights w are a softmax over trained logits. With g the norm of each task's
     gradient, the balance loss is `scale * sum(|w g - mean(w g)|^power)`, the mean held constant.

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from monolith.nn.optimizers.dense_optimizer import DenseOptimizer, Group, Rate, State, rest_of
+
+
+class AdamomSettings(TypedDict, total=False):
+    """The settings of `Adamom`, for all parameters or for a group of them."""
+
+    ada_decay: float
+    """How much of `v` stays per step, by default 0.9999; 1 forgets nothing."""
+    mom_decay: float
+    """How much of `m` stays per step, by default 0.99."""
+    epsilon: float
+    """Keeps the denominator above 0; by default 1e-6."""
+    weight_decay: float
+    """Pull towards 0, as part of the gradient; by default 0."""
+    update_slots: bool
+    """False moves the parameter by its state and ignores the gradient; by default True."""
+    use_v2: bool
+    """Whether `epsilon` is added after the root, `sqrt(v / c) + epsilon`; by default False."""
 
 
 class Adamom(DenseOptimizer):
@@ -17,20 +36,19 @@ class Adamom(DenseOptimizer):
         c = ada_decay * c + 1
         param -= lr * m / sqrt(v / c + epsilon)
 
-    `c` counts what `v` has summed, so `v / c` is a true average from the first step
-    on. It is the same for all elements of a parameter, and kept once: a number.
+    `c` counts the gradients in `v`, so `v / c` is a true average from the first step on. It is the same for
+    all elements of a parameter and is stored once, as a number.
+
+    Shapes: `m` and `v` have the shape of the parameter.
+
+    Example: `Adamom([w], lr=0.1)` with w = 1 and grad = 2 gives m = 0.02, v = 4, c = 1 after one step, and
+    w = 1 - 0.1 * 0.02 / 2 = 0.999.
 
     Args:
         params: Parameters, or groups of them with settings of their own.
         lr: A number, a tensor of one element, or a function of the step.
-        ada_decay: How much of `v` stays per step; 1 forgets nothing.
-        mom_decay: How much of `m` stays per step.
-        epsilon: Keeps the denominator above 0.
-        weight_decay: Pull towards 0, as part of the gradient.
-        update_slots: False moves the parameter by the state as it is, and leaves the
-            gradient out of account.
-        use_v2: Adds `epsilon` after the root: `sqrt(v / c) + epsilon`.
-        foreach: Fused operations: yes, no, or None for where they pay.
+        foreach: Whether to use fused operations; None uses them on a GPU.
+        settings: See `AdamomSettings`.
     """
 
     def __init__(
@@ -38,25 +56,13 @@ class Adamom(DenseOptimizer):
         params: ParamsT,
         lr: Rate = 5e-6,
         *,
-        ada_decay: float = 0.9999,
-        mom_decay: float = 0.99,
-        epsilon: float = 1e-6,
-        weight_decay: float = 0.0,
-        update_slots: bool = True,
-        use_v2: bool = False,
         foreach: bool | None = None,
+        **settings: Unpack[AdamomSettings],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            foreach,
-            ada_decay=ada_decay,
-            mom_decay=mom_decay,
-            epsilon=epsilon,
-            weight_decay=weight_decay,
-            update_slots=update_slots,
-            use_v2=use_v2,
+        defaults = AdamomSettings(
+            ada_decay=0.9999, mom_decay=0.99, epsilon=1e-6, weight_decay=0.0, update_slots=True, use_v2=False
         )
+        super().__init__(params, lr, foreach, defaults, settings)
 
     def _check_settings(self, group: Group) -> None:
         self._check_range("ada_decay", group["ada_decay"], at_most=1)
@@ -109,6 +115,25 @@ def _count(state: State) -> float:
     return float(state["c"]) or 1.0
 
 
+class RMSpropSettings(TypedDict, total=False):
+    """The settings of `RMSprop`, for all parameters or for a group of them."""
+
+    beta1: float
+    """How much of `m` stays per step, by default 0.99."""
+    beta2: float
+    """How much of `v` stays per step, by default 0.999."""
+    epsilon: float
+    """Keeps the denominator above 0; by default 1e-8."""
+    weight_decay: float
+    """Pull towards 0, as part of the gradient; by default 0."""
+    update_slots: bool
+    """False applies only the last line: the parameter moves by its `m`, whatever the gradient and the rate.
+    The original then changes nothing at all; the same switch of `Adamom` works like this one."""
+    use_v2: bool
+    """Whether squares are summed, `v = beta2 * v + g^2`, and `epsilon` is added after the root,
+    `sqrt(v) + epsilon`; by default False."""
+
+
 class RMSprop(DenseOptimizer):
     """One step, with `g = grad + weight_decay * param`:
 
@@ -116,23 +141,19 @@ class RMSprop(DenseOptimizer):
         m = beta1 * m + lr * g / sqrt(v + epsilon)
         param -= m
 
-    The rate is inside `m`: lowering it slows what is added, not what is under way.
+    The rate is part of `m`: a lower rate affects later gradients, not the momentum that was gathered before.
     A table's `Rmsprop` is another rule, without `m`.
+
+    Shapes: `m` and `v` have the shape of the parameter.
+
+    Example: `RMSprop([w], lr=0.1, beta2=0.75)` with w = 1 and grad = 2 gives v = 1, m = 0.2 after one step,
+    and w = 0.8.
 
     Args:
         params: Parameters, or groups of them with settings of their own.
         lr: A number, a tensor of one element, or a function of the step.
-        beta1: How much of `m` stays per step.
-        beta2: How much of `v` stays per step.
-        epsilon: Keeps the denominator above 0.
-        weight_decay: Pull towards 0, as part of the gradient.
-        update_slots: False does the last line alone: the parameter glides on by the
-            `m` it has, whatever the gradient and the rate. Upstream then changes
-            nothing at all, which needs no optimizer; this is what the
-            same switch does in `Adamom`.
-        use_v2: Sums squares, `v = beta2 * v + g^2`, and adds `epsilon` after the
-            root: `sqrt(v) + epsilon`.
-        foreach: Fused operations: yes, no, or None for where they pay.
+        foreach: Whether to use fused operations; None uses them on a GPU.
+        settings: See `RMSpropSettings`.
     """
 
     def __init__(
@@ -140,25 +161,13 @@ class RMSprop(DenseOptimizer):
         params: ParamsT,
         lr: Rate = 5e-6,
         *,
-        beta1: float = 0.99,
-        beta2: float = 0.999,
-        epsilon: float = 1e-8,
-        weight_decay: float = 0.0,
-        update_slots: bool = True,
-        use_v2: bool = False,
         foreach: bool | None = None,
+        **settings: Unpack[RMSpropSettings],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            foreach,
-            beta1=beta1,
-            beta2=beta2,
-            epsilon=epsilon,
-            weight_decay=weight_decay,
-            update_slots=update_slots,
-            use_v2=use_v2,
+        defaults = RMSpropSettings(
+            beta1=0.99, beta2=0.999, epsilon=1e-8, weight_decay=0.0, update_slots=True, use_v2=False
         )
+        super().__init__(params, lr, foreach, defaults, settings)
 
     def _check_settings(self, group: Group) -> None:
         self._check_range("beta1", group["beta1"], at_most=1)

@@ -14,16 +14,18 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 
 from monolith.errors import LayerArgumentError, SparseGradientError
+from monolith.table import LearningRate
 
 
 def fusable_runs(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -83,19 +85,30 @@ def rest_of(decay: float, dtype: torch.dtype) -> float:
 class DenseOptimizer(EagerOptimizer, ABC):
     """A torch optimizer whose rate may also be a function of the step.
 
-    The function gets the number of steps taken before this one, 0 at first: every
-    group counts them as `group["step"]`. A schedule of a table's segment, such as
-    `PolynomialDecay`, can so drive dense and sparse weights alike. With a number
-    in its place, torch's schedulers move `group["lr"]` as they do elsewhere. A
-    tensor is read once per step, so keep it on the CPU: reading from a GPU waits
-    for it.
+    The function gets the number of steps taken before this one, 0 at first: every group counts them as
+    `group["step"]`. So a schedule of a table's segment, such as `PolynomialDecay`, can drive dense and sparse
+    weights. If the rate is a number, torch's schedulers change `group["lr"]` as usual. A tensor is read once
+    per step, so keep it on the CPU: reading from a GPU waits for it.
 
-    Parameters without a gradient are left alone. A step checks all gradients
-    before it touches anything.
+    Parameters without a gradient do not change. A step checks all gradients before it changes anything.
+
+    Args:
+        defaults: The settings of the rule, with their defaults.
+        settings: The settings that the user passed.
     """
 
-    def __init__(self, params: ParamsT, lr: Rate, foreach: bool | None, **settings: Any) -> None:
-        super().__init__(params, {"lr": lr, "foreach": foreach, "step": 0, **settings})
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Rate,
+        foreach: bool | None,
+        defaults: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> None:
+        for name in settings:
+            if name not in defaults:
+                raise TypeError(f"{self._name}: unknown setting {name!r}; it has {', '.join(defaults)}")
+        super().__init__(params, {"lr": lr, "foreach": foreach, "step": 0, **defaults, **settings})
 
     @abstractmethod
     def _check_settings(self, group: Group) -> None:
@@ -137,10 +150,10 @@ class DenseOptimizer(EagerOptimizer, ABC):
         """Move every parameter that has a gradient.
 
         Args:
-            closure: Evaluated first, with gradients enabled, where given.
+            closure: If given, it is evaluated first, with gradients enabled.
 
         Returns:
-            What `closure` returned.
+            The value of `closure`.
 
         Raises:
             SparseGradientError: A gradient is sparse. No parameter has moved.
@@ -232,3 +245,38 @@ class DenseOptimizer(EagerOptimizer, ABC):
                     f"{str(param.grad.layout).removeprefix('torch.')}, and only dense ones are taken. "
                     "Use sparse=False in the layer it comes from, or keep those weights in a table."
                 )
+
+
+class RateSchedule(LRScheduler):
+    """Sets each group's `lr` to `rate(step)`; call `step()` after the optimizer's.
+
+    The rate is the whole rate, not a factor of the initial one. A table's segment takes the same functions,
+    so that dense and sparse weights warm up and decay together. Optimizers of this package also take such a
+    function as `lr`, and then need no scheduler.
+
+    Args:
+        optimizer: Any torch optimizer whose `lr` is a number.
+        rates: One function of the step for all groups, or one per group. For example those
+            of `monolith.table`: `PolynomialDecay`, `ConstantRate`, `warmup(...)`.
+        last_epoch: The last step taken, when a run is resumed; -1 starts at step 0.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, rates: LearningRate | Sequence[LearningRate], last_epoch: int = -1
+    ) -> None:
+        groups = len(optimizer.param_groups)
+        self._rates = list(rates) if isinstance(rates, Sequence) else [rates] * groups
+        if len(self._rates) != groups:
+            raise LayerArgumentError(
+                f"rate schedule: got {len(self._rates)} rates for {groups} groups of parameters; "
+                "give one for all, or one per group"
+            )
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of each group at this step."""
+        return [rate(self.last_epoch) for rate in self._rates]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the schedule without the functions: code is not state."""
+        return {name: value for name, value in super().state_dict().items() if name != "_rates"}

@@ -9,7 +9,7 @@ the outer ones are kept. docs/decisions/0005 says where this leaves upstream.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -68,37 +68,52 @@ def apply_inverse_root(tensor: Tensor, root: InverseRoot) -> Tensor:
     return outer + tensor.movedim(0, -1) * root.offset
 
 
-class Shampoo(DenseOptimizer):
-    """A diagonal step first, then more and more a preconditioned one of the same length.
+class ShampooSettings(TypedDict, total=False):
+    """The settings of `Shampoo`, for all parameters or for a group of them."""
 
-    With `t` the steps a parameter has taken, and `G` its preconditioned gradient:
+    beta_1: float
+    """How much of both momenta stays per step, by default 0.9."""
+    beta_2: float
+    """How much of a matrix stays when a gradient is added; 1, the default, is a plain sum."""
+    warmup: int
+    """Steps before the preconditioner is first computed, by default 5000."""
+    tau_1: int
+    """Roots are computed again when `t` is a multiple of it, after the warm-up; by default 200."""
+    tau_2: int
+    """Gradients are added to the matrices when `t` is a multiple of it; by default 20."""
+    eigen_head: int
+    """Eigenvectors kept of the smallest eigenvalues, by default 100."""
+    eigen_tail: int
+    """Eigenvectors kept of the largest eigenvalues, by default 100."""
+    damping_epsilon: float
+    """Lower bound of eigenvalues, by default 1e-3."""
+
+
+class Shampoo(DenseOptimizer):
+    """Moves from a diagonal step to a preconditioned step of the same length.
+
+    With `t` the steps of a parameter, and `G` its preconditioned gradient:
 
         d += grad^2
         m  = beta_1 * m  + (1 - beta_1) * grad / sqrt(d)
         pm = beta_1 * pm + (1 - beta_1) * G
-        param -= lr * ((1 - share) * m + share * pm * |m| / |pm|)
+        param -= lr * ((1 - mix) * m + mix * pm * |m| / |pm|)
 
-    `share` is 0 until `t` exceeds `warmup`, and 1 from `2 * warmup` on. Without
-    warm-up the preconditioner is found and used in the first step.
+    `mix` is 0 until `t` exceeds `warmup`, and 1 from `2 * warmup` on. Without warm-up the preconditioner is
+    computed and used in the first step. `t` counts steps in which the parameter had a gradient, so that a
+    parameter that is unfrozen later has its own warm-up.
 
-    `t` counts steps in which the parameter had a gradient, so that one that is
-    thawed later has a warm-up of its own.
+    Shapes: for a parameter of shape (a, b), `s0` is (a, a) and `s1` (b, b), and their roots keep up to
+    `eigen_head + eigen_tail` eigenvectors: an axis of size n takes up to 2 n^2 floats.
 
-    Memory: an axis of size n takes n^2 for its matrix and up to n^2 for its root.
+    Example: `Shampoo([w], warmup=0, tau_1=1, tau_2=1)` computes `G = s0^(-1/4) @ grad @ s1^(-1/4)` for a
+    matrix w in every step.
 
     Args:
         params: Parameters, or groups of them with settings of their own.
         lr: A number, a tensor of one element, or a function of the step.
-        beta_1: How much of both momenta stays per step.
-        beta_2: How much of a matrix stays when a gradient is added; 1 is a plain sum.
-        warmup: Steps before the preconditioner is first found.
-        tau_1: Roots are renewed when `t` is a multiple of it, after the warm-up.
-        tau_2: Gradients are added to the matrices when `t` is a multiple of it.
-        eigen_head: Eigenvectors kept of the smallest eigenvalues.
-        eigen_tail: Eigenvectors kept of the largest.
-        damping_epsilon: Eigenvalues count as at least this.
-        foreach: Fused operations, for all but the matrices: yes, no, or None for
-            where they pay.
+        foreach: Whether to use fused operations, for all but the matrices; None uses them on a GPU.
+        settings: See `ShampooSettings`.
     """
 
     def __init__(
@@ -106,29 +121,20 @@ class Shampoo(DenseOptimizer):
         params: ParamsT,
         lr: Rate = 0.03,
         *,
-        beta_1: float = 0.9,
-        beta_2: float = 1.0,
-        warmup: int = 5000,
-        tau_1: int = 200,
-        tau_2: int = 20,
-        eigen_head: int = 100,
-        eigen_tail: int = 100,
-        damping_epsilon: float = 1e-3,
         foreach: bool | None = None,
+        **settings: Unpack[ShampooSettings],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            foreach,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            warmup=warmup,
-            tau_1=tau_1,
-            tau_2=tau_2,
-            eigen_head=eigen_head,
-            eigen_tail=eigen_tail,
-            damping_epsilon=damping_epsilon,
+        defaults = ShampooSettings(
+            beta_1=0.9,
+            beta_2=1.0,
+            warmup=5000,
+            tau_1=200,
+            tau_2=20,
+            eigen_head=100,
+            eigen_tail=100,
+            damping_epsilon=1e-3,
         )
+        super().__init__(params, lr, foreach, defaults, settings)
 
     def _check_settings(self, group: Group) -> None:
         self._check_range("beta_1", group["beta_1"], at_most=1)
@@ -149,15 +155,15 @@ class Shampoo(DenseOptimizer):
     def _update(self, param: Tensor, grad: Tensor, state: State, group: Group, rate: float) -> None:
         d, m, pm, keep = state["d"], state["m"], state["pm"], group["beta_1"]
         rest = rest_of(keep, m.dtype)
-        share, direction = self._precondition(grad, state, group)
+        mix, direction = self._precondition(grad, state, group)
         d.addcmul_(grad, grad)
         m.mul_(keep).addcdiv_(grad, d.add(_at_least_tiny(_SMALL_SQUARE, d)).sqrt_(), value=rest)
         if direction is not None:
             pm.mul_(keep).add_(direction, alpha=rest)
-        param.sub_(m * (rate * (1 - share)))
-        if share:
+        param.sub_(m * (rate * (1 - mix)))
+        if mix:
             length = m.norm().div_(pm.norm().add_(_at_least_tiny(_SMALL_NORM, pm)))
-            param.sub_(pm * length.mul_(rate * share))
+            param.sub_(pm * length.mul_(rate * mix))
 
     def _update_together(
         self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, rate: float
@@ -178,9 +184,9 @@ class Shampoo(DenseOptimizer):
             torch._foreach_mul_(moved, keep)
             directions = [direction for _, direction in preconditioned if direction is not None]
             torch._foreach_add_(moved, directions, alpha=rest)
-        first = torch._foreach_mul(m, [rate * (1 - share) for share, _ in preconditioned])
+        first = torch._foreach_mul(m, [rate * (1 - mix) for mix, _ in preconditioned])
         torch._foreach_sub_(params, first)
-        warmed = [i for i, (share, _) in enumerate(preconditioned) if share]
+        warmed = [i for i, (mix, _) in enumerate(preconditioned) if mix]
         if warmed:
             lengths = torch._foreach_norm([m[i] for i in warmed])
             norms = torch._foreach_norm([pm[i] for i in warmed])
@@ -191,7 +197,7 @@ class Shampoo(DenseOptimizer):
             torch._foreach_sub_([params[i] for i in warmed], second)
 
     def _precondition(self, grad: Tensor, state: State, group: Group) -> tuple[float, Tensor | None]:
-        """Renew what is due at this step; return the share of the second step and its gradient, if any."""
+        """Renew what is due at this step; return the weight of the second step and its gradient, if any."""
         step, warmup = state["step"], group["warmup"]
         state["step"] = step + 1
         warmed = step > warmup or warmup == 0
@@ -199,16 +205,16 @@ class Shampoo(DenseOptimizer):
             self._add_to_matrices(grad, state, group["beta_2"])
         if warmed and step % group["tau_1"] == 0:
             self._renew_roots(grad.ndim, state, group)
-        share = 0.0
+        mix = 0.0
         if warmed:
-            share = min(max(step / warmup - 1, 0.0), 1.0) if warmup else 1.0
+            mix = min(max(step / warmup - 1, 0.0), 1.0) if warmup else 1.0
         direction = grad
         for axis in range(grad.ndim):
             if f"pvec{axis}" not in state:
-                return share, None
+                return mix, None
             root = InverseRoot(state[f"pvec{axis}"], state[f"pval{axis}"], state[f"o{axis}"])
             direction = apply_inverse_root(direction, root)
-        return share, direction
+        return mix, direction
 
     def _add_to_matrices(self, grad: Tensor, state: State, keep: float) -> None:
         for axis, n in enumerate(grad.shape):

@@ -9,16 +9,15 @@ from typing import Any
 
 from monolith import filesystem
 from monolith.checkpoint import BestCheckpoint, read_best
-from monolith.checkpoint.folder.best import BEST, LATEST
-from monolith.checkpoint.folder.state_files import CHECKPOINT_FILE
+from monolith.checkpoint.folder.state_files import BEST, CHECKPOINT_FILE, LATEST
 from monolith.checkpoint.offline.listing import is_named
 from monolith.errors import ConfigError, FileMissingError, MonolithError
 from monolith.serve.config import ServedFolder, VersionPolicy
 from monolith.serve.manifest import MANIFEST_NAME, WARM_UP, Servable, read_servable
-from monolith.serve.predictor import Predictor
+from monolith.serve.predictor import LoadOptions, Predictor
 from monolith.serve.rows import RowSource
 from monolith.serve.versions import ENTRY, describe_withheld, list_versions, withheld_versions
-from monolith.sync.run_identity import is_same_run, split_identity
+from monolith.sync.messages import is_same_run, split_identity
 
 OpenRows = Callable[[str], RowSource]
 """Opens the rows of a version, given its folder."""
@@ -28,30 +27,21 @@ class ServableCatalog:
     """Versions of servables.
 
     Args:
-        threads: See `Predictor`.
-        allow_module: See `Predictor`.
-        compiled: See `Predictor`.
-        rows: Who answers rows; by default each version's own tables.
+        rows: Opens the rows of a version; by default each version's own tables are mapped.
         serve_withheld: Versions to serve although they are withheld.
+        options: How versions are loaded; see `LoadOptions`.
     """
 
     def __init__(
         self,
+        options: LoadOptions | None = None,
         *,
-        threads: int | None = None,
-        allow_module: bool = False,
-        compiled: bool = False,
         rows: OpenRows | None = None,
         serve_withheld: Collection[str] = (),
     ) -> None:
-        # The repository leaves withheld versions out, and what it loads was named: by --serve-withheld, or by
-        # an operator who rolled servers back to it.
-        self._how: dict[str, Any] = {
-            "threads": threads,
-            "allow_module": allow_module,
-            "compiled": compiled,
-            "serve_withheld": True,
-        }
+        # The repository skips withheld versions. If it loads one, an operator named it: by --serve-withheld,
+        # or by rolling servers back to it.
+        self._options: LoadOptions = {**(options or {}), "serve_withheld": True}
         self._rows = rows
         self._serve_withheld = frozenset(serve_withheld)
 
@@ -65,10 +55,10 @@ class ServableCatalog:
     def load(self, folder: str, version: str) -> Predictor:
         path = filesystem.join(folder, version)
         if self._rows is None:
-            return Predictor(path, **self._how)
+            return Predictor(path, **self._options)
         rows = self._rows(path)
         try:
-            predictor = Predictor(path, rows=rows, **self._how)
+            predictor = Predictor(path, rows=rows, **self._options)
         except BaseException:
             rows.close()
             raise

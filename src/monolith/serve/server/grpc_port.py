@@ -103,7 +103,7 @@ class GrpcPort:
         self._types = message_types()
         self._packed = packed_infer_type()
         # gRPC waits for the message of a call on a thread, so there is one for each call that may be open:
-        # calls without a message keep no thread from the others. `_working` bounds those at work.
+        # calls without a message block no thread of other calls. `_working` bounds the calls that compute.
         self._threads = ThreadPoolExecutor(config.limits.concurrency, thread_name_prefix="grpc")
         self._server = grpc.server(
             self._threads,

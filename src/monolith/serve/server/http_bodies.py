@@ -82,7 +82,7 @@ class JsonReader:
             reservation: Counts the memory that it takes.
 
         Raises:
-            RequestError: It is no JSON.
+            RequestError: It is not JSON.
             RequestTooLargeError: It is too long, or has too many lists and objects in it.
             UnavailableError: Requests in flight use too much memory.
         """
@@ -94,7 +94,7 @@ class JsonReader:
         text = bytes(body)
         if text.count(b"[") + text.count(b"{") > self._most_brackets:
             raise RequestTooLargeError(
-                f"the JSON has more than {self._most_brackets} lists and objects in it, which are the most. "
+                f"the JSON has more than {self._most_brackets} lists and objects, which is the limit. "
                 "Send flat lists, with their shape."
             )
         reservation.add(JSON_COST * len(text))
@@ -109,11 +109,11 @@ def _parsed(text: bytes) -> Any:
         return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as cause:
         why = "it is nested too deeply" if isinstance(cause, RecursionError) else str(cause)
-        raise RequestError(f"the body is no JSON: {why}") from cause
+        raise RequestError(f"the body is not JSON: {why}") from cause
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def read_infer(

@@ -1,8 +1,8 @@
 """Several processes that serve the same models on the same port.
 
 The operating system gives each connection to one of them. The process that receives a command for all, such
-as loading a model, passes it on to the others; the process that is asked for metrics collects those of all.
-For that each process listens on a unix socket in a folder that only its user can read.
+as loading a model, forwards it to its peers; the process that is asked for metrics collects those of all. For
+that each process listens on a unix socket in a folder that only its user can read.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from monolith.cluster.security import HEADER, Guard
 _log = logging.getLogger(__name__)
 
 PEER_HEADER = "x-monolith-peer"
-"""Says that a request comes from a peer, so that it is not passed on again."""
+"""Marks a request that comes from a peer, so that it is not forwarded again."""
 _TIMEOUT = 60.0
 _METRICS_TIMEOUT = 2.0
 
 
 class ServerProcesses:
-    """The other processes, if any.
+    """The peers of this process, if any.
 
     Args:
-        folder: For the sockets; None where there is one process.
-        index: Of this process among `count`.
-        guard: What they demand.
+        folder: The folder of the sockets; None if there is one process.
+        index: The number of this process, below `count`.
+        guard: The token that peers demand.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class ServerProcesses:
 
     @property
     def socket(self) -> Path | None:
-        """Where this process listens for the others."""
+        """The socket on which this process listens for its peers."""
         return None if self._folder is None else self._path(self.index)
 
     def tell(self, verb: str, model: str) -> None:
-        """Have the others load or unload a model, too."""
-        for index, path in self._others():
+        """Have the peers load or unload a model, too."""
+        for index, path in self._peers():
             try:
                 status, body = self._call(
                     path, "POST", f"/v2/repository/models/{quote(model, safe='')}/{verb}", _TIMEOUT
@@ -64,13 +64,13 @@ class ServerProcesses:
                 _log.warning("process %d could not %s model %r: %s", index, verb, model, body[:500].decode())
 
     def metrics(self, own: bytes) -> bytes:
-        """Return the metrics of all processes, each series with the process it is of."""
+        """Return the metrics of all processes, each series labelled with its process."""
         if self._folder is None:
             return own
         from prometheus_client.parser import text_string_to_metric_families
 
         texts = {self.index: own}
-        for index, path in self._others():
+        for index, path in self._peers():
             try:
                 status, body = self._call(path, "GET", "/metrics", _METRICS_TIMEOUT)
             except OSError as error:
@@ -91,7 +91,7 @@ class ServerProcesses:
                     lines.append(f"{sample.name}{{{shown}}} {sample.value}")
         return "\n".join(line for lines in families.values() for line in [*lines, ""]).encode()
 
-    def _others(self) -> Iterator[tuple[int, Path]]:
+    def _peers(self) -> Iterator[tuple[int, Path]]:
         for index in range(self.count):
             if index != self.index:
                 yield index, self._path(index)

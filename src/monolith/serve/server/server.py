@@ -3,20 +3,19 @@
     with InferenceServer(config, folders, catalog) as server:
         print(server.http_url, server.grpc_address)
 
-On the way out it is first not ready, then takes no new requests, then waits for those in flight, and closes
-the models last.
+It stops in this order, so that no request is lost: it reports itself as not ready, so that load balancers
+stop sending; it accepts no new requests; it drains the requests in flight; it closes the models.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import shutil
 import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,20 +46,19 @@ class InferenceServer:
     """Serves from construction to `close`.
 
     Args:
-        folders: What is served.
-        catalog: Finds and loads versions.
-        guard: What callers must show: the predict or the control token of it, and the control token to load
-            and unload models.
-        context: For TLS over HTTP; it asks callers for a certificate.
+        folders: The models to serve.
+        catalog: Lists and loads their versions.
+        guard: The tokens that clients must present: predict or control for requests, control to load and
+            unload models.
+        context: TLS settings for HTTP; it demands a certificate from clients.
         peers: Other processes on the same port.
-        follow: Opens a reader of the channel of a trainer, which the models follow; None serves them as
-            exported.
-        metrics: Where requests are counted.
+        follow: Opens a reader of the channel that a trainer publishes to; None serves models as exported.
+        metrics: Counts requests.
 
     Raises:
         ListenError: A port is taken.
         MissingExtraError: A package of the extra `serve` is missing.
-        ConfigError: Clients may load and unload models, and there is no token that they must have.
+        ConfigError: Clients may load and unload models, but there is no token for it.
     """
 
     def __init__(
@@ -74,8 +72,6 @@ class InferenceServer:
         peers: ServerProcesses | None = None,
         follow: OpenReader | None = None,
         metrics: Metrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        generator: random.Random | None = None,
     ) -> None:
         self.config = config
         self._guard = (guard or Guard()).for_role("predict")
@@ -99,8 +95,6 @@ class InferenceServer:
             catalog,
             ServeMetrics(self._metrics),
             attach=None if follow is None else self._attach,
-            clock=clock,
-            generator=generator,
         )
         self._stop = threading.Event()
         self._poller: threading.Thread | None = None
@@ -119,7 +113,8 @@ class InferenceServer:
         self._poller.start()
 
     def close(self) -> None:
-        """Stop in order, and return when what was in flight has ended, or had time to. Again does nothing."""
+        """Stop, and return when the requests in flight have ended or the drain time is over. Again does
+        nothing."""
         end = time.monotonic() + self.config.drain.total_seconds()
         self.inference.stop_being_ready()
         self._stop.set()
@@ -131,7 +126,7 @@ class InferenceServer:
             for thread in threads:
                 thread.join()
         else:
-            for one in ports:  # gRPC first: what is in flight there comes and goes through HTTP's loop
+            for one in ports:  # gRPC first: its requests pass through the loop of HTTP
                 one.close(_left(end))
         self.inference.wait_idle(_left(end))
         if self._poller is not None:
@@ -183,7 +178,8 @@ class InferenceServer:
         scheme = "http" if self._context is None else "https"
         http_port = config.http_port if config.port is None else config.port
         if config.port is not None:
-            # Behind the shared port, where HTTP's listener has ended TLS; it is reached by this user alone.
+            # HTTP's listener accepts all connections, ends TLS and relays gRPC to this socket, which only
+            # this user can reach.
             self._folder = Path(tempfile.mkdtemp(prefix="monolith-serve-"))
             relay = self._folder / "grpc.sock"
             inner = replace(self._guard, cert=None, key=None, ca=None)
@@ -221,7 +217,7 @@ class InferenceServer:
 
 
 def _left(end: float) -> float:
-    """Return the seconds until a time, at least one: what has ended already needs a moment to be seen."""
+    """Return the seconds until a time, at least one, so that a finished thread can be joined."""
     return max(1.0, end - time.monotonic())
 
 

@@ -190,9 +190,9 @@ class ColumnsPlan:
 
     @classmethod
     def of(cls, tensors: Sequence[WireTensor], columns: RequestColumns) -> ColumnsPlan | None:
-        """Return the plan that makes these columns of the contents of these tensors.
+        """Return the plan that decodes these columns from the contents of these tensors.
 
-        None where more is done with values than to read them: lists of any length, other types.
+        None if values need more than decoding: lists of any length, other types.
         """
         parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]] = []
         for tensor in tensors:
@@ -212,7 +212,7 @@ class ColumnsPlan:
         return cls(parts, columns)
 
     def columns(self, contents: Sequence[bytes]) -> RequestColumns | None:
-        """Return the columns; None where contents have another length than those of the plan.
+        """Return the columns; None if contents have other lengths than those of the plan.
 
         Raises:
             RequestError: The lengths of texts do not fit the contents.

@@ -36,12 +36,16 @@ class ShardAnswer(NamedTuple):
 
 NEVER = float("inf")
 _GRACE = 0.005
-"""Seconds for an answer that is there already, and was not read because another was waited for."""
+"""Seconds granted to an answer that has arrived but was not read while the thread waited for another leg."""
 _HEDGE_GRACE = 0.001
 
 
 class Leg:
-    """The request of one lookup to one shard."""
+    """The request of one lookup to one shard.
+
+    The thread of the lookup sends it and waits; the minder may hedge it or give it up; a thread of the pool
+    may answer it with the row of a second replica. `lock` decides between the three.
+    """
 
     def __init__(
         self, shard: ShardReplicas, header: bytes, data: Bytes, floats: int, deadline: float, *, hedged: bool
@@ -50,26 +54,26 @@ class Leg:
         self.header = header
         self.data = data
         self.floats = floats
-        """That the answer must have."""
+        """Number of floats that the answer must have."""
         self.deadline = deadline
         self.hedged = hedged
-        """Whether another replica is asked as well where one is slow."""
+        """Whether a second replica may be asked if the first is slow."""
         self.tried: set[Replica] = set()
         self.hedge_at = NEVER
         self.hedge: Future[ShardAnswer] | None = None
-        self.also: Leg | None = None
-        """What the other replica was asked."""
+        self.second: Leg | None = None
+        """The request to the second replica."""
         self.sent_at = 0.0
         self.line: ShardLine | None = None
         self.answer: ShardAnswer | None = None
-        """Of another replica, which was faster."""
+        """The answer of the second replica, if it was faster."""
         self.late = False
         """Whether the wait was ended at the deadline."""
         self.done = False
         self.lock = threading.Lock()  # guards line, hedge, answer, late and done
 
     def begin(self, line: ShardLine) -> None:
-        """A request went out over a line."""
+        """Note that the request was sent over a line."""
         with self.lock:
             self.line = line
         self.sent_at = time.monotonic()
@@ -77,19 +81,19 @@ class Leg:
         line.replica.in_flight += 1
 
     def wait_from(self, now: float) -> None:
-        """The caller waits for this leg now, and not for another as until now."""
+        """Note that the thread of the lookup waits for this leg from now on: only now can it be late."""
         self.hedge_at = max(self.hedge_at, now + _HEDGE_GRACE)
         self.deadline = max(self.deadline, now + _GRACE)
 
     def end(self) -> None:
-        """The wait for the line is over: from now on it is not cancelled."""
+        """Take the line away from the leg: from now on it is not cancelled."""
         with self.lock:
             line, self.line = self.line, None
         if line is not None:
             line.replica.in_flight -= 1
 
     def finish(self, *, keep_line: bool) -> None:
-        """Nobody waits any more. A line that was not cancelled is kept for others, if it is good."""
+        """End the leg. Its line is reused for other requests unless it was cancelled or is broken."""
         with self.lock:
             self.done = True
             line, self.line = self.line, None
@@ -102,7 +106,7 @@ class Leg:
                 line.close()
 
     def answer_with(self, found: ShardAnswer) -> bool:
-        """Another replica was faster; False if it was not."""
+        """Answer with the rows of the second replica; return False if the first was faster."""
         with self.lock:
             if self.done or self.answer is not None:
                 return False
@@ -112,24 +116,24 @@ class Leg:
             return True
 
     def give_up(self) -> None:
-        """The deadline has come."""
+        """End the wait at the deadline."""
         with self.lock:
             if not self.done and self.answer is None:
                 self.late = True
                 if self.line is not None:
-                    self.line.stream.cancel("the deadline of the request has come")
+                    self.line.stream.cancel("the deadline of the request passed")
 
 
 class Minder:
-    """A thread that looks after the legs that callers wait for, until it is closed.
+    """A thread that watches the legs that lookups wait for, until it is closed.
 
     Args:
-        hedge: Called with a leg for which another replica should be asked; must not wait.
+        hedge: Called with a leg for which a second replica should be asked; must not wait.
     """
 
     def __init__(self, hedge: Callable[[Leg], None]) -> None:
         self._hedge = hedge
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards all below
         self._legs: set[Leg] = set()
         self._wakes_at = NEVER
         self._stopped = False
@@ -141,7 +145,7 @@ class Minder:
         with self._changed:
             self._legs.add(leg)
             stopped = self._stopped
-            if due < self._wakes_at:  # seldom: others that are waited for are due before
+            if due < self._wakes_at:  # seldom: legs that are watched already are due before
                 self._changed.notify()
         if stopped:  # the thread has ended, and `close` did not see this leg
             leg.give_up()
@@ -151,7 +155,7 @@ class Minder:
             self._legs.discard(leg)
 
     def close(self) -> None:
-        """End the thread; legs that are left are given up."""
+        """End the thread and give up the remaining legs."""
         with self._changed:
             self._stopped = True
             legs = list(self._legs)

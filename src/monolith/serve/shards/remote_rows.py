@@ -4,17 +4,20 @@
     rows = open_remote_rows(servable, config, guard=guard_caller(security))
     Predictor(DIR, rows=rows)
 
-An id is on the shard that its number, without a sign, modulo the number of shards says. A lookup sends at
-most one request to each shard, all before it waits for the first answer. A replica that fails is left for
-another at once, within the same lookup; one that is slow is raced against another; a shard that does not
-answer at all is an error, or, where the export and the config allow it, zeros and the shard's name in the
-answer.
+An ID is on the shard that its unsigned value modulo the number of shards names. A lookup sends at most one
+request (a leg) to each shard, and sends all of them before it waits for the first answer:
+
+    sent ──answer──► done
+      ├──the replica fails──► sent to another replica, within the same lookup
+      ├──slower than 95 % of recent answers──► a second replica is asked too (a hedge); the first answer wins
+      └──no replica is left, or the deadline passes──► error; or zeros and the shard's name in the answer, if
+         both the export and the config allow it
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
@@ -34,7 +37,7 @@ from monolith.errors import (
 )
 from monolith.serve.config import ShardsConfig
 from monolith.serve.manifest import Servable
-from monolith.serve.rows import FoundRows, RowsClaim, together
+from monolith.serve.rows import AttachOverlay, FoundRows, RowsClaim, together
 from monolith.serve.shards.hedging import NEVER, Floats, Leg, Minder, ShardAnswer
 from monolith.serve.shards.protocol import read_claim
 from monolith.serve.shards.replicas import HedgeBudget, Replica, ReplicaMap, ShardLine, WantedRows
@@ -53,22 +56,23 @@ from monolith.wire.flight import Answer, PortGuard
 
 _HEDGERS = 8
 _FOR_DEFAULTS = 0.8
-"""Of the caller's time, where zeros may stand for what does not come: the rest is for the answer."""
+"""Fraction of the client's time that a lookup may use if zeros may replace missing rows: the rest is for the
+dense half."""
 
 
 @dataclass(slots=True)
 class ShardCounts:
-    """What happened to lookups so far."""
+    """Counts of lookups and their outcomes."""
 
     lookups: int = 0
     requests: int = 0
     failed_over: int = 0
-    """Requests that were made again because a replica failed."""
+    """Requests that were sent to another replica because one failed."""
     hedged: int = 0
-    """Requests that another replica was asked as well."""
+    """Requests that were also sent to a second replica because the first was slow."""
     hedges_won: int = 0
     missing: int = 0
-    """Requests that were answered with zeros, since a shard did not answer."""
+    """Requests whose rows were read as zeros because a shard did not answer."""
     errors: int = 0
     """Lookups that ended in an error."""
 
@@ -84,13 +88,13 @@ def open_remote_rows(
     """Return the rows of an entry's servable.
 
     Args:
-        servable: What the manifest of the entry says.
-        discovery: By default what `config.discovery` names, which is closed with the rows.
-        guard: What to present to servers; see `monolith.cluster.security.guard_caller`.
-        environ: Has what does not belong into the URL of a registry.
+        servable: The manifest of the entry.
+        discovery: By default the registry that `config.discovery` names, which is closed with the rows.
+        guard: The token or certificate for servers; see `monolith.cluster.security.guard_caller`.
+        environ: Has credentials that do not belong into the URL of a registry.
 
     Raises:
-        ConfigError: The servable is not sharded, or the config wants what it does not allow.
+        ConfigError: The servable is not sharded, or the config asks for zeros that it does not allow.
     """
     if servable.shards < 1:
         raise ConfigError(f"version {servable.version} of {servable.model} has its rows in its own folder")
@@ -104,73 +108,71 @@ def open_remote_rows(
             "missing = default answers with zeros for the rows of servers that do not answer; "
             f"{servable.model} was exported without allowing that. Export it with missing_rows = default"
         )
-    return RemoteRows(
-        config,
+    if discovery is None and not config.discovery:
+        raise ConfigError(
+            "an entry finds its serving servers in a registry; set discovery to its URL, such as "
+            "files:///shared/job"
+        )
+    wanted = WantedRows(
         model=servable.model,
         version=servable.version,
         shards=servable.shards,
-        tables={name: table.dim for name, table in servable.tables.items()},
-        missing_default=missing == "default",
+        tables={name: servable.tables[name].dim for name in sorted(servable.tables)},
         digest=servable.digest,
+    )
+    own = None
+    if discovery is None:
+        discovery = own = open_discovery_url(config.discovery, environ)
+    return RemoteRows(
+        wanted,
+        config,
         discovery=discovery,
         guard=guard,
-        environ=environ,
+        missing_default=missing == "default",
+        on_close=None if own is None else own.close,
     )
 
 
 class RemoteRows:
     """A `RowSource` over serving servers. Thread-safe.
 
+    Shapes: a lookup of n IDs splits into one leg per shard, with int64 IDs (n_k,), and merges their float32
+    answers into (sum of ids x width,), in the order of the request.
+
+    Example: with 2 shards, a lookup of IDs [4, 7, 9] sends [4] to shard 0 and [7, 9] to shard 1, and returns
+    the rows of 4, 7 and 9 in that order.
+
     Args:
-        config: How servers are found and waited for.
-        model: Whose servers, by the name they are registered with.
-        version: The version that this entry serves.
-        shards: How many there are; by default `config.shards`.
-        tables: Table to the width of its rows.
-        missing_default: Whether zeros may stand for the rows of a shard that does not answer; by default
-            whether `config.missing` says so.
-        digest: Of the export; None takes servers of any export of that version.
-        discovery: As of `open_remote_rows`.
-        guard: As of `open_remote_rows`.
+        wanted: The rows that servers must have.
+        config: How servers are found and how long the entry waits for them.
+        discovery: The registry of servers.
+        guard: The token or certificate to present to servers.
+        missing_default: Whether rows of a shard that does not answer are read as zeros.
+        on_close: Called when the rows are closed.
     """
 
     def __init__(
         self,
+        wanted: WantedRows,
         config: ShardsConfig,
         *,
-        model: str,
-        version: str,
-        tables: Mapping[str, int],
-        shards: int | None = None,
-        missing_default: bool | None = None,
-        digest: str | None = None,
-        discovery: Discovery | None = None,
+        discovery: Discovery,
         guard: PortGuard | None = None,
-        environ: Mapping[str, str] | None = None,
+        missing_default: bool = False,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
-        count = config.shards if shards is None else shards
-        if count < 1:
-            raise ConfigError(f"rows are spread over at least 1 shard, got {count}")
-        if discovery is None and not config.discovery:
-            raise ConfigError(
-                "an entry finds its serving servers in a registry; set discovery to its URL, such as "
-                "files:///shared/job"
-            )
         self._config = config
-        self._tables = {name: tables[name] for name in sorted(tables)}
+        self._tables = dict(wanted.tables)
         self._widths = np.array(list(self._tables.values()), np.int64)
-        self._version_key = incarnation_bytes(version)
-        self._missing_default = config.missing == "default" if missing_default is None else missing_default
-        self._own = open_discovery_url(config.discovery, environ) if discovery is None else None
-        found = discovery if self._own is None else self._own
-        assert found is not None
-        wanted = WantedRows(model=model, version=version, shards=count, tables=self._tables, digest=digest)
+        self._version_key = incarnation_bytes(wanted.version)
+        self._missing_default = missing_default
+        self._on_close = on_close
         self.counts = ShardCounts()
         self._limit = config.deadline.total_seconds()
         self._budget = HedgeBudget()
         self._hedgers = ThreadPoolExecutor(_HEDGERS, "shards-hedge")
         self._closed = False
-        self._map = ReplicaMap(wanted, config, found, guard)
+        self._map = ReplicaMap(wanted, config, discovery, guard)
         self._minder = Minder(self._begin_hedge)
 
     @property
@@ -179,17 +181,24 @@ class RemoteRows:
         return MappingProxyType(self._tables)
 
     @property
+    def claim(self) -> None:
+        """None: servers send the claim of their rows with each answer."""
+
+    def follow(self, attach: AttachOverlay) -> None:
+        """Do nothing: serving servers follow the trainer by themselves."""
+
+    @property
     def shards(self) -> int:
         return len(self._map.shards)
 
     @property
     def ready(self) -> bool:
-        """Whether every shard has a server that can be asked."""
+        """Whether every shard has a server that can answer."""
         return self._map.ready
 
     @property
     def replicas(self) -> dict[str, dict[str, str]]:
-        """Shard to address to state: up, slow, down, found (and not greeted yet)."""
+        """Shard to address to state: found, up, slow or down; see `monolith.serve.shards.replicas`."""
         return {
             shard.name: {one.address: one.state for one in shard.by_address.values()}
             for shard in self._map.shards
@@ -200,11 +209,11 @@ class RemoteRows:
         return self._map.wait_ready(seconds)
 
     def refresh(self) -> None:
-        """Ask the registry now. It is asked every `config.refresh` anyway."""
+        """Query the registry now, in addition to every `config.refresh`."""
         self._map.refresh()
 
     def lookup(self, ids: TableIds, *, deadline: float | None = None) -> FoundRows:
-        """As `RowSource.lookup`."""
+        """Look up rows on all shards at once; see `RowSource.lookup`."""
         if self._closed:
             raise UnavailableError("the connections to serving servers were closed")
         self.counts.lookups += 1
@@ -215,15 +224,15 @@ class RemoteRows:
             raise
 
     def close(self) -> None:
-        """Let go of all connections; lookups under way end in an error. Closing again does nothing."""
+        """Close all connections; lookups in flight end in an error. Closing again does nothing."""
         if self._closed:
             return
         self._closed = True
         self._minder.close()
         self._hedgers.shutdown(wait=True, cancel_futures=True)
         self._map.close()
-        if self._own is not None:
-            self._own.close()
+        if self._on_close is not None:
+            self._on_close()
 
     def __enter__(self) -> Self:
         return self
@@ -282,7 +291,7 @@ class RemoteRows:
         return FoundRows(rows, tuple(missing), together(claims) if claims else None)
 
     def _answer(self, leg: Leg, deadline: float | None) -> ShardAnswer | None:
-        """Return the answer to a leg; None where zeros may stand for it."""
+        """Return the answer to a leg; None if it is missing and its rows are read as zeros."""
         try:
             return self._receive(leg)
         except ClusterError as error:
@@ -298,16 +307,16 @@ class RemoteRows:
             return now + self._limit
         left = deadline - now
         if left <= 0:
-            raise DeadlineExceededError("the deadline has passed before rows were asked for")
+            raise DeadlineExceededError("the deadline passed before rows were looked up")
         return now + min(self._limit, left * (_FOR_DEFAULTS if self._missing_default else 1.0))
 
     def _send(self, leg: Leg) -> None:
-        """Send a leg to a replica, or to the next where that fails. Where none is left, it has no line."""
+        """Send a leg to a replica, or to the next one if that fails. If none is left, the leg has no line."""
         while (replica := leg.shard.choose(leg.tried)) is not None and not self._send_to(leg, replica):
             pass
 
     def _send_to(self, leg: Leg, replica: Replica) -> bool:
-        """Whether a leg could be sent to a replica; if not, that counts as down."""
+        """Send a leg to a replica; return False if that failed, which marks the replica as down."""
         for make in (replica.line, replica.new_line):
             left = leg.deadline - time.monotonic()
             if left <= 0:
@@ -320,7 +329,8 @@ class RemoteRows:
             except MonolithError as error:
                 if line is not None:
                     line.close()
-                    if line.reused:  # the server may only have restarted
+                    # A reused connection fails if the server restarted since: one new connection tells.
+                    if line.reused:
                         replica.drop_idle()
                         continue
                 self._map.failed(replica, error)
@@ -333,7 +343,11 @@ class RemoteRows:
         return False
 
     def _receive(self, leg: Leg) -> ShardAnswer:
-        """Return the answer to a leg, from whichever replica."""
+        """Wait for the answer to a leg, from any replica.
+
+        Each turn of the loop waits for one line. A failed line is replaced by the running hedge if there is
+        one, else by another replica; the loop ends when no replica is left or the deadline has passed.
+        """
         while (line := leg.line) is not None:
             leg.wait_from(time.monotonic())
             self._minder.watch(leg)
@@ -342,21 +356,21 @@ class RemoteRows:
             except MonolithError as error:
                 leg.end()
                 self._minder.forget(leg)
-                if leg.answer is not None:  # another replica was faster, and our line was cut
+                if leg.answer is not None:  # the hedge was faster and cancelled this line
                     line.close()
                     return leg.answer
                 if leg.late:
                     line.close()
                     self._map.lost_race(line.replica, time.monotonic() - leg.sent_at)
                     raise
-                if not _may_go_on(line.stream.broken, error):
+                if not _may_fail_over(line.stream.broken, error):
                     line.give_back()
                     raise
                 line.close()
                 if (found := self._hedged(leg)) is not None:
                     self._map.failed(line.replica, error)
                     return found
-                self._go_on(leg, line, error)
+                self._fail_over(leg, line, error)
             else:
                 self._minder.forget(leg)
                 leg.finish(keep_line=True)
@@ -368,10 +382,10 @@ class RemoteRows:
             raise DeadlineExceededError(f"{leg.shard.name} did not answer before the deadline")
         raise leg.shard.error()
 
-    def _go_on(self, leg: Leg, line: ShardLine, error: MonolithError) -> None:
-        """Send a leg again, whose line has failed."""
+    def _fail_over(self, leg: Leg, line: ShardLine, error: MonolithError) -> None:
+        """Send a leg again after its line failed: to a restarted server, else to another replica."""
         self.counts.failed_over += 1
-        if line.reused:  # the server may only have restarted
+        if line.reused:  # the server may have restarted since the connection was made
             line.replica.drop_idle()
             if self._send_to(leg, line.replica):
                 return
@@ -384,15 +398,19 @@ class RemoteRows:
         _, floats = read_answer(answer.header[:ANSWER_BYTES])
         if floats != leg.floats or len(answer.data) != 4 * floats:
             raise UnavailableError(
-                f"{leg.shard.name} answered with {len(answer.data)} bytes in place of {4 * leg.floats}"
+                f"{leg.shard.name} answered with {len(answer.data)} bytes, {4 * leg.floats} were expected"
             )
         return ShardAnswer(answer.data.view(np.float32), read_claim(answer.header))
 
     # Hedging
 
     def _begin_hedge(self, leg: Leg) -> None:
-        """Ask another replica that is up, if not too many requests are raced already; or, after the longest
-        wait that there is, any other."""
+        """Ask a second replica for a leg that is slow.
+
+        Before the longest wait only a replica that is up is asked, and only within the hedge budget: if all
+        replicas are slow because of load, hedges would add to it. After the longest wait, any replica is.
+        Called by the minder's thread, so it must not wait: the request is sent by a thread of the pool.
+        """
         with leg.lock:
             line = leg.line
             if line is None or leg.done or self._closed:
@@ -405,43 +423,45 @@ class RemoteRows:
                 return
             self.counts.hedged += 1
             leg.tried |= {line.replica, replica}
-            leg.hedge = self._hedgers.submit(self._ask_also, leg, line.replica, replica)
+            leg.hedge = self._hedgers.submit(self._ask_second, leg, line.replica, replica)
 
-    def _ask_also(self, leg: Leg, slow: Replica, replica: Replica) -> ShardAnswer:
-        """Ask another replica; if it answers first, end the wait for the first."""
-        also = Leg(leg.shard, leg.header, leg.data, leg.floats, leg.deadline, hedged=False)
-        if not self._send_to(also, replica) or (line := also.line) is None:
+    def _ask_second(self, leg: Leg, slow: Replica, replica: Replica) -> ShardAnswer:
+        """Ask a second replica; if it answers first, cancel the line of the first."""
+        second = Leg(leg.shard, leg.header, leg.data, leg.floats, leg.deadline, hedged=False)
+        if not self._send_to(second, replica) or (line := second.line) is None:
             raise leg.shard.error()
-        leg.also = also
-        if leg.done:  # meanwhile
+        leg.second = second
+        if leg.done:  # the first replica answered while this request was sent
             self._end_hedge(leg)
-        self._minder.watch(also)
+        self._minder.watch(second)
         try:
-            rows = self._checked(line.stream.receive(), also)
+            rows = self._checked(line.stream.receive(), second)
         except MonolithError as error:
-            also.finish(keep_line=False)
-            if also.late:
-                self._map.lost_race(replica, time.monotonic() - also.sent_at)
+            second.finish(keep_line=False)
+            if second.late:
+                self._map.lost_race(replica, time.monotonic() - second.sent_at)
             else:
                 self._map.failed(replica, error)
             raise
         finally:
-            self._minder.forget(also)
-        also.finish(keep_line=True)
+            self._minder.forget(second)
+        second.finish(keep_line=True)
         if leg.answer_with(rows):
             self.counts.hedges_won += 1
             self._map.lost_race(slow, time.monotonic() - leg.sent_at)
         return rows
 
     def _end_hedge(self, leg: Leg) -> None:
-        """The first replica has answered: the other, if it was asked, has only a moment left to do so. It is
-        not cut off at once, since a connection is worth more than the answer."""
-        if (also := leg.also) is not None and not also.done:
-            also.deadline = min(also.deadline, time.monotonic() + self._config.hedge_most.total_seconds())
-            self._minder.watch(also)
+        """Shorten the deadline of the second replica, now that the first has answered.
+
+        It is not cancelled at once: cancelling closes its connection, which is worth more than the answer.
+        """
+        if (second := leg.second) is not None and not second.done:
+            second.deadline = min(second.deadline, time.monotonic() + self._config.hedge_most.total_seconds())
+            self._minder.watch(second)
 
     def _hedged(self, leg: Leg) -> ShardAnswer | None:
-        """Wait for the other replica that was asked, if one was, now that the first has failed."""
+        """Wait for the second replica, if one was asked, after the first has failed."""
         if leg.hedge is None:
             return None
         try:
@@ -450,6 +470,6 @@ class RemoteRows:
             return None
 
 
-def _may_go_on(broken: bool, error: MonolithError) -> bool:
-    """Whether another replica may answer what this one did not: not what it refuses with reason."""
+def _may_fail_over(broken: bool, error: MonolithError) -> bool:
+    """Whether another replica may answer: not if this one refused the request itself, as all would."""
     return broken or isinstance(error, (LostStateError, UnavailableError)) or type(error) is ClusterError

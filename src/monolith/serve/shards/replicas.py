@@ -37,56 +37,54 @@ State = Literal["found", "up", "slow", "down"]
 
 _IDLE = 10.0
 """Seconds after which an idle connection is closed."""
-_GREETERS = 8
+_PROBERS = 8
 _RACES = 3
-"""Races that a replica may lose in a row: one in twenty requests is raced in any case."""
-
-
-_KEPT = 256
-_ENOUGH = 32
-"""Answers from which on the wait follows from them, and after how many it is found out again."""
-_SHARE = 0.95
-_SPARE = 10.0
+"""Races that a replica may lose in a row before it counts as slow: one in twenty requests is raced anyway."""
+_RECENT = 256
+_EVERY = 32
+"""The delay is computed again after so many answers."""
+_QUANTILE = 0.95
+_BURST = 10.0
 _PER_REQUEST = 0.1
 
 
 class HedgeDelay:
     """How long to wait for a replica before another is asked: the 95th percentile of recent answers, bounded.
 
-    Any thread may call it; a number that is lost in a race is one of hundreds.
+    It takes no lock: an answer that is lost in a race between threads is one of hundreds.
     """
 
     def __init__(self, least: float, most: float) -> None:
         self._least, self._most = least, most
-        self._recent: deque[float] = deque(maxlen=_KEPT)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
         self._noted = 0
         self.seconds = most
 
     def note(self, seconds: float) -> None:
-        """Learn from an answer that came."""
+        """Record the seconds of one answer."""
         self._recent.append(seconds)
         self._noted += 1
-        if self._noted % _ENOUGH == 0:
+        if self._noted % _EVERY == 0:
             known = sorted(self._recent.copy())
-            slow = known[min(len(known) - 1, int(_SHARE * len(known)))]
+            slow = known[min(len(known) - 1, int(_QUANTILE * len(known)))]
             self.seconds = min(self._most, max(self._least, slow))
 
 
 class HedgeBudget:
-    """How many requests may be made twice: one in ten, and a few at once.
+    """Limits hedges to one request in ten, with bursts of ten.
 
-    Where all replicas are slow because there is too much to do, to ask another would make it more.
+    If all replicas are slow because of load, hedges would add to it.
     """
 
     def __init__(self) -> None:
-        self._left = _SPARE
+        self._left = _BURST
 
     def earn(self) -> None:
-        """A request was made."""
-        self._left = min(_SPARE, self._left + _PER_REQUEST)
+        """Count a request."""
+        self._left = min(_BURST, self._left + _PER_REQUEST)
 
     def spend(self) -> bool:
-        """Whether another one may be made twice; if so, it counts."""
+        """Take one hedge from the budget; return False if it is empty."""
         if self._left < 1.0:
             return False
         self._left -= 1.0
@@ -95,13 +93,15 @@ class HedgeBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedRows:
-    """Whose rows an entry wants: what a server must say of itself, by the fields of `ShardAbout`."""
+    """The rows that an entry needs: a server must describe itself by these values (see `ShardAbout`)."""
 
     model: str
     version: str
     shards: int
     tables: Mapping[str, int]
+    """Table to the width of its rows, sorted by name."""
     digest: str | None = None
+    """Digest of the export; None accepts servers of any export of that version."""
 
     def of_shard(self, shard: int) -> dict[str, object]:
         wanted: dict[str, object] = {
@@ -122,7 +122,7 @@ class ShardLine:
         self.stream = stream
         self._caller = caller
         self.reused = False
-        """Whether it was used before: then that it fails may only mean that the server has restarted."""
+        """Whether it was used before: then a failure may only mean that the server has restarted."""
         self.idle_since = 0.0
 
     def give_back(self) -> None:
@@ -140,14 +140,14 @@ class Replica:
     def __init__(self, wanted: dict[str, object], address: str, guard: PortGuard | None) -> None:
         self.address = address
         self.state: State = "found"
-        self.why = "it was not greeted yet"
+        self.why = "it has not answered a probe"
         self.in_flight = 0
-        """Requests that wait for it, about."""
+        """Approximate number of requests that wait for it; changed without a lock."""
         self.races_lost = 0
-        """In a row."""
-        self.greet_at = 0.0
-        """When to greet it next."""
-        self.greeting: Future[None] | None = None
+        """Races that it lost in a row."""
+        self.probe_at = 0.0
+        """When to probe it next."""
+        self.probing: Future[None] | None = None
         self._wanted = wanted
         self._guard = guard
         self._lock = threading.Lock()  # guards what follows
@@ -159,7 +159,7 @@ class Replica:
 
         Raises:
             RetryableError: It does not answer.
-            MonolithError: It is not the server that is meant.
+            MonolithError: Another server listens at the address.
         """
         with self._lock:
             if self._idle:
@@ -169,7 +169,7 @@ class Replica:
         return self.new_line(seconds)
 
     def new_line(self, seconds: float) -> ShardLine:
-        """As `line`, always a new one."""
+        """Return a new connection; see `line`."""
         caller = Caller(
             SERVICE, self.address, guard=self._guard, timeout=timedelta(seconds=max(seconds, 0.001))
         )
@@ -215,10 +215,10 @@ class ShardReplicas:
         self.by_address: dict[str, Replica] = {}  # replaced as a whole: requests take no lock
 
     def choose(self, tried: Set[Replica] = frozenset(), *, only_up: bool = False) -> Replica | None:
-        """Return a replica to ask: of two that are up, the one with less to do; None where there is none.
+        """Return a replica to ask: of two that are up, the less busy one; None if there is none.
 
         Args:
-            only_up: Whether one that is slow will not do where none is up.
+            only_up: Whether to return None rather than a slow replica if none is up.
         """
         members = [one for one in self.by_address.values() if one not in tried]
         able = [one for one in members if one.state == "up"]
@@ -235,12 +235,12 @@ class ShardReplicas:
         return any(one.state in ("up", "slow") for one in self.by_address.values())
 
     def error(self) -> UnavailableError:
-        """Return what to say where no replica is left to ask."""
+        """Return the error for a shard without a replica that can be asked."""
         members = list(self.by_address.values())
         if not members:
             return UnavailableError(
-                f"{self.name}: no server is registered as {self.role}. Start its serving servers, with "
-                "the registry that the entry has"
+                f"{self.name}: no server is registered as {self.role}. Start its serving servers with "
+                "the registry of the entry"
             )
         each = "; ".join(f"{one.address} ({one.why or one.state})" for one in members)
         return UnavailableError(f"{self.name}: none of its {len(members)} servers answers: {each}")
@@ -250,9 +250,9 @@ class ReplicaMap:
     """The replicas of all shards, kept up to date by a thread until it is closed.
 
     Args:
-        wanted: Whose rows they must have.
-        discovery: Still the caller's to close.
-        guard: What to present to servers.
+        wanted: The rows that they must have.
+        discovery: The registry; the caller closes it.
+        guard: The token or certificate to present to servers.
     """
 
     def __init__(
@@ -270,16 +270,16 @@ class ReplicaMap:
         self._said: dict[str, str] = {}
         self._wake = threading.Event()
         self._stopped = False
-        self._greeters = ThreadPoolExecutor(_GREETERS, "shards-greet")
+        self._probers = ThreadPoolExecutor(_PROBERS, "shards-probe")
         self._within = max(config.deadline, config.retry).total_seconds()
         self.refresh()
-        wait(self._greet(), timeout=self._within)
+        wait(self._probe(), timeout=self._within)
         self._thread = threading.Thread(target=self._keep, name="shards-map", daemon=True)
         self._thread.start()
 
     @property
     def ready(self) -> bool:
-        """Whether every shard has a replica that can be asked."""
+        """Whether every shard has a replica that can answer."""
         return all(shard.ready for shard in self.shards)
 
     def wait_ready(self, seconds: float) -> bool:
@@ -292,34 +292,37 @@ class ReplicaMap:
         return True
 
     def failed(self, replica: Replica, error: Exception) -> None:
-        """A request found a replica gone: it is asked nothing until it has been greeted again."""
+        """Mark a replica as down after a failed request, until a probe succeeds."""
         replica.state, replica.why = "down", str(error)
         replica.drop_idle()
-        replica.greet_at = 0.0
+        replica.probe_at = 0.0
         self._wake.set()
 
     def lost_race(self, replica: Replica, seconds: float) -> None:
-        """Another was faster. After a few such races in a row, this one is asked only where there is no
-        other, until it was greeted."""
+        """Count a lost race. After a few in a row the replica is slow, until a probe succeeds."""
         replica.races_lost += 1
         if replica.state == "up" and replica.races_lost >= _RACES:
             replica.state = "slow"
             replica.why = f"it had not answered after {1000 * seconds:.0f} ms"
-            replica.greet_at = time.monotonic() + self._config.retry.total_seconds()
+            replica.probe_at = time.monotonic() + self._config.retry.total_seconds()
 
     def refresh(self) -> None:
-        """Ask the registry. The map's thread does this; a test may."""
+        """Query the registry. The map's thread calls it."""
         for number, shard in enumerate(self.shards):
             try:
                 found = set(self._discovery.query(shard.role).values())
             except (MonolithError, OSError) as error:
-                self._say(shard.role, f"cannot ask for {shard.role}, keeping the last servers known: {error}")
+                self._say(
+                    shard.role,
+                    f"cannot query the registry for {shard.role}, keeping the last known servers: {error}",
+                )
                 continue
             if not found:
                 self._say(
-                    shard.role, f"no server is registered as {shard.role}; keeping the last servers known"
+                    shard.role, f"no server is registered as {shard.role}; keeping the last known servers"
                 )
-                for replica in shard.by_address.values():  # a server that ends waits for idle connections
+                # A server that is stopping waits for its idle connections to close.
+                for replica in shard.by_address.values():
                     replica.drop_idle(time.monotonic() - self._config.refresh.total_seconds())
                 continue
             self._said.pop(shard.role, None)
@@ -339,7 +342,7 @@ class ReplicaMap:
         self._stopped = True
         self._wake.set()
         self._thread.join()
-        self._greeters.shutdown(wait=True, cancel_futures=True)
+        self._probers.shutdown(wait=True, cancel_futures=True)
         for shard in self.shards:
             for replica in shard.by_address.values():
                 replica.close()
@@ -359,36 +362,36 @@ class ReplicaMap:
                 except Exception:  # whatever a registry raises, requests continue
                     _log.exception("sharded serving: cannot refresh the map, retrying")
                 refresh_at = time.monotonic() + refresh
-            self._greet()
+            self._probe()
             for shard in self.shards:
                 for replica in shard.by_address.values():
                     replica.drop_idle(now - _IDLE)
 
-    def _greet(self) -> list[Future[None]]:
+    def _probe(self) -> list[Future[None]]:
         """Probe all replicas that are not up, each on a thread of the pool."""
         begun, now = [], time.monotonic()
         for shard in self.shards:
             for replica in shard.by_address.values():
-                busy = replica.greeting is not None and not replica.greeting.done()
-                if replica.state != "up" and not busy and now >= replica.greet_at and not self._stopped:
-                    replica.greeting = self._greeters.submit(self._greet_one, shard, replica)
-                    begun.append(replica.greeting)
+                busy = replica.probing is not None and not replica.probing.done()
+                if replica.state != "up" and not busy and now >= replica.probe_at and not self._stopped:
+                    replica.probing = self._probers.submit(self._probe_one, shard, replica)
+                    begun.append(replica.probing)
         return begun
 
-    def _greet_one(self, shard: ShardReplicas, replica: Replica) -> None:
+    def _probe_one(self, shard: ShardReplicas, replica: Replica) -> None:
         try:
             line = replica.new_line(self._within)
         except Exception as error:
             replica.state, replica.why = "down", str(error)
             self._say(replica.address, f"{shard.name}: {replica.address} cannot be used: {error}")
-            replica.greet_at = time.monotonic() + self._config.retry.total_seconds()
+            replica.probe_at = time.monotonic() + self._config.retry.total_seconds()
         else:
             replica.state, replica.why, replica.races_lost = "up", "", 0
             self._said.pop(replica.address, None)
             line.give_back()
 
     def _say(self, about: str, what: str) -> None:
-        """Warn once, until it has changed."""
+        """Log a warning once, until it changes."""
         if self._said.get(about) != what:
             self._said[about] = what
             _log.warning("sharded serving: %s", what)

@@ -1,12 +1,13 @@
 """A serving server: answers lookups in the rows of one shard.
 
-    server = ServingServer(DIR, 0, replica=1, host=host, port=7000, guard=guard, discovery=discovery)
-    server.prefault(progress)           # where no lookup should wait for the disk
+    config = ServingServerConfig(host=host, port=7000, replica=1)
+    server = ServingServer(DIR, 0, config, guard=guard, discovery=discovery)
+    server.prefault(progress)           # so that no lookup waits for the disk
     server.serve(stop)                  # registers, and returns when `stop` is set or `close` was called
 
-It maps DIR/ps_<shard>/<version>/tables/*.rows, the newest version when it starts, later ones as they
-appear and any that an entry asks for. Several servers of one shard are its replicas: each has a number of
-its own, and is registered as <model>:ps_<shard> under it while it is ready.
+It maps DIR/ps_<shard>/<version>/tables/*.rows: the newest version when it starts, later ones as they
+appear, and any that an entry requests. Several servers of one shard are its replicas: each has its own number
+and is registered as <model>:ps_<shard> under it while it is ready.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -62,29 +64,58 @@ _EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
 _CALLS = {"hello": ShardHello, "status": Nothing}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingServerConfig:
+    """Where a serving server listens, and how it opens versions."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; by default only this machine can reach it."""
+    port: int = 0
+    """Port to listen on; 0 lets the system choose."""
+    advertise: str | None = None
+    """Host by which entries reach the server if that is not `host`. A server that listens on all addresses of
+    its machine cannot be registered without it."""
+    replica: int = 0
+    """A number that no other replica of the shard has."""
+    versions: int = 3
+    """Number of versions that stay open."""
+    threads: int | None = None
+    """Threads that a large lookup is spread over; by default the number of processors."""
+    check_every: timedelta = timedelta(seconds=1)
+    """Interval at which the folder is polled for a new version."""
+    limits: Limits = field(default_factory=Limits)
+    """Largest message and lookup of one caller."""
+    follow: ServeFollowConfig = field(default_factory=ServeFollowConfig)
+    """When to warn about stale rows, if a trainer is followed."""
+    serve_withheld: Collection[str] = ()
+    """Versions to serve although they are withheld, because an operator named them."""
+
+    def __post_init__(self) -> None:
+        if self.replica < 0 or self.versions < 1:
+            raise ConfigError(
+                "a serving server has a replica from 0 on and keeps at least 1 version, got replica "
+                f"{self.replica}, {self.versions} versions"
+            )
+
+
 class ServingServer:
-    """One replica of one shard. Listens from the beginning; `start` or `serve` lets entries find it.
+    """One replica of one shard. Listens from construction on; `start` or `serve` registers it for entries.
+
+    Shapes of a lookup, for t tables: `sizes` int64 (t,), `ids` int64 (sum of sizes,), answer float32
+    (sum of sizes x width,), table after table, with the claim of the rows in its header.
+
+    Example: of 2 shards, shard 1 has the odd IDs. A lookup of item IDs 1, 3 and user ID 5 sends sizes
+    [2, 1] and ids [1, 3, 5], and receives 2 item rows and 1 user row; an ID without a row reads as zeros.
 
     Args:
-        folder: DIR of a sharded export.
-        shard: Which of its ps_<shard>.
-        host: Where to listen; only this machine by default.
-        port: 0 lets the system choose.
-        guard: What callers must present; see `monolith.cluster.security.guard_listener`.
-        discovery: Where to register; None where entries know the address. Still the caller's to close.
-        replica: A number that no other replica of the shard has.
-        advertise: The host by which entries reach it, where that is not `host`. One that listens on all
-            addresses of its machine cannot be registered without it.
-        versions: As many are kept open.
-        threads: That share a large call; as many as there are processors by default.
-        check_every: How often to look for a new version.
-        limits: What one caller may ask for.
+        folder: The folder of a sharded export.
+        shard: Number of the shard: the server maps `folder`/ps_<shard>.
+        guard: The token or certificate that callers must present; see
+            `monolith.cluster.security.guard_listener`.
+        discovery: The registry; None if entries know the address. The caller closes it.
+        follow: Opens a reader of the channel that a trainer publishes to; None serves rows as exported.
+        metrics: Counts lookups and followed rows.
         on_lookup: Called before each lookup, on its thread.
-        follow: Opens a reader of the channel of a trainer, which the rows follow; None serves them as
-            exported.
-        following: When to warn about stale rows.
-        metrics: Where lookups are counted, and what was followed.
-        serve_withheld: Versions to serve although they are withheld, since their rows are not trusted.
 
     Raises:
         FileMissingError: The folder has no version of the shard.
@@ -96,31 +127,24 @@ class ServingServer:
         self,
         folder: str,
         shard: int,
+        config: ServingServerConfig | None = None,
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
         guard: PortGuard | None = None,
         discovery: Discovery | None = None,
-        replica: int = 0,
-        advertise: str | None = None,
-        versions: int = 3,
-        threads: int | None = None,
-        check_every: timedelta = timedelta(seconds=1),
-        limits: Limits | None = None,
-        on_lookup: Callable[[], None] | None = None,
         follow: OpenReader | None = None,
-        following: ServeFollowConfig | None = None,
         metrics: Metrics | None = None,
-        serve_withheld: Collection[str] = (),
+        on_lookup: Callable[[], None] | None = None,
     ) -> None:
-        if shard < 0 or replica < 0 or versions < 1:
-            raise ConfigError(
-                f"a serving server has a shard and a replica from 0 on and keeps at least 1 version, got "
-                f"shard {shard}, replica {replica}, {versions} versions"
-            )
-        self.shard, self.replica = shard, replica
+        config = config or ServingServerConfig()
+        if shard < 0:
+            raise ConfigError(f"a serving server has a shard from 0 on, got shard {shard}")
+        self.shard, self.replica = shard, config.replica
         self._versions = ShardVersions(
-            folder, shard, most=versions, threads=threads, serve_withheld=serve_withheld
+            folder,
+            shard,
+            most=config.versions,
+            threads=config.threads,
+            serve_withheld=config.serve_withheld,
         )
         self._newest = self._versions.open(self._versions.newest())
         metrics = Metrics() if metrics is None else metrics
@@ -131,16 +155,16 @@ class ServingServer:
             self.follower = ModelFollower(
                 self.role,
                 follow,
-                following or ServeFollowConfig(),
+                config.follow,
                 metrics=metrics,
                 go_to=self._go_to,
                 share=(shard, self._newest.about.shards),
             )
             self._attach(self._newest)
-        self._limits = (limits or Limits()).for_readers()
+        self._limits = config.limits.for_readers()
         self._on_lookup = on_lookup
         self._discovery = discovery
-        self._look_every = check_every.total_seconds()
+        self._look_every = config.check_every.total_seconds()
         self._lookups = 0
         self._ended = threading.Event()
         self._ready = False
@@ -150,16 +174,16 @@ class ServingServer:
             self._server = Server(
                 SERVICE,
                 Handlers(calls=typed_calls(_CALLS, calls), message=self._lookup),
-                host=host,
-                port=port,
+                host=config.host,
+                port=config.port,
                 guard=guard,
                 limits=self._limits,
             )
         except BaseException:
             self._versions.close()
             raise
-        self.address = join_address(advertise or host, self._server.port)
-        """host:port, for entries."""
+        self.address = join_address(config.advertise or config.host, self._server.port)
+        """host:port by which entries reach the server."""
 
     @property
     def port(self) -> int:
@@ -171,7 +195,7 @@ class ServingServer:
 
     @property
     def role(self) -> str:
-        """As what it is registered."""
+        """The role under which it is registered."""
         return shard_role(self.model, self.shard)
 
     @property
@@ -181,7 +205,7 @@ class ServingServer:
 
     @property
     def traffic(self) -> Traffic:
-        """What came from all callers, and went to them."""
+        """Bytes received from all callers and sent to them."""
         return self._server.traffic
 
     def status(self) -> ShardStatus:
@@ -196,29 +220,29 @@ class ServingServer:
         )
 
     def prefault(self, progress: Progress | None = None) -> None:
-        """Bring the newest version into memory; `progress` is advanced up to `file_bytes`."""
+        """Load the newest version into memory; `progress` is advanced up to `file_bytes`."""
         self._newest.tables.prefault(progress)
 
     @property
     def file_bytes(self) -> int:
-        """Of the newest version."""
+        """Bytes of the newest version's tables."""
         return self._newest.tables.bytes
 
     def start(self) -> None:
-        """Register, and look for new versions from now on.
+        """Register, and poll for new versions from now on.
 
         Raises:
             RetryableError: The registry cannot be reached now.
             DiscoveryError: It refuses.
-            ConfigError: Nobody could reach it at its address.
+            ConfigError: Entries could not reach it at its address.
         """
         if self._watcher is not None:
             return
         if self._discovery is not None:
             if self.address.rpartition(":")[0] in _EVERYWHERE:
                 raise ConfigError(
-                    f"a serving server that listens on {self.address} cannot be found there. Say by which "
-                    "host entries reach it, with advertise"
+                    f"entries cannot reach a serving server at {self.address}. Name the host by which they "
+                    "reach it with advertise"
                 )
             self._discovery.register(self.role, self.replica, self.address)
         self._ready = True
@@ -246,7 +270,7 @@ class ServingServer:
         if self._watcher is not None:
             self._watcher.join()
             if self._discovery is not None:
-                with contextlib.suppress(MonolithError):  # it will notice
+                with contextlib.suppress(MonolithError):  # entries notice a closed port by themselves
                     self._discovery.deregister(self.role, self.replica, self.address)
         if self.follower is not None:
             self.follower.close()
@@ -278,15 +302,15 @@ class ServingServer:
         self._newest = opened
 
     def _attach(self, version: ShardVersion) -> None:
-        """Bring a version up to date from now on, where a trainer is followed."""
+        """Keep a version up to date from now on, if a trainer is followed."""
         if self.follower is not None and not self.follower.is_rolled_back:
             version.over = self.follower.attach_tables(version.servable, version.tables)
 
     def _go_to(self, version: str | None) -> None:
-        """Serve a version as it was exported, so that entries may go back to it; or follow again.
+        """Serve a version as exported, so that entries can roll back to it; with None, follow again.
 
-        Entries that have not gone back yet have the rows they speak of for a moment longer: until the watch
-        looks again.
+        Other open versions keep their overlay until the next poll: an entry that has not rolled back yet
+        still gets the rows of the version it serves.
         """
         if version is None:
             self._attach(self._newest)
@@ -316,7 +340,7 @@ class ServingServer:
     def _lookup(self, header: bytes, data: Bytes) -> tuple[bytes, Any]:
         about = RowHeader.read(header)
         if about.call != RowCall.LOOKUP or about.flags != RowFlags.NONE or about.store or about.floats:
-            raise RequestError("a serving server answers lookups, and nothing else")
+            raise RequestError("a serving server answers only lookups")
         if about.ids > self._limits.ids:
             raise RequestError(f"it has {about.ids:,} ids, and limits.ids allows {self._limits.ids:,}")
         version = self._versions.find(about.incarnation)
@@ -340,10 +364,10 @@ class ServingServer:
             raise UnavailableError(f"version {version.about.version} is damaged: {error}") from error
 
     def _check_answer(self, request: RowRequest, widths: list[int]) -> None:
-        """Refuse what would be answered by more than a message may have, before memory is taken for it."""
+        """Refuse a lookup whose answer would exceed the message limit, before memory is allocated for it."""
         sizes = request.sizes
         if len(sizes) and (int(sizes.min()) < 0 or int(sizes.max()) > len(request.ids)):
-            raise RequestError("a table cannot have less than 0 ids, or more than there are")
+            raise RequestError("the number of ids of a table is negative, or larger than the request has")
         floats = int((sizes.reshape(-1, max(1, len(widths))).sum(0) * np.array(widths, np.int64)).sum())
         if 4 * floats > self._limits.message_bytes:
             raise RequestError(

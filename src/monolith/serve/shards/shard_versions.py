@@ -1,8 +1,8 @@
 """The versions of one shard that a serving server has open.
 
-A version is opened when it is the newest, or when an entry asks for it: while a model is switched, entries
-ask for two. Files are mapped, so that another one costs next to nothing; but only so many are kept, and
-the least recently used one is closed.
+A version is opened when it is the newest, or when an entry requests it: during a hot swap, entries request
+two. Files are mapped, so that another version costs next to nothing; but only so many stay open, and the
+least recently used one is closed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ShardVersion:
         self._locked = locked
         self.servable = locked.servable
         self.over: tuple[OverlaidTables, ClaimCell] | None = None
-        """The tables under what a trainer published since, if the server follows one; how new they are."""
+        """The tables with the overlay of deltas above them, and their claim; None serves the rows as
+        exported."""
         self._exported = claim_of(locked.servable)
         self.about = _about(locked.servable, shard)
         self.tables = FrozenTables(_open_tables(locked), threads=threads)
@@ -50,8 +51,8 @@ class ShardVersion:
         """Order of its last use, as a number that grows."""
 
     def lookup(self, ids: TableIds) -> tuple[Tensor, RowsClaim]:
-        """Return rows, and how new they are."""
-        over = self.over  # read once: rows and claim are of the same
+        """Return rows, and how new they are; see `monolith.serve.rows`."""
+        over = self.over  # read once, so that rows and claim belong together
         if over is None:
             return self.tables.lookup(ids), self._exported
         tables, claims = over
@@ -60,17 +61,17 @@ class ShardVersion:
         return rows, spanning(before, claims.now)
 
     def close(self) -> None:
-        """Let the folder be removed. Calls under way read on, and the files are unmapped after the last."""
+        """Unlock the folder, so that it can be removed. Files are unmapped after the last running lookup."""
         self._locked.close()
 
 
 class ShardVersions:
-    """Opens versions of DIR/ps_<i>, and keeps the last ones that were asked for. Thread-safe.
+    """Opens versions of DIR/ps_<i> and keeps the most recently used ones open. Thread-safe.
 
     Args:
         folder: DIR.
-        most: As many are kept open.
-        threads: That share a large call; see `FrozenTables`.
+        most: Number of versions that stay open.
+        threads: Threads that a large lookup is spread over; see `FrozenTables`.
         serve_withheld: Versions that may be the newest although they are withheld.
     """
 
@@ -89,8 +90,8 @@ class ShardVersions:
         self._threads = threads
         self._serve_withheld = frozenset(serve_withheld)
         self.withheld: dict[str, str] = {}
-        """Versions that were left out when the newest was looked for last, and why."""
-        self._lock = threading.Lock()  # one opens at a time; guards what follows
+        """Version -> why it is withheld, as of the last call of `newest`."""
+        self._lock = threading.Lock()  # one thread opens a version at a time; guards all below
         self._uses = 0
         self._by_name: dict[str, ShardVersion] = {}
         self._by_key: dict[bytes, ShardVersion] = {}  # replaced as a whole: lookups take no lock
@@ -127,11 +128,11 @@ class ShardVersions:
         )
 
     def open(self, version: str) -> ShardVersion:
-        """Return a version, opened if it is not yet.
+        """Return a version, after opening it if necessary.
 
         Raises:
-            FileMissingError: There is no such version; says which there are.
-            CorruptFileError: Its files are damaged, or those of something else.
+            FileMissingError: There is no such version; names those that exist.
+            CorruptFileError: Its files are damaged, or do not match the manifest.
         """
         check_version(version)
         with self._lock:
@@ -145,7 +146,7 @@ class ShardVersions:
             return found
 
     def find(self, key: bytes) -> ShardVersion:
-        """Return the version that a message means, by `incarnation_bytes` of its name.
+        """Return the open version of a lookup, by `incarnation_bytes` of its name.
 
         Raises:
             LostStateError: It is not open.
@@ -153,18 +154,18 @@ class ShardVersions:
         found = self._by_key.get(key)
         if found is None:
             raise LostStateError(
-                f"{shard_part(self._shard)} does not have the version open that was asked for; it has "
-                f"{', '.join(self._by_name) or 'none'} open. Say hello with the version first"
+                f"{shard_part(self._shard)} does not have the requested version open; it has "
+                f"{', '.join(self._by_name) or 'none'} open. Send hello with the version first"
             )
         self._touch(found)
         return found
 
     def prefault(self, version: str, progress: Progress | None = None) -> None:
-        """Bring the rows of a version into memory."""
+        """Load the rows of a version into memory."""
         self.open(version).tables.prefault(progress)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all versions."""
         with self._lock:
             for version in self._by_name.values():
                 version.close()

@@ -32,7 +32,7 @@ Callback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class PlacedBarrier:
     """A barrier that is in place."""
 
     action: str
@@ -40,7 +40,7 @@ class Placement:
     """Grows with each barrier, from 1."""
 
 
-KeepWaiting = Callable[[Placement], bool]
+KeepWaiting = Callable[[PlacedBarrier], bool]
 
 
 class Barrier(Protocol):
@@ -54,7 +54,7 @@ class Barrier(Protocol):
     def capacity(self) -> int:
         """How many there are, the chief included."""
 
-    def place(self, action: str = "") -> Placement:
+    def place(self, action: str = "") -> PlacedBarrier:
         """Hold everybody back from their next step.
 
         Raises:
@@ -64,7 +64,7 @@ class Barrier(Protocol):
     def remove(self) -> None:
         """Let everybody go, whoever placed it; without a barrier nothing happens."""
 
-    def placement(self) -> Placement | None:
+    def placement(self) -> PlacedBarrier | None:
         """The barrier that is in place, if one is."""
 
     def blocked_indices(self) -> list[int]:
@@ -106,7 +106,7 @@ class LocalBarrier:
         self._capacity = capacity
         self._callbacks = tuple(callbacks)
         self._changed = threading.Condition()  # guards what is below
-        self._placed: Placement | None = None
+        self._placed: PlacedBarrier | None = None
         self._generation = 0
         self._blocked: set[int] = set()
 
@@ -114,7 +114,7 @@ class LocalBarrier:
     def capacity(self) -> int:
         return self._capacity
 
-    def place(self, action: str = "") -> Placement:
+    def place(self, action: str = "") -> PlacedBarrier:
         with self._changed:
             if self._placed is not None:
                 raise BarrierAlreadyPlacedError(
@@ -122,7 +122,7 @@ class LocalBarrier:
                     f"{self._placed.action!r}). Wait until it is removed, or remove it."
                 )
             self._generation += 1
-            self._placed = placed = Placement(action, self._generation)
+            self._placed = placed = PlacedBarrier(action, self._generation)
         for callback in self._callbacks:
             callback(action)
         return placed
@@ -132,7 +132,7 @@ class LocalBarrier:
             self._placed = None
             self._changed.notify_all()
 
-    def placement(self) -> Placement | None:
+    def placement(self) -> PlacedBarrier | None:
         with self._changed:
             return self._placed
 
@@ -190,7 +190,7 @@ class BarrierHook(Hook):
         while (placed := self._barrier.placement()) is not None and self._keep_waiting(run, placed):
             self._sleep(self._poll)
 
-    def _keep_waiting(self, run: TrainingRun, placed: Placement) -> bool:
+    def _keep_waiting(self, run: TrainingRun, placed: PlacedBarrier) -> bool:
         if placed.action == STOP:
             _stop(run)
             return False
@@ -214,7 +214,7 @@ class WorkerBarrierHook(Hook):
         self._poll = poll
 
     def before_step(self, run: TrainingRun) -> None:
-        def keep_waiting(placed: Placement) -> bool:
+        def keep_waiting(placed: PlacedBarrier) -> bool:
             if placed.action == STOP:
                 _stop(run)
                 return True  # the chief wants to see its workers blocked

@@ -82,7 +82,7 @@ class Snapshot(Protocol):
 class Snapshots(Protocol):
     """Whoever knows what the state is."""
 
-    def cut(self, step: int) -> Snapshot:
+    def snapshot(self, step: int) -> Snapshot:
         """Hold the state of this step fast. Quick, and called on the training thread."""
 
 
@@ -491,7 +491,7 @@ class SaveHook(Hook):
             with self._guarded(step):
                 for listener in self._listeners:
                     self._attempt(f"preparing {type(listener).__name__}", partial(listener.before_save, step))
-                moment = self._attempt("cutting the state", partial(self._checkpointer.cut, step))
+                moment = self._attempt("cutting the state", partial(self._checkpointer.snapshot, step))
                 held.close()
                 if not behind:
                     self._finish(run, save, moment)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from monolith.errors import UnavailableError
 from monolith.observe import Metrics
-from monolith.sync.channel import DeltaWriter, ShareLog, TakeSnapshot
+from monolith.sync.channel import DeltaWriter, ShardLog, TakeSnapshot
 from monolith.sync.messages import Delta, LearnedUpTo, Message, PublishState
 
 STAGES = ("read", "train", "publish")
@@ -77,10 +77,14 @@ class CountedWriter:
         """What the newest delta has learned from."""
 
     @property
+    def address(self) -> str | None:
+        return self._inner.address
+
+    @property
     def resyncs(self) -> int:
         return max(self._epochs - 1, 0)
 
-    def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:
+    def open(self, log: ShardLog, snapshot: TakeSnapshot) -> None:
         try:
             self._inner.open(log, _Looked(snapshot, self._problem))
         except Exception:
@@ -103,9 +107,9 @@ class CountedWriter:
         self._count_bytes(size)
         self._observe(delta.learned)
 
-    def say(self, state: PublishState) -> None:
-        self._held.set(float(state.held), share=self._name)
-        self._inner.say(state)
+    def set_state(self, state: PublishState) -> None:
+        self._held.set(float(state.paused), share=self._name)
+        self._inner.set_state(state)
 
     def close(self) -> None:
         self._inner.close()

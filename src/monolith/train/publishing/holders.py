@@ -16,7 +16,7 @@ from torch import Tensor
 
 from monolith.errors import MonolithError
 from monolith.observe import Doublings
-from monolith.sync.messages import LearnedUpTo, LogPlace
+from monolith.sync.messages import LearnedUpTo, LogPosition
 from monolith.sync.publish_config import GuardConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.train.publishing.hold_file import HoldFile
@@ -50,7 +50,7 @@ class Holders(Protocol):
             MonolithError: One of them could not be told.
         """
 
-    def places(self) -> Mapping[int, LogPlace]:
+    def places(self) -> Mapping[int, LogPosition]:
         """Return how far each share was published some moment ago, at the most; as the process that leads."""
 
     def flush(self) -> None:
@@ -80,7 +80,7 @@ class OwnRows:
     def obey(self, order: PublishOrder) -> Sequence[ShareStanding]:
         return self._share.obey(order)
 
-    def places(self) -> Mapping[int, LogPlace]:
+    def places(self) -> Mapping[int, LogPosition]:
         place = self._share.place
         return {} if place is None else {0: place}
 

@@ -90,7 +90,7 @@ class _Head:
 
 
 class MetricGuard:
-    """`RecoveringGuard` of what the training thread measures. Thread-safe.
+    """`PublishGuard` of what the training thread measures. Thread-safe.
 
     Args:
         clock: Seconds that only grow.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from monolith.store import RankGroups
-from monolith.sync.messages import LearnedUpTo, LogPlace
+from monolith.sync.messages import LearnedUpTo, LogPosition
 from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding, sound
 from monolith.train.publishing.share import SharePublisher
 from monolith.wire.messages import Json, read_message, write_message
@@ -46,12 +46,12 @@ class RowsOfRanks:
             self._standings |= {one.share: one for one in shares}
         return shares
 
-    def places(self) -> Mapping[int, LogPlace]:
+    def places(self) -> Mapping[int, LogPosition]:
         with self._lock:
             found = dict(self._standings)
         if len(found) < self._groups.size:
             return {}  # part of the places would be read as if there were fewer shares
-        return {share: LogPlace(one.epoch, one.sequence) for share, one in found.items()}
+        return {share: LogPosition(one.epoch, one.sequence) for share, one in found.items()}
 
     def flush(self) -> None:
         self._share.flush()

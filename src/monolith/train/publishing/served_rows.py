@@ -12,7 +12,7 @@ from monolith.errors import MonolithError
 from monolith.observe import Doublings
 from monolith.store import ServerGroup
 from monolith.store.dense import pack_tensors
-from monolith.sync.messages import LearnedUpTo, LogPlace
+from monolith.sync.messages import LearnedUpTo, LogPosition
 from monolith.train.publishing.bodies import (
     HoldersTold,
     PublishedShares,
@@ -69,12 +69,12 @@ class RowsOfServers:
         self._note(shares)
         return shares
 
-    def places(self) -> Mapping[int, LogPlace]:
+    def places(self) -> Mapping[int, LogPosition]:
         with self._lock:
             found = dict(self._standings)
         if len(found) < len(self._group):
             return {}  # part of the places would be read as if there were fewer shares
-        return {share: LogPlace(one.epoch, one.sequence) for share, one in found.items()}
+        return {share: LogPosition(one.epoch, one.sequence) for share, one in found.items()}
 
     def flush(self) -> None:
         """Tell the servers the last of all, and wait until they have published it."""

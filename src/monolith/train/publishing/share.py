@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from monolith.checkpoint.shares import IdShare
+from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import MonolithError
 from monolith.observe import Doublings, Metrics
 from monolith.sync.channel import DeltaWriter
-from monolith.sync.guard import AllGuards, RecoveringGuard, RowGuard
-from monolith.sync.messages import LearnedUpTo, LogPlace, PublishState
+from monolith.sync.guard import AllGuards, PublishGuard, RowGuard
+from monolith.sync.messages import LearnedUpTo, LogPosition, PublishState
 from monolith.sync.publish_config import PublishConfig
-from monolith.sync.publisher import DELTA_IDS, Publisher
+from monolith.sync.publisher import DELTA_IDS, Publisher, PublisherConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.train.publishing.counted_writer import CountedWriter
 from monolith.train.publishing.hold_file import HoldFile
@@ -39,7 +39,7 @@ from monolith.train.publishing.learning import Learning
 
 _log = logging.getLogger(__name__)
 
-OpenShareWriter = Callable[[IdShare], DeltaWriter]
+OpenShareWriter = Callable[[IdShard], DeltaWriter]
 """Opens the channel of a share."""
 
 
@@ -90,11 +90,11 @@ class SharePublisher:
     def __init__(
         self,
         tables: Mapping[str, Any],
-        share: IdShare,
+        share: IdShard,
         plan: PublishPlan,
         *,
         learned: Callable[[], LearnedUpTo] | None = None,
-        guards: Sequence[RecoveringGuard] = (),
+        guards: Sequence[PublishGuard] = (),
     ) -> None:
         self._tables = dict(tables)
         self._share = share
@@ -115,9 +115,9 @@ class SharePublisher:
         self._closed = threading.Event()
 
     @property
-    def place(self) -> LogPlace | None:
+    def place(self) -> LogPosition | None:
         """How far the share is published; None before it is."""
-        return None if self._opened is None else self._opened.publisher.place
+        return None if self._opened is None else self._opened.publisher.position
 
     def start(self) -> None:
         """Publish from now on: the rows are made or restored. Starting again does nothing.
@@ -139,14 +139,18 @@ class SharePublisher:
         publisher = Publisher(
             self._tables,
             writer,
-            run=plan.run,
-            share=self._share,
-            interval=self._interval,
-            dense_interval=config.dense_interval.total_seconds(),
+            PublisherConfig(
+                run=plan.run,
+                shard=self._share,
+                interval=self._interval,
+                dense_interval=config.dense_interval.total_seconds(),
+                initial_state=None
+                if kept is None
+                else PublishState(True, kept.reason, kept.since, kept.version),
+            ),
             dense=self._newest_weights,
             learned=self._learned,
-            guard=self._guard,
-            state=None if kept is None else PublishState(True, kept.reason, kept.since, kept.version),
+            check_delta=self._guard.check,
             clock=plan.clock,
         )
         if kept is not None:
@@ -187,9 +191,9 @@ class SharePublisher:
 
     def _standing(self, opened: _Opened) -> ShareStanding:
         publisher, writer = opened.publisher, opened.writer
-        state, place, newest = publisher.state, publisher.place, writer.newest
-        by_guard = state.held and not self._by_person
-        if state.held and self._first_bad_step is None:
+        state, place, newest = publisher.state, publisher.position, writer.newest
+        by_guard = state.paused and not self._by_person
+        if state.paused and self._first_bad_step is None:
             # What was published last had passed the guard, or whoever paused publishing did not object to it.
             # Before anything was published all that is known is how far this process has learned.
             step = newest.step + 1 if newest.step else max(1, self._learned().step)
@@ -199,7 +203,7 @@ class SharePublisher:
         return ShareStanding(
             share=self._share[0],
             shares=self._share[1],
-            held=state.held,
+            held=state.paused,
             reason=state.reason[:4096],
             since=state.since,
             version=state.version,
@@ -216,7 +220,7 @@ class SharePublisher:
             by_guard=by_guard,
             trouble=publisher.trouble[:4096],
             recovered=by_guard and self._guard.recovered(self._look_up),
-            first_bad_step=self._first_bad_step if state.held else None,
+            first_bad_step=self._first_bad_step if state.paused else None,
         )
 
     @contextmanager
@@ -285,8 +289,8 @@ class SharePublisher:
         if order.first_bad_step is not None:
             before = self._first_bad_step
             self._first_bad_step = min(order.first_bad_step, before or order.first_bad_step)
-        if not publisher.state.held or not order.by_guard:
-            publisher.hold(order.reason)
+        if not publisher.state.paused or not order.by_guard:
+            publisher.pause(order.reason)
 
     def _newest_weights(self) -> Mapping[str, Tensor] | None:
         return self._weights

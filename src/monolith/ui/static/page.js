@@ -101,7 +101,7 @@ function drawSources() {
     () => make("li", {}, make("h3"), make("p"), make("p", { class: "soft" }), make("dl")),
     (item, one) => {
       setText(item.children[0], one.name);
-      const state = one.up ? `${one.kind}, ${one.state}` : one.heard ? `down since ${moment(one.since)}` : "down";
+      const state = one.up ? `${one.kind}, ${one.state}` : one.read_at ? `down since ${moment(one.since)}` : "down";
       setText(item.children[1], state);
       const kinds = { up: "good", ended: "soft", "not begun": "soft" };
       item.children[1].className = one.up ? kinds[one.state] ?? "bad" : "bad";

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from monolith.checkpoint import read_checkpoint_state
 from monolith.errors import ConfigError, MissingExtraError, MonolithError, TrainingError
-from monolith.run.config import ExportConfig
+from monolith.runtime.config import ExportConfig
 from monolith.runtime.export import how_to_export, task_exporter
 from monolith.serve.client import open_client
 from monolith.ui import Feed, Page

@@ -202,8 +202,8 @@ class _Teller(Hook):
         _tell(
             WindowEnded(
                 at=time.time(),
-                first=session.examples - row.examples,  # windows are whole batches, and end with one
-                end=session.examples,
+                first=session.progress.examples - row.examples,  # windows are whole batches, and end with one
+                end=session.progress.examples,
                 event_time=row.event_time,
                 auc=row.value,
                 rows=sum(table.rows for table in stats),
@@ -212,7 +212,7 @@ class _Teller(Hook):
         )
 
     def _next_record(self) -> int:
-        return int(self._run.session.position["next"])
+        return int(self._run.session.batches.position["next"])
 
 
 def _tell(event: Event) -> None:

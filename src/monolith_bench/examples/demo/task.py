@@ -13,8 +13,7 @@ from monolith.data import DriftingStream, Pipeline, Stream
 from monolith.data.synthetic.drift import FEATURES, SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM
-from monolith.run import RunConfig
-from monolith.run.config import MetricsConfig
+from monolith.runtime.config import MetricsConfig, RunConfig
 from monolith.sync import PublishConfig
 from monolith.sync.publish_config import GuardConfig
 from monolith.table import Adagrad

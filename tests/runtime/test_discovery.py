@@ -1,0 +1,303 @@
+import json
+from dataclasses import replace
+
+import pytest
+from services.consul import Agent
+
+from monolith.cluster.consul import ConsulDiscovery
+from monolith.cluster.files_discovery import FilesDiscovery
+from monolith.cluster.mlp import MLPDiscovery
+from monolith.cluster.mpi import MPI_VARIABLES
+from monolith.cluster.tf_config import TfConfigDiscovery
+from monolith.cluster.zookeeper import ZooKeeperConfig
+from monolith.errors import ConfigError
+from monolith.runtime import discovery
+from monolith.runtime.config import RunConfig
+from monolith.runtime.config_loading import load_run_config, read_run
+from monolith.runtime.discovery import (
+    Role,
+    discovery_defaults,
+    dispatcher_address,
+    listen_address,
+    open_discovery,
+    place,
+    role_from_environment,
+)
+
+CLUSTER = {
+    "chief": ["host0:2222"],
+    "ps": ["host1:2222", "host2:2222"],
+    "worker": ["host3:2222", "host4:2222"],
+}
+MLP = {
+    "MLP_ROLE": "worker",
+    "MLP_ROLE_INDEX": "1",
+    "MLP_PORT": "2000",
+    "MLP_WORKER_NUM": "2",
+    "MLP_PS_NUM": "1",
+    "MLP_WORKER_1_PRIMARY_HOST": "w",
+    "MLP_WORKER_1_PORT": "2000",
+    "YARN_INET_ADDR": "10.0.0.1",
+}
+RANK = {"RANK": "2", "WORLD_SIZE": "4"}
+
+
+def tf_config(kind: str, index: int) -> str:
+    return json.dumps({"cluster": CLUSTER, "task": {"type": kind, "index": index}})
+
+
+def load(**values: object) -> RunConfig:
+    return load_run_config(code=values)
+
+
+# What the environment says
+
+
+@pytest.mark.parametrize(
+    "kind, index, expected",
+    [
+        ("chief", 0, ("worker", 0, "host0:2222")),
+        ("worker", 1, ("worker", 2, "host4:2222")),
+        ("ps", 1, ("ps", 1, "host2:2222")),
+    ],
+)
+def test_tf_config_names_role_index_address_and_counts(kind, index, expected):
+    role = role_from_environment({"TF_CONFIG": tf_config(kind, index)})
+    assert role is not None
+    assert (role.kind, role.index, role.address) == expected
+    assert (role.num_ps, role.num_workers, role.source) == (2, 3, "TF_CONFIG")
+    assert role.is_chief == (kind == "chief")
+
+
+def test_on_yarn_there_is_an_application_master_to_tell():
+    environ = {"TF_CONFIG": tf_config("ps", 0), "PRIMUS_AM_RPC_HOST": "h", "PRIMUS_AM_RPC_PORT": "1"}
+    role = role_from_environment(environ)
+    assert role is not None
+    assert role.on_yarn
+
+
+def test_mlp_names_role_and_index():
+    assert role_from_environment(MLP) == Role(
+        kind="worker", index=1, source="MLP", address="w:2000", num_ps=1, num_workers=2
+    )
+
+
+def test_a_rank_is_a_worker():
+    assert role_from_environment(RANK) == Role(kind="worker", index=2, source="torchrun", num_workers=4)
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    role = role_from_environment(mpi)
+    assert role is not None
+    assert (role.source, role.is_chief) == ("MPI", True)
+
+
+def test_tf_config_counts_more_than_mlp_and_mlp_more_than_ranks():
+    everything = {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}
+    assert [
+        getattr(role_from_environment(environ), "source", None)
+        for environ in (everything, {**MLP, **RANK}, RANK, {})
+    ] == ["TF_CONFIG", "MLP", "torchrun", None]
+
+
+def test_ranks_of_mpirun_meet_in_a_folder_of_the_model_dir_that_is_gone_after_them(tmp_path):
+    environ = {
+        **dict(zip(MPI_VARIABLES, ("0", "2", "0", "2"), strict=True)),
+        "OMPI_MCA_ess_base_jobid": "77",
+    }
+    run = read_run(None, environ, flags=("--cluster.mode", "sync", "--train.model-dir", str(tmp_path)))
+    assert (run.discovery.kind, run.cluster.num_workers) == ("mpi", 2)
+    assert listen_address(run, environ) == ("127.0.0.1", 0), "all are on this machine"
+    with open_discovery(run, environ) as one, open_discovery(_as_rank(run, 1), environ) as other:
+        one.register("rank", 0, "127.0.0.1:1")
+        assert other.query("rank") == {0: "127.0.0.1:1"}
+        assert (tmp_path / "mpirun" / "77" / "rank" / "0").exists()
+    assert not list((tmp_path / "mpirun").iterdir())
+    away = listen_address(run, {**environ, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "YARN_INET_ADDR": "10.0.0.7"})
+    assert away == ("10.0.0.7", 0)
+
+
+def _as_rank(run, rank):
+    return replace(run, cluster=replace(run.cluster, index=rank))
+
+
+def test_where_ranks_of_mpirun_cannot_meet_says_what_to_do():
+    environ = dict(zip(MPI_VARIABLES, ("0", "2", "0", "2"), strict=True))
+    config = load(discovery_type="mpi", model_dir="hdfs://there/m")
+    with pytest.raises(ConfigError, match="-x MASTER_ADDR"), open_discovery(config, environ):
+        pass
+    with pytest.raises(ConfigError, match="this one was not"), open_discovery(config, {}):
+        pass
+
+
+def test_another_registry_may_be_named_for_ranks_of_mpirun():
+    flags = ("--cluster.mode", "sync", "--discovery.kind", "files", "--discovery.folder", "f")
+    run = read_run(None, {"PMI_RANK": "1", "PMI_SIZE": "2"}, flags=(*flags, "--train.model-dir", "m"))
+    assert (run.discovery.kind, run.cluster.index) == ("files", 1)
+
+
+def test_what_makes_no_sense_is_refused():
+    for environ in ({"TF_CONFIG": "{"}, {"TF_CONFIG": tf_config("worker", 9)}, {"MLP_ROLE": "worker"}):
+        with pytest.raises(ConfigError):
+            role_from_environment(environ)
+
+
+# The config of this process
+
+
+def test_discovery_by_tf_config_says_who_this_is():
+    config = load(tf_config=tf_config("chief", 0), discovery_type="primus", model_dir="m", num_ps=2)
+    placed = place(config, {})
+    assert (placed.cluster.role, placed.cluster.index) == ("worker", 0)
+    assert placed.cluster.num_workers == 3
+    placed = place(load(tf_config=tf_config("ps", 1), discovery_type="primus", model_dir="m"), {})
+    assert (placed.cluster.role, placed.cluster.index, placed.cluster.num_ps) == ("ps", 1, 2)
+
+
+def test_discovery_by_mlp_says_who_this_is():
+    placed = place(load(discovery_type="mlp", model_dir="m"), MLP)
+    assert (placed.cluster.role, placed.cluster.index) == ("worker", 1)
+    assert (placed.cluster.num_ps, placed.cluster.num_workers) == (1, 2)
+
+
+@pytest.mark.parametrize(("role", "placed"), [("dispatcher", "dispatcher"), ("DSWORKER", "data_worker")])
+def test_a_process_that_mlp_started_to_read_data_does_so(role, placed):
+    environ = {**MLP, "MLP_ROLE": role, f"MLP_{role.upper()}_NUM": "3", "MLP_ROLE_INDEX": "2"}
+    cluster = place(load(discovery_type="mlp", model_dir="m"), environ).cluster
+    assert (cluster.role, cluster.index) == (placed, 2)
+
+
+def test_a_role_that_a_run_does_not_have_is_refused_with_the_nearest():
+    environ = {**MLP, "MLP_ROLE": "dispacher", "MLP_DISPACHER_NUM": "1"}
+    with pytest.raises(ConfigError, match="did you mean dispatcher"):
+        place(load(discovery_type="mlp", model_dir="m"), environ)
+
+
+def test_the_dispatcher_is_where_the_config_or_mlp_says():
+    service = load(discovery_type="mlp", model_dir="m", use_dataservice=True)
+    found = {"MLP_DISPATCHER_0_PRIMARY_HOST": "d", "MLP_DISPATCHER_0_PORT": "5"}
+    assert dispatcher_address(service, {**MLP, **found}) == "d:5"
+    named = replace(service, data_service=replace(service.data_service, dispatcher="e:6"))
+    assert dispatcher_address(named, {**MLP, **found}) == "e:6"
+    assert dispatcher_address(load(), {}) is None  # a registry may know
+
+
+def test_a_misspelled_variable_of_the_dispatcher_is_named_beside_the_one_that_is_missing():
+    service = load(discovery_type="mlp", model_dir="m", use_dataservice=True)
+    wrong = {"MLP_DISPACHER_0_PRIMARY_HOST": "d", "MLP_DISPATCHER_0_PORT": "5"}
+    with pytest.raises(
+        ConfigError, match=r"no MLP_DISPATCHER_0_PRIMARY_HOST.*it has MLP_DISPACHER_0_PRIMARY_HOST"
+    ):
+        dispatcher_address(service, {**MLP, **wrong})
+
+
+def test_a_process_without_an_entry_of_its_own_listens_on_mlp_port():
+    environ = {"MLP_ROLE": "worker", "MLP_WORKER_NUM": "1", "MLP_PORT": "2000", "YARN_INET_ADDR": "10.0.0.9"}
+    assert listen_address(load(discovery_type="mlp"), environ) == ("10.0.0.9", 2000)
+
+
+def test_an_mlp_port_that_contradicts_what_others_are_told_is_refused():
+    with pytest.raises(ConfigError, match=r"worker 1, listens on port 2001, and others are told w:2000"):
+        listen_address(load(discovery_type="mlp"), {**MLP, "MLP_PORT": "2001"})
+
+
+def test_flags_say_who_this_is_with_every_other_registry():
+    config = load(num_ps=1, num_workers=3, index=2, model_dir="m", uuid="u")
+    assert place(config, {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}) == config
+
+
+def test_a_local_run_is_left_alone():
+    config = load(is_local=True, discovery_type="mlp")
+    assert place(config, MLP) == config
+
+
+# The registry
+
+
+def test_a_local_run_has_no_registry():
+    with open_discovery(load(is_local=True), {}) as discovery:
+        assert discovery is None
+
+
+def test_each_kind_opens_its_registry(tmp_path):
+    primus = load(tf_config=tf_config("chief", 0), discovery_type="primus")
+    with open_discovery(primus, {}) as discovery:
+        assert isinstance(discovery, TfConfigDiscovery)
+        assert discovery.query("ps") == {0: "host1:2222", 1: "host2:2222"}
+    with open_discovery(load(uuid="data.monolith.123456"), {}) as discovery:
+        assert isinstance(discovery, ConsulDiscovery)
+    with open_discovery(load(discovery_type="mlp"), MLP) as discovery:
+        assert isinstance(discovery, MLPDiscovery)
+    files = load_run_config(code={"discovery.kind": "files", "discovery.folder": str(tmp_path / "d")})
+    with open_discovery(files, {}) as discovery:
+        assert isinstance(discovery, FilesDiscovery)
+
+
+@pytest.mark.parametrize("socket", [False, True])
+def test_a_run_meets_through_consuls_lookup_api_by_a_setting(tmp_path, socket):
+    agent = Agent(vendor=True, path=tmp_path / "consul.sock" if socket else None)
+    code = {"job.id": "data.monolith.123456", "discovery.kind": "consul", "discovery.consul_api": "lookup"}
+    environ = {"CONSUL_HTTP_HOST": agent.host} | ({} if socket else {"CONSUL_HTTP_PORT": str(agent.port)})
+    try:
+        with open_discovery(load_run_config(code=code), environ) as one:
+            one.register("ps", 0, "10.0.0.1:1")
+            with open_discovery(load_run_config(code=code), environ) as other:
+                assert other.query("ps") == {0: "10.0.0.1:1"}
+        assert ("GET", "/v1/lookup/name") in agent.requests
+        assert not any(path.startswith("/v1/health") for _, path in agent.requests)
+    finally:
+        agent.stop()
+
+
+def test_zookeeper_is_told_the_job_the_servers_and_who_this_is(monkeypatch):
+    opened: list[tuple[str, ZooKeeperConfig]] = []
+    monkeypatch.setattr(discovery, "ZooKeeperDiscovery", lambda job, config: opened.append((job, config)))
+    values = {"discovery_type": "zk", "zk_server": "127.0.0.1:0", "deep_insight_name": "j"}
+    open_discovery(load_run_config(code=values, environ={"ZK_AUTH": "u:p"}), {})
+    open_discovery(load(discovery_type="zk", deep_insight_name="j"), {"zk_servers": "other:2181"})
+    first, second = (config for _, config in opened)
+    assert [job for job, _ in opened] == ["j", "j"]
+    assert (first.servers, first.auth) == ("127.0.0.1:0", (("digest", "u:p"),))
+    assert (second.servers, second.auth) == ("other:2181", ())
+
+
+def test_a_registry_needs_a_name_to_meet_under():
+    with pytest.raises(ConfigError, match=r"job\.id"):
+        open_discovery(load(), {})
+    with pytest.raises(ConfigError, match=r"job\.name"):
+        open_discovery(load(discovery_type="zk"), {})
+    with pytest.raises(ConfigError, match="no servers are named"):
+        open_discovery(load(discovery_type="zk", deep_insight_name="j"), {})
+
+
+def test_a_scheduler_that_named_all_processes_is_the_registry():
+    assert discovery_defaults({"TF_CONFIG": "{}", **MLP}) == {"discovery.kind": "tf_config"}
+    assert discovery_defaults(MLP) == {"discovery.kind": "mlp"}
+    assert discovery_defaults({"TF_CONFIG": "", "MLP_ROLE": " "}) == {}
+
+
+# Where to listen
+
+
+def test_a_process_listens_where_its_scheduler_said_that_it_does():
+    primus = load(tf_config=tf_config("ps", 1), discovery_type="primus")
+    assert listen_address(primus, {}) == ("host2", 2222)
+    assert listen_address(load(discovery_type="mlp"), MLP) == ("w", 2000)
+
+
+def test_elsewhere_it_listens_on_the_machines_own_address_and_any_port():
+    files = {"discovery.kind": "files", "discovery.folder": "d"}
+    environ = {"CLOUDNATIVE_INET_ADDR": "10.0.0.7,10.0.0.8"}
+    assert listen_address(load_run_config(code=files), environ) == ("10.0.0.7", 0)
+
+
+def test_the_config_has_the_last_word_on_where_to_listen():
+    here = {"cluster.listen": "127.0.0.1", "cluster.port": 81}
+    config = load_run_config(code={"tf_config": tf_config("ps", 1), "discovery_type": "primus", **here})
+    assert listen_address(config, {}) == ("127.0.0.1", 81)
+    config = load_run_config(code={"cluster.listen": "127.0.0.1", "uuid": "u"})
+    assert listen_address(config, {"CLOUDNATIVE_INET_ADDR": "10.0.0.7"}) == ("127.0.0.1", 0)
+
+
+def test_of_the_servers_that_tf_config_names_the_spare_ones_are_not_used():
+    config = load(tf_config=tf_config("ps", 1), discovery_type="primus", model_dir="m", num_redundant_ps=1)
+    placed = place(config, {})
+    assert (placed.cluster.num_ps, placed.cluster.index) == (1, 1)
