@@ -62,7 +62,7 @@ class RankWorker:
         self._lane: PrefetchPipeline[Batch, LookedUp] = PrefetchPipeline(
             self._placement.align(batches, every=60.0, pressed=lambda: False, silences=False),
             self._model.prepare,
-            in_step=True,
+            lockstep=True,
         )
 
     def take_step(self) -> None:

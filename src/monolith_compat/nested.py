@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from monolith.errors import TensorArgumentError
+from monolith.tensors.handover import map_leaves
 from monolith.tensors.ragged import RaggedTensor
-from monolith.tensors.structure import map_leaves
 
 _CONSTANTS = (bool, int, float, str, bytes, nn.Parameter)
 """Leaves that are kept, not carried."""

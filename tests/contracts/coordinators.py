@@ -12,6 +12,7 @@ from store.ranks import connected
 from monolith.data.source import Position
 from monolith.model import WeightOptimizer
 from monolith.runtime import Coordinator, Fleet, FleetCoordinator, LocalCoordinator
+from monolith.runtime.cluster_config import ClusterConfig
 from monolith.runtime.coordinator import (
     Continue,
     Outcome,
@@ -115,7 +116,8 @@ def _fleet(num_ps: int, num_workers: int) -> Callable[[], AbstractContextManager
             )
             processes = []
             for index in range(num_workers):
-                fleet = Fleet(ServerGroup(addresses), index, num_workers, news_every=SOON)
+                cluster = ClusterConfig(index=index, num_workers=num_workers)
+                fleet = Fleet(ServerGroup(addresses), cluster, news_every=SOON)
                 stack.enter_context(fleet)
                 fleet.group.describe()
                 processes.append(_process(FleetCoordinator(fleet), index))

@@ -26,6 +26,7 @@ from monolith.cluster.security import Guard, SecurityConfig
 from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
+from monolith.runtime.cluster_config import ClusterConfig
 from monolith.runtime.parameter_server import ServedShard
 from monolith.serve.shards import ServingServer, ServingServerConfig
 from monolith.store import ParameterServer
@@ -52,7 +53,7 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     worker = stack.enter_context(DataWorker(dispatcher.address, open_split, limits=LIMITS, chunk_records=5))
     config, channel = TrainConfig(model_dir=f"{folder}/model"), MemoryChannel()
     plan = PublishPlan(config=PublishConfig(to="memory"), run="r", open_writer=lambda _: channel.writer())
-    share = ServedShard(Clicks(), config, index=0, num_ps=1, num_workers=2, publish=plan)
+    share = ServedShard(Clicks(), config, ClusterConfig(role="ps", num_ps=1, num_workers=2), publish=plan)
     stack.callback(share.close_publishing)
     parameters = stack.enter_context(share.serve("127.0.0.1", 0, None, LIMITS))
     guarded = stack.enter_context(

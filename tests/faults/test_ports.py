@@ -32,6 +32,7 @@ from monolith.cluster.security import Guard, SecurityConfig
 from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
+from monolith.runtime.cluster_config import ClusterConfig
 from monolith.runtime.parameter_server import ServedShard
 from monolith.serve.shards import ServingServer
 from monolith.store.rank_calls import RankCalls, RankPort
@@ -66,7 +67,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def parameter_server(folder: Path, stack: ExitStack) -> list[str]:
-    share = ServedShard(Clicks(), TrainConfig(model_dir=str(folder)), index=0, num_ps=1, num_workers=1)
+    share = ServedShard(Clicks(), TrainConfig(model_dir=str(folder)), ClusterConfig(role="ps", num_ps=1))
     return [stack.enter_context(share.serve("127.0.0.1", 0, GUARD)).address]
 
 

@@ -27,10 +27,12 @@ from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
 from monolith.runtime import LocalRun, Trainer, TrainReport, join_fleet, serve_parameters
 from monolith.runtime.checkpoints import newest_checkpoint
+from monolith.runtime.cluster_config import ClusterConfig, FailoverConfig, JobConfig, TimeoutsConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.coordinator import Start, WorkerState
 from monolith.runtime.fleet import Fleet
 from monolith.runtime.fleet_coordinator import FleetCoordinator
-from monolith.runtime.parameter_server import ABANDONED_AFTER, ServedShard, ServerEnd
+from monolith.runtime.parameter_server import ServedShard, ServerEnd
 from monolith.runtime.service import LOST_AFTER
 from monolith.store import ServerGroup
 from monolith.store.dense_config import DenseConfig
@@ -244,7 +246,7 @@ def run_fleet(
     task_of: Callable[[int], Task] | None = None,
     finish_timeout: timedelta = timedelta(seconds=PATIENT),
     lost_after: timedelta = LOST_AFTER,
-    abandoned_after: timedelta = ABANDONED_AFTER,
+    abandoned_after: timedelta = timedelta(minutes=30),
     news_every: timedelta = timedelta(seconds=1),
     installed: HooksConfig | None = None,
     dense: DenseConfig | None = None,
@@ -275,35 +277,30 @@ def run_fleet(
     )
 
     def serve(index: int) -> ServerEnd:
-        return serve_parameters(
-            task,
+        served = run_config(
             settings,
-            discovery,
+            role="ps",
             index=index,
             num_ps=num_ps,
             num_workers=num_workers,
-            num_spares=num_redundant_ps + num_extra_ps,
-            stop=stop,
-            linger=timedelta(),
-            lost_after=lost_after,
-            abandoned_after=abandoned_after,
-            publish=publish,
+            num_redundant_ps=num_redundant_ps,
+            num_extra_ps=num_extra_ps,
+            timeouts=TimeoutsConfig(silence=lost_after, abandoned=abandoned_after),
         )
+        return serve_parameters(task, served, discovery, stop=stop, linger=timedelta(), publish=publish)
 
     def work(index: int) -> TrainReport:
-        with join_fleet(
-            discovery,
+        joining = run_config(
+            settings,
             index=index,
             num_ps=num_ps,
             num_workers=num_workers,
             num_redundant_ps=num_redundant_ps,
             num_extra_ps=num_extra_ps,
             measure_ps=timedelta(),
-            model_dir=str(model_dir),
-            start_timeout=timedelta(seconds=PATIENT),
-            finish_timeout=finish_timeout,
-            news_every=news_every,
-        ) as fleet:
+            timeouts=TimeoutsConfig(start=timedelta(seconds=PATIENT), finish=finish_timeout),
+        )
+        with join_fleet(discovery, joining, news_every=news_every) as fleet:
             trainer = Trainer(
                 task if task_of is None else task_of(index),
                 settings,
@@ -330,6 +327,24 @@ def run_fleet(
     return outcome
 
 
+def run_config(
+    train: TrainConfig | None = None,
+    *,
+    timeouts: TimeoutsConfig | None = None,
+    failover: FailoverConfig | None = None,
+    **cluster: Any,
+) -> RunConfig:
+    """The config of one process of a fleet. It may do without a model_dir, as if it were local."""
+    train = train or TrainConfig()
+    return RunConfig(
+        job=JobConfig(local=not train.model_dir),
+        train=train,
+        cluster=ClusterConfig(**cluster),
+        timeouts=timeouts or TimeoutsConfig(),
+        failover=failover or FailoverConfig(),
+    )
+
+
 def worker_state(number: int) -> WorkerState:
     """What worker `number` may say of itself."""
     return WorkerState(position={"next": number}, examples=10 * number, skipped=number, event_time=None)
@@ -351,10 +366,13 @@ def serving(
             ServedShard(
                 task,
                 config,
-                index=index,
-                num_ps=num_ps,
-                num_workers=num_workers,
-                holds_weights=holds_weights,
+                ClusterConfig(
+                    role="ps",
+                    index=index,
+                    num_ps=num_ps,
+                    num_workers=num_workers,
+                    mode="async" if holds_weights else "sync",
+                ),
                 publish=publish,
             )
             for index in range(num_ps)
@@ -371,7 +389,13 @@ def begun_fleets(num_workers: int) -> Iterator[list[Fleet]]:
         task = Tallied()
         addresses = stack.enter_context(serving(task, num_workers=num_workers, config=TrainConfig()))
         fleets = [
-            stack.enter_context(Fleet(ServerGroup(addresses), index, num_workers, news_every=SOON))
+            stack.enter_context(
+                Fleet(
+                    ServerGroup(addresses),
+                    ClusterConfig(index=index, num_workers=num_workers),
+                    news_every=SOON,
+                )
+            )
             for index in range(num_workers)
         ]
         for fleet in fleets:

@@ -18,6 +18,7 @@ from monolith.cluster import MemoryDiscovery
 from monolith.errors import UnavailableError
 from monolith.observe import Metrics
 from monolith.runtime import Fleet, FleetCoordinator, Trainer, TrainReport
+from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.failover import KeepGoing
 from monolith.runtime.parameter_server import ServedShard
 from monolith.runtime.server_calls import ServerCalls
@@ -118,10 +119,14 @@ class LosingFleet:
         share = BreakingShare(
             self.task,
             self.config,
-            index=index,
-            num_ps=self.num_ps,
-            num_workers=self.num_workers,
-            max_workers=self.max_workers,
+            ClusterConfig(
+                role="ps",
+                index=index,
+                num_ps=self.num_ps,
+                num_redundant_ps=max(index + 1 - self.num_ps, 0),
+                num_workers=self.num_workers,
+                max_workers=self.max_workers or 0,
+            ),
             publish=self.publish,
             copies=self.copies,
         )
@@ -202,11 +207,8 @@ class LosingFleet:
             )
         fleet = Fleet(
             group,
-            index,
-            self.num_workers,
-            max_workers=self.max_workers,
-            start_timeout=timedelta(seconds=PATIENT),
-            finish_timeout=timedelta(seconds=PATIENT),
+            ClusterConfig(index=index, num_workers=self.num_workers, max_workers=self.max_workers or 0),
+            TimeoutsConfig(start=timedelta(seconds=PATIENT), finish=timedelta(seconds=PATIENT)),
             news_every=SOON,
             keep_going=KeepGoing(find=find, connect=connect, **how) if self.keeps_going else None,
         )

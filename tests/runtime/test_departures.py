@@ -154,7 +154,7 @@ def test_a_meeting_that_takes_over_waits_for_those_who_were_there_and_for_nobody
     assert gathered(call)["missing"] == [1]
     assert gathered(call)["states"] == {"2": state(2), "3": state(3)}
     stranger = call("back", run="r", worker=3, member="process", step=9)
-    assert stranger["failed"]["why"] == "the run was begun again without this worker"
+    assert stranger["failed"]["why"] == "the run was restarted without this worker"
     assert call("back", run="r", worker=1, member="process", step=9)["run"] == "r"
 
 

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.fleets import PATIENT, TALLY, Outcome, Tallied, TalliedFiles, TalliedModel, read_model, run_fleet
+from runtime.fleets import (
+    PATIENT,
+    TALLY,
+    Outcome,
+    Tallied,
+    TalliedFiles,
+    TalliedModel,
+    read_model,
+    run_config,
+    run_fleet,
+)
 from torch import nn
 
 from monolith.cluster import MemoryDiscovery, Waiting
@@ -29,8 +39,9 @@ from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.runtime import Fleet, FleetCoordinator, Trainer, join_fleet, serve_parameters
 from monolith.runtime import local as alone
+from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.coordinator import Start
-from monolith.runtime.parameter_server import ServedShard, ServerEnd
+from monolith.runtime.parameter_server import ServedShard, ServerEnd, ServerPort
 from monolith.store import LocalStore, ServerGroup
 from monolith.train import (
     AlertConfig,
@@ -494,9 +505,9 @@ def test_rolling_back_together_is_not_offered(tmp_path: Path) -> None:
 
 def test_what_is_not_counted_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no parameter server 2 of 2"):
-        serve_parameters(TASK, TrainConfig(), MemoryDiscovery(), index=2, num_ps=2, num_workers=1)
+        serve_parameters(TASK, run_config(index=2, num_workers=3, num_ps=2), MemoryDiscovery())
     with pytest.raises(ConfigError, match="num_redundant_ps needs a model_dir"):
-        join_fleet(MemoryDiscovery(), index=0, num_ps=1, num_workers=1, num_redundant_ps=1)
+        join_fleet(MemoryDiscovery(), run_config(num_ps=1, num_redundant_ps=1))
 
 
 # Workers that are slow, or gone
@@ -557,12 +568,13 @@ def test_a_worker_that_waits_for_its_chief_can_be_stopped(tmp_path: Path) -> Non
     config = TrainConfig(model_dir=str(tmp_path))
 
     def serve() -> None:
-        serve_parameters(TASK, config, discovery, index=0, num_ps=1, num_workers=2, stop=stop)
+        serve_parameters(TASK, run_config(config, role="ps", num_ps=1, num_workers=2), discovery, stop=stop)
 
     serving = threading.Thread(target=serve, daemon=True)
     serving.start()
     patient = timedelta(seconds=PATIENT)
-    with join_fleet(discovery, index=1, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
+    joining = run_config(index=1, num_ps=1, num_workers=2, timeouts=TimeoutsConfig(start=patient))
+    with join_fleet(discovery, joining) as fleet:
         trainer = Trainer(TASK, config, coordinator=FleetCoordinator(fleet))
         threading.Timer(0.5, trainer.stop, ["SIGTERM"]).start()
         report = trainer.train()
@@ -576,9 +588,8 @@ def test_a_chief_that_is_stopped_does_not_wait_for_workers_that_never_came(tmp_p
     config = TrainConfig(model_dir=str(tmp_path), summary_every_steps=None)
 
     def serve() -> None:
-        serve_parameters(
-            TASK, config, discovery, index=0, num_ps=1, num_workers=2, stop=stop, linger=timedelta()
-        )
+        served = run_config(config, role="ps", num_ps=1, num_workers=2)
+        serve_parameters(TASK, served, discovery, stop=stop, linger=timedelta())
 
     class Ask(Hook):
         def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
@@ -587,7 +598,8 @@ def test_a_chief_that_is_stopped_does_not_wait_for_workers_that_never_came(tmp_p
     serving = threading.Thread(target=serve, daemon=True)
     serving.start()
     patient = timedelta(seconds=PATIENT)
-    with join_fleet(discovery, index=0, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
+    joining = run_config(num_ps=1, num_workers=2, timeouts=TimeoutsConfig(start=patient))
+    with join_fleet(discovery, joining) as fleet:
         trainer = Trainer(TASK, config, coordinator=FleetCoordinator(fleet), hooks=[Ask()])
         with pytest.raises(UnavailableError, match="workers 1 never joined"):
             trainer.train()
@@ -628,9 +640,8 @@ def test_a_worker_waits_for_the_ports_of_servers_as_long_as_it_may() -> None:
     serving: list[threading.Thread] = []
 
     def serve() -> None:
-        serve_parameters(
-            TASK, TrainConfig(), discovery, index=0, num_ps=1, num_workers=1, port=port, stop=stop
-        )
+        served = run_config(role="ps", num_ps=1)
+        serve_parameters(TASK, served, discovery, port=ServerPort(port=port), stop=stop)
 
     def waiting(_: Waiting) -> None:
         asked.append(_)
@@ -641,18 +652,20 @@ def test_a_worker_waits_for_the_ports_of_servers_as_long_as_it_may() -> None:
     stop = threading.Event()
     asked: list[Waiting] = []
     patient = timedelta(seconds=PATIENT)
-    with join_fleet(discovery, index=0, num_ps=1, num_workers=1, start_timeout=patient, on_waiting=waiting):
+    joining = run_config(num_ps=1, timeouts=TimeoutsConfig(start=patient))
+    with join_fleet(discovery, joining, on_waiting=waiting):
         assert asked[0].what == f"parameter server 0 at 127.0.0.1:{port} to answer"
     stop.set()
     serving[0].join(PATIENT)
     discovery.register("ps", 0, f"127.0.0.1:{port}")
+    soon = TimeoutsConfig(start=timedelta(seconds=0.5))
     with pytest.raises(DeadlineExceededError, match=r"waited 0:00:00\.5.* for 1 parameter servers to answer"):
-        join_fleet(discovery, index=0, num_ps=1, num_workers=1, start_timeout=timedelta(seconds=0.5))
+        join_fleet(discovery, run_config(num_ps=1, timeouts=soon))
 
 
 @pytest.mark.parametrize("began", [True, False])
 def test_a_server_that_has_no_chief_ends_with_an_error_after_a_while(tmp_path: Path, began: bool) -> None:
-    share = ServedShard(TASK, TrainConfig(model_dir=str(tmp_path)), index=0, num_ps=1, num_workers=1)
+    share = ServedShard(TASK, TrainConfig(model_dir=str(tmp_path)), ClusterConfig(role="ps", num_ps=1))
     with share.serve("127.0.0.1", 0, None) as server:
         if began:
             with contextlib.closing(ServerGroup([server.address])) as group:
@@ -676,7 +689,7 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_a_chief_that_is_gone(tm
         now += 1.0  # each look is a second later
         return now
 
-    share = ServedShard(TASK, config, index=0, num_ps=1, num_workers=1, clock=clock)
+    share = ServedShard(TASK, config, ClusterConfig(role="ps", num_ps=1), clock=clock)
     with share.serve("127.0.0.1", 0, None) as server:
         with contextlib.closing(ServerGroup([server.address])) as group:
             group.call(0, "server.begin", run="r")

@@ -114,7 +114,7 @@ def test_one_that_is_deleted_before_its_turn_is_passed_over(
             folder.delete(20)
     assert seen == [10, 30]
     assert follower.skipped == 1
-    assert "model.ckpt-20 is passed over" in caplog.text
+    assert "skipped checkpoint model.ckpt-20" in caplog.text
 
 
 def test_it_ends_when_nothing_new_comes_for_too_long(folder: Folder) -> None:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
 
-from monolith.runtime import PrefetchPipeline
-from monolith.runtime.prefetch import SILENT, Silence
+from monolith.runtime.prefetch import SILENT, PrefetchPipeline, Silence, WaitForData
 
 
 def done(log: list[str], ahead: int, behind: bool, items: int = 5, drain_after: int | None = None) -> None:
@@ -136,7 +135,7 @@ def test_a_stream_that_pauses_does_not_hold_updates_back() -> None:
         assert more.wait(10)
         yield 2
 
-    with PrefetchPipeline(read(), lambda item: item, patience=0.01) as lane:
+    with PrefetchPipeline(read(), lambda item: item, waiting=WaitForData(patience=0.01)) as lane:
         for item in (0, 1):
             assert lane.next() == (item, item)
             lane.push(updated.set if item == 1 else lambda: None)
@@ -165,9 +164,7 @@ def test_an_update_waits_no_longer_for_the_next_item_than_it_is_told(behind: boo
         read(),
         lambda item: item,
         behind=behind,
-        patience=60,
-        idle=lambda: bool(log.append("idle")),
-        update_after=0.005,
+        waiting=WaitForData(patience=60, idle=lambda: bool(log.append("idle")), update_after=0.005),
     ) as lane:
         for item in (0, 1, 2):
             assert lane.next() == (item, item)
@@ -309,9 +306,7 @@ def test_who_has_something_else_to_do_waits_no_more_and_misses_nothing(ahead: in
         look_up,
         ahead=ahead,
         behind=False,
-        patience=0.01,
-        idle=lambda: not more.is_set(),
-        threaded=True,
+        waiting=WaitForData(patience=0.01, idle=lambda: not more.is_set(), threaded=True),
     )
     with lane:
         assert lane.next() == (0, 0)
@@ -351,7 +346,11 @@ def in_step(ahead: int, script: str, drains: set[int], pause: Callable[[str], No
         log.append(f"U{item}")
 
     with PrefetchPipeline(
-        items(), look_up, ahead=ahead, in_step=True, idle=lambda: log.append("idle")
+        items(),
+        look_up,
+        ahead=ahead,
+        lockstep=True,
+        waiting=WaitForData(idle=lambda: bool(log.append("idle"))),
     ) as lane:
         while (found := lane.next()) is not None:
             item, _ = found
@@ -405,8 +404,8 @@ def test_in_step_an_interrupt_while_silent_reads_no_more() -> None:
     lane: PrefetchPipeline[int, int] = PrefetchPipeline(
         items(),
         lambda item: item,
-        in_step=True,
-        idle=lambda: lane.interrupt(),  # noqa: PLW0108
+        lockstep=True,
+        waiting=WaitForData(idle=lambda: bool(lane.interrupt())),
     )
     with lane:
         assert lane.next() == (0, 0)

@@ -22,6 +22,7 @@ import monolith.runtime
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
 from monolith.cluster import FilesConfig, FilesDiscovery, Waiting
+from monolith.cluster.security import guard_caller
 from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
 from monolith.runtime import attempts
@@ -67,10 +68,11 @@ def test_a_server_is_told_its_share_and_where_to_listen(
     more = ["--cluster.role", "ps", "--num-workers", "3", "--cluster.listen", "127.0.0.1"]
     assert run(tmp_path, *more, "--cluster.port", "4321", "--set", "dim=2") == 0
     (asked,) = served
-    assert (asked["index"], asked["num_ps"], asked["num_workers"]) == (0, 1, 3)
-    assert (asked["host"], asked["port"]) == ("127.0.0.1", 4321)
+    cluster = asked["config"].cluster
+    assert (cluster.index, cluster.num_ps, cluster.num_workers) == (0, 1, 3)
+    assert (asked["port"].host, asked["port"].port) == ("127.0.0.1", 4321)
     assert asked["task"].dim == 2
-    assert asked["config"].model_dir == str(tmp_path / "m")
+    assert asked["config"].train.model_dir == str(tmp_path / "m")
     assert isinstance(asked["discovery"], FilesDiscovery)
     out, err = capsys.readouterr()
     assert out == ""
@@ -86,8 +88,8 @@ def test_a_server_that_others_can_reach_needs_a_token_or_certificates(
         run(tmp_path, *more, environ=environ)
     assert served == []
     assert run(tmp_path, *more, environ={**environ, "MONOLITH_SECURITY__TOKEN": "t"}) == 0
-    assert served[0]["host"] == "10.0.0.7"
-    assert served[0]["guard"].header == "Bearer t"
+    assert served[0]["port"].host == "10.0.0.7"
+    assert served[0]["port"].guard.header == "Bearer t"
 
 
 def test_a_server_listens_where_tf_config_says(tmp_path: Path, served: list[dict[str, Any]]) -> None:
@@ -95,8 +97,9 @@ def test_a_server_listens_where_tf_config_says(tmp_path: Path, served: list[dict
     tf_config = json.dumps({"cluster": cluster, "task": {"type": "ps", "index": 1}})
     options = parse_options("train", [TASK, "--model-dir", str(tmp_path)])
     assert command.run(options, {"TF_CONFIG": tf_config}) == 0
-    assert (served[0]["index"], served[0]["num_ps"], served[0]["num_workers"]) == (1, 2, 1)
-    assert (served[0]["host"], served[0]["port"]) == ("127.0.0.1", 3)
+    told = served[0]["config"].cluster
+    assert (told.index, told.num_ps, told.num_workers) == (1, 2, 1)
+    assert (served[0]["port"].host, served[0]["port"].port) == ("127.0.0.1", 3)
 
 
 def test_a_signal_ends_a_server_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,19 +124,20 @@ def test_how_long_a_server_waits_for_others_is_a_setting(
 ) -> None:
     more = ["--timeouts.start", "5m", "--timeouts.silence", "6s", "--timeouts.abandoned", "7m"]
     run(tmp_path, *more, "--cluster.role", "ps", "--cluster.listen", "127.0.0.1")
-    assert served[0]["start_timeout"] == timedelta(minutes=5)
-    assert served[0]["lost_after"] == timedelta(seconds=6)
-    assert served[0]["abandoned_after"] == timedelta(minutes=7)
+    timeouts = served[0]["config"].timeouts
+    assert timeouts.start == timedelta(minutes=5)
+    assert timeouts.silence == timedelta(seconds=6)
+    assert timeouts.abandoned == timedelta(minutes=7)
 
 
 # A worker
 
 
 def test_a_worker_joins_with_what_the_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    asked: list[RunConfig] = []
 
-    def join(_: Any, **given: Any) -> Any:
-        asked.append(given)
+    def join(_: Any, config: RunConfig, **__: Any) -> Any:
+        asked.append(config)
         raise ConfigError("enough")
 
     monkeypatch.setattr(attempts, "join_fleet", join)
@@ -142,10 +146,13 @@ def test_a_worker_joins_with_what_the_config_says(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="enough"):
         run(tmp_path, *more, "--timeouts.finish", "6m", "--timeouts.operation", "7s", "--security.token", "t")
     (given,) = asked
-    assert (given["index"], given["num_ps"], given["num_workers"], given["run_id"]) == (2, 1, 3, "run7")
-    assert (given["start_timeout"], given["finish_timeout"]) == (timedelta(minutes=5), timedelta(minutes=6))
-    assert (given["call_timeout"], given["lookup_timeout"]) == (timedelta(seconds=7), timedelta(seconds=8))
-    assert (given["guard"].header, given["model_dir"]) == ("Bearer t", str(tmp_path / "m"))
+    cluster, timeouts = given.cluster, given.timeouts
+    assert (cluster.index, cluster.num_ps, cluster.num_workers, given.job.id) == (2, 1, 3, "run7")
+    assert (timeouts.start, timeouts.finish) == (timedelta(minutes=5), timedelta(minutes=6))
+    assert (timeouts.operation, timeouts.lookup) == (timedelta(seconds=7), timedelta(seconds=8))
+    guard = guard_caller(given.security)
+    assert guard is not None
+    assert (guard.header, given.train.model_dir) == ("Bearer t", str(tmp_path / "m"))
 
 
 def test_a_signal_ends_a_worker_that_waits_for_servers(tmp_path: Path) -> None:

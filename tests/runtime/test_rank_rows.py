@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runtime.fleets import SOON, Tallied, TalliedFiles, read_model, run_fleet, serving
+from runtime.fleets import SOON, Tallied, TalliedFiles, read_model, run_config, run_fleet, serving
 from runtime.rank_data import Steady
 from runtime.rank_runs import quiet, train_ranks
 from store.fleets import wait_until
@@ -24,7 +23,7 @@ from monolith.cluster import MemoryDiscovery
 from monolith.errors import UnavailableError
 from monolith.model import UpdateConfig
 from monolith.runtime import Trainer, serve_parameters
-from monolith.runtime.rank_placement import RowsOnServers
+from monolith.runtime.rank_rows import RowsOnServers
 from monolith.store import ServerGroup
 from monolith.train import Hook, SaveConfig, StepResult, Task, TrainConfig, TrainingRun
 from monolith.train.config import ExpiryConfig, KeepConfig
@@ -205,9 +204,11 @@ def test_servers_hold_no_weights_and_every_rank_has_all(tmp_path: Path) -> None:
 
 def test_servers_end_with_the_run(tmp_path: Path) -> None:
     task, config, discovery = Steady(batches=4), at(PLAIN, tmp_path), MemoryDiscovery()
-    serve = partial(serve_parameters, task, config, discovery, num_ps=2, num_workers=2, holds_weights=False)
+    served = [
+        run_config(config, role="ps", index=index, num_ps=2, num_workers=2, mode="sync") for index in range(2)
+    ]
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(serve, index=index) for index in range(2)]
+        ends = [pool.submit(serve_parameters, task, one, discovery) for one in served]
         assert wait_until(lambda: len(discovery.query("ps")) == 2)
         servers = [address for _, address in sorted(discovery.query("ps").items())]
         train_ranks([task] * 2, config, servers=servers)

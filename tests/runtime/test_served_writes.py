@@ -8,6 +8,7 @@ import pytest
 from train.tasks import Clicks
 
 from monolith.errors import RequestError, SaveError
+from monolith.runtime.cluster_config import ClusterConfig
 from monolith.runtime.messages import CALLS
 from monolith.runtime.parameter_server import ServedShard
 from monolith.train import TrainConfig
@@ -21,7 +22,7 @@ def test_a_server_writes_only_below_the_model_dir_of_its_run(
     model_dir.mkdir()
     outside.mkdir()
     (model_dir / "link").symlink_to(outside)
-    share = ServedShard(Clicks(), TrainConfig(model_dir=str(model_dir)), index=0, num_ps=1, num_workers=1)
+    share = ServedShard(Clicks(), TrainConfig(model_dir=str(model_dir)), ClusterConfig(role="ps", num_ps=1))
     server = share.serve("127.0.0.1", 0, None)
     request.addfinalizer(server.close)
     calls = typed_calls(CALLS, {**share.calls, **share._jobs.calls})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.fleets import Tallied, read_model, run_fleet
+from runtime.fleets import Tallied, read_model, run_config, run_fleet
 
 from monolith.cluster import (
     ClusterManager,
@@ -21,6 +21,7 @@ from monolith.cluster import (
 from monolith.errors import ClusterError, UnavailableError
 from monolith.observe import Metrics
 from monolith.runtime import join_fleet
+from monolith.runtime.cluster_config import ClusterConfig
 from monolith.runtime.messages import FollowShard
 from monolith.runtime.parameter_server import ServedShard, ServerEnd
 from monolith.runtime.server_calls import ServerCalls
@@ -48,7 +49,8 @@ class Pool:
 
     def start(self, index: int) -> ParameterServer:
         config = TrainConfig(model_dir=str(self.folder))
-        share = ServedShard(TASK, config, index=index, num_ps=self.num_ps, num_workers=1)
+        cluster = ClusterConfig(role="ps", index=index, num_ps=self.num_ps, num_redundant_ps=index + 1)
+        share = ServedShard(TASK, config, cluster)
         server = self._stack.enter_context(share.serve("127.0.0.1", 0, None))
         self.discovery.register("ps", index, server.address)
         self.shares.append(share)
@@ -234,14 +236,10 @@ def test_a_list_of_which_nobody_is_left_is_of_an_earlier_run(pool: Pool) -> None
 
 def test_the_chief_tells_metrics_how_many_servers_are_missing(pool: Pool) -> None:
     metrics = Metrics()
-    how: dict[str, Any] = {
-        "num_ps": 2,
-        "num_workers": 2,
-        "num_redundant_ps": 1,
-        "model_dir": str(pool.folder),
-    }
     for index in (0, 1):
-        with join_fleet(pool.discovery, index=index, metrics=metrics, model_name=f"m{index}", **how):
+        train = TrainConfig(model_dir=str(pool.folder), model_name=f"m{index}")
+        config = run_config(train, index=index, num_ps=2, num_workers=2, num_redundant_ps=1)
+        with join_fleet(pool.discovery, config, metrics=metrics):
             pass
     shown = metrics.render().decode()
     assert 'containers_num_left_ps{cluster_type="stable",model_name="m0"} 0.0' in shown
@@ -266,7 +264,8 @@ def test_spares_are_told_that_the_run_is_over_and_the_dead_are_passed_over(pool:
 
 def test_a_spare_that_hears_of_a_chief_waits_on() -> None:
     now = [0.0]
-    share = ServedShard(TASK, TrainConfig(), index=1, num_ps=1, num_workers=1, clock=lambda: now[0])
+    spare = ClusterConfig(role="ps", index=1, num_ps=1, num_redundant_ps=1)
+    share = ServedShard(TASK, TrainConfig(), spare, clock=lambda: now[0])
     with share.serve("127.0.0.1", 0, None) as server:
         now[0] = 100.0
         CALLS(server.address, "server.reserve")

@@ -245,7 +245,7 @@ def test_nobody_is_lost_because_the_meeting_itself_was_stopped(running: Caller, 
 def test_all_who_wait_look_for_the_lost_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand who wait would look at a thousand workers each, five times a second."""
     clock, looks, asked = Clock(), list[float](), Counter[int]()
-    monkeypatch.setattr(CoordinationService, "_look_at_all", lambda _, __, now, **___: looks.append(now))
+    monkeypatch.setattr(CoordinationService, "_check_all", lambda _, __, now, **___: looks.append(now))
     meeting = CoordinationService(3, clock=clock)
     meeting.calls["meeting.begin"](BeginService("r", 3))
     waiting, began = threading.Semaphore(0), clock.now

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.fleets import PATIENT, Tallied, read_model
+from runtime.fleets import PATIENT, Tallied, read_model, run_config
 from runtime.losing import LosingFleet, settings, wait_for
 from runtime.test_failover import At
 from torch import Tensor
 
 from monolith.errors import ConfigError
 from monolith.runtime import join_fleet
-from monolith.runtime.parameter_server import _Held
+from monolith.runtime.cluster_config import FailoverConfig
+from monolith.runtime.parameter_server import _ShardInRun
 from monolith.runtime.standbys import CopyPlan, StandbyCopy, describe_standbys
 from monolith.sync.publisher import Publisher
 from monolith.table import Rows, iterate
@@ -38,7 +39,7 @@ def standing_by(config: TrainConfig, standbys: int = 2, **how: Any) -> LosingFle
     return fleet
 
 
-def served(fleet: LosingFleet, place: int) -> _Held:
+def served(fleet: LosingFleet, place: int) -> _ShardInRun:
     """What is held by whoever serves a place."""
     assert fleet.standbys is not None
     address = fleet.standbys._used()[place].address
@@ -48,7 +49,7 @@ def served(fleet: LosingFleet, place: int) -> _Held:
     return held
 
 
-def copy_of(fleet: LosingFleet, place: int) -> StandbyCopy[_Held]:
+def copy_of(fleet: LosingFleet, place: int) -> StandbyCopy[_ShardInRun]:
     assert fleet.standbys is not None
     address = fleet.standbys.of(place)[0]
     (index,) = (index for index in fleet.servers if fleet.address(index) == address)
@@ -57,7 +58,7 @@ def copy_of(fleet: LosingFleet, place: int) -> StandbyCopy[_Held]:
     return copy
 
 
-def publisher(held: _Held) -> Publisher:
+def publisher(held: _ShardInRun) -> Publisher:
     assert held.copied is not None
     return held.copied.publisher
 
@@ -73,11 +74,11 @@ def settle(fleet: LosingFleet, places: tuple[int, ...] = (0, 1)) -> None:
         wait_for(partial(has_reached, copy_of(fleet, place), source), "a copy")
 
 
-def has_reached(copy: StandbyCopy[_Held], source: Publisher) -> bool:
+def has_reached(copy: StandbyCopy[_ShardInRun], source: Publisher) -> bool:
     return copy.followed is not None and copy.followed.position == source.position
 
 
-def rows_of(held: _Held) -> dict[str, Rows]:
+def rows_of(held: _ShardInRun) -> dict[str, Rows]:
     """All rows by table, in the order of their ids."""
     found = {}
     for name, table in held.model.tables.items():
@@ -104,7 +105,7 @@ def test_a_lost_server_is_served_from_its_copy_and_loses_what_came_after_it(
     tmp_path: Path, lost: int
 ) -> None:
     copied: list[tuple[dict[str, Rows], bytes]] = []
-    kept: list[tuple[_Held, dict[str, Rows]]] = []
+    kept: list[tuple[_ShardInRun, dict[str, Rows]]] = []
     weights: list[bytes] = []
 
     with standing_by(settings(tmp_path, save=SaveConfig(steps=3, retry_secs=0.01))) as fleet:
@@ -295,7 +296,7 @@ def test_what_a_worker_taught_a_server_that_has_left_since_is_counted(tmp_path: 
 # Two standbys
 
 
-def copies_of(fleet: LosingFleet, place: int) -> list[StandbyCopy[_Held]]:
+def copies_of(fleet: LosingFleet, place: int) -> list[StandbyCopy[_ShardInRun]]:
     found = [share._standby for share in fleet.shares.values() if share._standby is not None]
     return [copy for copy in found if copy.follows.index == place]
 
@@ -397,12 +398,11 @@ def test_a_shard_that_lacks_a_standby_is_named_with_how_long(
 
 @pytest.mark.parametrize(("standbys", "keep_going"), [(1, False), (3, True)])
 def test_standbys_are_refused_where_nothing_may_be_lost(standbys: int, keep_going: bool) -> None:
+    failover = FailoverConfig(recovery="keep_going" if keep_going else "exact")
+
+    def join() -> None:
+        config = run_config(num_ps=1, standbys=standbys, failover=failover)
+        join_fleet(None, config)  # type: ignore[arg-type]
+
     with pytest.raises(ConfigError, match="standby"):
-        join_fleet(
-            None,  # type: ignore[arg-type]
-            index=0,
-            num_ps=1,
-            num_workers=1,
-            standbys=standbys,
-            keep_going=keep_going,
-        )
+        join()

@@ -172,7 +172,7 @@ class BadRecords:
             )
 
 
-class BadValues:
+class BadValues(BadRecords):
     """Drops records with a bad event time or label, as long as they are few.
 
     Args:
@@ -189,7 +189,7 @@ class BadValues:
     ) -> None:
         self._spec = spec
         self._labels = sorted({column for column, _ in spec.labels.values()})
-        self._bad = BadRecords(
+        super().__init__(
             spec.max_bad,
             reject,
             what="have a bad event time or label",
@@ -198,18 +198,13 @@ class BadValues:
             first_empty=first_empty,
         )
 
-    @property
-    def count(self) -> int:
-        """How many were dropped."""
-        return self._bad.count
-
-    def left_out(self, records: Records) -> Records:
+    def good(self, records: Records) -> Records:
         """Return the records whose event times and labels are good.
 
         Raises:
             TooManyBadRecordsError: More are bad than `BatchSpec.max_bad` allows.
         """
-        self._bad.see(len(records))
+        self.see(len(records))
         fine = timely(records, self._spec.event_time)
         for name in self._labels:
             if name in records.columns and name not in records.shared:
@@ -221,7 +216,7 @@ class BadValues:
         for row in (~fine).nonzero().squeeze(1).tolist():
             bad[row] = self._reason(records.take(torch.tensor([row])))
         empty = {name: self._no_label for name in self._labels[:1] if bool(without.any())}
-        return self._bad.leave_out(records, dict(sorted(bad.items())), empty)
+        return self.leave_out(records, dict(sorted(bad.items())), empty)
 
     def _without_labels(self, records: Records) -> Tensor:
         """Return a bool per record: whether it has none of its labels, so that no head can train on it."""
@@ -244,15 +239,6 @@ class BadValues:
     def _no_label(self) -> str:
         names = " and ".join(map(repr, self._labels))
         return f"label {names} is empty" if len(self._labels) == 1 else f"labels {names} are empty"
-
-    @property
-    def tally(self) -> BadTally:
-        """Why they were dropped."""
-        return self._bad.tally
-
-    def judge(self, *, at_end: bool) -> None:
-        """Raise an error if too many are bad."""
-        self._bad.judge(at_end=at_end)
 
     def _reason(self, record: Records) -> str:
         column = self._spec.event_time or ""

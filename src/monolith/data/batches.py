@@ -127,7 +127,7 @@ class ColumnBatchMaker:
         return self._bad.tally
 
     def __call__(self, records: Records) -> Batch | None:
-        good = self._bad.left_out(records)
+        good = self._bad.good(records)
         if len(records) and not len(good):
             return None
         batch = self._make(good)

@@ -2,8 +2,9 @@
 
 from monolith.runtime.context import Launch, Output, RunResult
 from monolith.runtime.coordinator import Coordinator
-from monolith.runtime.fleet import Fleet, join_fleet
+from monolith.runtime.fleet import Fleet
 from monolith.runtime.fleet_coordinator import FleetCoordinator
+from monolith.runtime.fleet_join import join_fleet
 from monolith.runtime.following import FollowConfig, Follower
 from monolith.runtime.local import LocalCoordinator
 from monolith.runtime.parameter_server import serve_parameters

@@ -20,7 +20,7 @@ from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import get_local_host
 from monolith.cluster.mpi import is_restarted_by_launcher, keys_are_named, world_from_environment
 from monolith.cluster.run_token import rank_security
-from monolith.cluster.security import guard_caller, guard_listener
+from monolith.cluster.security import guard_listener
 from monolith.errors import FailedPeerError, RetryableError
 from monolith.observe import Metrics
 from monolith.runtime import Coordinator, Fleet, FleetCoordinator, TrainReport, join_fleet
@@ -28,7 +28,7 @@ from monolith.runtime.cluster_config import FailoverConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output
 from monolith.runtime.discovery import listen_address
-from monolith.runtime.fleet import reach_servers
+from monolith.runtime.fleet_join import reach_servers
 from monolith.runtime.rank_rendezvous import RankRendezvous
 from monolith.runtime.ranks import RankCoordinator
 from monolith.store import RankGroups, ServerGroup
@@ -150,33 +150,8 @@ class SharedTraining:
     def _join_servers(self, discovery: Discovery) -> Fleet:
         """Wait for the parameter servers of the run, and return this worker's connection to them."""
         config = self.config
-        cluster, timeouts = config.cluster, config.timeouts
         fleet = join_fleet(
-            discovery,
-            index=cluster.index,
-            num_ps=cluster.num_ps,
-            num_workers=cluster.num_workers,
-            max_workers=cluster.max_workers or None,
-            model_dir=config.train.model_dir,
-            run_id=config.job.id,
-            num_redundant_ps=cluster.num_redundant_ps,
-            num_extra_ps=cluster.num_extra_ps,
-            standbys=cluster.standbys,
-            measure_ps=cluster.measure_ps,
-            use_ps=cluster.use_ps,
-            metrics=self.metrics,
-            model_name=config.model_name,
-            cluster_type=cluster.kind,
-            say=self.output.say,
-            guard=guard_caller(config.security),
-            start_timeout=timeouts.start,
-            finish_timeout=timeouts.finish,
-            call_timeout=timeouts.operation or timeouts.lookup,
-            lookup_timeout=timeouts.lookup,
-            keep_going=config.failover.recovery == "keep_going",
-            spare_after=config.failover.spare_after,
-            half_rows=cluster.half_rows,
-            on_waiting=self.on_waiting,
+            discovery, config, metrics=self.metrics, say=self.output.say, on_waiting=self.on_waiting
         )
         if config.train.submitted_at is not None:
             ready = self.metrics.gauge(
@@ -252,8 +227,7 @@ def servers_of(
     on_waiting: Callable[[Waiting], object],
 ) -> Iterator[ServerGroup | None]:
     """Yield connections to the servers that hold the rows; None if the ranks hold them."""
-    cluster, timeouts = run.cluster, run.timeouts
-    if not cluster.num_ps:
+    if not run.cluster.num_ps:
         yield None
         return
     assert discovery is not None  # servers are found through it
@@ -263,17 +237,7 @@ def servers_of(
         on_waiting(waits)
 
     try:
-        group = reach_servers(
-            discovery,
-            num_ps=cluster.num_ps,
-            num_workers=cluster.num_workers,
-            guard=guard_caller(run.security),
-            start_timeout=timeouts.start,
-            call_timeout=timeouts.operation or timeouts.lookup,
-            lookup_timeout=timeouts.lookup,
-            half_rows=cluster.half_rows,
-            on_waiting=waiting,
-        )
+        group = reach_servers(discovery, run, on_waiting=waiting)
     except BaseException as error:
         groups.fail(f"{type(error).__name__}: {error}")  # or the other ranks would wait for this one
         raise

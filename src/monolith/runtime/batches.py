@@ -21,7 +21,7 @@ from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, NotRepeatableError, NotShareableError
 from monolith.feature import Batch
 from monolith.runtime.coordinator import Coordinator, Membership
-from monolith.runtime.prefetch import PrefetchPipeline, Silence
+from monolith.runtime.prefetch import PrefetchPipeline, Silence, WaitForData
 from monolith.runtime.progress import order_of, positions_of, same_order, split_position
 from monolith.train.config import TrainConfig
 from monolith.train.model import LookedUp, Model
@@ -231,11 +231,13 @@ class TrainingBatches:
             (lambda read, gathered: model.prepare(read.batch, gathered)) if self._fresh else None,
             ahead=config.prefetch,
             behind=config.async_push,
-            patience=None if waits else config.idle_after.total_seconds(),
-            idle=self._idle,
-            threaded=self.work_queue is not None,
-            in_step=lockstep,
-            update_after=LIVE_UPDATE_AFTER_S if self.stream.live and not waits else None,
+            waiting=WaitForData(
+                patience=None if waits else config.idle_after.total_seconds(),
+                update_after=LIVE_UPDATE_AFTER_S if self.stream.live and not waits else None,
+                idle=self._idle,
+                threaded=self.work_queue is not None,
+            ),
+            lockstep=lockstep,
         )
         if self.interrupted and not lockstep:
             pipeline.interrupt()

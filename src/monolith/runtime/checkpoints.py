@@ -50,7 +50,7 @@ DENSE_ONLY = "dense_only"
 
 
 def newest_checkpoint(config: TrainConfig, mode: Literal["train", "eval", "predict"]) -> str | None:
-    """Return the checkpoint to start from; None where there never was one.
+    """Return the checkpoint to start from; None if there never was one.
 
     Raises:
         RestoreError: Checkpoints are listed and all of them are gone.
@@ -73,7 +73,7 @@ def newest_checkpoint(config: TrainConfig, mode: Literal["train", "eval", "predi
 
 
 class RunCheckpoints:
-    """Saves a session and restores it. Used by the training thread, but for what is written beside it.
+    """Saves a session and restores it. Used by the training thread, except for writing in the background.
 
     Args:
         clock: Unix seconds, for stamps.
@@ -116,7 +116,7 @@ class RunCheckpoints:
         self._safe: Position | None = None
         self._began_from: LastCheckpoint | None = None
         self._best: BestCheckpoint | None = None
-        """What is the best once it is on disk."""
+        """Becomes the best checkpoint once it is on disk."""
         self._placement.restore_lost_from(self._last)
         self.newest: str | None = None
         """The last checkpoint that was saved or restored."""
@@ -127,12 +127,12 @@ class RunCheckpoints:
         return self._memory.waited_seconds
 
     def restore(self) -> Restored | None:
-        """Go on from the newest checkpoint, if there is one."""
+        """Restore the newest checkpoint, if there is one."""
         prefix = newest_checkpoint(self._config, "train")
         return None if prefix is None else self._restore(prefix)
 
     def snapshot(self, step: int) -> PendingCheckpoint:
-        """Hold this moment fast, when every update of a row is done."""
+        """Take a snapshot, once every update of a row is done."""
         if self._config.keep.evict:
             self._session.evict()
         self._session.drain()
@@ -240,7 +240,7 @@ class RunCheckpoints:
         self.save.look(run, wanted=True)
 
     def name_best(self, step: int, metric: str, value: float) -> None:
-        """Name the checkpoint of a step the best, if it is on disk and not named so."""
+        """Name the checkpoint of a step the best, if it is on disk and not named so yet."""
         best = self._as_best(step, metric, value)
         if checkpoint_exists(best.prefix(self._config.model_dir)) and best != self.named_best():
             write_best(self._config.model_dir, best)
@@ -250,14 +250,14 @@ class RunCheckpoints:
         return BestCheckpoint(name=name, step=step, metric=metric, value=value)
 
     def commit(self) -> None:
-        """Tell the source what is safe by now."""
+        """Commit the position of the last checkpoint on disk."""
         with self._lock:
             safe, self._safe = self._safe, None
         if safe is not None:
             self._session.commit(safe)
 
     def end(self) -> None:
-        """Tell the source what is safe, and see that it has heard."""
+        """Tell the source what is safe, and wait until it has committed it."""
         self.commit()
         self._session.drain()
 
@@ -272,7 +272,7 @@ class RunCheckpoints:
             write_best(self._config.model_dir, best)
 
     def _last(self) -> LastCheckpoint | None:
-        """Return what holds the newest state that was saved or restored. From any thread."""
+        """Return the newest checkpoint that was saved or restored. From any thread."""
         prefix = self._checkpointer.newest
         with self._lock:
             began = self._began_from
@@ -311,7 +311,7 @@ class RunCheckpoints:
 
 
 class _CommitHook(Hook):
-    """Tells the source, on the training thread, what was saved beside it."""
+    """Commits, on the training thread, the positions of checkpoints that were written in the background."""
 
     def __init__(self, keeper: RunCheckpoints) -> None:
         self._keeper = keeper

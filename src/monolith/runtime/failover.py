@@ -1,4 +1,4 @@
-"""How a chief brings a lost server's share back while everybody else keeps going.
+"""How a chief restores a lost server's shard while all other processes keep going.
 
     attended ──call breaks──► missed ──answers as before──► attended, nothing was lost
                                 │
@@ -11,10 +11,10 @@
                                 ▼
                             published ──► attended; workers have it as news
 
-A share is restored from the newest checkpoint: its rows and filters, its weights and what their optimizer
-keeps. Nobody else is touched. What it holds has a new name, its incarnation, which workers learn only when
-all of it is restored: until then they are refused, and wait. Server 0 also gets the meeting and the step,
-which never goes back.
+A shard is restored from the newest checkpoint: its rows and filters, its dense weights and their optimizer
+state. No other server is touched. The restored shard has a new name, its incarnation, which workers learn
+only once all of it is restored: until then their calls are refused, and they wait. Server 0 also gets the
+coordination service and the step, which never decreases.
 
 Where the share has a standby, that serves its copy at once, and nothing is read from a checkpoint.
 
@@ -83,15 +83,15 @@ class KeepGoing:
     find: Callable[[int], Sequence[str]]
     """Where a place may be served now: addresses, the likeliest first."""
     connect: Callable[[str], ServerGroup]
-    """Makes connections to one address, to be closed by whoever asked."""
+    """Makes connections to one address; the caller closes them."""
     spare: Callable[[int], str | None] | None = None
-    """Gives a place to a spare server, as the chief, and returns where it is; None where there is none."""
+    """Gives a place to a spare server, as the chief, and returns its address; None if there is none."""
     served: Callable[[int, str], None] | None = None
-    """Told where a place is served from now on, as the chief, for those who come later."""
+    """Told the new address of a shard, as the chief, for workers that join later."""
     spare_after: timedelta = timedelta(seconds=5)
     """How long a lost server may take to come back before a spare takes its place."""
     standbys: Standbys | None = None
-    """Who keeps second copies of the shares, as the chief; None where there are none."""
+    """The standbys that keep copies of the shards, as the chief; None if there are none."""
     metrics: Metrics | None = None
     """Where losses are counted."""
     clock: Callable[[], float] = time.monotonic
@@ -127,7 +127,7 @@ class WorkerReturn:
         self.left: WorkerState | None = None
         """What this worker left the run with, once it has."""
         self._said: dict[int, tuple[str, int]] = {}
-        """Place -> the incarnation that replaced a lost one, and what was pushed in vain to that."""
+        """Shard -> the incarnation that replaced a lost one, and the updates lost with that one."""
 
     def find_meeting(self, cause: RetryableError) -> None:
         limit = self._how.clock() + self._patience.total_seconds()
@@ -185,9 +185,10 @@ class ServerRecovery:
     """`LostServerPolicy` of the chief. Each server is brought back by the thread that attends to it.
 
     Args:
-        last: The newest checkpoint of the run; None where there is none.
-        halt_of: The halt at which a step was saved; 0 where it was before this run.
-        take_over_meeting: Has a new server 0 keep the meeting; given a connection to it, and who serves what.
+        last: The newest checkpoint of the run; None if there is none.
+        halt_of: Returns the pause at which a step was saved; 0 if that was before this run.
+        take_over_meeting: Starts the coordination service on a new server 0; given its connection and all
+            servers.
         patience: How long to wait for a server.
     """
 
@@ -243,7 +244,7 @@ class ServerRecovery:
 
     @property
     def lost(self) -> Lost:
-        """What was lost so far; waits a moment for workers to say their part."""
+        """The losses so far; waits a moment for workers to report theirs."""
         self.wait_until_counted()
         with self._changed:
             return Lost(servers=tuple(self._lost_servers), workers=self._lost_workers)
@@ -255,7 +256,7 @@ class ServerRecovery:
             return self._losses
 
     def wait_until_counted(self) -> None:
-        """Return when workers have said their part of what was lost so far, or had time to."""
+        """Return when workers have reported the updates they lost so far, or had time to."""
         for thread in list(self._counting):
             thread.join(COUNT_WITHIN)
 
@@ -290,7 +291,7 @@ class ServerRecovery:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Bring nobody back any more."""
+        """Replace no more servers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -341,7 +342,7 @@ class ServerRecovery:
         with self._changed:
             self._away.add(server)
             self._losses += 1
-        _log.warning("parameter server %d was lost; the others keep going: %s", server, cause)
+        _log.warning("parameter server %d was lost; the other processes keep going: %s", server, cause)
         while not self._closed:
             try:
                 if self._look(server, lost_at):
@@ -385,7 +386,7 @@ class ServerRecovery:
         return True
 
     def _standing(self, place: ServerGroup, server: int) -> ServerStatus | None:
-        """Return what a server says of itself; None where nobody is there, or it has another share."""
+        """Return the status of a server; None if it does not answer, or has another shard."""
         try:
             if place.call(0, "describe")["shard"] != [server, len(self._group)]:
                 return None
@@ -474,8 +475,8 @@ class ServerRecovery:
             return self._rows.get(server, 0)
 
     def _serve(self, server: int, place: ServerGroup, served: Served) -> int:
-        """Have everybody use who serves a place from now on; return the updates of this process that were
-        lost with who did before."""
+        """Have all workers use the new server of a shard from now on; return the updates of this process that
+        were lost with the old one."""
         if self._how.served is not None:
             self._how.served(server, served.address)
         with self._changed:
@@ -529,8 +530,8 @@ class ServerRecovery:
         thread.start()
 
     def _count_others(self, incarnation: str) -> AllLostUpdates | str:
-        """Return what the others had pushed in vain; why it is not known if the meeting cannot be asked. One
-        that was lost as well is asked when it is back."""
+        """Return the updates that other workers lost; the reason if the service cannot be asked. If that was
+        lost as well, it is asked once it is back."""
         limit = self._how.clock() + COUNT_WITHIN
         while True:
             left = max(0.0, limit - self._how.clock())
@@ -544,7 +545,7 @@ class ServerRecovery:
                 self._how.sleep(LOOK_EVERY)
 
     def _report(self, found: LostServer, others: AllLostUpdates | str) -> None:
-        """Say what was lost: to the log, to metrics, and to who asks for all of it."""
+        """Report a loss: to the log, to metrics, and in `lost`."""
         if isinstance(others, str):
             whole = replace(found, uncounted=None, uncounted_why=others)
         else:

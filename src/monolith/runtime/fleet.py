@@ -1,18 +1,20 @@
-"""A fleet: the processes that train one model together, as one of its workers sees them.
+"""A fleet: parameter servers and the workers that train one model on them, as one worker sees it.
 
-Parameter servers hold rows and weights. Workers, of whom the first is the chief, read a share of
-the data each and train on what the servers hold. The chief also restores and saves: it halts the
-others, has every server hold its share of the moment fast, and lets everybody go on while it is
-written. So a checkpoint holds everything that was trained and nothing else, with the position of
-each worker in its data.
+Parameter servers hold rows and dense weights. Each worker reads a shard of the data and trains on the
+servers' parameters; worker 0 is the chief. The chief also restores and saves. For a snapshot it pauses all
+other workers, has every server take a snapshot of its shard, and resumes them while the servers write it:
 
-Whoever dies ends the run for all, and those who are left hear of it within seconds. They stay and join
-again; when the lost one is back the chief begins the next run, from the last checkpoint. What an earlier
-run still has on its way is refused by the servers, so nothing is trained twice.
+    chief      pause ──► workers quiesced ──► snapshot on every server ──► resume ──► written ──► committed
+    workers    train ──► drain, report their state, wait ────────────────► train ───────────────► commit
 
-A fleet that keeps going does not end for that. Who is lost is brought back into the same run, from the last
-checkpoint, and the others keep what they learned: see `recovery` for servers, `returning` for how workers go
-on, and `meeting` for workers that are lost.
+So a checkpoint holds everything that was trained and nothing else, with each worker's position in its data.
+
+A lost process ends the run for all: the remaining ones learn of it within seconds and rejoin, and once the
+lost process is back, the chief starts the next run from the last checkpoint. Servers refuse updates of an
+earlier run that are still in flight, so nothing is trained twice.
+
+A fleet that keeps going survives a loss. The lost process rejoins the same run from the last checkpoint, and
+all others keep what they learned: see `failover` for servers, and `service` for workers.
 """
 
 from __future__ import annotations
@@ -28,12 +30,10 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 from monolith.checkpoint import RestoreOptions, SavedPart
-from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
-from monolith.cluster.security import Guard
 from monolith.data import WorkQueueSource
 from monolith.data.source import Position
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
-from monolith.observe import Metrics
+from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.coordinator import LastCheckpoint, Start, WorkerState
 from monolith.runtime.failover import LOOK_EVERY, KeepGoing, ServerRecovery, WorkerReturn, restore_dense
 from monolith.runtime.fleet_news import Departures, FleetNews, LostServerPolicy
@@ -68,9 +68,9 @@ from monolith.runtime.messages import (
     StopRun,
 )
 from monolith.runtime.push_counts import PushCounts
-from monolith.runtime.server_calls import POLL, ServerCalls, TableWork, ask, on_each, tell
-from monolith.runtime.server_choice import RESERVE_EVERY, PsBenchmark, ServerChoice, Spares, StepMeasure
-from monolith.runtime.standbys import ShardStandbys, Standbys, UsedServer
+from monolith.runtime.server_calls import POLL, TableWork, ask, on_each, tell
+from monolith.runtime.server_choice import Spares
+from monolith.runtime.standbys import ShardStandbys
 from monolith.store import ParameterServerStore, ServerGroup, Store
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.hooks.barrier import HealthStatus, MachineHealth
@@ -82,14 +82,15 @@ A = TypeVar("A")
 
 
 NEWS_EVERY = timedelta(seconds=POLL)
+"""How often a worker reports that it is alive. It learns news at once: its question waits at server 0."""
 
 
 FAREWELL = timedelta(minutes=2)
-"""How long the others have to hear that the run is over, as long as they are there."""
+"""How long the chief waits for present workers to learn that the run is over."""
 
 
 SAY_EVERY = 15.0
-"""Seconds between two lines of the log about who is waited for."""
+"""Seconds between two log lines about the workers that are waited for."""
 
 
 JOIN_WITHIN = 5.0
@@ -97,57 +98,59 @@ JOIN_WITHIN = 5.0
 
 
 STOP_WITHIN = 60.0
-"""Seconds that a worker has to stop where it is told to."""
+"""Seconds that a worker has to stop once it was told to."""
 
 
 OLD_NEWS = 60.0
-"""Seconds after which the failure of a chief is no reason to give up for who comes now."""
+"""Seconds after which the failure of an earlier chief does not stop a worker that joins: it may restart."""
 
 
 class QuiescedFleet(NamedTuple):
-    """Nobody but the chief trains."""
+    """All workers are quiesced, at the pause of this number."""
 
     number: int
     states: dict[int, WorkerState]
-    """Of the others, by worker and in order."""
+    """Worker -> its state, without the chief, in order."""
     here: tuple[int, ...] = ()
-    """Those among them that go on afterwards."""
+    """The workers among them that resume afterwards."""
     departing: Mapping[int, Departure] = {}
-    """Those among them that departed, with work that the others do not have yet."""
+    """The workers among them that departed, with work that was not given back yet."""
 
 
 class Fleet:
-    """One worker's place in a fleet. Used by its training thread; closes the group in the end.
+    """One worker's part in a fleet: the client of the coordination service on server 0.
 
-    Args: see `join_fleet`.
-        spares: Servers that the chief keeps beside those of the group; closed in the end.
-        keep_going: How to go on when servers are lost; None ends the run for that.
+    Used by the training thread, unless a method says otherwise. Closes the group in the end.
+
+    Args:
+        cluster: The index of this worker, and how many there are.
+        timeouts: How long to wait for the start of the run, and for workers to finish.
+        spares: Servers that the chief keeps in addition to those of the group; closed in the end.
+        keep_going: How to replace lost servers; None ends the run if one is lost.
+        news_every: How often this worker reports that it is alive.
+        clock: Seconds that only grow.
     """
 
     def __init__(
         self,
         group: ServerGroup,
-        index: int,
-        num_workers: int,
+        cluster: ClusterConfig,
+        timeouts: TimeoutsConfig | None = None,
         *,
-        max_workers: int | None = None,
         spares: Spares | None = None,
-        start_timeout: timedelta = timedelta(hours=2),
-        finish_timeout: timedelta = timedelta(minutes=30),
-        news_every: timedelta = NEWS_EVERY,
         keep_going: KeepGoing | None = None,
+        news_every: timedelta = NEWS_EVERY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_workers = num_workers if max_workers is None else max_workers
-        if not 0 <= index < self.max_workers:
-            raise ConfigError(f"there is no worker {index} of {self.max_workers}")
+        timeouts = timeouts or TimeoutsConfig()
+        self.index = cluster.index
+        self.num_workers = cluster.num_workers
+        self.max_workers = cluster.max_workers or cluster.num_workers
         self.group = group
-        self.index = index
-        self.num_workers = num_workers
         self.spares = spares
         self._member = secrets.token_hex(8)
-        self._start_timeout = start_timeout
-        self._finish_timeout = finish_timeout
+        self._start_timeout = timeouts.start
+        self._finish_timeout = timeouts.finish
         self._news_every = news_every.total_seconds()
         self._how = keep_going
         self._clock = clock
@@ -156,31 +159,31 @@ class Fleet:
         self._run = ""
         self._pushes = PushCounts(group)
         self._halts: dict[int, int] = {}
-        """Step -> the halt at which it was cut, as the chief."""
+        """Step -> the pause at which its snapshot was taken, as the chief."""
         self._last_halt = 0
         self._stood: dict[int, dict[int, WorkerState]] = {}
-        """QuiescedFleet -> how the others stood, as the chief, until it is saved."""
+        """Pause -> the states of the other workers then, as the chief, until that snapshot is on disk."""
         self._safe: dict[str, WorkerState] = {}
-        """By worker: how it stood at the last halt that was saved, as the chief."""
+        """Worker -> its state in the last snapshot on disk, as the chief."""
         self._start = Start(step=0)
         self._departures = Departures()
         self._dealt: dict[int, DealtPosition] = {}
-        """Worker -> what it was dealt last; all that were, as the chief, and as another worker itself."""
+        """Worker -> the work last assigned to it: of all workers on the chief, of itself on another."""
         self._asked: set[int] = set()
-        """Workers that were there when work was dealt out, as the chief, and those that have left."""
+        """Workers that were present when work was last assigned, as the chief."""
         self._replaced: dict[int, Served] = {}
-        """Servers to be restored that others are still to hear of, as a chief that came back."""
+        """Replaced servers that the workers do not know of yet, as a chief that rejoined."""
         self.fresh: tuple[int, ...] = tuple(range(len(group)))
-        """Servers that hold nothing of the run yet, so that a restore is for them, as the chief."""
+        """Servers that hold nothing of the run yet, and are to be restored, as the chief."""
         self.last_checkpoint: Callable[[], LastCheckpoint | None] = lambda: None
-        """Finds what a lost share is restored from, as the chief. From any thread."""
+        """Finds the checkpoint that a lost shard is restored from, as the chief. From any thread."""
         self._absent: list[int] = []
-        """Workers who have not joined yet, as far as is known here."""
+        """Workers that have not joined yet, as far as is known here."""
         self._listener: FleetNews | None = None
         self._recovery: ServerRecovery | None = None
         self._return: WorkerReturn | None = None
         self.finished = True
-        """Once the run is over: whether it came to its end, and nobody stopped it before."""
+        """Once the run is over: whether it reached its end, and was not stopped before."""
 
     @property
     def is_chief(self) -> bool:
@@ -188,47 +191,47 @@ class Fleet:
 
     @property
     def keeps_going(self) -> bool:
-        """Whether it outlives the loss of others."""
+        """Whether the run survives the loss of a process."""
         return self._how is not None
 
     @property
     def resumed(self) -> bool:
-        """Whether the chief came back to a run that some servers still hold."""
+        """Whether this chief rejoined a run that some servers still hold."""
         return len(self.fresh) < len(self.group)
 
     @property
     def lost(self) -> Lost:
-        """What was lost so far, as the chief knows it."""
+        """The losses so far, as the chief knows them."""
         return Lost() if self._recovery is None else self._recovery.lost
 
     @property
     def safe(self) -> list[WorkerState | None]:
-        """How each worker stood when the last checkpoint was cut, where that is known, as the chief."""
+        """The state of each worker in the last checkpoint, if known, as the chief."""
         return [self._safe.get(str(worker)) for worker in range(self.max_workers)]
 
     @property
     def start(self) -> Start:
-        """What everybody began with."""
+        """The start of all workers."""
         return self._start
 
     @property
     def hands_out(self) -> bool:
-        """Whether the data hands out work, so that workers may come and go."""
+        """Whether the data is a work queue, so that workers may join and leave."""
         return self._start.hands_out
 
     @property
     def losses(self) -> int:
-        """How often servers were lost so far, as the chief."""
+        """How many servers were lost so far, as the chief."""
         return 0 if self._recovery is None else self._recovery.losses
 
     @property
     def tables(self) -> TableWork:
-        """What the servers may be asked to do with their tables, as the chief."""
+        """Snapshots and restores of the servers' tables, as the chief."""
         return TableWork(self.group, self._run)
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Names the processes of the servers: one that restarted has another name."""
+        """The names of the server processes: one that restarted has another name."""
         return self.group.processes
 
     def read_step(self) -> int:
@@ -255,14 +258,14 @@ class Fleet:
     # Beginning
 
     def begin(self, *, hands_out: bool = False) -> None:
-        """Start a run, as its chief: what an earlier one left on the servers no longer counts.
+        """Start a run as its chief: the servers drop an earlier one.
 
-        Where the fleet keeps going and some servers still hold a run, take that one on instead: `fresh` says
-        which servers do not.
+        If the fleet keeps going and some servers still hold a run, rejoin that one instead: `fresh` are the
+        servers that do not hold it.
 
         Args:
-            hands_out: Whether the data hands out work. Then a run whose server 0 was lost with its chief is
-                not taken on: nobody knows where its workers began.
+            hands_out: Whether the data is a work queue. Then a run whose server 0 was lost together with its
+                chief is not rejoined: the start of its workers is not known any more.
         """
         if self.spares is not None:
             self.spares.keep()
@@ -274,7 +277,7 @@ class Fleet:
         self._listen()
 
     def _resume(self, *, hands_out: bool) -> bool:
-        """Take on the run that servers still hold, if there is one that goes on."""
+        """Rejoin the run that servers still hold; return False if there is none that continues."""
         found = on_each(
             range(len(self.group)), lambda one: self._ask("server.standing", Nothing(), ServerStatus, one)
         )
@@ -301,7 +304,7 @@ class Fleet:
             return False
         self._run = run
         _log.warning(
-            "coming back to a run that goes on; servers %s lost what they held", list(self.fresh) or "none"
+            "rejoining a run that continued; servers %s lost their shards", list(self.fresh) or "none"
         )
         self.group.expect(run)
         for place in self.fresh:
@@ -313,7 +316,7 @@ class Fleet:
             self.group.replace(place, self.group.addresses[place], one.incarnation)
         if 0 in self.fresh:
             self._begin_meeting(self.group, servers)
-        self.tables.close_cut(None, saved=False)  # what the chief before was about to save
+        self.tables.close_cut(None, saved=False)  # the snapshot that the previous chief was about to save
         self._replaced = {place: served[str(place)] for place in self.fresh}
         return True
 
@@ -322,7 +325,7 @@ class Fleet:
         return range(len(self.group))
 
     def _begin_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
-        """Have server 0 keep the meeting: of a new run, or of one that goes on."""
+        """Have server 0 start the coordination service: of a new run, or of one that continues."""
         listener = self._listener
         present = () if listener is None else listener.present
         departing = dict(self._departing())
@@ -348,7 +351,7 @@ class Fleet:
         tell(server, 0, "meeting.begin", body)
 
     def _listen(self) -> None:
-        """Hear of the others from now on."""
+        """Start to ask for news of the run, on a thread of its own."""
         mending: LostServerPolicy | None = None
         if self._how is not None and self.is_chief:
             mending = self._recovery = ServerRecovery(
@@ -381,13 +384,13 @@ class Fleet:
         return self.last_checkpoint()
 
     def _take_over_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
-        """Have a new server 0 count on from the highest step there was, and keep the meeting of this run."""
+        """Have a new server 0 count from the highest step so far, and serve the coordination of this run."""
         server.call(0, "set_step", step=self.group.step)
         self._begin_meeting(server, servers)
         tell(server, 0, "meeting.open", OpenRun(self._run, self._start))
 
     def open(self, start: Start) -> None:
-        """Let the others begin, as the chief. They are told `start`."""
+        """Let the other workers start, as the chief, from `start`."""
         self.check()
         self._start = start
         self._tell("meeting.open", OpenRun(self._run, start))
@@ -404,34 +407,34 @@ class Fleet:
 
     @property
     def standbys(self) -> tuple[ShardStandbys, ...]:
-        """How many standbys each shard has, as the chief knows; empty in other workers. From any thread."""
+        """How many standbys each shard has, as the chief knows; empty on other workers. From any thread."""
         standbys = None if self._how is None else self._how.standbys
         return () if standbys is None else standbys.standing()
 
     @property
     def run(self) -> str:
-        """Names the run on the servers; "" before this worker takes part in one."""
+        """The name of the run on the servers; "" before this worker joins one."""
         return self._run
 
     @property
     def joined(self) -> bool:
-        """Whether this worker takes part in a run."""
+        """Whether this worker has joined a run."""
         return bool(self._run)
 
     def join(self, stopped: Callable[[], bool] = lambda: False) -> Start | None:
-        """Wait until the chief has restored everything; return what it says of where to go on.
+        """Wait until the chief has restored everything; return where this worker starts.
 
-        A run that failed long before this worker came is waited out: somebody may start the chief again.
+        A run that failed long before this worker joined is waited out: its chief may be started again.
 
         Args:
-            stopped: Whether somebody wants this worker to stop; looked at every second.
+            stopped: Whether this worker was asked to stop; checked every second.
 
         Returns:
-            None where the run is over, and this worker's part in it done; or it was stopped.
+            None if the run is over, and with it this worker's part; or it was stopped.
 
         Raises:
-            DeadlineExceededError: It did not in time.
-            ClusterError: It failed, and will not begin again by itself.
+            DeadlineExceededError: The chief did not restore in time.
+            ClusterError: The chief failed, and will not restart by itself.
         """
         limit, said = self._clock() + self._start_timeout.total_seconds(), self._clock()
         known, first = "", True
@@ -469,24 +472,24 @@ class Fleet:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why everybody is to finish; None while nobody asked."""
+        """Why all workers are to finish; None if they are not."""
         return None if self._listener is None else self._listener.stop_reason
 
     def check(self) -> None:
-        """Raise what has gone wrong with the others."""
+        """Raise the error that ended the run for this worker, if there is one."""
         if self._listener is not None:
             self._listener.check()
 
     @property
     def is_halted(self) -> bool:
-        """Whether the chief wants nobody to train."""
+        """Whether the chief has paused all workers."""
         return self._listener is not None and self._listener.halt is not None
 
     def wait_at_halt(self, state: WorkerState) -> int:
-        """Arrive with this worker's state, all its updates done, and wait until everybody may go on.
+        """Report this worker's state, with all its updates done, and wait until the chief resumes all.
 
         Returns:
-            The number of the halt; 0 where it was over before.
+            The number of the pause; 0 if it was over before.
         """
         listener = self._listener
         assert listener is not None
@@ -499,16 +502,16 @@ class Fleet:
         return halt
 
     def note_trained(self, examples: int) -> None:
-        """Have the others know how many examples this worker has trained since everybody began."""
+        """Report how many examples this worker has trained on since the run started."""
         if self._listener is not None:
             self._listener.examples = examples
 
     @contextlib.contextmanager
     def halted(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[QuiescedFleet]:
-        """Hold the others between their steps, as the chief, and hand out their states.
+        """Have all other workers quiesced, as the chief, and yield their states.
 
         Args:
-            stopped: Whether somebody wants the run to stop: who has not joined it yet never will.
+            stopped: Whether the run was asked to stop: a worker that has not joined yet never will.
         """
         if self._recovery is not None:
             self._recovery.wait_until_whole(self._start_timeout.total_seconds())
@@ -525,7 +528,7 @@ class Fleet:
                 self._release()
 
     def note_cut(self, step: int) -> None:
-        """Note, as the chief, that the halt in force is cut: all updates of this worker are done."""
+        """Note, as the chief, that the snapshot of the pause in force is taken: its own updates are done."""
         self._halts[step] = self._last_halt
         self._pushes.mark(self._last_halt)
 
@@ -545,10 +548,10 @@ class Fleet:
         return sorted(int(worker) for worker in answer.states)
 
     def note_saved(self, halt: int, state: WorkerState | None = None) -> None:
-        """Tell the others, as the chief, that the checkpoint of a halt is on disk.
+        """Tell the other workers, as the chief, that the snapshot of a pause is on disk.
 
         Args:
-            state: How the chief stood then.
+            state: The state of the chief then.
         """
         if (stood := self._stood.get(halt)) is not None:
             known = {str(worker): one for worker, one in stood.items()}
@@ -563,38 +566,38 @@ class Fleet:
 
     @property
     def saved_halt(self) -> int:
-        """The last halt whose checkpoint is on disk, as far as is known here; 0 for none."""
+        """The last pause whose snapshot is on disk, as far as is known here; 0 for none."""
         return 0 if self._listener is None else self._listener.saved
 
     def restore_dense(self, saved: SavedPart, options: RestoreOptions) -> None:
-        """Have the servers that lost what they held restore their weights, as a chief that came back."""
+        """Have the servers that lost their shards restore their dense weights, as a chief that rejoined."""
         restore_dense(self.group, self.fresh, self._run, saved, options)
 
     def begin_commit(self, losses: int) -> None:
-        """Say, as the chief, that all servers have written a checkpoint; see `ServerRecovery`."""
+        """Note, as the chief, that all servers have written a checkpoint; see `ServerRecovery`."""
         if self._recovery is not None:
             self._recovery.begin_commit(losses)
 
     def end_commit(self) -> None:
-        """Say, as the chief, that the checkpoint counts, or never will."""
+        """Note, as the chief, that the checkpoint is committed, or never will be."""
         if self._recovery is not None:
             self._recovery.end_commit()
 
     def stop(self, reason: str, *, unfinished: bool = False) -> None:
-        """Ask everybody to finish.
+        """Tell all workers to finish.
 
         Args:
-            unfinished: Whether there is more to do: the run is then not done, however well it ends.
+            unfinished: Whether there is more to do: the run is then not finished, however cleanly it ends.
         """
         self._surely("meeting.stop", StopRun(self._run, reason, unfinished))
 
     # Ending
 
     def leave(self, state: WorkerState, *, gives_back: bool = False) -> None:
-        """Say that this worker is done, all its updates too.
+        """Report that this worker is done, all its updates included.
 
         Args:
-            gives_back: Whether it leaves the rest of its work to the others, who go on.
+            gives_back: Whether it leaves its unfinished work to the other workers, which continue.
         """
         if self._return is not None:
             self._return.left = state
@@ -602,27 +605,29 @@ class Fleet:
         gone = Leave(self._run, self.index, state, gives_back=gives_back, member=self._member, pushes=pushes)
         self._surely("meeting.leave", gone)
 
-    # Workers that come and go
+    # Workers that join and leave
 
     @property
     def save_wanted(self) -> bool:
-        """Whether a worker has left whose last steps are in no checkpoint yet, as the chief."""
+        """Whether a worker has left and its last steps are in no checkpoint yet, as the chief."""
         return any(
             one.state is not None and self._ready(worker, one) is None for worker, one in self._departing()
         )
 
     def give_back(self, give_back: Callable[[Position], Position]) -> bool:
-        """Have the others get the work of those who departed, as far as what they did is saved, as the chief;
-        return whether there was any.
+        """Return the work of departed workers to the queue, as far as their steps are saved, as the chief.
 
         Args:
-            give_back: That of the data; see `WorkQueueSource`.
+            give_back: Returns the work after a position to the queue; see `WorkQueueSource`.
+
+        Returns:
+            Whether any work was returned.
         """
         found = [(worker, one, self._ready(worker, one)) for worker, one in self._departing()]
         for worker, departure, state in found:
             if state is None:
                 continue
-            _log.info("worker %d is gone; what it has not trained goes to the others", worker)
+            _log.info("worker %d has left; its unfinished work goes to the other workers", worker)
             left = replace(state, position=give_back(state.position), event_time=None)
             self._safe[str(worker)] = left
             self._departures.note_given(worker, left, self._last_halt)
@@ -630,13 +635,13 @@ class Fleet:
         return any(state is not None for _, _, state in found)
 
     def _departing(self) -> list[tuple[int, Departure]]:
-        """Return who departed, with work that was not given back yet."""
+        """Return the workers that departed, with work that was not given back yet."""
         if self._listener is not None:
             self._departures.note_heard(self._listener.departing)
         return self._departures.due
 
     def _ready(self, worker: int, departure: Departure) -> WorkerState | None:
-        """Return how a worker stood that departed, in what is saved; None where its last steps are not."""
+        """Return the saved state of a departed worker; None if its last steps are not saved yet."""
         safe = self._safe.get(str(worker))
         if safe is None and worker < len(self._start.positions):
             position = self._start.positions[worker]
@@ -647,12 +652,12 @@ class Fleet:
 
     @property
     def deals_out(self) -> bool:
-        """Whether the chief deals out the work of all, when workers come and go."""
+        """Whether the chief assigns the work of all workers when one joins or leaves."""
         return self._start.deals_out
 
     @property
     def deal_wanted(self) -> bool:
-        """Whether somebody has come who has nothing, or gone who had something, as the chief."""
+        """Whether a worker has joined that has no work, or left with some, as the chief."""
         if self._held or self.stop_reason is not None or self._listener is None:
             return False
         return bool(self._departing()) or not self._asked.issuperset(self._listener.present)
@@ -684,11 +689,11 @@ class Fleet:
         }
         given = (GivenBack(self._run, one, halt.departing[one].number, gone[one]) for one in gone)
         said = DealOut(self._run, halt.number, {str(one): states[one] for one in states}, tuple(given))
-        # One that was lost may have taken it, but nobody hears of that any more.
+        # A server 0 that was lost may have taken it, but no worker learns of that any more.
         if not self._insist(lambda: self._ask("meeting.deal", said, DealTaken)).taken:
             self._asked = set()
             return None
-        _log.info("the work was dealt out anew, to workers %s", ", ".join(map(str, states)))
+        _log.info("the work was assigned anew, to workers %s", ", ".join(map(str, states)))
         self._dealt = {worker: DealtPosition(halt.number, state.position) for worker, state in states.items()}
         self._safe |= {str(worker): state for worker, state in states.items()}
         self._departures.note_heard(halt.departing)
@@ -699,7 +704,7 @@ class Fleet:
         return states[0].position
 
     def take_dealt(self) -> Position | None:
-        """Return where this worker, who is not the chief, goes on with what it was dealt; each deal once."""
+        """Return the position newly assigned to this worker, which is not the chief; each one once."""
         dealt = None if self._listener is None else self._listener.dealt
         if dealt is None or dealt == self._dealt.get(self.index):
             return None
@@ -708,15 +713,15 @@ class Fleet:
 
     @property
     def has_departing(self) -> bool:
-        """Whether work of others is still to be given back, as the chief."""
+        """Whether work of departed workers is still to be given back, as the chief."""
         return bool(self._departing())
 
     def fail(self, why: str, *, final: bool, lost: bool = False) -> None:
-        """Say that this worker cannot go on, which ends the run; if anybody hears it.
+        """Report that this worker failed, which ends the run; if server 0 can be reached.
 
         Args:
-            final: Whether nobody should wait for this process to join or begin again by itself.
-            lost: Whether it fails because others were lost.
+            final: Whether this process will not rejoin or restart by itself, so that none should wait.
+            lost: Whether it failed because another process was lost.
         """
         self._close_listener()
         if not self._run:
@@ -768,21 +773,21 @@ class Fleet:
         return range(1, self.num_workers)
 
     def wait_for_end(self) -> None:
-        """Wait, having left, until the chief has saved and said that the run is over.
+        """Wait, having left, until the chief has saved and ended the run.
 
         Raises:
-            RetryableError: Nobody says so any more: what this worker did last may not be saved.
+            RetryableError: The chief was lost: the last steps of this worker may not be saved.
         """
         assert self._listener is not None
         self.finished = self._listener.wait_for_end(self._finish_timeout.total_seconds())
 
     def end(self) -> None:
-        """Tell everybody, as the chief, that the run is over and saved; who is gone is passed over."""
+        """Tell all processes, as the chief, that the run is over and saved; lost ones are skipped."""
         if self._recovery is not None:
-            self._recovery.wait_until_counted()  # while the others are there to say it
+            self._recovery.wait_until_counted()  # while the other workers are there to report it
         self._close_listener()
         limit = self._clock() + FAREWELL.total_seconds()
-        with _passed_over("server 0"):
+        with _ignore_lost("server 0"):
             while True:
                 answer = self._ask("meeting.over", SayOver(self._run, 1.0), Farewell)
                 self.finished = not answer.unfinished
@@ -793,7 +798,7 @@ class Fleet:
                     break
 
         def say(server: int) -> None:
-            with _passed_over(f"server {server}"):
+            with _ignore_lost(f"server {server}"):
                 self._tell("server.end", EndRun(self._run, self.finished), server)
 
         on_each(self._places, say)
@@ -801,7 +806,7 @@ class Fleet:
             self.spares.end(self._run, finished=self.finished)
 
     def close(self) -> None:
-        """Let go of the servers. Closing again does nothing."""
+        """Close the connections to the servers. Closing again does nothing."""
         self._close_listener()
         if self.spares is not None:
             self.spares.close()
@@ -827,11 +832,11 @@ class Fleet:
         self.group.call_all(name, **write_message(request))
 
     def _surely(self, name: str, request: object) -> None:
-        """Tell the meeting what it may be told twice."""
+        """Tell the service something that may be told twice."""
         self._insist(lambda: self._tell(name, request))
 
     def _insist(self, call: Callable[[], A]) -> A:
-        """Call the meeting until it answers; one that was lost with server 0, when it is back."""
+        """Call the service until it answers; if it was lost with server 0, until that is replaced."""
         limit = self._clock() + self._start_timeout.total_seconds()
         while True:
             try:
@@ -850,7 +855,7 @@ class Fleet:
         self._surely("meeting.release", OfRun(self._run))
 
     def _gather(self, halt: int, stopped: Callable[[], bool]) -> GatheredStates:
-        """Wait until all others stand still; one that has not come yet is waited for as at the start."""
+        """Wait until all other workers are quiesced; one that has not joined yet is waited for, too."""
         began = said = self._clock()
         while missing := self._missing(halt=halt, wait=1.0):
             if stopped():
@@ -859,16 +864,16 @@ class Fleet:
             if now - began > self._start_timeout.total_seconds():
                 raise DeadlineExceededError(
                     f"cannot save: waited {self._start_timeout} for workers "
-                    f"{', '.join(map(str, missing))} to halt; see their logs"
+                    f"{', '.join(map(str, missing))} to pause; see their logs"
                 )
             if now - said >= SAY_EVERY:
                 said = now
                 who = ", ".join(map(str, missing))
-                _log.warning("waiting for workers %s to halt before saving; see their logs", who)
+                _log.warning("waiting for workers %s to pause before saving; see their logs", who)
         return self._gathered(AskGathered(self._run, halt=halt))
 
     def _check_joined(self, since: float) -> None:
-        """Wait no longer for workers who never came, when the run is to stop."""
+        """Wait no longer for workers that never joined, if the run is to stop."""
         if self._absent and self._clock() - since > JOIN_WITHIN:
             raise UnavailableError(
                 f"workers {', '.join(map(str, self._absent))} never joined, so the steps since the last "
@@ -879,12 +884,12 @@ class Fleet:
         return self._by_worker(self._gathered(AskGathered(self._run)))
 
     def _by_worker(self, gathered: GatheredStates) -> dict[int, WorkerState]:
-        """Return the states of the others: of all there are, or where they come and go, ever were."""
+        """Return the states of all other workers; of an elastic run, of all that ever joined."""
         found = {int(worker): state for worker, state in gathered.states.items()}
         return {worker: found[worker] for worker in (sorted(found) if self.hands_out else self._all_others)}
 
     def _missing(self, *, halt: int | None = None, wait: float) -> list[int]:
-        """Return who does not stand still yet at a halt, or without one, who has not left."""
+        """Return the workers that are not quiesced yet at a pause; without one, those that have not left."""
         self.check()
         answer = self._gathered(AskGathered(self._run, wait, left=halt is None, halt=halt))
         if answer.failure:
@@ -896,7 +901,7 @@ class Fleet:
     def _gathered(self, asked: AskGathered) -> GatheredStates:
         answer = self._ask("meeting.gathered", asked, GatheredStates)
         if not answer.in_force:
-            raise UnavailableError("server 0 was lost, and with it who stood still")
+            raise UnavailableError("server 0 was lost, and with it the states of the paused workers")
         return answer
 
     def _close_listener(self) -> None:
@@ -941,275 +946,8 @@ class FinishDeadline:
 
 
 @contextlib.contextmanager
-def _passed_over(who: str) -> Iterator[None]:
+def _ignore_lost(process: str) -> Iterator[None]:
     try:
         yield
     except ClusterError as error:
-        _log.warning("could not tell %s that the run is over: %s", who, error)
-
-
-PATIENCE = timedelta(seconds=1)
-"""How long to try a server where nobody answers: one that restarted holds nothing of this run."""
-
-
-KEEP_GOING_EVERY = timedelta(seconds=1)
-"""How often who keeps going says what would be lost with it."""
-
-
-_ASK_EVERY = 0.5
-
-
-def join_fleet(
-    discovery: Discovery,
-    *,
-    index: int,
-    num_ps: int,
-    num_workers: int,
-    max_workers: int | None = None,
-    guard: Guard | None = None,
-    model_dir: str = "",
-    run_id: str = "",
-    num_redundant_ps: int = 0,
-    num_extra_ps: int = 0,
-    standbys: int = 0,
-    measure_ps: timedelta = timedelta(seconds=10),
-    use_ps: Sequence[str] = (),
-    metrics: Metrics | None = None,
-    model_name: str = "",
-    cluster_type: str = "stable",
-    say: Callable[[str], None] = _log.info,
-    start_timeout: timedelta = timedelta(hours=2),
-    finish_timeout: timedelta = timedelta(minutes=30),
-    call_timeout: timedelta = timedelta(seconds=30),
-    lookup_timeout: timedelta | None = None,
-    half_rows: bool = False,
-    news_every: timedelta = NEWS_EVERY,
-    keep_going: bool = False,
-    spare_after: timedelta = timedelta(seconds=5),
-    on_waiting: OnWaiting | None = None,
-) -> Fleet:
-    """Wait for the servers of a run to answer, and return this worker's place among its processes.
-
-    Args:
-        max_workers: The most workers there may be, where the data hands out work; None for no more.
-        guard: What to present to the servers.
-        run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
-        num_redundant_ps: Servers beyond `num_ps`: those that register first are used.
-        num_extra_ps: Servers beyond `num_ps`: the chief measures all and uses the fastest.
-        standbys: How many servers keep a copy of each shard, 0 to 2: `num_ps` servers more for each.
-            Only for those who keep going.
-        measure_ps: How long it measures them.
-        use_ps: Addresses to use where there are extra servers, instead of measuring.
-        metrics: Are told how many servers are missing, under the model's name and the cluster's type; and
-            what was lost.
-        say: Told which servers were chosen, and why.
-        start_timeout: How long to wait for servers, and then for the chief.
-        finish_timeout: How long the chief waits for the others at the end.
-        call_timeout: The longest that one call of a server may take.
-        lookup_timeout: The same for a lookup of rows; None takes that of other calls.
-        half_rows: Whether lookups are answered in half floats; see `ServerGroup`.
-        news_every: How often each says that it lives; of news it hears at once.
-        keep_going: Whether the others keep what they learned when a process is lost.
-        spare_after: How long a lost server may take to come back before a spare takes its place.
-        on_waiting: Told who is missing.
-
-    Raises:
-        DeadlineExceededError: Some servers did not come in time.
-        ConfigError: They serve another task, or were counted otherwise.
-    """
-    check_standbys(standbys, keep_going=keep_going)
-    spares_wanted = num_redundant_ps + num_extra_ps + standbys * num_ps
-    manager = ClusterManager(
-        discovery,
-        ClusterManagerConfig(
-            num_workers=num_workers,
-            num_ps=num_ps,
-            model_dir=model_dir,
-            uuid=run_id,
-            model_name=model_name,
-            cluster_type=cluster_type,
-            num_redundant_ps=spares_wanted,
-            query_every=timedelta(seconds=0.5),
-            timeout=start_timeout,
-            ps_file_timeout=start_timeout,
-        ),
-        metrics=metrics if index == 0 else None,
-        on_waiting=on_waiting,
-    )
-    calls = ServerCalls(guard)
-    choose: PsBenchmark | None = None
-    if num_extra_ps:
-        choose = PsBenchmark(num_ps, StepMeasure(measure_ps, guard), overridden=use_ps, say=say)
-    choice = ServerChoice(
-        manager,
-        calls,
-        num_ps=num_ps,
-        candidates=num_ps + num_extra_ps,
-        choose=choose,
-        spare_after=spare_after,
-    )
-
-    def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
-        return ServerGroup(
-            addresses,
-            guard=guard,
-            patience=patience,
-            timeout=call_timeout,
-            lookup_timeout=lookup_timeout,
-            replacement_timeout=start_timeout if keep_going else timedelta(),
-            half=half_rows,
-        )
-
-    spares: Spares | None = None
-    listed = bool(spares_wanted)
-    if not listed:
-        group = _answering(lambda: manager.query_ps(num_ps), num_ps, connect, start_timeout, on_waiting)
-    elif index:
-        group = _answering(choice.of_worker, num_ps, connect, start_timeout, on_waiting)
-    else:
-        group = _answering(choice.of_chief, num_ps, connect, start_timeout, on_waiting)
-        every = min(RESERVE_EVERY, start_timeout / 4)
-        spares = Spares(manager.registered_ps, lambda: group.addresses, calls, every=every)
-
-    def find(place: int) -> list[str]:
-        with contextlib.suppress(RetryableError):
-            return choice.places_of(place) if listed else manager.registered_at(place)
-        return []
-
-    copies: Standbys | None = None
-    if standbys and index == 0:
-        copies = Standbys(
-            manager.registered_ps,
-            lambda: [UsedServer(*one) for one in zip(group.addresses, group.incarnations, strict=True)],
-            calls,
-            wanted=standbys,
-            metrics=metrics,
-            say=say,
-        )
-    how = KeepGoing(
-        find=find,
-        connect=lambda address: connect([address], timedelta()),
-        spare=(lambda place: choice.take_over(place, group.addresses)) if listed else None,
-        served=choice.list_server if listed else None,
-        spare_after=spare_after,
-        standbys=copies,
-        metrics=metrics,
-    )
-    try:
-        return Fleet(
-            group,
-            index,
-            num_workers,
-            max_workers=max_workers,
-            spares=spares,
-            start_timeout=start_timeout,
-            finish_timeout=finish_timeout,
-            news_every=min(news_every, KEEP_GOING_EVERY) if keep_going else news_every,
-            keep_going=how if keep_going else None,
-        )
-    except BaseException:
-        group.close()
-        raise
-
-
-def check_standbys(standbys: int, *, keep_going: bool) -> None:
-    """Refuse standbys that a run cannot use.
-
-    Raises:
-        ConfigError: Says why.
-    """
-    if standbys not in (0, 1, 2):
-        raise ConfigError(f"standbys must be from 0 to 2, got {standbys}")
-    if standbys and not keep_going:
-        raise ConfigError(
-            "standbys are for runs that keep going: a copy may miss the last updates, and an exact run goes "
-            "back to its last checkpoint"
-        )
-
-
-def reach_servers(
-    discovery: Discovery,
-    *,
-    num_ps: int,
-    num_workers: int,
-    guard: Guard | None = None,
-    start_timeout: timedelta = timedelta(hours=2),
-    call_timeout: timedelta = timedelta(seconds=30),
-    lookup_timeout: timedelta | None = None,
-    half_rows: bool = False,
-    on_waiting: OnWaiting | None = None,
-) -> ServerGroup:
-    """Wait for the servers of a run whose workers are ranks, and return connections to them.
-
-    Args: see `join_fleet`.
-
-    Raises:
-        DeadlineExceededError: Some did not come in time.
-        ConfigError: They serve another task, or were counted otherwise.
-    """
-    config = ClusterManagerConfig(
-        num_workers=num_workers, num_ps=num_ps, query_every=timedelta(seconds=0.5), timeout=start_timeout
-    )
-    manager = ClusterManager(discovery, config, on_waiting=on_waiting)
-
-    def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
-        return ServerGroup(
-            addresses,
-            guard=guard,
-            patience=patience,
-            timeout=call_timeout,
-            lookup_timeout=lookup_timeout,
-            half=half_rows,
-        )
-
-    return _answering(lambda: manager.query_ps(num_ps), num_ps, connect, start_timeout, on_waiting)
-
-
-def _answering(
-    find: Callable[[], list[str]],
-    num_ps: int,
-    connect: Callable[[Sequence[str], timedelta], ServerGroup],
-    timeout: timedelta,
-    on_waiting: OnWaiting | None,
-) -> ServerGroup:
-    """Return connections to all servers once each of them answers.
-
-    A registry may know a server that is dead, or whose port is not open yet: it is asked again until what
-    it says is true.
-
-    Args:
-        find: Returns the addresses by share.
-    """
-    began = time.monotonic()
-    while True:
-        addresses: list[str] = []
-        answered = 0
-        try:
-            addresses = find()
-            with contextlib.closing(connect(addresses, timedelta())) as probe:
-                for server in range(num_ps):
-                    probe.call(server, "hello")
-                    answered += 1
-            group = connect(addresses, PATIENCE)
-            try:
-                group.describe()
-                return group
-            except BaseException:
-                group.close()
-                raise
-        except RetryableError as cause:
-            elapsed = timedelta(seconds=time.monotonic() - began)
-            if elapsed >= timeout:
-                raise DeadlineExceededError(
-                    f"waited {timeout} for {num_ps} parameter servers to answer: {cause}"
-                ) from cause
-            _log.debug("not all servers answer yet: %s", cause)
-        if on_waiting is not None:
-            late = min(answered, num_ps - 1)
-            who = (
-                f"parameter server {late} at {addresses[late]} to answer"
-                if addresses
-                else "servers to choose"
-            )
-            on_waiting(Waiting(who, answered, num_ps, elapsed))
-        time.sleep(_ASK_EVERY)
+        _log.warning("could not tell %s that the run is over: %s", process, error)

@@ -1,4 +1,4 @@
-"""What a worker knows of the other processes of its fleet."""
+"""News of a fleet: what one worker knows of the other processes, and how it learns it."""
 
 from __future__ import annotations
 
@@ -25,60 +25,63 @@ from monolith.store import ServerGroup
 
 
 class Departures:
-    """The departures of one run, by number. Used by the thread that trains."""
+    """The departures of one run, by number. Used by the training thread.
+
+    departed ──in a snapshot──► cut ──on disk──► saved ──work given back──► past
+    """
 
     def __init__(self) -> None:
         self._due: dict[int, Departure] = {}
-        """Worker -> its departure, until its work was given back."""
+        """Worker -> its departure, until its work is given back."""
         self.last = 0
         """The highest number that is known here."""
         self._past: set[int] = set()
         """Departures whose work was given back."""
         self._cut: dict[int, set[int]] = {}
-        """Halt -> the departures that were known then."""
+        """Pause -> the departures that its snapshot includes."""
         self._saved: set[int] = set()
         self._since: dict[str, int] = {}
-        """Worker -> the last halt before its work was given back, or dealt out."""
+        """Worker -> the last pause before its work was given back, or assigned anew."""
         self.gone: dict[str, WorkerState] = {}
-        """Worker -> what is left of it, or was when another came in its place."""
+        """Worker -> its last state, since its work was given back."""
 
     @property
     def due(self) -> list[tuple[int, Departure]]:
-        """Who has departed, with work that was not given back yet, by worker."""
+        """Workers that departed with work that was not given back yet."""
         return sorted(self._due.items())
 
     def note_heard(self, departing: Mapping[int, Departure]) -> None:
-        """Note who has departed; what is old news by now is passed over."""
+        """Note departures; those whose work was given back already are ignored."""
         for worker, one in departing.items():
             if one.number not in self._past:
                 self._due[worker] = one
                 self.last = max(self.last, one.number)
 
     def note_cut(self, halt: int, departing: Iterable[Departure]) -> None:
-        """Note who had departed when everybody stood still."""
+        """Note the departures that a snapshot includes."""
         self._cut[halt] = {one.number for one in departing if one.state is not None}
 
     def note_saved(self, halt: int) -> None:
-        """Note that the checkpoint of a halt is on disk."""
+        """Note that the snapshot of a pause is on disk."""
         self._saved |= self._cut.pop(halt, set())
         self._cut = {number: found for number, found in self._cut.items() if number > halt}
 
     def is_saved(self, number: int) -> bool:
-        """Whether all that a worker did before it departed is on disk."""
+        """Whether all steps of a departed worker are on disk."""
         return number in self._saved
 
     def note_given(self, worker: int, left: WorkerState, halt: int) -> None:
-        """Note that its work was given back, after the halt of this number."""
+        """Note that the work of a worker was given back, after the pause of this number."""
         self._past.add(self._due.pop(worker).number)
         self._since[str(worker)] = halt
         self.gone[str(worker)] = left
 
     def note_dealt(self, workers: Iterable[int], halt: int) -> None:
-        """Note that these workers were dealt other work, at the halt of this number."""
+        """Note that these workers were assigned other work, at the pause of this number."""
         self._since |= {str(worker): halt for worker in workers}
 
     def still_said(self, states: Mapping[str, WorkerState], halt: int) -> dict[str, WorkerState]:
-        """Return what workers said at a halt, without those whose work was given back or dealt out since."""
+        """Return the states reported at a pause that still hold: no work was given back or assigned since."""
         return {worker: one for worker, one in states.items() if halt > self._since.get(worker, 0)}
 
 
@@ -86,36 +89,36 @@ _RETRY_NEWS_AFTER = 0.1
 
 
 class LostServerPolicy(Protocol):
-    """What is done about lost servers where a run keeps going. Called from threads that ask for news."""
+    """Replaces lost servers if a run keeps going. Called from the threads that ask for news."""
 
     def find_meeting(self, cause: RetryableError) -> None:
-        """Return when news may be asked for again, from wherever server 0 is now.
+        """Return when news may be asked for again, at the server that serves shard 0 now.
 
         Raises:
-            MonolithError: This worker has no part in the run any more, or waited long enough.
+            MonolithError: This worker is not part of the run any more, or waited too long.
         """
 
     def bring_back(self, server: int, cause: RetryableError) -> None:
-        """Return when a server that the chief attends to is there again, restored."""
+        """Return when the shard of a lost server is served again, restored."""
 
     def take(self, servers: Mapping[str, Served]) -> None:
-        """Work with those who serve some places by now."""
+        """Use the servers that replaced lost ones."""
 
     def note_rows(self, server: int, rows: int) -> None:
-        """Hear how many rows a server has."""
+        """Note how many rows a server has."""
 
     def note_returned(self, returned: tuple[Returned, ...]) -> None:
-        """Hear of all workers that were lost and came back so far."""
+        """Note all workers that were lost and rejoined so far."""
 
 
 class FleetNews:
-    """Asks for news on a thread of its own, so that a worker hears of a halt without asking at every step.
+    """Asks for news on a thread of its own, so that a worker learns of a pause without a call at every step.
 
-    A chief also keeps a call at every server: by it the server knows that the chief is there, and the
-    chief hears at once when the server is gone.
+    A chief also keeps a call open at every server: the server knows by it that the chief is alive, and the
+    chief notices at once when the server is lost.
 
     Args:
-        mending: What to do when a server is lost; None takes that for the end of the run.
+        mending: Replaces lost servers; None ends the run if one is lost.
     """
 
     def __init__(
@@ -135,18 +138,20 @@ class FleetNews:
         self._member = member
         self._mending = mending
         self.examples = 0
-        """Those that this worker has trained, which others are told; set by the thread that trains."""
-        self._changed = threading.Condition()  # guards what follows
+        """Examples this worker has trained on, as it reports; set by the training thread."""
+        self._changed = (
+            threading.Condition()
+        )  # guards every field below: threads set them, training reads them
         self.halt: int | None = None
         self.stop_reason: str | None = None
         self.present: tuple[int, ...] = ()
-        """Other workers that are there, where they may come and go."""
+        """Other workers that are present, in an elastic run."""
         self.departing: dict[int, Departure] = {}
-        """Worker -> what it left with, where the chief is to give its work back."""
+        """Worker -> its departure, if the chief is to give its work back."""
         self.dealt: DealtPosition | None = None
-        """What this worker was dealt last, known at the latest when the halt for that is over."""
+        """The work last assigned to this worker, known at the latest when the pause for that is over."""
         self.joined: tuple[int, ...] = ()
-        """Other workers that have a part in the run, as the chief."""
+        """Other workers that are part of the run, on the chief."""
         self.pushes: Mapping[str, PushesTold] = {}
         """By worker: what those had pushed who left, as the chief."""
         self._error: Exception | None = None
@@ -167,7 +172,7 @@ class FleetNews:
 
     @property
     def unfinished(self) -> bool:
-        """Whether somebody stopped the run before its end."""
+        """Whether the run was stopped before its end."""
         with self._changed:
             return not self._finished
 
@@ -192,7 +197,7 @@ class FleetNews:
             self._check()
 
     def close(self) -> None:
-        """Ask no more; a question that is under way is answered to nobody."""
+        """Ask no more; the answer to a question under way is dropped."""
         with self._changed:
             self._closed = True
 
@@ -232,7 +237,7 @@ class FleetNews:
                     return
 
     def _mended(self, error: Exception, mend: Callable[[LostServerPolicy, RetryableError], None]) -> bool:
-        """Do about an error what can be done; False where this thread has no more to do."""
+        """Recover from an error if possible; return False if this thread has no more to do."""
         mending = self._mending
         if self._closed:
             return False

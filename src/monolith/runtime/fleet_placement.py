@@ -1,7 +1,8 @@
-"""What a checkpoint of a fleet is made of: as that of one process, so that either restores the other's.
+"""The placement of a fleet: rows and dense weights on parameter servers.
 
-Rows are written and read by the servers that hold them, each its share, at paths that all
-processes reach. Weights come to the chief, who writes them as ever.
+A checkpoint of a fleet has the parts of one of a single process, so either restores the other's. Each server
+writes and reads the rows of its shard, at paths that all processes reach. The chief fetches the dense weights
+and writes them itself.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ CHIEF = 0
 
 
 class FleetBuffers:
-    """The buffers of one worker's module, and its way to those of the others. Used by its training thread.
+    """The buffers of one worker's module, and the way to those of others. Used by its training thread.
+
+    Buffers are not trained by gradients, so no server updates them: each worker has its own, and the chief
+    saves a mean weighted by examples, or a sum of changes for counters; see `merge_buffers`.
 
     Args:
         worker: Which one this is.
-        buffers: By name, as they stand in the module. With none, nobody is asked for anything.
+        buffers: Name -> tensor of the module. If there are none, no call is made.
     """
 
     def __init__(self, group: ServerGroup, worker: int, buffers: Mapping[str, Tensor]) -> None:
@@ -51,11 +55,11 @@ class FleetBuffers:
         self._worker = worker
         self._mine = list(buffers.values())
         self._first: list[Tensor] = []
-        """What all began with."""
+        """The buffers that all workers started with."""
         self._examples = 0
 
     def begin(self) -> None:
-        """Begin with what the chief has; it calls this before the others do."""
+        """Start with the buffers of the chief, which calls this before the other workers do."""
         if not self._mine:
             return
         if self._worker == CHIEF:
@@ -66,10 +70,10 @@ class FleetBuffers:
         self._first = [buffer.clone() for buffer in self._mine]
 
     def report(self, examples: int) -> None:
-        """Give what this worker has to whoever saves; the chief keeps its own, and says only what it weighs.
+        """Leave this worker's buffers on server 0; the chief keeps its own, and only notes their weight.
 
         Args:
-            examples: Trained on by this worker since all began.
+            examples: Examples this worker has trained on since the run started.
         """
         self._examples = examples
         if self._mine and self._worker != CHIEF:
@@ -77,7 +81,7 @@ class FleetBuffers:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Have the buffers of all in the chief's module, while they are saved."""
+        """Have the merged buffers of all workers in the chief's module, while they are saved."""
         others = self._take(None) if self._mine else []
         if not others:
             yield
@@ -94,8 +98,7 @@ class FleetBuffers:
         self._group.exchange("put_buffers", {0: (body, pack_tensors(self._mine))})
 
     def _take(self, worker: int | None) -> list[tuple[int, list[Tensor]]]:
-        """Return what others laid down, and how many examples it weighs; of all of them but the chief, or of
-        one."""
+        """Return reported buffers and their weights: of one worker, or of all but the chief."""
         answer = self._group.exchange("get_buffers", {0: ({"worker": worker}, b"")})[0]
         about: Sequence[tuple[int, int]] = answer.body["workers"]
         size = len(answer.data) // max(len(about), 1)
@@ -110,8 +113,8 @@ def merge_buffers(first: Sequence[Tensor], given: Sequence[tuple[int, Sequence[T
     """Return one tensor for each buffer.
 
     Args:
-        first: What all began with.
-        given: Of each worker, the chief before the others: examples, and its buffers.
+        first: The buffers that all workers started with.
+        given: Examples and buffers of each worker, the chief first.
     """
     total = sum(examples for examples, _ in given)
     merged = []
@@ -137,36 +140,36 @@ def copy_into(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 class TableServers(Protocol):
-    """The servers of a run, as far as its checkpoints have to do with them."""
+    """The servers of a run, as far as its checkpoints use them."""
 
     @property
     def keeps_going(self) -> bool:
-        """Whether the run outlives the loss of a server."""
+        """Whether the run survives the loss of a server."""
 
     @property
     def losses(self) -> int:
-        """How often servers were lost so far."""
+        """How many servers were lost so far."""
 
     @property
     def fresh(self) -> Sequence[int]:
-        """Servers that hold nothing of the run yet, so that a restore is for them."""
+        """Servers that hold nothing of the run yet, and are to be restored."""
 
     @property
     def tables(self) -> TableWork:
-        """What the servers may be asked to do with their tables."""
+        """Snapshots and restores of the servers' tables."""
 
     def note_cut(self, step: int) -> None:
-        """Hear that this step is about to be cut: all updates are done."""
+        """Note that a snapshot of this step is about to be taken: all updates are done."""
 
     def begin_commit(self, losses: int) -> None:
-        """Hear that all servers have written a checkpoint; see `ServerRecovery`."""
+        """Note that all servers have written a checkpoint; see `ServerRecovery`."""
 
     def end_commit(self) -> None:
-        """Hear that the checkpoint counts, or never will."""
+        """Note that the checkpoint is committed, or never will be."""
 
 
 class ServedTables:
-    """The tables of all servers, held fast and written by them."""
+    """The tables of all servers, as the part of a checkpoint that the servers write."""
 
     name = "tables"
 
@@ -184,7 +187,7 @@ class ServedTables:
         return cut
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
-        # Of a run that goes on, only the servers that lost what they held: the others are ahead of it.
+        # If the run continued, only servers that lost their shard: the rest are ahead of the checkpoint.
         answers = self._servers.tables.restore(chain, options, self._servers.fresh)
         if not answers:
             return RestoreReport(skipped={"tables": "all servers still hold them"})
@@ -211,7 +214,7 @@ class _ServedCut:
     def close(self, *, saved: bool) -> None:
         if not self._closed:
             self._closed = True
-            # A moment that was not saved is of no use to anybody, and a server that is gone holds it no more.
+            # A snapshot that was not saved is of no use, and a lost server has none.
             try:
                 passing = not saved or self._servers.keeps_going
                 with suppress(ClusterError) if passing else nullcontext():
@@ -222,7 +225,7 @@ class _ServedCut:
 
 
 class ServedDense:
-    """The weights, and the buffers of all workers: brought here to be saved, sent out again when restored."""
+    """The dense weights and buffers: fetched by the chief to be saved, sent to the servers when restored."""
 
     name = "dense"
 
@@ -245,12 +248,12 @@ class ServedDense:
         report = self._inner.restore(chain, options)
         if not self._fleet.resumed:
             self.send()
-        elif chain and not cleared:  # servers that still hold theirs keep them, whatever was asked for
+        elif chain and not cleared:  # servers that still hold their weights keep them
             self._fleet.restore_dense(chain[-1], options)
         return report
 
     def send(self) -> None:
-        """Give the servers the weights as they are here."""
+        """Send the dense weights of this process to the servers."""
         if self._optimizer is not None:
             self._fleet.group.send_dense(self._parameters, self._optimizer, schedule=self._schedule)
 
@@ -397,7 +400,7 @@ class ServerPlacement:
 
 
 class ServedOptimizer:
-    """Stands where a training step expects the optimizer of the dense weights, which the servers have."""
+    """The dense optimizer of a step whose real optimizer runs on the servers."""
 
     def __init__(self, store: ParameterServerStore, inner: torch.optim.Optimizer | None) -> None:
         self._store = store
@@ -408,7 +411,7 @@ class ServedOptimizer:
         return [] if self._inner is None else self._inner.param_groups
 
     def step(self) -> None:
-        """Send the gradients, and take the newest weights."""
+        """Push the gradients, and pull the newest weights."""
         self._store.push_dense()
         self._store.pull_dense()
 

@@ -1,9 +1,9 @@
 """Following a run: its checkpoints one after another, as they come, in another process.
 
-A follower looks into the folder now and then. It takes what is listed there and was not taken before, oldest
-first, and passes over what is deleted before its turn. It ends at the last step of the run: the one it is
-told, or the last checkpoint of a run that has noted in its manifest that it is finished. Where nothing new
-comes for too long, it ends, too.
+A follower checks the folder now and then. It takes the checkpoints that are listed there and were not taken
+before, oldest first, and skips those that are deleted before their turn. It ends at the last step of the run:
+the one it is told, or the last checkpoint of a run whose manifest says that it is finished. It also ends
+if no new checkpoint comes for too long.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Follower:
     """Yields the checkpoints of a run as they come; see above. Used by one thread.
 
     Args:
-        wait: Waits so many seconds; returns whether somebody wants to stop.
+        wait: Waits so many seconds; returns whether to stop.
         clock: Seconds that never run backwards.
         taken: Names of checkpoints, and when each was saved, that were taken before.
     """
@@ -118,10 +118,10 @@ class Follower:
                 return
 
     def passed_over(self, found: Found) -> None:
-        """Hear that a checkpoint was deleted before it was read."""
+        """Note that a checkpoint was deleted before it was read."""
         self.skipped += 1
         self._taken.add(found.key)
-        _log.warning("checkpoint %s is passed over: it was deleted before it could be read", found.name)
+        _log.warning("skipped checkpoint %s: it was deleted before it could be read", found.name)
 
     def _is_over(self) -> bool:
         last = self._config.last_step
@@ -140,7 +140,7 @@ class Follower:
         for prefix in dict.fromkeys(listed):
             try:
                 manifest = read_manifest(prefix).manifest
-            except FileMissingError:  # deleted since it was listed: seen by whoever follows, or never
+            except FileMissingError:  # deleted since it was listed: read by another follower, or never
                 continue
             one = Found(prefix, manifest.step, manifest.saved_at)
             if one.key not in self._taken:

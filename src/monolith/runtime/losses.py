@@ -11,28 +11,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostServer:
-    """A parameter server was lost, and its share restored in another process."""
+    """A parameter server was lost, and its shard restored in another process."""
 
     server: int
     rows: int | None
-    """Rows that it had and the restored share has not, at least: its last known number of rows, at most a
-    second old, less those restored. None where the chief restarted meanwhile and never knew."""
+    """Rows that it had and the restored shard has not, at least: its last known number of rows, at most a
+    second old, less the restored ones. None if the chief restarted meanwhile and never knew."""
     updates: int
-    """Pushes of rows or weights that it had acknowledged and that are not in the checkpoint which its share
-    was restored from, or in the copy of its standby: what they taught it is gone. Of all workers, those who
-    left included, but for `uncounted`."""
+    """Pushes of rows or weights that it had acknowledged and that are not in the checkpoint its shard was
+    restored from, or in the copy of its standby. Of all workers, including those that left, except
+    `uncounted`."""
     seconds: float
-    """From the moment the chief missed it until everybody could go on."""
+    """Seconds from the moment the chief missed it until all workers could continue."""
     restored_from: str | None
-    """The checkpoint; None where there was none, so that the share starts as at the first start, and where a
-    standby took over."""
+    """The checkpoint; None if there was none, so that the shard starts empty, or if a standby took over."""
     standby: str | None = None
-    """Where the standby is that took over, with its copy of the share; None where there was none."""
+    """The address of the standby that took over with its copy of the shard; None if none did."""
     behind: float = 0.0
     """Seconds from the newest change that the standby has until the chief missed the server."""
     uncounted: tuple[int, ...] | None = ()
     """Workers whose updates are not among those counted, because they were lost as well or did not answer;
-    None where it is not known of any but the chief."""
+    None if it is known only of the chief."""
     uncounted_why: str = ""
     """Which workers are not counted and why, in words; empty if all are."""
 
@@ -44,7 +43,7 @@ class LostServer:
         if self.standby is not None:
             source = f"taken over by its standby at {self.standby}, {self.behind:.2f} s behind"
         return (
-            f"parameter server {self.server} is back after {self.seconds:.1f} s, its share {source}. Lost: "
+            f"parameter server {self.server} is back after {self.seconds:.1f} s, its shard {source}. Lost: "
             f"{rows} rows, {self.updates:,} updates{self._besides()}"
         )
 
@@ -64,17 +63,17 @@ def describe_uncounted(workers: Sequence[int] | None, why: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostWorker:
-    """A worker was lost, and another process took its place; or the others have its work."""
+    """A worker was lost, and another process replaced it, or the other workers have its work."""
 
     worker: int
     records: int
     """Records that it had trained since its last saved position, as far as it had said, which it does every
     second: they are trained again."""
     seconds: float
-    """From the moment it was missed until it joined again, or others could have its work; 0 where it was back
-    before."""
+    """Seconds from the moment it was missed until it rejoined, or other workers could have its work; 0 if
+    it had rejoined before that."""
     by_others: bool = False
-    """Whether others train them, since the data hands out work."""
+    """Whether other workers train on them, because the data is a work queue."""
 
     def describe(self) -> str:
         if self.by_others:
@@ -91,7 +90,7 @@ class LostWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """All of it, of one run."""
+    """All losses of one run."""
 
     servers: tuple[LostServer, ...] = ()
     workers: tuple[LostWorker, ...] = ()

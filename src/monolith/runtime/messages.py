@@ -1,4 +1,9 @@
-"""The messages between the processes of a run."""
+"""The messages between the processes of a run.
+
+Each is a frozen dataclass that `monolith.wire.messages` reads and checks. A call named "meeting.x" is
+answered by the coordination service on server 0, "server.x" by every parameter server, and `Word` is what
+ranks say between two steps.
+"""
 
 from __future__ import annotations
 
@@ -23,42 +28,42 @@ from monolith.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class CopiedPushes:
-    """Which pushes of one sender are in the copy of a share."""
+    """The pushes of one sender that the copy of a shard includes."""
 
     highest: Count
-    """The highest number that came."""
+    """The highest number that arrived."""
     missing: tuple[Count, ...] = ()
     """Numbers shortly below it that are not in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacePushes:
-    """What a worker that left had pushed to one place, all of it acknowledged."""
+    """The pushes of a worker that left to one shard, all of them acknowledged."""
 
     incarnation: Name | None
-    """Of who serves the place, as the worker knew it."""
+    """The incarnation of the shard's server, as the worker knew it."""
     last: Count = 0
     """The number of its last push."""
     since: Count = 0
-    """The number of its last push when the place was replaced last."""
+    """The number of its last push when the server was last replaced."""
     carried: tuple[Count, ...] = ()
-    """Numbers up to that which were acknowledged only by who served it then."""
+    """Numbers up to that which only the new server acknowledged."""
     marks: dict[str, Count] = field(default_factory=dict)
-    """By halt: what had been acknowledged then, and was lost since."""
+    """Pause -> the pushes acknowledged by then and lost since."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushesTold:
-    """What a worker that left had pushed, by place."""
+    """The pushes of a worker that left, by shard."""
 
     sender: Name
     places: tuple[PlacePushes, ...]
 
 
 WorkName = Literal["tables.write", "tables.restore", "dense.restore"]
-"""What takes a server longer than a call may."""
+"""Work that takes a server longer than a call may take."""
 
-# Where workers meet
+# The coordination service
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,69 +73,69 @@ class OfRun:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Who serves a place since the process that did at first was lost."""
+    """The server of a shard, since the process that served it at first was lost."""
 
     address: Name
     incarnation: Name
     halt: Count = 0
-    """The halt whose checkpoint it was restored from; 0 for what everybody began with."""
+    """The pause whose snapshot it was restored from; 0 for the start of the run."""
     copied: dict[Name, CopiedPushes] | None = None
-    """Where a standby took over: sender to which of its pushes are in what it holds."""
+    """If a standby took over: sender -> its pushes that the copy includes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A worker of a run whose data hands out work is no more; the chief is to give back what it had."""
+    """A worker of an elastic run has left or was lost; the chief is to give its work back."""
 
     number: Count
-    """No two of a run have the same."""
+    """Unique within a run."""
     state: WorkerState | None = None
-    """How it stood when it left, all its updates done; None where it was lost, with what it had not saved."""
+    """Its state when it left, all its updates done; None if it was lost, with its unsaved steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class DealtPosition:
-    """Where a worker goes on, since the parts of the data were dealt out anew."""
+    """The position from which a worker reads, since work was assigned anew."""
 
     halt: Count
-    """When everybody stood still for that."""
+    """The pause at which it was assigned."""
     position: Position
 
 
 @dataclass(frozen=True, slots=True)
 class BeginService:
-    """A run begins; or a meeting takes over one that goes on, whose server 0 was lost."""
+    """A run starts; or the service takes over one that continues, whose server 0 was lost."""
 
     run: Name
     num_workers: Count
     max_workers: Count = 0
-    """The most there may be; 0 for no more than there are."""
+    """The most workers there may be; 0 for `num_workers`."""
     keep_going: bool = False
-    """Whether a worker that is lost does not end the run for the others."""
+    """Whether the run survives the loss of a worker."""
     halts: Count = 0
-    """The last halt there was."""
+    """The number of the last pause."""
     saved: Count = 0
     stop: Text | None = None
     unfinished: bool = False
     safe: dict[str, WorkerState] = field(default_factory=dict)
     servers: dict[str, Served] = field(default_factory=dict)
     present: tuple[Count, ...] = ()
-    """Workers that were there, where they may come and go."""
+    """Workers that were present, in an elastic run."""
     departing: dict[str, Departure] = field(default_factory=dict)
     departures: Count = 0
-    """The last there was."""
+    """The number of the last departure."""
     gone: dict[str, WorkerState] = field(default_factory=dict)
     dealt: dict[str, DealtPosition] = field(default_factory=dict)
-    """By worker: what it was dealt last."""
+    """Worker -> the work last assigned to it."""
     joined: tuple[Count, ...] = ()
-    """Workers that have a part in the run, and are to come back to it."""
+    """Workers that are part of the run, and are expected to rejoin."""
     pushes: dict[str, PushesTold] = field(default_factory=dict)
-    """By worker: what those had pushed who left."""
+    """Worker that left -> its pushes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRun:
-    """A chief comes back to a run that goes on."""
+    """A chief that restarted rejoins a run that continued."""
 
     run: Name
     member: Name
@@ -146,28 +151,28 @@ class RunResumed:
     saved: Count = 0
     stop: Text | None = None
     safe: dict[str, WorkerState] = field(default_factory=dict)
-    """By worker: what it said of itself when the last checkpoint was cut."""
+    """Worker -> its state in the last checkpoint."""
     servers: dict[str, Served] = field(default_factory=dict)
     start: Start | None = None
-    """What workers are told that join."""
+    """The start of workers that join."""
     gone: dict[str, WorkerState] = field(default_factory=dict)
-    """By worker: what is left of those whose work was given back."""
+    """Worker whose work was given back -> its last state."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComeBack:
-    """A worker of a run that goes on looks for it where server 0 is now."""
+    """A worker rejoins its run at the server that replaced server 0."""
 
     run: Name
     worker: Count
     member: Name
     step: Count
-    """The highest that it has heard of."""
+    """The highest step that it knows of."""
     left: WorkerState | None = None
-    """What it left with, where it has."""
+    """Its last state, if it has left."""
     lost: dict[Name, Count] = field(default_factory=dict)
-    """What it had pushed in vain, by the incarnation of what replaced the lost server: `LostUpdates` again,
-    which the meeting before may not have passed on."""
+    """Updates lost with each replaced server, keyed by its successor's incarnation: `LostUpdates` again,
+    which the previous service may not have counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +184,12 @@ class PublishServer:
 
 @dataclass(frozen=True, slots=True)
 class LostUpdates:
-    """What a worker had pushed to a server that was lost, and was not in the checkpoint."""
+    """The updates of a worker that were lost with a server: they are in no checkpoint."""
 
     run: Name
     worker: Count
     incarnation: Name
-    """Of what replaced it."""
+    """The incarnation of its successor."""
     updates: Count
 
 
@@ -204,7 +209,7 @@ class AllLostUpdates:
     missing: tuple[Count, ...]
     """Workers that have not said yet."""
     lost: tuple[Count, ...] = ()
-    """Workers that were lost as well: nobody knows what they had pushed in vain."""
+    """Workers that were lost as well: their lost updates are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +227,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """The work of a worker that departed is with the others."""
+    """The work of a departed worker was given back."""
 
     run: Name
     worker: Count
@@ -234,15 +239,15 @@ class GivenBack:
 
 @dataclass(frozen=True, slots=True)
 class DealOut:
-    """The parts of the data are dealt out anew, while everybody stands still."""
+    """All work is assigned anew, while all workers are quiesced."""
 
     run: Name
     halt: Count
     """Which must still be in force."""
     states: dict[str, WorkerState]
-    """By worker: how it stands with what it was dealt, all who go on."""
+    """Worker -> its state with the position assigned to it, for all that continue."""
     given: tuple[GivenBack, ...] = ()
-    """Those who departed, and whose parts the others have now."""
+    """Departed workers, whose work the remaining ones have now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +255,7 @@ class DealTaken:
     """Answers `DealOut`."""
 
     taken: bool
-    """Whether everybody has what it was dealt; otherwise the halt is not in force, and nobody hears of it."""
+    """Whether the assignment counts; if the pause is not in force any more, no worker learns of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +279,7 @@ class FailedRun:
     run: Name
     why: Text
     final: bool
-    """Whether the chief will not begin again by itself."""
+    """Whether the chief will not restart by itself."""
     ago: float
     """Seconds."""
 
@@ -289,7 +294,7 @@ class Joined:
     unfinished: bool = False
     failed: FailedRun | None = None
     state: WorkerState | None = None
-    """What the last checkpoint has of this worker, where it takes its place in a run that goes on."""
+    """The state of this worker in the last checkpoint, if it rejoins a run that continued."""
     servers: dict[str, Served] = field(default_factory=dict)
     """By place: those that were replaced since the run began."""
 
@@ -304,15 +309,15 @@ class AskNews:
     member: Name | None = None
     """Names the process; one that was replaced is refused."""
     examples: Count = 0
-    """Trained on by it since everybody began."""
+    """Examples it has trained on since the run started."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Answers `AskNews`: all that a worker wants to hear of while it trains."""
+    """Answers `AskNews`: all that a worker needs to know while it trains."""
 
     version: Count
-    """Counts what there was to hear."""
+    """Counts the changes so far."""
     halt: Count | None
     stop: Text | None
     unfinished: bool
@@ -329,7 +334,7 @@ class News:
     dealt: DealtPosition | None = None
     """What the worker who asks was dealt last."""
     joined: tuple[Count, ...] = ()
-    """Workers beside the chief that have a part in the run, those who left it too; for the chief."""
+    """Workers other than the chief that are part of the run or have left it; for the chief."""
     pushes: dict[str, PushesTold] = field(default_factory=dict)
     """By worker: what those had pushed who left; for the chief."""
 
@@ -368,14 +373,14 @@ class GatheredStates:
     absent: tuple[Count, ...]
     """Those of the missing who never joined."""
     states: dict[str, WorkerState]
-    """By worker: of those who stand still, or left; or were lost, as they were when last saved."""
+    """Worker -> its state: if quiesced or left, the reported one; if lost, the last saved one."""
     failure: Text | None
     in_force: bool = True
     """Whether the halt that was meant is the one in force."""
     departing: dict[str, Departure] = field(default_factory=dict)
     """By worker: those among them that are to be given back."""
     here: tuple[Count, ...] = ()
-    """Those among them that go on afterwards."""
+    """The workers among them that continue afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +402,7 @@ class Farewell:
     """Answers `SayOver`."""
 
     untold: tuple[Count, ...]
-    """Workers who have not heard it yet, and may still."""
+    """Present workers that do not know it yet."""
     unfinished: bool
 
 
@@ -412,7 +417,7 @@ class Leave:
     lost: bool = False
     """Whether the failure was not its own: it lost others, and will join again."""
     gives_back: bool = False
-    """Whether it leaves work to the others, who go on."""
+    """Whether it leaves its work to the other workers, which continue."""
     member: Name | None = None
     pushes: PushesTold | None = None
     """What it had pushed to each server: it may be gone when one of them is lost."""
@@ -603,7 +608,7 @@ class TablesRestored:
         )
 
     def report(self) -> RestoreReport:
-        """Return what was restored, but for how many rows: others have some, too."""
+        """Return the report of this shard, without row counts: other shards have rows, too."""
         return RestoreReport(
             reset=self.reset,
             renamed=self.renamed,
@@ -682,7 +687,7 @@ class FollowShard:
 
     @property
     def share(self) -> tuple[str, int, int]:
-        """Which share of which run this is, whoever holds it."""
+        """The shard and the run, independent of the process that serves it."""
         return self.run, self.index, self.num_ps
 
 
@@ -710,7 +715,7 @@ class TakeOverShard:
     """Names what the standby holds from now on."""
     before: tuple[Name, ...] = ()
     """Incarnations of the shard that other standbys replaced before: a copy of one serves as well, and lacks
-    what was learned since."""
+    everything learned since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -743,16 +748,16 @@ class Word:
     interrupted: bool = False
     """Whether it does so with more to do."""
     halt: Count = 0
-    """Of rank 0: everybody stands still, for the so manieth time; 0 for nobody."""
+    """From rank 0: all ranks quiesce; the number of that pause, 0 for none."""
     saved: Count = 0
     """Of rank 0: the halt whose moment is on disk by now."""
     look: Count = 0
-    """Of rank 0, while everybody stands still: it looks rows up in this store, from 1, and they answer; 0 for
+    """From rank 0, while all are quiesced: it looks rows up in this store, from 1, and all answer; 0 for
     none."""
     back: bool = False
-    """Of rank 0, as it lets everybody go: an earlier checkpoint was restored, and they go on from it."""
+    """From rank 0, as it releases all ranks: an earlier checkpoint was restored, and all resume from it."""
     over: bool = False
-    """Of rank 0: all is saved, and everybody may leave."""
+    """From rank 0: everything is saved, and all ranks may leave."""
 
 
 NOTHING = Word()

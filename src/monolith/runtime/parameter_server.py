@@ -1,21 +1,21 @@
-"""A parameter server: the process that holds a share of a model's rows and weights while others train it.
+"""A parameter server: the process that serves a shard of a model's rows and dense weights to workers.
 
 It is started with the same task as the workers, so it knows the tables and optimizers, and it
-reads no data. The chief tells it what to restore, when to hold a moment fast and where to write
-it, and that the run is over.
+reads no data. The chief tells it what to restore, when to take a snapshot and where to write it,
+and that the run is over.
 
-A server outlives the run it holds. When others are lost it waits for the chief to begin again, and
-then drops what it held for what the chief restores. It ends well only when the chief says that the
-run is finished. Left alone for too long, it ends with an error.
+A server outlives a run. When a process is lost it waits for the chief to restart, and then drops its
+shard for the one that the chief restores. It ends well only when the chief says that the run is
+finished. Without a chief for too long, it ends with an error.
 
-    spare ──server.assign──► has a share ──server.begin──► in a run ──begin──► in the next ...
+    spare ──server.assign──► has a shard ──server.begin──► in a run ──begin──► in the next ...
                                │    ▲
-                               └────┘ assign, to another share
+                               └────┘ assign, to another shard
 
-A run may have more servers than shares. Those beyond num_ps start as spares; the chief, who chooses,
-assigns the shares before a run begins, or when one takes the place of a server that is lost. A spare
-holds nothing and refuses requests for rows. It ends with the run, used or not. Where a run has standbys, a
-spare keeps the copy of a share meanwhile; see `standby_copies`.
+A run may have more servers than shards. Servers beyond num_ps start as spares; the chief assigns the
+shards before a run starts, or when a spare replaces a lost server. A spare holds nothing and refuses
+requests for rows. It ends with the run, used or not. If a run has standbys, a spare keeps the copy of a
+shard meanwhile; see `standbys`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from monolith.errors import (
     SaveError,
     UnavailableError,
 )
+from monolith.runtime.cluster_config import ClusterConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.messages import (
     CALLS,
     STANDBY_CALLS,
@@ -122,7 +124,7 @@ class PublishedShard:
         self._over = False
 
     def hear(self, told: HoldersTold) -> None:
-        """Hear how far the run is."""
+        """Note how far the run is."""
         self._told = told
         with self._lock:
             if self._over:
@@ -204,88 +206,79 @@ class ServerEnd:
     """Whether the run came to its end."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerPort:
+    """Where a parameter server listens; other processes reach it under the same host."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    guard: Guard | None = None
+    """What callers must present."""
+
+
+OnServing = Callable[["ServedShard", str], None]
+"""Called with a served shard and its address, once other processes may connect."""
+
+
 def serve_parameters(
     task: Task,
-    config: TrainConfig,
+    config: RunConfig,
     discovery: Discovery,
     *,
-    index: int,
-    num_ps: int,
-    num_workers: int,
-    max_workers: int | None = None,
-    num_spares: int = 0,
-    holds_weights: bool = True,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    guard: Guard | None = None,
-    limits: Limits | None = None,
+    port: ServerPort | None = None,
     stop: threading.Event | None = None,
-    say: Say = _log.info,
     linger: timedelta = LINGER,
-    start_timeout: timedelta = START_TIMEOUT,
-    lost_after: timedelta = LOST_AFTER,
-    abandoned_after: timedelta = ABANDONED_AFTER,
-    on_serving: Callable[[ServedShard, str], None] | None = None,
+    on_serving: OnServing | None = None,
     publish: PublishPlan | None = None,
-    copies: CopyPlan | None = None,
 ) -> ServerEnd:
-    """Hold a share of a model until the chief says that the run is over; return how it ended.
+    """Serve a shard of a model until the chief says that the run is over; return how it ended.
 
     Args:
-        index: Which of the servers this is. The first `num_ps` have the share of their number; the
-            `num_spares` after them have none until the chief assigns one, see `ServedShard`.
-        max_workers: The most workers there may be, where the data hands out work; None for no more.
-        holds_weights: Whether it has a share of the weights, too; not where ranks have all of them.
-        host: Where to listen; it is also how the others reach it.
-        guard: What callers must present.
-        limits: What one of them may ask for.
-        stop: Set from outside to end; while a run goes on, the chief has `linger` to save first.
-        say: Told where it listens.
-        start_timeout: How long to wait for the chief to begin.
-        lost_after: How long a worker may be silent before server 0 calls it lost.
-        abandoned_after: How long to wait for another chief when the one there was is gone.
-        on_serving: Told what is served, and where, when others may come.
-        publish: How what changes in this share is published; None publishes nothing.
-        copies: How a standby is told of what changes in this share, once the chief asks for it.
+        config: The run, and in `cluster.index` which server this is. The first `num_ps` servers have the
+            shard of their number; the spares after them have none until the chief assigns one.
+        port: Where to listen.
+        stop: Set from outside to end; if a run is under way, the chief has `linger` to save first.
+        on_serving: By default the address is logged.
+        publish: How changes of this shard are published; None publishes nothing.
 
     Raises:
-        DeadlineExceededError: No chief came.
+        DeadlineExceededError: No chief came in time.
         ListenError: The port is taken.
         ConfigError: The task cannot be served.
     """
-    if not 0 <= index < num_ps + num_spares:
-        raise ConfigError(f"there is no parameter server {index} of {num_ps + num_spares}")
-    share = ServedShard(
+    cluster, timeouts = config.cluster, config.timeouts
+    index, servers = cluster.index, cluster.num_ps + cluster.num_spares
+    if not 0 <= index < servers:
+        raise ConfigError(f"there is no parameter server {index} of {servers}")
+    shard = ServedShard(
         task,
-        config,
-        index=index,
-        num_ps=num_ps,
-        num_workers=num_workers,
-        max_workers=max_workers,
-        lost_after=lost_after,
-        holds_weights=holds_weights,
+        config.train,
+        cluster,
+        lost_after=timeouts.silence,
         publish=publish,
-        copies=copies,
+        copies=CopyPlan(interval=cluster.standby_interval.total_seconds()),
     )
+    port = port or ServerPort()
     stop = threading.Event() if stop is None else stop
-    with share.serve(host, port, guard, limits) as server:
+    with shard.serve(port.host, port.port, port.guard, config.limits) as server:
         discovery.register("ps", index, server.address)
         try:
-            spare = ", a spare," if index >= num_ps else ""
-            say(f"parameter server {index} of {num_ps + num_spares}{spare} listens on {server.address}")
-            if on_serving is not None:
-                on_serving(share, server.address)
-            return share.wait(
-                stop, linger=linger, start_timeout=start_timeout, abandoned_after=abandoned_after
+            if on_serving is None:
+                _log.info("parameter server %d of %d listens on %s", index, servers, server.address)
+            else:
+                on_serving(shard, server.address)
+            return shard.wait(
+                stop, linger=linger, start_timeout=timeouts.start, abandoned_after=timeouts.abandoned
             )
         finally:
             discovery.deregister("ps", index, server.address)
-            share.close_publishing()
+            shard.close_publishing()
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFigures:
-    """How a server stands, for whoever looks on."""
+    """The status of a server, for status pages."""
 
     state: str
     step: int
@@ -297,8 +290,8 @@ class ShardFigures:
 
 
 @dataclass(slots=True)
-class _Held:
-    """What a server holds for one run.
+class _ShardInRun:
+    """The shard of a server in one run.
 
         in use ──another run begins──► retired ──its last work ends──► closed
 
@@ -311,20 +304,22 @@ class _Held:
     tables: TablesPart
     cuts: dict[str, PartSnapshot]
     publishing: PublishedShard | None = None
-    """None where nothing is published."""
+    """None if nothing is published."""
     copied: CopiedShard | None = None
-    """None where no standby follows it."""
+    """None if no standby copies it."""
     works: int = 0
     """Pieces of work that are under way."""
     retired: bool = False
 
 
 class ServedShard:
-    """One server's share of a model, with what the chief may ask of it.
+    """One server's shard of a model, and the calls that the chief and workers make on it.
 
     Args:
-        index: The number of the server. Its share is of the same number, until it is assigned another; it has
-            none from `num_ps` on.
+        cluster: The number of the server, and how many there are. Its shard has the same number, until it is
+            assigned another; a server from `num_ps` on has none.
+        lost_after: How long a worker may be silent before server 0 takes it for lost.
+        copies: How a standby learns of changes in this shard.
         clock: Seconds that only grow.
     """
 
@@ -332,28 +327,25 @@ class ServedShard:
         self,
         task: Task,
         config: TrainConfig,
+        cluster: ClusterConfig,
         *,
-        index: int,
-        num_ps: int,
-        num_workers: int,
-        max_workers: int | None = None,
         lost_after: timedelta = LOST_AFTER,
-        holds_weights: bool = True,
         publish: PublishPlan | None = None,
         copies: CopyPlan | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._holds_weights = holds_weights
+        index, num_ps = cluster.index, cluster.num_ps
+        self._holds_weights = cluster.mode == "async"  # otherwise every rank has all of them
         self._copies = CopyPlan() if copies is None else copies
         self._publish = publish
         self._task = task
         self._config = config
         self._index = index
         self._clock = clock
-        # Who has share 0 keeps the meeting; that may become any of them.
+        # The server of shard 0 runs the service of the run, and any server may become that.
         self._meeting = CoordinationService(
-            num_workers,
-            max_workers=max_workers,
+            cluster.num_workers,
+            max_workers=cluster.max_workers or None,
             lost_after=lost_after,
             raise_step=self._raise_step,
             clock=clock,
@@ -365,21 +357,21 @@ class ServedShard:
         }
         self._jobs = Jobs(typed_calls(WORK, work))
         self._over = threading.Event()
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below: the shard, its run and its copies
         self._share = (index, num_ps) if index < num_ps else None
         self._held = None if self._share is None else self._make(self._share)
         self._run: str | None = None
         self._finished = False
         self._chief = _Attendance(clock)
         self._server: ParameterServer | None = None
-        self._standby: StandbyCopy[_Held] | None = None
+        self._standby: StandbyCopy[_ShardInRun] | None = None
         self._taken: ShardTaken | None = None
         self._listens: tuple[str, Guard | None, Limits | None] = ("127.0.0.1", None, None)
 
     def serve(
         self, host: str, port: int, guard: Guard | None, limits: Limits | None = None
     ) -> ParameterServer:
-        """Listen; the server returned is closed by whoever called."""
+        """Listen; the caller closes the server returned."""
         calls = {**self.calls, **self._jobs.calls, **self._meeting.calls}
         polls = {**self.polls, **self._meeting.polls}
         longest = (limits or Limits()).wait.total_seconds()
@@ -446,7 +438,7 @@ class ServedShard:
             traffic=None if self._server is None else self._server.traffic,
         )
 
-    def _state(self, held: _Held | None) -> str:
+    def _state(self, held: _ShardInRun | None) -> str:
         if self._standby is not None:
             return f"standby of server {self._standby.follows.index}"
         if held is None:
@@ -526,7 +518,7 @@ class ServedShard:
             self._drop_standby()
 
     def _reserve(self, _: Nothing) -> None:
-        """Hear that there is a chief, who may need this server later."""
+        """Note that there is a chief, which may need this server later."""
         self._chief.touch()
 
     def _begin(self, body: BeginServer) -> None:
@@ -553,7 +545,7 @@ class ServedShard:
             return ServerStatus(self._server.process, self._run, self._server.incarnation)
 
     def _raise_step(self, step: int) -> None:
-        """Count on from a step that somebody has heard of, if that is higher."""
+        """Count from a step that a worker knows of, if that is higher."""
         assert self._server is not None
         self._server.step = max(self._server.step, step)
 
@@ -569,7 +561,7 @@ class ServedShard:
             return Attended(sum(stats.rows for stats in held.model.stats().values()))
 
     def _end(self, body: EndRun) -> None:
-        if self._run is not None:  # a spare that was never used ends with the others
+        if self._run is not None:  # a spare that was never used ends, too
             self._check_run(body.run)
         self._finished = body.finished
         self._over.set()
@@ -630,7 +622,7 @@ class ServedShard:
                 changes=changes_from_json(body.changes),
                 custom=CustomRestore(alias_map=body.alias_map, auto_alias=body.auto_alias),
             )
-            # Weights of other shares are restored, too: nobody reads them here.
+            # Weights of other shards are restored, too: they are never read here.
             held.model.dense_part(random=False).restore([SavedPart(body.prefix, body.entry)], options)
             return DenseRestored(len(held.dense.weights))
 
@@ -652,7 +644,7 @@ class ServedShard:
             return PublishedShares(() if publishing is None else publishing.obey(order))
 
     def _hear(self, body: HoldersTold) -> PublishedShares:
-        """Hear how far the run is; the first time, everything is restored, and publishing begins."""
+        """Note how far the run is; the first time, everything is restored, and publishing starts."""
         self._check_run(body.run)
         with self._publishing() as publishing:
             if publishing is None:
@@ -678,7 +670,7 @@ class ServedShard:
 
     @contextmanager
     def _publishing(self) -> Iterator[PublishedShard | None]:
-        """Have what publishes the rows that are held now, which nobody closes meanwhile."""
+        """Have the publisher of the shard in use, which is not closed meanwhile."""
         with self._lock:
             run = self._run
         if run is None:
@@ -690,7 +682,7 @@ class ServedShard:
     # Standbys
 
     def _open_copy(self, body: OfRun) -> CopyOpened:
-        """Tell whoever keeps a copy of this share what changes in it, from now on: all of it is restored."""
+        """Tell standbys what changes in this shard from now on: all of it is restored."""
         with self._lock:
             held = self._held_for(body.run)
             assert self._server is not None
@@ -740,7 +732,7 @@ class ServedShard:
             return StandbyStatus(in_run=self._run is not None)
 
     def _take_over(self, body: TakeOverShard) -> ShardTaken:
-        """Serve the share that this server has a copy of, if that is of what was lost and whole."""
+        """Serve the shard that this server has a copy of, if that is of the lost server and complete."""
         with self._lock:
             assert self._server is not None
             if self._taken is not None and self._server.incarnation == body.incarnation:
@@ -748,7 +740,7 @@ class ServedShard:
             copy = self._standby
             copies = (body.lost, *body.before)
             if copy is None or copy.follows.run != body.run or copy.follows.incarnation not in copies:
-                return ShardTaken(refused="it keeps no copy of what was lost")
+                return ShardTaken(refused="it keeps no copy of the lost shard")
             if not copy.whole:
                 return ShardTaken(refused="its copy is not whole yet")
             held, behind = copy.held, copy.behind
@@ -775,7 +767,7 @@ class ServedShard:
             standby.close()
             self._retire(standby.held)
 
-    def _stop_telling(self, held: _Held) -> None:
+    def _stop_telling(self, held: _ShardInRun) -> None:
         copied, held.copied = held.copied, None
         if copied is not None:
             copied.close()
@@ -786,17 +778,17 @@ class ServedShard:
         if run != self._run:
             raise UnavailableError(
                 f"parameter server {self._index} restarted, or holds another run by now. A chief that "
-                "begins again resumes from the last checkpoint."
+                "restarts resumes from the last checkpoint."
             )
 
-    def _held_for(self, run: str) -> _Held:
-        """Return what is held, if that is of this run. The lock is held."""
+    def _held_for(self, run: str) -> _ShardInRun:
+        """Return the shard, if it is of this run. The lock is held by the caller."""
         self._check_run(run)
         assert self._held is not None, "no run begins without a share"
         return self._held
 
     @contextmanager
-    def _working(self, run: str) -> Iterator[_Held]:
+    def _working(self, run: str) -> Iterator[_ShardInRun]:
         """Keep what is held for a run from being closed while the block lasts."""
         with self._lock:
             held = self._held_for(run)
@@ -808,8 +800,8 @@ class ServedShard:
                 held.works -= 1
                 self._close_retired(held)
 
-    def _retire(self, held: _Held | None) -> None:
-        """Let go of what was held before. The lock is held."""
+    def _retire(self, held: _ShardInRun | None) -> None:
+        """Drop the shard of an earlier run. The lock is held by the caller."""
         if held is not None:
             for cut in held.cuts.values():
                 cut.close(saved=False)  # who writes it still ends with an error
@@ -819,12 +811,12 @@ class ServedShard:
                 held.publishing.close()
             self._close_retired(held)
 
-    def _close_retired(self, held: _Held) -> None:
-        """Free the memory of an earlier run, once nobody works on it. The lock is held."""
+    def _close_retired(self, held: _ShardInRun) -> None:
+        """Free the memory of an earlier run, once no work on it is under way. The caller has the lock."""
         if held.retired and not held.works:
             held.model.close()
 
-    def _make(self, share: tuple[int, int]) -> _Held:
+    def _make(self, share: tuple[int, int]) -> _ShardInRun:
         config = self._config
         model = Model(self._task, Mode.TRAIN, seed=config.seed, rates=config.schedule, tables=config.tables)
         part = model.tables_part(
@@ -840,7 +832,7 @@ class ServedShard:
         publishing = None
         if self._publish is not None:
             publishing = PublishedShard(model, share, self._publish, self._newest_push)
-        return _Held(model, stores, dense, part, {}, publishing)
+        return _ShardInRun(model, stores, dense, part, {}, publishing)
 
     def _newest_push(self) -> NewestPush:
         return NewestPush() if self._server is None else self._server.newest_push

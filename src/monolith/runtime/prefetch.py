@@ -1,24 +1,37 @@
-"""A lane: rows looked up ahead and updated behind, in an order that timing cannot change.
+"""The prefetch pipeline: rows looked up ahead and updated behind, in an order that timing cannot change.
 
-While the model computes on one batch, a thread updates the rows of the batch before and
-looks up those of the batch after. It does one thing at a time, in this order:
+While the model computes on one batch, a thread updates the rows of the batch before and looks up those of the
+batch after. It does one thing at a time, in this order (with `ahead` = 1):
 
-    lookup 0, lookup 1, update 0, lookup 2, update 1, lookup 3, ...
+    time  ──►   lookup 0 │ lookup 1 │ update 0 │ lookup 2 │ update 1 │ lookup 3 │ ...
+    model       .........│ step 0 ..│ step 1 .............│ step 2 .............│ ...
 
-so a lookup sees every update but the last. A row is one step stale at most, and the
-outcome does not depend on which thread was faster. `drain` sees all updates done and looks
-up anew what was looked up ahead, so that what follows is the same as after a restart.
+So a lookup sees every update but the last: a row is one step stale at most, and the result does not depend on
+which thread was faster. `drain` finishes all updates and repeats the lookups made ahead, so that the steps
+after it are the same as after a restart.
+
+The thread is in one phase at a time:
+
+                        an update is due
+        ┌─────────────────────────────────────┐
+        ▼                                     │
+    UPDATING ────────► IDLE ────────► READING ────────► PREPARING ──► IDLE
+                        ▲  a lookup is due    │ SILENT, or the end
+                        └─────────────────────┘
+
+READING waits for the source and touches no rows, so the training thread may do waiting updates itself
+meanwhile (`_overtake`). In the other phases but IDLE it must wait.
 
 With `complete`, rows are not looked up ahead but when an item is asked for, and updates are done when they
-are pushed. So a lookup sees every update, as if nothing were read ahead; the thread reads items, and makes
-ready what does not depend on rows.
+are pushed. So a lookup sees every update, as if nothing were read ahead; the thread reads items, and prepares
+what does not depend on rows.
 
-A live stream may have nothing to say for a while. With `patience`, and sooner with `update_after`, updates
+A live stream may have nothing to read for a while. With `patience`, and sooner with `update_after`, updates
 then no longer wait for the next batch.
 
-Ranks do all of this together: every lookup and update is a call that all of them make in one order. So in a
-lane `in_step` nothing depends on time. That there is no data for now is an item, `SILENT`, which comes at the
-same place on every rank: updates are done before it, `idle` is called, and reading goes on.
+Ranks do all of this together: every lookup and update is a call that all of them make in one order. So in
+`lockstep` nothing depends on time. That there is no data for now is an item, `SILENT`, which comes at the
+same place on every rank: updates are done before it, `idle` is called, and reading continues.
 """
 
 from __future__ import annotations
@@ -44,12 +57,36 @@ Work = Callable[[], None]
 
 
 class Silence(Enum):
-    """Stands for an item where there is none for now."""
+    """Takes the place of an item while there is none."""
 
     SILENT = "silent"
 
 
 SILENT = Silence.SILENT
+
+
+class _Phase(Enum):
+    """What the thread of a pipeline does; see the drawing above."""
+
+    IDLE = "idle"
+    READING = "reading"
+    PREPARING = "preparing"
+    UPDATING = "updating"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitForData:
+    """What a pipeline does while its source has no item."""
+
+    patience: float | None = None
+    """Seconds after which updates no longer wait for the lookup of a missing item; None waits for it."""
+    update_after: float | None = None
+    """The same, if that is sooner: for a live stream, whose next batch may take long."""
+    idle: Callable[[], bool] | None = None
+    """Called every `patience` seconds, or at each `SILENT`, by the thread that waits; it waits no more for
+    now if this returns True."""
+    threaded: bool = False
+    """Whether to read in a thread even if nothing is looked up ahead, so that `idle` is called."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,20 +101,21 @@ class PrefetchPipeline(Generic[Item, Rows]):
     """Items in order, each looked up before it is asked for. Used by one thread.
 
     Args:
-        items: What to read; in step, `SILENT` where there is nothing for now. A generator is closed by
+        items: The items to read; in lockstep, `SILENT` if there is none for now. A generator is closed by
             `close`.
-        prepare: Looks the rows of an item up; or, with `complete`, makes ready what that takes.
-        complete: Looks up the rows of an item that is asked for, in place of what `prepare` made, on the
-            thread that asks; None where `prepare` looks them up.
+        prepare: Looks up the rows of an item; or, with `complete`, prepares that.
+        complete: Looks up the rows of an item that is asked for, from what `prepare` returned, on the thread
+            that asks; None if `prepare` looks them up.
         ahead: Items that are looked up ahead; 0 looks up when asked, and without a thread unless `threaded`.
         behind: Whether updates are left to the thread; otherwise they are done when they are pushed.
-        patience: Seconds after which updates go before a lookup whose item has not come; None waits for it.
-        idle: Called by the thread that waits for an item, every `patience` seconds, or at each `SILENT`;
-            where it returns True, that thread waits no more for now.
-        threaded: Read in a thread even where nothing is looked up ahead, so that `idle` is called.
-        in_step: Whether others do the same in lanes of their own, so that time may decide nothing.
-        update_after: Seconds after which updates go before a lookup whose item has not come, where that is
-            sooner than `patience`: for a live stream, whose next batch may be far off.
+        waiting: What to do while there is no item.
+        lockstep: Whether other ranks do the same in pipelines of their own, so that time may decide nothing.
+
+    Example: ids (n,) of each batch, one lookup ahead.
+
+        with PrefetchPipeline(iter(batches), store.lookup) as pipeline:
+            batch, rows = pipeline.next()                    # looked up while the last step ran
+            pipeline.push(lambda: store.apply_gradients(...))  # after lookups so far, before later ones
     """
 
     def __init__(
@@ -88,25 +126,26 @@ class PrefetchPipeline(Generic[Item, Rows]):
         *,
         ahead: int = 1,
         behind: bool = True,
-        patience: float | None = None,
-        idle: Callable[[], bool] | None = None,
-        threaded: bool = False,
-        in_step: bool = False,
-        update_after: float | None = None,
+        waiting: WaitForData = WaitForData(),  # noqa: B008  it is immutable
+        lockstep: bool = False,
     ) -> None:
         self._items = items
-        self._in_step = in_step
+        self._lockstep = lockstep
         self._prepare = prepare
         self._complete = complete
         self._ahead = ahead
         self._behind = behind
-        self._patience = None if in_step else patience
-        self._update_after = self._patience if in_step or update_after is None else update_after
-        self._idle = idle
-        self._changed = threading.Condition()  # guards all below
-        self._todo: deque[Work | None] = deque()  # None: a lookup
+        self._patience = None if lockstep else waiting.patience
+        update_after = waiting.update_after
+        self._update_after = self._patience if lockstep or update_after is None else update_after
+        self._idle = waiting.idle
+        # Guards all fields below. Invariant: rows are read or written by one thread at a time, by the
+        # pipeline's own in PREPARING and UPDATING, by the training thread only while that is IDLE or READING
+        # and `_paused` keeps it from leaving these phases.
+        self._changed = threading.Condition()
+        self._todo: deque[Work | None] = deque()  # in order; None is a lookup
         self._ready: deque[_Entry[Item, Rows]] = deque()
-        self._phase = "idle"
+        self._phase = _Phase.IDLE
         self._paused = False
         self._silent = False
         self._ended = False
@@ -116,12 +155,12 @@ class PrefetchPipeline(Generic[Item, Rows]):
         self._update_failed = False
         self._begun = False
         self._asked = False
-        threaded = threaded or ahead > 0
-        self._thread = threading.Thread(target=self._run, name="lane", daemon=True) if threaded else None
+        threaded = waiting.threaded or ahead > 0
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True) if threaded else None
 
     def next(self) -> tuple[Item, Rows] | None:
-        """Return the next item and its rows; None at the end, where it would wait after an `interrupt`, and
-        where `idle` has something else to do.
+        """Return the next item and its rows; None at the end, after an `interrupt` instead of waiting, and if
+        `idle` has something else to do.
 
         Raises:
             Exception: What reading, looking up or updating raised, once.
@@ -131,7 +170,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
             return None if item is None else (item, self._completed(item, self._prepare(item)))
         with self._changed:
             self._look_up_again()
-            if not self._asked:  # otherwise what was asked for before is still on its way
+            if not self._asked:  # otherwise the lookup asked for before is still to come
                 self._todo.extend([None] * (1 if self._begun else 1 + self._ahead))
             self._asked = True
             if not self._begun:
@@ -143,7 +182,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
             ):
                 self._overtake()
             while not self._changed.wait_for(self._has_news, self._patience) or self._is_only_silent():
-                if not self._in_step:
+                if not self._lockstep:
                     self._overtake()
                 if self._idle is not None and self._idle():
                     return None
@@ -161,12 +200,12 @@ class PrefetchPipeline(Generic[Item, Rows]):
 
     @property
     def exhausted(self) -> bool:
-        """Whether the items have ended and all of them were handed out: then `next` was not interrupted."""
+        """Whether the items have ended and `next` has returned all of them; not if it was interrupted."""
         with self._changed:
             return self._ended and not self._ready
 
     def interrupt(self) -> None:
-        """Let `next` wait no more; from any thread. Where nothing is read ahead, it waits all the same."""
+        """Let `next` wait no more; from any thread. If nothing is read ahead, it waits all the same."""
         with self._changed:
             self._interrupted = True
             self._changed.notify_all()
@@ -184,30 +223,31 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 while not self._changed.wait_for(
                     lambda: self._error is not None or self._is_done(work), self._update_after
                 ):
-                    self._overtake()  # the lane waits for its source
+                    self._overtake()  # the thread waits for its source
                 self._raise()
 
     def drain(self) -> None:
-        """Return when all work that was pushed is done. What was looked up ahead is looked up anew.
+        """Return when all pushed work is done. Rows looked up ahead are looked up again.
 
-        In step, lookups that were asked for are done first, and those ahead are made anew by `next`.
+        In lockstep, lookups that were asked for are done first, and `next` repeats those made ahead: a rank
+        that drains must not make a collective call that the other ranks make later.
         """
         with self._changed:
-            if self._in_step:
+            if self._lockstep:
                 self._changed.wait_for(lambda: self._error is not None or self._rests())
             else:
                 self._overtake()
             for entry in self._ready:
                 entry.stale = self._complete is None
-            if not self._in_step:
+            if not self._lockstep:
                 self._look_up_again()
             self._raise()
 
     def close(self) -> bool:
-        """End the thread. Work that was pushed and not done is reported: `drain` comes before a clean end.
+        """End the thread. Pushed work that was not done is reported: `drain` comes before a clean end.
 
         Returns:
-            Whether nobody reads the items any more.
+            False if the source is blocked in a read, so that its items are still being read.
         """
         with self._changed:
             self._closed = True
@@ -234,7 +274,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
     ) -> None:
         self.close()
 
-    # All below is called with the lock held, except `_run`.
+    # All methods below are called with the lock held, except `_run` and `_look_up`.
 
     def _has_news(self) -> bool:
         if self._error is not None or self._ready or self._ended or self._interrupted:
@@ -245,31 +285,31 @@ class PrefetchPipeline(Generic[Item, Rows]):
         return self._silent and not (self._error or self._ready or self._ended or self._interrupted)
 
     def _rests(self) -> bool:
-        """Whether the thread has nothing to do before somebody asks for more, or ends a silence."""
+        """Whether the thread has nothing to do until `next` asks for more, or ends a silence."""
         waits = self._silent or not self._todo
-        return self._phase == "idle" and waits and all(work is None for work in self._todo)
+        return self._phase is _Phase.IDLE and waits and all(work is None for work in self._todo)
 
     def _look_up_again(self) -> None:
-        """Look up anew what was looked up before the last updates; the thread rests."""
+        """Repeat the lookups made before the last updates; the thread rests."""
         for entry in self._ready:
             if entry.stale:
                 entry.rows, entry.stale = self._prepare(entry.item), False
 
     def _is_done(self, work: Work) -> bool:
-        return self._phase != "updating" and all(other is not work for other in self._todo)
+        return self._phase is not _Phase.UPDATING and all(other is not work for other in self._todo)
 
     def _raise(self) -> None:
-        """Raise what went wrong in the lane; what could be looked up before is delivered first."""
+        """Raise the error of the thread; items that were looked up before it are returned first."""
         if self._error is not None and (not self._ready or self._update_failed):
             error, self._error = self._error, None
             self._ended = True
             raise error
 
     def _overtake(self) -> None:
-        """Do the work that waits, in this thread, while the lane's own does nothing but read."""
+        """Do the waiting updates in this thread, while the pipeline's own only reads."""
         self._paused = True
         try:
-            self._changed.wait_for(lambda: self._phase in ("idle", "reading"))
+            self._changed.wait_for(lambda: self._phase in (_Phase.IDLE, _Phase.READING))
             waiting = [work for work in self._todo if work is not None]
             self._todo = deque(work for work in self._todo if work is None)
             for work in waiting:
@@ -278,23 +318,23 @@ class PrefetchPipeline(Generic[Item, Rows]):
             self._paused = False
             self._changed.notify_all()
 
-    def _enter(self, phase: str) -> bool:
-        """Wait until the lane may go on; False when it is closed."""
+    def _enter(self, phase: _Phase) -> bool:
+        """Wait until the thread may continue; return False if the pipeline is closed."""
         self._changed.wait_for(lambda: not self._paused or self._closed)
-        self._phase = "idle" if self._closed else phase
+        self._phase = _Phase.IDLE if self._closed else phase
         self._changed.notify_all()
         return not self._closed
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._phase = "idle"
+                self._phase = _Phase.IDLE
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closed or (self._has_work() and not self._paused))
                 if self._closed:
                     return
                 work = self._take_work()
-                self._phase = "reading" if work is None else "updating"
+                self._phase = _Phase.READING if work is None else _Phase.UPDATING
             try:
                 if work is not None:
                     work()
@@ -304,7 +344,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 with self._changed:
                     self._error = error
                     self._update_failed = work is not None
-                    self._phase = "idle"
+                    self._phase = _Phase.IDLE
                     self._changed.notify_all()
                 return
 
@@ -320,7 +360,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
         return work
 
     def _next_item(self) -> Item | None:
-        """Return the next item, in a lane without a thread; None at the end, or where it is interrupted."""
+        """Return the next item, without a thread; None at the end, or if it is interrupted."""
         while True:
             item = next(self._items, None)
             if item is not SILENT:
@@ -335,13 +375,13 @@ class PrefetchPipeline(Generic[Item, Rows]):
         item = next(self._items, None)
         with self._changed:
             if item is SILENT:
-                self._todo.appendleft(None)  # it is still to come
+                self._todo.appendleft(None)  # this lookup is still to be done
                 self._silent = True
                 return
             if item is None:
                 self._ended = True
                 return
-            if not self._enter("preparing"):
+            if not self._enter(_Phase.PREPARING):
                 return
         rows = self._prepare(item)
         with self._changed:

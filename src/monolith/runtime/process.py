@@ -204,7 +204,7 @@ def dump_features(process: Process) -> RunResult:
 def serve_rows(process: Process, discovery: Discovery) -> RunResult:
     """Hold a shard of the model until the run is over, or a request stops this process."""
     from monolith.runtime import serve_parameters
-    from monolith.runtime.standbys import CopyPlan
+    from monolith.runtime.parameter_server import ServedShard, ServerPort
 
     config = process.config
     host, port = listen_address(config, process.environ)
@@ -216,29 +216,22 @@ def serve_rows(process: Process, discovery: Discovery) -> RunResult:
         reasons.append(reason)
         stop.set()
 
+    def serving(shard: ServedShard, address: str) -> None:
+        cluster = config.cluster
+        spare = ", a spare," if cluster.index >= cluster.num_ps else ""
+        servers = cluster.num_ps + cluster.num_spares
+        process.output.say(f"parameter server {cluster.index} of {servers}{spare} listens on {address}")
+        process.status.watch_server(shard, address)
+
     with process.run.stopped_by(ask):
         end = serve_parameters(
             process.task,
-            config.train,
+            config,
             discovery,
-            index=config.cluster.index,
-            num_ps=config.cluster.num_ps,
-            num_workers=config.cluster.num_workers,
-            max_workers=config.cluster.max_workers or None,
-            num_spares=config.cluster.num_spares,
-            holds_weights=config.cluster.mode == "async",
-            host=host,
-            port=port,
-            guard=guard,
-            limits=config.limits,
+            port=ServerPort(host=host, port=port, guard=guard),
             stop=stop,
-            say=process.output.say,
-            start_timeout=config.timeouts.start,
-            lost_after=config.timeouts.silence,
-            abandoned_after=config.timeouts.abandoned,
-            on_serving=process.status.watch_server,
+            on_serving=serving,
             publish=publish_plan(config, process.metrics, discovery),
-            copies=CopyPlan(interval=config.cluster.standby_interval.total_seconds()),
         )
     process.output.say(f"parameter server {config.cluster.index} ended: {end.why}")
     if reasons:

@@ -1,8 +1,8 @@
 """How much a process has taught each server, and would be lost with it.
 
-Every push to a place has a number. A checkpoint has what was acknowledged up to its halt; the copy of a
-standby says which numbers are in it. What was acknowledged and is in neither is lost with a server. A push
-that nobody acknowledged is not: it goes to whoever serves the place next.
+Every push to a shard has a number. A checkpoint includes the pushes acknowledged up to its pause; the copy of
+a standby names the numbers it includes. A push that was acknowledged and is in neither is lost with its
+server. A push that was not acknowledged is not lost: it is sent again to the next server of the shard.
 
 A worker that leaves tells all of this, so that it can be counted without it.
 """
@@ -27,10 +27,10 @@ class _PlaceCounts:
     since: int = 0
     """The number of the last push when the place was replaced last: those up to it are accounted for."""
     carried: frozenset[int] = frozenset()
-    """Except these, which nobody had acknowledged by then."""
+    """Except these, which were not acknowledged by then."""
 
     def take_lost(self, sender: str, served: Served, standing: PushProgress) -> int:
-        """Return the pushes that were lost when somebody else came to serve the place, and count anew."""
+        """Return the pushes lost when another server took over the shard, and start to count again."""
         if served.copied is None:
             lost = standing.acknowledged - self._at(served.halt)
             self.marks = dict.fromkeys(self.marks, standing.acknowledged)
@@ -73,7 +73,7 @@ class PushCounts:
                 place.marks[halt] = standing.acknowledged
 
     def forget_before(self, halt: int) -> None:
-        """Nobody goes back further than this halt, which was saved."""
+        """Forget pauses before this one: its snapshot is on disk, and no restore goes further back."""
         with self._lock:
             for place in self._places:
                 if halt in place.marks:
@@ -86,7 +86,7 @@ class PushCounts:
             return self._places[server].take_lost(self._group.sender, served, standing)
 
     def told(self) -> PushesTold:
-        """Return all of it, for whoever counts when this process is gone: every push is acknowledged."""
+        """Return all counts, for the service once this process has left: every push is acknowledged."""
         with self._lock:
             known = zip(self._places, self._group.pushes, self._group.incarnations, strict=True)
             places = tuple(_told(place, standing.last, incarnation) for place, standing, incarnation in known)

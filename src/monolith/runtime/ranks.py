@@ -6,9 +6,9 @@ Between two steps all ranks exchange a word, which is empty most of the time. Ra
     quiesce     rank 0 says "halt" in place of its word of the next step: all ranks finish their updates,
                 exchange their states, and wait until rank 0 releases them
     readable    while they wait, rank 0 evaluates: the other ranks answer each of its lookups
-    Restore     rank 0 has restored all rows meanwhile: the others take its weights, step and positions
-    finish      the word of a rank that has no more to do; all stop when they hear it
-    leave       the others wait, through the pauses of rank 0's last saves, until it says that all is over
+    Restore     rank 0 has restored all rows meanwhile: other ranks take its weights, step and positions
+    finish      the word of a rank that has no more to do; all stop once it is said
+    leave       other ranks wait, through the pauses of rank 0's last saves, until it says that all is over
 
 So a rank that comes to the next word, for whatever reason, learns the same as all other ranks.
 """
@@ -161,7 +161,7 @@ class RankCoordinator:
         self._rereads = False
         """Whether a `Restore` was returned: by the next `at_step`, the data must be read from there."""
         self._saved = self._told_saved = 0
-        """The last quiesce whose snapshot is on disk, and the last that rank 0 told the others."""
+        """The last quiesce whose snapshot is on disk, and the last one that rank 0 told all ranks."""
         self._stop: str | None = None
         """Why all ranks stop, as all of them know."""
         self._unfinished = False
@@ -279,8 +279,8 @@ class RankCoordinator:
             yield self._quiesced
             return
         self._say(Word(halt=self._number + 1))
-        # Now, and not before: the updates of a rank are collective calls, which the others make only once
-        # they know of the pause.
+        # Now, and not before: the updates of a rank are collective calls, which other ranks make only
+        # once they know of the pause.
         drain()
         self._quiesced = self._exchange_states(progress)
         try:

@@ -46,9 +46,9 @@ class TrainReport:
     step: int
     """The global step at its end."""
     steps: int
-    """Steps taken in this run, by everybody."""
+    """Steps taken in this run, by all processes."""
     examples: int
-    """Examples trained on in this run, by everybody."""
+    """Examples trained on in this run, by all processes."""
     skipped: int = 0
     """Batches of this run that were skipped, because their loss or a gradient is NaN or infinite."""
     bad_records: Mapping[str, int] = field(default_factory=dict)
@@ -56,13 +56,13 @@ class TrainReport:
     for each reason."""
     dense_staleness: int | None = None
     """The most steps, of all workers, that the dense weights of a gradient lacked when it was applied, of the
-    gradients of this process; None where nobody else has weights."""
+    gradients of this process; None if no other process has weights."""
     seconds: float
     """From when the run was asked for to its end."""
     start_seconds: float = 0.0
     """Of these, those before the first step: the model, the tables and the restore. All, without a step."""
     save_seconds: float = 0.0
-    """Those in which training waited for checkpoints; what was written beside it is not counted."""
+    """Seconds in which training waited for checkpoints; writing in the background is not counted."""
     evaluate_seconds: float = 0.0
     """Those in which it was evaluated."""
     loss: float = math.nan
@@ -88,9 +88,9 @@ class TrainReport:
     overdue: Mapping[str, int] = field(default_factory=dict)
     """By table: expired rows that were kept, because too many expired at once."""
     departed: bool = False
-    """Whether this worker was told to stop and has left the rest of its work to the others, who go on."""
+    """Whether this worker was told to stop and left its work to the other workers, which continue."""
     lost: Lost = field(default_factory=Lost)
-    """What was lost with other processes while the run kept going."""
+    """Losses of other processes while the run kept going."""
 
 
 class FirstAndLastSteps(Hook):
@@ -145,7 +145,7 @@ def write_run_manifest(model_dir: str, task: Task, config: TrainConfig, step: in
 
 
 def write_run_end(model_dir: str, *, step: int, reason: str, finished: bool, now: float) -> None:
-    """Note in the manifest how the newest start has ended, for whoever follows the run."""
+    """Note in the manifest how the newest start ended, for processes that follow the run."""
     starts = read_run_manifest(model_dir)
     if starts:
         starts[0]["ended"] = {"step": step, "reason": reason, "finished": finished, "at": now}
@@ -153,7 +153,7 @@ def write_run_end(model_dir: str, *, step: int, reason: str, finished: bool, now
 
 
 def read_run_manifest(model_dir: str) -> list[dict[str, Any]]:
-    """Return the starts of a run, newest first; none where there is no manifest.
+    """Return the starts of a run, newest first; none if there is no manifest.
 
     Raises:
         CorruptFileError: The manifest does not parse.

@@ -99,7 +99,7 @@ class ServerCalls:
         self(address, "server.assign", **write_message(AssignShard(share, num_ps)))
 
     def answers(self, address: str) -> bool:
-        """Whether somebody is there. One that is only slow is."""
+        """Whether a server answers there, however slowly."""
         try:
             self(address, "hello")
         except UnavailableError:
@@ -109,7 +109,7 @@ class ServerCalls:
         return True
 
     def answering(self, addresses: Iterable[str]) -> list[str]:
-        """Return those where somebody is, in their order; all are asked at the same time."""
+        """Return the addresses that answer, in order; all are asked at the same time."""
         asked = list(addresses)
         with ThreadPoolExecutor(max(1, min(32, len(asked))), "servers-asked") as threads:
             return [
@@ -131,7 +131,7 @@ class TableWork:
         self._group.call_all("tables.cut", **write_message(OfSnapshot(self._run, cut)))
 
     def close_cut(self, cut: str | None, *, saved: bool) -> None:
-        """Have each server let go of the tables it held fast; None for whatever it holds."""
+        """Have each server drop a snapshot of its tables; None for any that it has."""
         self._group.call_all("tables.close", **write_message(CloseSnapshot(self._run, cut, saved)))
 
     def write(self, cut: str, prefix: str, *, full: bool) -> list[TablesWritten]:

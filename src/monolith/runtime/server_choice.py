@@ -118,7 +118,7 @@ class ServerChoice:
         return chosen
 
     def _mended(self, listed: Sequence[str], there: set[str]) -> list[str]:
-        """Return the list with spares in the places of those who are gone."""
+        """Return the list with spares in place of lost servers."""
         chosen = list(listed)
         for share, address in enumerate(listed):
             if address not in there:
@@ -136,7 +136,7 @@ class ServerChoice:
         return list(dict.fromkeys([*self._listed()[share : share + 1], *self._manager.registered_at(share)]))
 
     def take_over(self, share: int, used: Sequence[str]) -> str | None:
-        """Give a share to a spare and return where it is, as the chief; None where none is there.
+        """Give a shard to a spare and return its address, as the chief; None if there is none.
 
         Args:
             used: Where the servers of the run are, the lost one too.
@@ -154,7 +154,7 @@ class ServerChoice:
             save_ps_cluster(self._manager.ps_file, listed)
 
     def _returned(self, share: int, address: str) -> str | None:
-        """Return where a server that is gone has come back; None where a spare is to take its place.
+        """Return the address of a server that restarted; None if a spare is to replace it.
 
         Raises:
             UnavailableError: It may still come back; to be asked again.
@@ -171,14 +171,14 @@ class ServerChoice:
         return None
 
     def _copied_by(self, address: str) -> int | None:
-        """Return the share of which a server keeps the copy; None where it keeps none, or does not answer."""
+        """Return the shard of which a server keeps a copy; None if it keeps none, or does not answer."""
         with suppress(ClusterError):
             follows = read_message(StandbyStatus, self._calls(address, "standby.standing")).follows
             return None if follows is None else follows.index
         return None
 
     def _taking_over(self, share: int, used: Sequence[str]) -> str:
-        """Return a server that nobody uses, and that has taken the share.
+        """Return an unused server that has taken the shard.
 
         One that keeps the copy of another share comes last: that share would have no standby then.
         """
@@ -220,18 +220,18 @@ class Spares:
         self._keeper: threading.Thread | None = None
 
     def addresses(self) -> list[str]:
-        """Return those that are registered, by index; somebody may be gone."""
+        """Return the registered spares, by index; some may be lost."""
         used = set(self._used())
         return [address for address in self._registered() if address not in used]
 
     def keep(self) -> None:
-        """Tell them from now on, until `close`, that there is a chief: one that hears of none gives up."""
+        """Tell the spares from now on, until `close`, that there is a chief: a spare without one gives up."""
         if self._keeper is None:
             self._keeper = threading.Thread(target=self._keep, name="spares", daemon=True)
             self._keeper.start()
 
     def end(self, run: str, *, finished: bool) -> None:
-        """Tell them that the run is over, at the same time; who is gone is passed over."""
+        """Tell all spares at the same time that the run is over; lost ones are skipped."""
         self._tell("server.end", **write_message(EndRun(run, finished)))
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class Spares:
             try:
                 self._calls(address, name, **body)
             except (ClusterError, ConfigError) as error:
-                _log.info("passed over a spare parameter server: %s", error)
+                _log.info("skipped a spare parameter server: %s", error)
 
         try:
             spares = self.addresses()
@@ -311,7 +311,7 @@ def ranked(measured: Sequence[MeasuredServer]) -> list[MeasuredServer]:
 
 
 class PsBenchmark:
-    """Chooses servers: the fastest, or those that somebody named.
+    """Chooses servers: the fastest, or those named by the config.
 
     Args:
         needed: How many.
@@ -400,7 +400,7 @@ class StepMeasure:
         self._done_within = done_within.total_seconds()
 
     def __call__(self, addresses: Sequence[str]) -> list[MeasuredServer]:
-        """Return what came of each, in their order. A server that fails has a problem, and keeps nobody."""
+        """Return the measurement of each, in order. A server that fails has a problem and delays none."""
         lines = [_MeasuredLine(address, self._guard) for address in addresses]
         with ThreadPoolExecutor(max(1, len(lines)), "ps-benchmark") as threads:
 

@@ -1,50 +1,62 @@
-"""Where the workers of a run agree on when to begin, halt and end. Server 0 keeps it.
+"""The coordination service: how the workers of a run agree on when to start, pause and end. Server 0 runs it.
 
-    begin      the chief starts a run: what an earlier run left is forgotten
-    join       a worker waits here for the chief to have restored everything, and learns where to go on
-    halt       the chief wants nobody to train; each worker finishes its step and arrives with its state
-    release    they go on
-    saved      the checkpoint of a halt is on disk, so sources may forget what came before it
-    leave      a worker is done, and leaves its last state behind; or it failed, which ends the run for all
-    stop       everybody is to finish
+It is one state machine. The run has a phase, and each of its workers has one:
+
+                  open             halt              release
+    RESTORING ─────────► TRAINING ──────► PAUSED ───────────────► TRAINING ── over ──► OVER
+        │                    │               │
+        └────────────────────┴── lose, fail ─┴──► FAILED, unless the run keeps going
+
+The calls of the chief, and of every worker:
+
+    begin      the chief starts a run: the service drops an earlier one
+    open       the chief has restored the model, so workers may join
+    halt       all workers pause: each finishes its step and arrives with its state
+    release    they resume
+    saved      the snapshot of a pause is on disk, so sources may commit their positions
+    stop       all workers are to finish
     over       the last checkpoint is on disk, or never will be
+    join       a worker waits for the chief to have restored everything, and learns where to start
+    arrive     a worker is quiesced at a pause
+    leave      a worker is done, and leaves its last state behind; or it failed, which ends the run for all
+    news       a worker asks for changes, again and again, with one call open at all times. So the service
+               knows that it is alive: a worker whose connection breaks and does not come back is lost
 
-A worker hears of all this by asking for news, again and again. That also tells that it lives: it has a
-question here all the time, and one whose connection breaks and does not come back is lost.
+    Phases of a worker (`TRANSITIONS` has the table, and says which phase follows):
 
-    unknown ──join──► present ──leave──► left
-                       │   ▲
-         broken, silent│   │asks again
-                       ▼   │
-                      parted ──RETURN_WITHIN, or silent for lost_after──► lost: the run has failed
+               join              leave
+    UNKNOWN ────────► PRESENT ───────────────────────► LEFT
+                      │  ▲  │ depart: elastic, gives its work back      given back
+              broken  │  │  ├────────────────────────► DEPARTING ─────────────────► GONE ── join ──► PRESENT
+              ▼       │  │  │ lose: elastic, keeps going   ▲
+            PARTED ───┘  │  ▼                              │
+              │  asks    └─ LOST ── join, asks again       │
+              └── lose: RETURN_WITHIN, or silent for lost_after ──► LOST, DEPARTING, or the run FAILED
 
-A run that has failed stays so. Whoever is left of it hears why, and joins again; the chief begins the next.
-A worker that joins a run twice has restarted, and does not know what it trained: the run has failed, too.
+A run that has FAILED stays so: its workers learn why and join again, and the chief starts the next run. A
+worker that joins a run twice has restarted, and does not know what it trained: that fails the run, too.
 
-Where the run is to keep going, neither ends it. A worker that was lost stands still, at every halt, as it
-stood when it was last saved; one that joins in its place goes on from there. When server 0 itself is lost,
-the chief has another meeting take over the run, and workers come back to it:
+If the run keeps going, neither ends it. The state of a LOST worker at every pause is its last saved one, and
+the process that replaces it starts from there. When server 0 itself is lost, the chief has another server
+take over the service, and workers rejoin it:
 
-    resume     a chief that restarted takes the run on
-    back       a worker finds the run where server 0 is now
-    served     the chief says who serves a place that was lost; everybody hears it as news
-    lost       each worker says what it had pushed to the lost server in vain
+    resume     a chief that restarted takes over its run
+    back       a worker rejoins the run at the new server 0
+    served     the chief names the new server of a shard; all workers learn it as news
+    lost       each worker reports the updates it lost with the old one
 
-Where the data hands out work, workers come and go. Nobody waits for one that is not there, and one that comes
-begins with nothing. One that leaves, or is lost where the run keeps going, departs: it stands at halts where
-it stood last, or was last saved, until the chief has given its work back to the others.
+If the data is a work queue, the run is elastic: workers join and leave. None is waited for, and one that
+joins starts with nothing. One that leaves, or is lost while the run keeps going, is DEPARTING until the chief
+has given its work back; until then its state at a pause is its last reported or saved one.
 
-    unknown ──join──► present ──leave, gives_back; or lost──► departing ──given_back──► gone ──join──► present
+If the chief assigns the work, it pauses all workers, assigns everything to the present ones, and says so
+before it releases them: each learns its assignment together with the release.
 
-Where the chief deals the data out, it halts everybody, deals all there is to those who are there, and says so
-before it lets them go: each hears what it was dealt together with that it may go on.
+    deal       the work of each worker from now on; departed workers have none
 
-    deal       what everybody has from now on; those who departed have nothing
+A lost worker is fenced, in case it was only slow: its calls are refused, and it joins again like any other.
 
-Who was lost is shut out from then on, should it only have been slow: it joins again, as any other.
-
-What is said, and how it is checked where it comes from a network, is in `bodies`. No call waits longer
-than it was told to.
+No call waits longer than it asked for.
 """
 
 from __future__ import annotations
@@ -52,9 +64,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from typing import Protocol, TypeVar
 
 from monolith.errors import ConfigError, RequestError, UnavailableError
@@ -102,16 +115,16 @@ T = TypeVar("T")
 
 
 LONGEST_WAIT = 20.0
-"""Seconds that one call may be kept waiting, whatever it asks for."""
+"""The most seconds that a call waits, whatever it asks for."""
 
 
 LOST_AFTER = timedelta(seconds=60)
-"""A worker that has not been heard of for so long is lost, although its connection holds: it hangs, or was
-stopped, or its machine is gone."""
+"""A worker that is silent for this long is lost although its connection is open: it hangs, or was stopped, or
+its machine is gone."""
 
 
 RETURN_WITHIN = 2.0
-"""Seconds that a worker has to connect again."""
+"""Seconds that a worker has to reconnect."""
 
 
 ASK_WITHIN = 25.0
@@ -120,20 +133,98 @@ connection that breaks. Longer than a process may be stopped without being lost.
 
 
 STOPPED_FOR = 5.0
-"""Seconds without a look for the lost, by which this process knows that it was stopped itself."""
+"""Seconds without a check for lost workers, after which this process knows that it was stopped itself."""
 
 
-_LOOK_EVERY = 0.2
-"""Seconds after which whoever waits for news looks whether its caller is gone; and between two looks for the
-lost, whoever makes them."""
+_CHECK_EVERY = 0.2
+"""Seconds after which a call that waits for news checks whether its caller is gone; and between two checks
+for lost workers."""
 
 
-_NOBODY = ""
-"""Who stands in for a worker whose process has no part in the run any more."""
+_FENCED = ""
+"""The member of a worker whose process is not part of the run any more: it equals no process."""
+
+
+class RunPhase(Enum):
+    """The phase of a run; see the drawing above."""
+
+    RESTORING = "restoring"
+    TRAINING = "training"
+    PAUSED = "paused"
+    FAILED = "failed"
+    OVER = "over"
+
+
+class WorkerPhase(Enum):
+    """The phase of one worker in a run."""
+
+    UNKNOWN = "unknown"
+    """It has not joined yet."""
+    PRESENT = "present"
+    PARTED = "parted"
+    """Its connection broke a moment ago."""
+    LOST = "lost"
+    """It is gone, and expected to rejoin: the run keeps going."""
+    DEPARTING = "departing"
+    """It is gone for good, and the chief has not given its work back yet."""
+    GONE = "gone"
+    """Its work was given back; a new process may join under its number."""
+    LEFT = "left"
+    """It has finished its work."""
+
+
+class WorkerEvent(Enum):
+    """What may happen to a worker."""
+
+    JOIN = "join"
+    ASK = "ask"
+    """It asks for news."""
+    BREAK = "break"
+    """The connection of its question for news breaks."""
+    LOSE = "lose"
+    """It has not come back in time, or was silent for too long."""
+    LEAVE = "leave"
+    DEPART = "depart"
+    """It leaves its work to the other workers."""
+    GIVE_BACK = "give back"
+    """The chief has given its work back."""
+
+
+_PRESENT = {
+    WorkerEvent.JOIN: {WorkerPhase.PRESENT, WorkerPhase.DEPARTING},  # another process: see `_join`
+    WorkerEvent.ASK: {WorkerPhase.PRESENT},
+    WorkerEvent.BREAK: {WorkerPhase.PARTED},
+    WorkerEvent.LOSE: {WorkerPhase.LOST, WorkerPhase.DEPARTING},
+    WorkerEvent.LEAVE: {WorkerPhase.LEFT},
+    WorkerEvent.DEPART: {WorkerPhase.DEPARTING},
+}
+TRANSITIONS: Mapping[WorkerPhase, Mapping[WorkerEvent, Set[WorkerPhase]]] = {
+    WorkerPhase.UNKNOWN: {
+        WorkerEvent.JOIN: {WorkerPhase.PRESENT},
+        WorkerEvent.ASK: {WorkerPhase.PRESENT},  # as the chief does, which never joins
+        WorkerEvent.BREAK: {WorkerPhase.PARTED},
+        WorkerEvent.LEAVE: {WorkerPhase.LEFT},
+        WorkerEvent.DEPART: {WorkerPhase.DEPARTING},
+    },
+    WorkerPhase.PRESENT: _PRESENT,
+    WorkerPhase.PARTED: _PRESENT,
+    WorkerPhase.LOST: {
+        WorkerEvent.JOIN: {WorkerPhase.PRESENT, WorkerPhase.LOST},  # the same process is LOST until it asks
+        WorkerEvent.ASK: {WorkerPhase.PRESENT},
+        WorkerEvent.BREAK: {WorkerPhase.PARTED},
+        WorkerEvent.LEAVE: {WorkerPhase.LEFT},
+        WorkerEvent.DEPART: {WorkerPhase.DEPARTING},
+    },
+    WorkerPhase.DEPARTING: {WorkerEvent.GIVE_BACK: {WorkerPhase.GONE}},
+    WorkerPhase.GONE: {WorkerEvent.JOIN: {WorkerPhase.PRESENT}},
+    WorkerPhase.LEFT: {},
+}
+"""Phase -> the events it allows -> the phases that may follow. A lost worker becomes LOST, or DEPARTING if
+the run is elastic. In a run that does not keep going, LOSE and a JOIN of another process end the run."""
 
 
 class _OfRun(Protocol):
-    """Any request that says which run it means."""
+    """Any request that names its run."""
 
     @property
     def run(self) -> str: ...
@@ -141,87 +232,116 @@ class _OfRun(Protocol):
 
 @dataclass(slots=True)
 class _Run:
-    """One start of the chief."""
+    """One start of the chief. Guarded by the lock of the service."""
 
     name: str
     start: Start | None = None
-    """What workers are told when they may begin; None while the chief still restores."""
+    """The start of every worker; None while the chief restores."""
     halt: int | None = None
+    """The number of the pause in force."""
     members: dict[int, str] = field(default_factory=dict)
     """Worker -> the process that joined as that one."""
     arrived: dict[int, WorkerState] = field(default_factory=dict)
-    """Worker -> its state, at the halt in force."""
+    """Worker -> its state, at the pause in force."""
     left: dict[int, WorkerState] = field(default_factory=dict)
-    """Worker -> its last state."""
+    """Worker that has finished -> its last state."""
     heard: dict[int, float] = field(default_factory=dict)
-    """Worker -> when it last said something."""
+    """Worker -> when its last call arrived."""
     parted: dict[int, float] = field(default_factory=dict)
     """Worker -> when its connection broke, until it asks again."""
     answered: dict[int, float] = field(default_factory=dict)
     """Worker -> when it was answered, until it asks again."""
     stop: str | None = None
     unfinished: bool = False
-    """Whether somebody stopped it before its end."""
+    """Whether it was stopped before its end."""
     failure: str | None = None
     failed_at: float = 0.0
     final: bool = False
-    """Whether the chief will not begin again by itself."""
+    """Whether the chief will not restart by itself."""
     saved: int = 0
-    """The last halt whose checkpoint is on disk."""
+    """The last pause whose snapshot is on disk."""
     over: bool = False
     told: set[int] = field(default_factory=set)
-    """Workers who know that it is over."""
+    """Workers that know that it is over."""
     keep_going: bool = False
-    """Whether a worker that is lost does not end it."""
+    """Whether it survives the loss of a worker."""
     lost: dict[int, float] = field(default_factory=dict)
-    """Worker -> when it was missed, until it is back."""
+    """Worker -> when it was missed, until it rejoins."""
     trained: dict[int, int] = field(default_factory=dict)
-    """Worker -> the examples it said it has trained."""
+    """Worker -> the examples it last reported."""
     stood: dict[int, dict[int, WorkerState]] = field(default_factory=dict)
-    """Halt -> how everybody stood, until it is saved."""
+    """Pause -> the states of all workers then, until that snapshot is on disk."""
     safe: dict[int, WorkerState] = field(default_factory=dict)
-    """Worker -> how it stood at the last halt that was saved."""
+    """Worker -> its state in the last snapshot on disk."""
     servers: dict[int, Served] = field(default_factory=dict)
-    """Place -> who serves it, where that is not who did at first."""
+    """Shard -> its server, if that was replaced."""
     updates: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Incarnation -> what each worker had pushed in vain to what it replaced."""
+    """Incarnation of a new server -> worker -> its updates that were lost with the old one."""
     joined: set[int] = field(default_factory=set)
-    """Workers that have a part in it, of whom another meeting knew, until they are back."""
+    """Workers of the run, as the previous service knew them, until they rejoin."""
     pushes: dict[int, PushesTold] = field(default_factory=dict)
-    """Worker -> what it had pushed when it left."""
+    """Worker that left -> its pushes."""
     returned: list[Returned] = field(default_factory=list)
     departing: dict[int, Departure] = field(default_factory=dict)
-    """Worker -> what it left with, until its work was given back."""
+    """Worker -> its departure, until its work is given back."""
     departures: int = 0
-    """Those there ever were."""
+    """The number of departures so far."""
     gone: dict[int, WorkerState] = field(default_factory=dict)
-    """Worker -> what is left of it, since its work was given back."""
+    """Worker -> its last state, since its work was given back."""
     given: dict[int, int] = field(default_factory=dict)
-    """Worker -> the last halt before its work was given back, or dealt out: what it said at those counts no
-    more."""
+    """Worker -> the last pause before its work was given back, or assigned anew: states it reported up to
+    then do not count any more."""
     dealt: dict[int, DealtPosition] = field(default_factory=dict)
-    """Worker -> what it was dealt last."""
+    """Worker -> the work last assigned to it."""
     version: int = 0
-    """Counts changes that workers want to hear of."""
+    """Counts the changes that workers need to know."""
+
+    @property
+    def phase(self) -> RunPhase:
+        if self.failure is not None:
+            return RunPhase.FAILED
+        if self.over:
+            return RunPhase.OVER
+        if self.start is None:
+            return RunPhase.RESTORING
+        return RunPhase.TRAINING if self.halt is None else RunPhase.PAUSED
+
+    def phase_of(self, worker: int) -> WorkerPhase:
+        # In this order: a worker that departs may have left, and one that is lost was parted and present.
+        for known, phase in (
+            (self.departing, WorkerPhase.DEPARTING),
+            (self.left, WorkerPhase.LEFT),
+            (self.lost, WorkerPhase.LOST),
+            (self.parted, WorkerPhase.PARTED),
+            (self.heard, WorkerPhase.PRESENT),
+            (self.gone, WorkerPhase.GONE),
+        ):
+            if worker in known:
+                return phase
+        return WorkerPhase.UNKNOWN
+
+    def allows(self, worker: int, event: WorkerEvent) -> bool:
+        """Whether an event may change the phase of a worker; see `TRANSITIONS`."""
+        return event in TRANSITIONS[self.phase_of(worker)]
 
     @property
     def hands_out(self) -> bool:
-        """Whether workers may come and go."""
+        """Whether workers may join and leave: the run is elastic."""
         return self.start is not None and self.start.hands_out
 
     @property
     def others(self) -> set[int]:
-        """The workers that there are, or should be back soon, beside the chief."""
+        """The workers that are present or expected back soon, without the chief."""
         return self.heard.keys() - {0}
 
     @property
     def having_part(self) -> set[int]:
-        """The workers beside the chief whose processes have a part in it, or had when they left."""
-        here = {worker for worker, member in self.members.items() if worker and member != _NOBODY}
+        """The workers whose processes are part of the run, or were until they left; without the chief."""
+        here = {worker for worker, member in self.members.items() if worker and member != _FENCED}
         return here | self.joined
 
-    def count_for_those_who_left(self) -> None:
-        """Note what workers that left had pushed in vain to servers that were replaced since."""
+    def count_for_workers_that_left(self) -> None:
+        """Count the updates of workers that left, lost with servers that were replaced since."""
         for worker, told in self.pushes.items():
             self.pushes[worker], lost = take_lost_of(told, self.servers)
             for incarnation, updates in lost.items():
@@ -229,13 +349,13 @@ class _Run:
 
 
 class CoordinationService:
-    """The state that the workers of a run share. Thread-safe.
+    """The state machine of one run at a time. Thread-safe.
 
     Args:
-        num_workers: The chief included, who is worker 0.
-        max_workers: The most there may be, where the data hands out work; None for no more.
+        num_workers: Includes the chief, which is worker 0.
+        max_workers: The most workers of an elastic run; None for `num_workers`.
         lost_after: How long a worker may be silent.
-        raise_step: Told the steps that workers have heard of, where this meeting takes over a run.
+        raise_step: Called with the steps that workers know of, if this service takes over a run.
         clock: Seconds that only grow.
     """
 
@@ -249,20 +369,21 @@ class CoordinationService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_workers < 1:
-            raise ConfigError(f"meeting: num_workers must be at least 1, got {num_workers}")
+            raise ConfigError(f"coordination: num_workers must be at least 1, got {num_workers}")
         self._num_workers = num_workers
         self._max_workers = num_workers if max_workers is None else max_workers
         self._lost_after = lost_after.total_seconds()
         self._raise_step = raise_step
         self._clock = clock
-        self._changed = threading.Condition()  # guards what follows
+        # Guards all fields below. Notified at every change, so that calls that wait look again.
+        self._changed = threading.Condition()
         self._run: _Run | None = None
         self._halts = 0
-        self._looked = clock()
+        self._checked = clock()
 
     @property
     def calls(self) -> Mapping[str, Answer]:
-        """What others may call, by name."""
+        """The calls that other processes may make, by name."""
         return {
             "meeting.begin": self._begin,
             "meeting.resume": self._resume,
@@ -286,10 +407,10 @@ class CoordinationService:
 
     @property
     def polls(self) -> Mapping[str, PollAnswer]:
-        """What others may call and have told whether they are still there."""
+        """The calls that notice when their caller is gone."""
         return {"meeting.news": self._news}
 
-    # The chief's
+    # Calls of the chief
 
     def _begin(self, body: BeginService) -> None:
         if body.num_workers != self._num_workers:
@@ -320,14 +441,14 @@ class CoordinationService:
                 joined=set(body.joined),
                 pushes=_by_number(body.pushes),
             )
-            self._run.count_for_those_who_left()
+            self._run.count_for_workers_that_left()
             self._note(self._run)
 
     def _resume(self, body: ResumeRun) -> RunResumed:
-        """Let a chief that restarted take on the run it left, whom nobody held back for that."""
+        """Let a chief that restarted take over its run; workers were not paused for that."""
         with self._changed:
             run = self._run
-            if run is None or run.name != body.run or run.failure is not None or run.over:
+            if run is None or run.name != body.run or run.phase in (RunPhase.FAILED, RunPhase.OVER):
                 return RunResumed(goes_on=False)
             if 0 in run.heard:
                 self._take_back(run, 0)
@@ -358,13 +479,13 @@ class CoordinationService:
         with self._changed:
             run = self._of(body)
             run.servers[body.server] = body.served
-            run.count_for_those_who_left()
+            run.count_for_workers_that_left()
             self._note(run)
 
     def _updates(self, body: AskLostUpdates) -> AllLostUpdates:
-        """Wait until every worker has said what it had pushed in vain; say how much, and who has not.
+        """Wait until every worker has reported the updates it lost; return their sum, and which have not.
 
-        Those who left said it when they did."""
+        Workers that left reported it when they did."""
         with self._changed:
             run = self._of(body)
             said = run.updates.setdefault(body.incarnation, {})
@@ -390,14 +511,14 @@ class CoordinationService:
             return PauseNumber(run.halt)
 
     def _gathered(self, body: AskGathered) -> GatheredStates:
-        """Wait until every other worker has arrived or left; say who has not, and who never joined.
+        """Wait until every other worker has arrived or left; return those that have not, or never joined.
 
-        Where workers come and go, those are all who are there."""
+        In an elastic run, every other worker is every present one."""
         with self._changed:
             run = self._of(body)
 
             def missing() -> list[int]:
-                here = run.left.keys() | run.departing if body.left else self._standing(run).keys()
+                here = run.left.keys() | run.departing if body.left else self._quiesced(run).keys()
                 wanted = run.others if run.hands_out else set(range(1, self._num_workers))
                 return sorted(wanted - here)
 
@@ -411,15 +532,15 @@ class CoordinationService:
             return GatheredStates(
                 missing=tuple(missing()),
                 absent=tuple(worker for worker in missing() if worker not in run.members),
-                states=_by_text(self._standing(run)),
+                states=_by_text(self._quiesced(run)),
                 failure=run.failure,
                 in_force=in_force(),
                 departing=_by_text(run.departing),
                 here=tuple(sorted(run.arrived)),
             )
 
-    def _standing(self, run: _Run) -> dict[int, WorkerState]:
-        """Return the states of all who stand still. Who was lost stands where it was last saved."""
+    def _quiesced(self, run: _Run) -> dict[int, WorkerState]:
+        """Return the states of all quiesced workers. For a lost worker it is the last saved one."""
         lost = {worker: run.safe[worker] for worker in run.lost if worker in run.safe}
         departed = {worker: one.state for worker, one in run.departing.items() if one.state is not None}
         return {**run.gone, **lost, **run.arrived, **run.left, **departed}
@@ -428,7 +549,7 @@ class CoordinationService:
         with self._changed:
             run = self._of(body)
             if run.halt is not None:
-                run.stood[run.halt] = self._standing(run)
+                run.stood[run.halt] = self._quiesced(run)
             run.halt = None
             run.arrived.clear()
             self._note(run)
@@ -437,7 +558,7 @@ class CoordinationService:
         with self._changed:
             run = self._of(body)
             run.saved = max(run.saved, body.halt)
-            stood = self._standing(run) if run.halt == body.halt else run.stood.get(body.halt, {})
+            stood = self._quiesced(run) if run.halt == body.halt else run.stood.get(body.halt, {})
             run.safe |= {
                 worker: state for worker, state in stood.items() if body.halt > run.given.get(worker, 0)
             }
@@ -447,27 +568,27 @@ class CoordinationService:
             self._note(run)
 
     def _over(self, body: SayOver) -> Farewell:
-        """Tell everybody; say who has not heard it yet, and may still."""
+        """Tell all workers; return the present ones that do not know it yet."""
         with self._changed:
             run = self._of(body)
             if not run.over:
                 run.over = True
                 self._note(run)
-            # Whoever keeps this may be gone in a moment.
+            # The chief ends server 0, and with it this service, once this returns.
             self._wait(lambda: not self._untold(run), body.wait)
             return Farewell(tuple(self._untold(run)), run.unfinished)
 
     def _untold(self, run: _Run) -> list[int]:
-        here = {worker for worker, member in run.members.items() if worker and member != _NOBODY}
+        here = {worker for worker, member in run.members.items() if worker and member != _FENCED}
         away = run.parted.keys() | run.lost.keys() | run.departing.keys()
         return sorted(here - run.told - away)
 
-    # Every worker's
+    # Calls of every worker
 
     def _join(self, body: Join) -> Joined:
-        """Wait for a run to begin; say which one, or that one has failed or is over.
+        """Wait for a run to start; return which one, or that one has failed or is over.
 
-        A run of which the caller knows that it has failed is waited out.
+        A run that the caller knows to have failed is waited out.
         """
         self._check_worker(body.worker)
         worker, member, known = body.worker, body.member, body.known
@@ -478,13 +599,13 @@ class CoordinationService:
                 return False
             if run.failure is not None:
                 return run.name != known
-            # Who restarted when all its work was done has nothing to do but hear how it ended.
-            return run.over or (run.start is not None and worker not in run.left and may_come(run))
+            # A worker that restarted after it had left has nothing to do but learn how the run ended.
+            return run.over or (run.start is not None and may_join(run))
 
-        def may_come(run: _Run) -> bool:
-            """Whether the place is free; and nobody who is not waited for comes while a moment is cut."""
-            waited_for = not run.hands_out and worker not in self._standing(run)
-            return worker not in run.departing and (run.halt is None or waited_for)
+        def may_join(run: _Run) -> bool:
+            """Whether its phase allows it. During a pause only a worker joins that the chief waits for."""
+            waited_for = not run.hands_out and worker not in self._quiesced(run)
+            return run.allows(worker, WorkerEvent.JOIN) and (run.phase is not RunPhase.PAUSED or waited_for)
 
         with self._changed:
             self._wait(has_news, body.wait)
@@ -494,12 +615,12 @@ class CoordinationService:
             if run.over:
                 run.told.add(worker)
                 return Joined(over=True, unfinished=run.unfinished)
-            if run.failure is None and run.members.get(worker, member) not in (member, _NOBODY):
+            if run.failure is None and run.members.get(worker, member) not in (member, _FENCED):
                 if not run.keep_going:
                     self._fail(run, f"worker {worker} restarted")
                 elif run.hands_out:
                     self._lose(run, worker, f"worker {worker} restarted.")
-                    return Joined()  # when the others have what it had
+                    return Joined()  # it joins once the other workers have its work
                 else:
                     self._take_back(run, worker)
             if run.failure is not None:
@@ -520,7 +641,7 @@ class CoordinationService:
             return Joined(run.name, run.start, state=run.safe.get(worker), servers=_by_text(run.servers))
 
     def _back(self, body: ComeBack) -> Joined:
-        """Take on a worker whose server 0 was lost and is here now; it has stopped nowhere."""
+        """Let a worker rejoin whose server 0 was lost and is here now; it never stopped training."""
         self._check_worker(body.worker)
         with self._changed:
             run = self._run
@@ -529,7 +650,7 @@ class CoordinationService:
             unknown = run.hands_out and body.worker not in run.heard
             other = run.members.get(body.worker, body.member) != body.member
             if run.name != body.run or other or unknown:
-                failed = FailedRun(body.run, "the run was begun again without this worker", False, 0.0)
+                failed = FailedRun(body.run, "the run was restarted without this worker", False, 0.0)
                 return Joined(failed=failed)
             run.members[body.worker] = body.member
             run.joined.discard(body.worker)
@@ -540,7 +661,7 @@ class CoordinationService:
             run.answered.pop(body.worker, None)
             run.lost.pop(body.worker, None)
             if run.hands_out:
-                self._begin_with_nothing(run, body.worker)  # unless it is known how it was last saved
+                self._begin_with_nothing(run, body.worker)  # unless its last saved state is known
             if body.left is not None:
                 run.left[body.worker] = body.left
             self._raise_step(body.step)
@@ -551,7 +672,7 @@ class CoordinationService:
         with self._changed:
             run = self._of(body)
             said = run.updates.setdefault(body.incarnation, {})
-            if body.worker not in said or body.worker not in run.pushes:  # what it left with says it as well
+            if body.worker not in said or body.worker not in run.pushes:  # its pushes at the end include it
                 said[body.worker] = body.updates
             self._changed.notify_all()
 
@@ -566,11 +687,11 @@ class CoordinationService:
             run.trained[worker] = max(run.trained.get(worker, 0), body.examples)
             limit = self._clock() + min(body.wait, LONGEST_WAIT)
             while run.version == body.seen and self._run is run and self._clock() < limit:
-                self._changed.wait(_LOOK_EVERY)
+                self._changed.wait(_CHECK_EVERY)
                 if gone():
                     run.parted[worker] = self._clock()
                     return None
-                self._look_for_lost(run)
+                self._check_for_lost(run)
             run = self._of(body)
             self._check_member(run, worker, body.member)
             run.heard[worker] = run.answered[worker] = self._clock()
@@ -599,7 +720,7 @@ class CoordinationService:
         with self._changed:
             run = self._of(body)
             self._check_member(run, body.worker, body.member)
-            if run.halt == body.halt:  # otherwise it was released meanwhile
+            if run.halt == body.halt:  # otherwise the pause is over
                 run.arrived[body.worker] = body.state
                 self._changed.notify_all()
 
@@ -619,13 +740,13 @@ class CoordinationService:
                 if not (body.gives_back and run.hands_out and worker):
                     run.left[worker] = body.state
                     self._note(run)
-                elif worker not in run.departing:  # it may say so twice
+                elif run.allows(worker, WorkerEvent.DEPART):  # it may say so twice
                     self._depart(run, worker, body.state)
 
     def _given_back(self, body: GivenBack) -> None:
         with self._changed:
             run = self._of(body)
-            self._let_go(run, body)
+            self._give_back(run, body)
             self._note(run)
 
     def _deal(self, body: DealOut) -> DealTaken:
@@ -639,7 +760,7 @@ class CoordinationService:
                 if worker in run.arrived:
                     run.arrived[worker] = state
             for given in body.given:
-                self._let_go(run, given)
+                self._give_back(run, given)
             self._note(run)
             return DealTaken(taken=True)
 
@@ -650,78 +771,78 @@ class CoordinationService:
             run.unfinished = run.unfinished or body.unfinished
             self._note(run)
 
-    # Inside; the lock is held
+    # Inside; the lock is held by the caller
 
-    def _look_for_lost(self, run: _Run) -> None:
-        """Look at all workers, unless somebody else who waits has just done so."""
+    def _check_for_lost(self, run: _Run) -> None:
+        """Check all workers, unless another waiting call has just done so."""
         now = self._clock()
-        if now - self._looked >= _LOOK_EVERY:
-            slept, self._looked = now - self._looked > STOPPED_FOR, now
-            self._look_at_all(run, now, slept=slept)
+        if now - self._checked >= _CHECK_EVERY:
+            slept, self._checked = now - self._checked > STOPPED_FOR, now
+            self._check_all(run, now, slept=slept)
 
-    def _look_at_all(self, run: _Run, now: float, *, slept: bool) -> None:
-        if slept:  # it was this process: nobody could be heard
+    def _check_all(self, run: _Run, now: float, *, slept: bool) -> None:
+        if slept:  # this process was stopped, and no call could arrive
             run.heard = dict.fromkeys(run.heard, now)
             run.parted = dict.fromkeys(run.parted, now)
             run.answered = dict.fromkeys(run.answered, now)
-        for worker, heard in run.heard.items():
-            if worker in run.left or worker in run.lost or worker in run.departing or run.over:
+        for worker, last in run.heard.items():
+            if run.over or not run.allows(worker, WorkerEvent.LOSE):
                 continue
-            who = "worker 0, the chief," if worker == 0 else f"worker {worker}"
+            name = "worker 0, the chief," if worker == 0 else f"worker {worker}"
             if now - run.parted.get(worker, now) > RETURN_WITHIN:
-                self._lose(run, worker, f"{who} was lost: its connection broke. See its log.")
+                self._lose(run, worker, f"{name} was lost: its connection broke. See its log.")
             elif now - run.answered.get(worker, now) > ASK_WITHIN:
-                silent = f"{who} was lost: it has asked for no news for {now - heard:.0f} s. See its log."
+                silent = f"{name} was lost: it has asked for no news for {now - last:.0f} s. See its log."
                 self._lose(run, worker, silent)
-            elif now - heard > self._lost_after:
-                silent = f"{who} was lost: it has been silent for {now - heard:.0f} s. See its log."
+            elif now - last > self._lost_after:
+                silent = f"{name} was lost: it has been silent for {now - last:.0f} s. See its log."
                 self._lose(run, worker, silent)
 
     def _lose(self, run: _Run, worker: int, why: str) -> None:
-        """Go on without a worker until it is back, where the run is to keep going; or fail."""
+        """Continue without a worker until it rejoins, if the run keeps going; fail the run otherwise."""
         if not run.keep_going:
             self._fail(run, why)
         elif worker not in run.lost:
-            _log.warning("%s The others keep going.", why)
+            _log.warning("%s The other workers keep going.", why)
             run.lost[worker] = self._clock()
             self._changed.notify_all()
             if run.hands_out and worker:
                 self._depart(run, worker, None)
 
     def _depart(self, run: _Run, worker: int, state: WorkerState | None) -> None:
-        """Have the chief give back what a worker had, who has no part in the run from now on."""
+        """Have the chief give back the work of a worker that is not part of the run from now on."""
         run.departures += 1
         run.departing[worker] = Departure(run.departures, state)
         run.arrived.pop(worker, None)
         if state is None:
-            run.members[worker] = _NOBODY
+            run.members[worker] = _FENCED
         self._note(run)
 
     def _keep_pushes(self, run: _Run, worker: int, pushes: PushesTold | None) -> None:
-        """Note what a worker that leaves had pushed; the next cut has all of it."""
+        """Keep the pushes of a worker that leaves; the next snapshot includes all of them."""
         if pushes is not None and worker not in run.pushes:
             cut = self._halts + 1 if run.halt is None else run.halt
             run.pushes[worker] = marked(pushes, cut)
-            run.count_for_those_who_left()
+            run.count_for_workers_that_left()
 
-    def _let_go(self, run: _Run, body: GivenBack) -> None:
-        """Note that the others have the work of a worker that departed."""
+    def _give_back(self, run: _Run, body: GivenBack) -> None:
+        """Note that the work of a departed worker was given back."""
         worker = body.worker
         departure = run.departing.get(worker)
         if departure is None or departure.number != body.number:
-            return  # it was said before
+            return  # it was reported before
         if departure.state is None:
             self._count_returned(run, worker, by_others=True)
         del run.departing[worker]
         run.gone[worker] = run.safe[worker] = body.state
         run.given[worker] = self._halts
-        run.members[worker] = _NOBODY
+        run.members[worker] = _FENCED
         run.trained[worker] = body.state.examples
         for known in (run.lost, run.heard, run.parted, run.arrived, run.dealt):
             known.pop(worker, None)
 
     def _begin_with_nothing(self, run: _Run, worker: int) -> None:
-        """Note where a worker begins that comes to data which hands out work."""
+        """Note the start of a worker that joins an elastic run."""
         assert run.start is not None
         run.gone.pop(worker, None)
         if worker < len(run.start.positions):
@@ -729,7 +850,7 @@ class CoordinationService:
             run.safe.setdefault(worker, began)
 
     def _take_back(self, run: _Run, worker: int) -> None:
-        """Note that another process takes the place of a worker, and what it will train again."""
+        """Note that another process replaces a worker, and what it will train again."""
         self._count_returned(run, worker)
         run.parted.pop(worker, None)
         run.arrived.pop(worker, None)
@@ -737,18 +858,18 @@ class CoordinationService:
         self._note(run)
 
     def _count_returned(self, run: _Run, worker: int, *, by_others: bool = False) -> None:
-        """Note what is trained again since a worker was lost, and by whom."""
+        """Note the records that are trained again because a worker was lost."""
         saved = run.safe[worker].examples if worker in run.safe else 0
         records = max(run.trained.pop(worker, 0) - saved, 0)
         now = self._clock()
         seconds = now - run.lost.pop(worker, now)
         run.returned.append(Returned(worker, records, seconds, by_others))
-        who = "its work was given back" if by_others else "it is back"
+        how = "its work was given back" if by_others else "it is back"
         _log.warning(
             "worker %d was lost, and %s after %.1f s; the records since its last saved position are trained "
             "again, %s",
             worker,
-            who,
+            how,
             seconds,
             f"{records:,} as far as it had said",
         )
@@ -774,7 +895,7 @@ class CoordinationService:
             )
 
     def _check_member(self, run: _Run, worker: int, member: str | None) -> None:
-        """Refuse a process whose place another has, or nobody."""
+        """Refuse a process that was fenced or replaced."""
         if member is not None and run.members.get(worker, member) != member:
             raise UnavailableError(f"worker {worker} was taken for lost, or another has taken its place")
 
@@ -787,10 +908,10 @@ class CoordinationService:
 
 
 def _by_number(found: Mapping[str, T]) -> dict[int, T]:
-    """Return a table of JSON by number.
+    """Return a table of JSON with numbers as keys.
 
     Raises:
-        RequestError: A key is none.
+        RequestError: A key is no number.
     """
     if odd := [key for key in found if not key.isdecimal()]:
         raise RequestError(f"a worker or server is named by its number, got {odd[0]!r:.60}")
@@ -798,5 +919,5 @@ def _by_number(found: Mapping[str, T]) -> dict[int, T]:
 
 
 def _by_text(found: Mapping[int, T]) -> dict[str, T]:
-    """Return a table by number as JSON has it."""
+    """Return a table with numbers as keys as JSON has it."""
     return {str(number): value for number, value in found.items()}

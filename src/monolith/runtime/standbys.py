@@ -158,11 +158,11 @@ class Standbys:
         return self._before.get(place, ())
 
     def taken_over(self, place: int, lost: str) -> None:
-        """Hear that a standby serves a place; if it is lost as well, other copies of what was lost serve."""
+        """Note that a standby serves a shard; if it is lost as well, other copies can still take over."""
         self._before = {**self._before, place: (*self.before(place), lost)[-8:]}
 
     def restored(self, place: int) -> None:
-        """Hear that a place was restored from a checkpoint: copies of what it held before serve no more."""
+        """Note that a shard was restored from a checkpoint: copies of its earlier state serve no more."""
         self._before = {one: found for one, found in self._before.items() if one != place}
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class Standbys:
         self._stop.set()
 
     def look(self) -> None:
-        """Look once who keeps which copy, and have those made that nobody keeps."""
+        """Check once which standby keeps which copy, and have missing copies made."""
         with self._turn:
             used = self._used()
             serving = {one.address for one in used}
@@ -256,11 +256,11 @@ class Standbys:
         return True
 
     def _call(self, address: str, name: str, request: object, kind: type[A]) -> A | None:
-        """Return an answer; None where there is none."""
+        """Return an answer; None if there is none."""
         try:
             return read_message(kind, self._calls(address, name, **write_message(request)))
         except (ClusterError, ConfigError, RequestError) as error:
-            _log.debug("passed over %s of %s: %s", name, address, error)
+            _log.debug("no answer to %s from %s: %s", name, address, error)
             return None
 
     def _note(self, keeping: dict[int, tuple[str, ...]], whole: dict[int, tuple[str, ...]]) -> None:
@@ -325,7 +325,7 @@ class CopyPlan:
 
 
 class CopiedShard:
-    """Tells whoever keeps the copy of a share what changes in it, until it is closed.
+    """Tells the standbys of a shard what changes in it, until it is closed.
 
     Args:
         dense: The weights of the share.
@@ -375,7 +375,7 @@ class CopiedShard:
         return CopyOpened(self.port.address, self._incarnation)
 
     def close(self) -> None:
-        """Tell nobody any more. Closing again does nothing."""
+        """Stop telling standbys. Closing again does nothing."""
         self.publisher.close()
         self.port.close()
 
@@ -385,8 +385,8 @@ class CopiedShard:
         return LearnedUpTo(step=self._dense.step)
 
     def _rest(self) -> Mapping[str, Tensor]:
-        """Return what a share has beside its rows, as bytes. Whoever reads a snapshot asks it before the rows
-        are read, on a thread of its own; a delta brings what was known before its rows were."""
+        """Return the rest of a shard, without its rows, as bytes. For a snapshot it is read before the rows,
+        on a thread of its own; a delta has the pushes known before its rows were read."""
         known = self._known.__dict__.pop("pushes", None)
         about = {
             "pushes": {
@@ -402,8 +402,8 @@ class StandbyCopy(Generic[H]):
     """The copy of one share, kept up to date by threads of its own until it is taken or closed.
 
     Args:
-        held: What the copy is made in, for whoever takes it.
-        model: That of `held`; nobody else writes to its tables.
+        held: Holds the copy, for the server that takes over.
+        model: That of `held`; nothing else writes to its tables.
         guard: What to present to the server that is followed.
         clock: Returns seconds that only grow; nothing it stamps is compared with another process's time.
     """
@@ -453,7 +453,7 @@ class StandbyCopy(Generic[H]):
 
     @property
     def followed(self) -> ShardProgress | None:
-        """How far it is; None before anything was heard."""
+        """How far the copy is; None before the first change arrived."""
         return self._subscriber.progress.get(self.follows.index)
 
     @property
@@ -500,7 +500,7 @@ class StandbyCopy(Generic[H]):
         self._close_soon()
 
     def _close_soon(self) -> None:
-        # A read of a server that is silent takes a while to end, and nobody must wait for it.
+        # A read of a silent server takes a while to end, and must delay no caller.
         threading.Thread(target=self._subscriber.close, name="standby-close", daemon=True).start()
 
 

@@ -1,12 +1,12 @@
-"""Trainer: runs a task from data to checkpoint and back, in one process or together with its peers.
+"""Trainer: runs a task from data to checkpoint and back, in one process or together with others.
 
     trainer = Trainer(Clicks(), TrainConfig(model_dir="runs/1", max_steps=10_000))
     trainer.train()
     trainer.evaluate()["click/auc"]
     for batch, predictions in trainer.predict(): ...
 
-A run that was cut short, by whatever, goes on where its last checkpoint stands: with the very
-record it had not trained on. Evaluating and predicting read checkpoints and write nothing.
+A run that was interrupted, for whatever reason, resumes from its last checkpoint, with the first
+record that it had not trained on. Evaluating and predicting read checkpoints and write nothing.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ Report = Callable[[str, WindowRow], None]
 
 
 class LocalRun:
-    """What hooks see of a run in this process."""
+    """A run in this process, as hooks see it."""
 
     def __init__(self, session: Session, model_dir: str, barrier: Barrier) -> None:
         self.session = session
         self.barrier = barrier
-        """Holds everybody who trains this model between their steps."""
+        """Pauses all processes that train this model between their steps."""
         self.save: SaveHook | None = None
-        """Saves on demand; None where nothing is kept."""
+        """Saves on demand; None if nothing is saved."""
         self.publish: PublishHook | None = None
-        """Publishes what is learned; None where nothing is published, or this process has no part in it."""
+        """Publishes rows and weights; None if nothing is published, or this process has no part in it."""
         self.evaluate: EvaluateHook | None = None
-        """Evaluates while the run trains; None where that is not asked for, or another process does."""
+        """Evaluates while the run trains; None if that is not asked for, or another process does it."""
         self._model_dir = model_dir
         self._lock = threading.Lock()  # guards the reason
         self._stop_reason: str | None = None
@@ -277,7 +277,7 @@ class Trainer:
 
             def step() -> StepResult | None:
                 # Ranks take this step, or none of them does, by the words that all have just exchanged. If
-                # this rank is asked to stop after it has said its word, the others do not know: they take
+                # this rank is asked to stop after it has said its word, other ranks do not know: they take
                 # the step and wait for this rank in it. So it takes the step, and says so in `finish`.
                 if membership.lockstep and session.at_step(run):
                     return None
@@ -321,8 +321,8 @@ class Trainer:
                 now = self._clock()
                 try:
                     write_run_end(model_dir, step=session.step, reason=reason, finished=finished, now=now)
-                except TransientFilesystemError as error:  # the model is saved; this is for those who look on
-                    _log.error("how the run ended is not noted: %s", error)
+                except TransientFilesystemError as error:  # the model is saved; this is for status pages
+                    _log.error("could not note how the run ended: %s", error)
             return TrainReport(
                 step=session.step,
                 steps=session.step - first_step,
@@ -527,7 +527,7 @@ class Trainer:
             data = open_data(self.task, coordinator.membership.shard, self._epochs())
             made.callback(data.close)
             self._metrics.gauge(
-                "data_trouble", "1 while a source cannot note what was read, as on a full disk; else 0"
+                "data_trouble", "1 while a source cannot record its progress, as on a full disk; else 0"
             ).read_from(lambda: float(bool(data.trouble)))
             session = Session(
                 model, data, coordinator, config, report=report, clock=self._clock, metrics=self._metrics
@@ -536,7 +536,7 @@ class Trainer:
             return session
 
     def _publishing(self, run: LocalRun) -> list[Hook]:
-        """Return what publishes, of this process; before anything is restored or saved."""
+        """Return the hook that publishes, if any; made before anything is restored or saved."""
         plan, session = self._publish, run.session
         if plan is None:
             return []
@@ -607,7 +607,7 @@ class Trainer:
             yield model, own, prefix
 
     def _reading_options(self) -> RestoreOptions:
-        """Return how a checkpoint is restored by who only reads it."""
+        """Return the options for restoring a checkpoint only to read it."""
         restore = self.config.restore
         custom = CustomRestore(alias_map=restore.alias_map, auto_alias=restore.auto_alias)
         return replace(restore.options(self.config.model_dir), optimizer_state="reset", custom=custom)
@@ -703,7 +703,7 @@ def _refused(session: Session) -> dict[str, int]:
 
 
 def _trained_heads(prefix: str) -> Sequence[str]:
-    """Return the labels that a checkpoint was trained on; none where an older one does not say."""
+    """Return the labels that a checkpoint was trained on; none if an older one does not say."""
     progress = read_manifest(prefix).manifest.parts.get("progress", {})
     return [str(head) for head in progress.get("value", {}).get("heads", ())]
 
@@ -715,7 +715,7 @@ def _best(best: BestSoFar) -> BestEvaluation | None:
 
 
 class _SessionHook(Hook):
-    """Measures what was predicted, keeps to the limits of the run, and sees its last updates done."""
+    """Measures predictions, stops at the limits of the run, and finishes its last updates."""
 
     def __init__(self, session: Session, config: TrainConfig, began: float) -> None:
         self._session = session
@@ -764,7 +764,7 @@ class _CoordinatorHook(Hook):
 
 
 class _LeaveHook(Hook):
-    """Ends this process's part; the very last hook, since the rows may be gone when it is done."""
+    """Leaves the run; the very last hook, because servers and ranks may be gone afterwards."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

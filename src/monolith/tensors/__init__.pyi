@@ -1,3 +1,4 @@
+from monolith.tensors.handover import leaves, map_leaves
 from monolith.tensors.queues import Prefetched, PrefetchQueue, prefetch
 from monolith.tensors.ragged import (
     RaggedTensor,
@@ -7,7 +8,6 @@ from monolith.tensors.ragged import (
     normalize_merged_split,
     ranges,
 )
-from monolith.tensors.structure import leaves, map_leaves
 
 __all__ = [
     "PrefetchQueue",

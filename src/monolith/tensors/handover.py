@@ -4,11 +4,17 @@ Each thread has its own current CUDA stream, and streams run side by side: a ten
 one thread has computed may be unfinished when another reads it. A `Handover` carries the
 events to wait for. It can also take tensors to a device on the way, from page-locked
 memory on a stream of its own, so that neither thread nor device waits meanwhile.
+
+A batch is rarely one tensor: it is dicts, lists, tuples and dataclasses in each other, with
+tensors at the leaves. `map_leaves` returns a new structure of the same containers; that of
+the caller is never written to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +23,6 @@ import torch
 from torch import Tensor
 
 from monolith.tensors.ragged import RaggedTensor
-from monolith.tensors.structure import leaves, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +113,46 @@ def _pinned(leaf: Tensor | RaggedTensor) -> Tensor | RaggedTensor:
 def _events(tensors: Iterator[Tensor]) -> tuple[tuple[torch.device, Any], ...]:
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return tuple((device, torch.cuda.current_stream(device).record_event()) for device in devices)
+
+
+def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
+    """Return `structure` with every leaf replaced by `function(leaf)`, its containers of the same types.
+
+    Containers are dicts, lists, tuples, named tuples and dataclasses. All else is a
+    leaf, None included. Leaves are visited in order.
+    """
+    if isinstance(structure, dict):
+        # A copy keeps what a type has besides its items, such as a defaultdict's factory.
+        mapped = copy.copy(structure)
+        mapped.update((key, map_leaves(function, value)) for key, value in structure.items())
+        return mapped
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*(map_leaves(function, value) for value in structure))
+    if isinstance(structure, list | tuple):
+        return type(structure)(map_leaves(function, value) for value in structure)
+    if is_dataclass_instance(structure):
+        changed = copy.copy(structure)
+        for field in dataclasses.fields(structure):
+            # Frozen ones refuse to be set the plain way, and no caller has this copy yet.
+            object.__setattr__(changed, field.name, map_leaves(function, getattr(structure, field.name)))
+        return changed
+    return function(structure)
+
+
+def leaves(structure: Any) -> Iterator[Any]:
+    """Yield every leaf, in the order in which `map_leaves` visits them."""
+    if isinstance(structure, dict):
+        children: Any = structure.values()
+    elif isinstance(structure, list | tuple):
+        children = structure
+    elif is_dataclass_instance(structure):
+        children = (getattr(structure, field.name) for field in dataclasses.fields(structure))
+    else:
+        yield structure
+        return
+    for child in children:
+        yield from leaves(child)
+
+
+def is_dataclass_instance(structure: object) -> bool:
+    return dataclasses.is_dataclass(structure) and not isinstance(structure, type)

@@ -1,4 +1,4 @@
-"""Gathering on a CUDA device: ids go up, and from then on everything of a batch is there.
+"""Gathering on a CUDA device: ids are copied to it, and all further work on a batch happens there.
 
 Duplicates are not removed: rows are looked up as ids occur, table after table, and a gradient belongs to an
 occurrence. So the host knows all sizes without asking the device, and never waits for it. One launch fills
@@ -52,7 +52,7 @@ class DeviceGatherer:
         in_place_of_ids: Callable[[Tensor], None] | None = None,
         one_each: bool | None = None,
     ) -> DeviceBatch:
-        """Bring a batch to the device. Features the model does not read are ignored.
+        """Copy a batch to the device. Features the model does not read are ignored.
 
         It is on its way when this returns, by a stream of its own, for which the current one waits.
 
@@ -155,7 +155,7 @@ class DeviceGatherer:
         self.on_device.kernels.launch(kernel, blocks, *arguments, stream=stream)
 
     def _sent(self, staged: Tensor) -> Tensor:
-        """Return the staged tensors, on their way to the device."""
+        """Start copying the staged tensors to the device, and return them."""
         device = self.device
         with device.active():
             with device.on(self._upload):
@@ -177,7 +177,7 @@ class DeviceGatherer:
         return found
 
     def _placed(self, batch: FeatureIds, cells: _Cells, splits: NDArray[np.int64]) -> _Placed:
-        """Return where the ids of a batch go, and what kernels are told of its features."""
+        """Return the places of a batch's ids, and the description of its features that kernels read."""
         starts, ends = splits[cells.first], splits[cells.end]
         counts = ends - starts
         weighted = self._weighted(batch, starts, ends)
@@ -235,16 +235,16 @@ class DeviceGatherer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
-    """Where the ids of a batch go. Never changed."""
+    """The places of the ids of a batch. Never changed."""
 
     about: Tensor
-    """What kernels are told of each feature, by bytes."""
+    """The description of each feature that kernels read, as bytes."""
     sizes: Tensor
     """int64 of shape (tables,)."""
     floats: int
-    """Of the rows of all ids."""
+    """Floats of the rows of all ids."""
     runs: list[tuple[int, int, int]]
-    """What of a batch's ids goes where: begin, place and number."""
+    """Ranges of ids to copy: begin in the batch, place on the device, and number."""
     ids: int
     weighs: bool
 
@@ -266,11 +266,11 @@ class _Cells:
         self.end = np.where(self.there, begins[where + 1], self.first)
         self.step = self.there & ~np.append(shared, False)[where]
         self.one_each: _Placed | None = None
-        """Of batches whose cells, all of them, have one id each, without weights."""
+        """The places of batches in which every cell has one id, without weights."""
 
 
 class _Staged:
-    """What goes up of one batch, in one stretch of pinned memory."""
+    """The tensors of one batch to copy, in one block of pinned memory."""
 
     def __init__(self, device: Device, *, features: int, ids: int, weights: int, splits: int) -> None:
         ends = list(accumulate((features, 8 * ids, 4 * weights, 4 * splits)))
@@ -290,7 +290,8 @@ class _Staged:
 
 
 class DeviceBatch:
-    """One batch on a device: its ids as they occur, and the way from their rows to the outputs and back."""
+    """One batch on a device: its ids as they occur, and the functions from their rows to the outputs and
+    back."""
 
     distinct = False
     counts = None
@@ -344,7 +345,7 @@ class DeviceBatch:
         return self._gatherer.plan.by_name(outputs)
 
     def sum_equal(self, gradients: Tensor) -> Tensor:
-        """Bring the gradients of equal ids together; see `DeviceGatherer.sum_equal`."""
+        """Sum the gradients of equal ids; see `DeviceGatherer.sum_equal`."""
         return self._gatherer.sum_equal(self.ids, self.sizes, gradients)
 
     @property
@@ -424,7 +425,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _check(batch: FeatureIds, cells: int) -> bool:
-    """See that a batch makes sense; return whether every cell has one id.
+    """Check a batch; return whether every cell has one id.
 
     Raises:
         FeatureError: It does not. In the words of the core.
@@ -455,7 +456,7 @@ def _check(batch: FeatureIds, cells: int) -> bool:
 def _runs(
     starts: NDArray[np.int64], firsts: NDArray[np.int32], counts: NDArray[np.int64]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield what of a batch's ids goes where: begin, place and number. What lies together goes together."""
+    """Yield ranges of ids to copy: begin, place and number. Adjacent ranges are merged."""
     begin = to = count = 0
     for start, first, many in zip(starts.tolist(), firsts.tolist(), counts.tolist(), strict=True):
         if many and start == begin + count and count:

@@ -1,4 +1,4 @@
-"""Rows in host memory for a model on a device: distinct rows go up once, and all else is done there.
+"""Rows in host memory for a model on a device: distinct rows are copied once, all else happens there.
 
 The host finds the distinct ids of a batch and looks their rows up, straight into pinned memory. What the
 device is told of the batch in addition is the number of each occurrence's id: with that it repeats rows as

@@ -35,13 +35,13 @@ class Occurrences:
     """Where the ids of a batch occur, on a device."""
 
     parts: Tensor
-    """What `Repeater.parts` returned."""
+    """The result of `Repeater.parts`."""
     numbers: Tensor
     """int64: the number of each occurrence's id among the distinct ones, table after table."""
     distinct: int
-    """How many there are of those, each of which occurs."""
+    """How many distinct ids there are; each occurs at least once."""
     floats: int
-    """Of a row for each occurrence."""
+    """Floats of a row for each occurrence."""
 
 
 class Repeater:
@@ -58,7 +58,7 @@ class Repeater:
 
     @property
     def part_bytes(self) -> int:
-        """Of what `parts` returns."""
+        """Bytes of the result of `parts`."""
         return len(self._dims) * PART.itemsize
 
     def parts(self, distinct: NDArray[np.int64], occurring: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -148,5 +148,5 @@ class _Repeated(torch.autograd.Function):
 
 
 def repeated_source() -> str:
-    """Return the source of what repeats rows and adds their gradients up."""
+    """Return the source of the kernels that repeat rows and sum their gradients."""
     return resources.files(__package__).joinpath("repeated.cu").read_text("utf-8")
