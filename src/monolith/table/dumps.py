@@ -129,7 +129,7 @@ def table_basename(folder: str, name: str) -> str:
     return filesystem.join(folder, name.replace(":", "-").replace("/", "-"))
 
 
-class DumpOptions(TypedDict, total=False):
+class TableDumpOptions(TypedDict, total=False):
     """The keyword arguments of `dump` and `dump_snapshot`."""
 
     num_shards: int | None
@@ -148,7 +148,7 @@ class DumpOptions(TypedDict, total=False):
 
 
 def dump(
-    table: Table, basename: str, *, consistent: bool = True, **options: Unpack[DumpOptions]
+    table: Table, basename: str, *, consistent: bool = True, **options: Unpack[TableDumpOptions]
 ) -> DumpReport:
     """Write all rows of a table to `basename`; its folder is made.
 
@@ -186,7 +186,7 @@ def dump_snapshot(
     basename: str,
     *,
     written: Callable[[Tensor], None] | None = None,
-    **options: Unpack[DumpOptions],
+    **options: Unpack[TableDumpOptions],
 ) -> DumpReport:
     """Write all rows of a snapshot to `basename`, as `dump` does those of a table.
 
@@ -393,7 +393,7 @@ def _write(
     )
 
 
-class LoadOptions(TypedDict, total=False):
+class TableLoadOptions(TypedDict, total=False):
     """The keyword arguments of `load` and `load_changes`."""
 
     keep: Keep | None
@@ -415,7 +415,7 @@ def load(
     *,
     clear: bool = True,
     verify_first: bool = True,
-    **options: Unpack[LoadOptions],
+    **options: Unpack[TableLoadOptions],
 ) -> LoadReport:
     """Read a dump into a table, whatever the number of shards it has.
 
@@ -445,7 +445,7 @@ def _load(
     ready: Callable[[int], AbstractContextManager[None]],
     *,
     verify_first: bool,
-    **options: Unpack[LoadOptions],
+    **options: Unpack[TableLoadOptions],
 ) -> LoadReport:
     """Check a dump, and restore its rows within `ready(how many)`."""
     keep, workers, progress = options.get("keep"), options.get("workers", 4), options.get("progress")
@@ -501,7 +501,7 @@ def _load(
 
 
 def load_changes(
-    table: Table, basename: str, *, cleared: bool = False, **options: Unpack[LoadOptions]
+    table: Table, basename: str, *, cleared: bool = False, **options: Unpack[TableLoadOptions]
 ) -> LoadReport:
     """Apply a dump of changes to a table that is in the state before them.
 
