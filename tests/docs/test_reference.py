@@ -41,7 +41,7 @@ def test_a_section_has_the_signature_and_the_summary_of_the_docstring(tool: Modu
     assert tool.section("MissingExtraError").splitlines() == [
         "### MissingExtraError",
         "",
-        "An optional package is needed for what was asked. Defined in `monolith.errors`.",
+        "An optional package is needed and not installed. Defined in `monolith.errors`.",
         "",
         "```python",
         "MissingExtraError(package: str, extra: str, purpose: str)",

@@ -62,17 +62,18 @@ class PreparedBatch:
     gathered: GatheredBatch | DeviceBatch | HostRowBatch
     keys: TableIds
     rows: Tensor | None
-    """None while they are on their way to a device: `HostRowBatch.rows` waits for them."""
+    """float32 of shape (sum of ids x width,); None while they are copied to a device: `HostRowBatch.rows`
+    waits for them."""
     event_time: int
 
 
 StandIn = Callable[[Input | PreparedBatch], Mapping[str, Any]]
-"""Given what a model reads, returns what `EmbeddingCollection.forward` would."""
+"""Replaces `EmbeddingCollection.forward`: takes the same input, returns the layouts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """Rows that are ready for some ids, as these were when the rows were looked up."""
+class _ReadyRows:
+    """Rows that were looked up ahead for some IDs, and the version of these IDs at that time."""
 
     ids: FeatureIds
     versions: tuple[int, ...]
@@ -80,11 +81,11 @@ class _Held:
     otherwise: Callable[[], None] | None
 
     @classmethod
-    def of(cls, ids: FeatureIds, prepared: PreparedBatch, otherwise: Callable[[], None] | None) -> _Held:
+    def of(cls, ids: FeatureIds, prepared: PreparedBatch, otherwise: Callable[[], None] | None) -> _ReadyRows:
         return cls(ids, _versions(ids), prepared, otherwise)
 
     def fits(self, ids: FeatureIds) -> bool:
-        """Whether the rows are those of these ids: the same tensors, unchanged since."""
+        """Whether the rows belong to these IDs: the same tensors, unchanged since the lookup."""
         known = self.ids
         return (
             (ids.ids is known.ids and ids.splits is known.splits and ids.names == known.names)
@@ -95,13 +96,13 @@ class _Held:
 
 
 def _versions(ids: FeatureIds) -> tuple[int, ...]:
-    """Return how often each tensor was written to; one made in inference mode does not count."""
+    """Return how often each tensor was written to; tensors of inference mode do not count writes."""
     tensors = (ids.ids, ids.splits) if ids.weights is None else (ids.ids, ids.splits, ids.weights)
     return tuple(0 if one.is_inference() else one._version for one in tensors)
 
 
 class Watcher(Protocol):
-    """Told of every batch of rows that training may give a gradient."""
+    """Receives every batch of rows that training may give a gradient: `EmbeddingOptimizer`."""
 
     def watch(self, collection: EmbeddingCollection, rows: Tensor, prepared: PreparedBatch) -> None:
         """Take rows in place of those that were prepared."""
@@ -154,7 +155,7 @@ class EmbeddingCollection(nn.Module):
         if store is not None:
             self._use(store)
         self._watchers: list[Watcher] = []
-        self._held: _Held | None = None
+        self._held: _ReadyRows | None = None
         self._said_twice = False
         self._stand_in: StandIn | None = None
 
@@ -264,7 +265,7 @@ class EmbeddingCollection(nn.Module):
         return tuple(self._layouts)
 
     def gather(self, batch: Input) -> GatheredBatch | None:
-        """Find the distinct ids of a batch for `prepare`, and look at no row; from any thread.
+        """Find the distinct IDs of a batch for `prepare`, without reading rows; from any thread.
 
         None if a device reads the batch: `prepare` then does all of it.
         """
@@ -272,12 +273,12 @@ class EmbeddingCollection(nn.Module):
         return reader.read(_ids(batch)) if isinstance(reader, Gatherer) else None
 
     def prepare(self, batch: Input, found: GatheredBatch | None = None) -> PreparedBatch:
-        """Look the rows of a batch up, ahead of the step that uses it; from any thread.
+        """Look up the rows of a batch ahead of the step that uses it; from any thread.
 
         `forward` takes the result in place of the batch. Rows that change in between are not seen.
 
         Args:
-            found: What `gather` has found in the batch.
+            found: The result of `gather` for this batch.
         """
         ids, store = _ids(batch), self.store
         gathered = self._reader().read(ids) if found is None else found
@@ -293,23 +294,23 @@ class EmbeddingCollection(nn.Module):
     def hold(
         self, batch: Input, prepared: PreparedBatch | None, otherwise: Callable[[], None] | None = None
     ) -> None:
-        """Use rows that were prepared when the model reads `batch` next, so that it need not know of them.
+        """Use prepared rows when the model next reads `batch`, so that the model need not know of them.
 
-        Rows belong to ids: a batch with other labels or floats and the same ids has the same. Where its ids
-        were changed, they are looked up in the step, and a line in the log says so once.
+        Rows belong to IDs: a batch with other labels or floats and the same IDs has the same rows. If the
+        model changes the IDs, they are looked up in the step, with one warning.
 
-        One batch at a time: those held before are released. None releases all.
+        Only one batch is ready at a time: this replaces an earlier one, and None removes it.
 
         Args:
-            otherwise: Called before such a lookup, to see that the updates it should find are done.
+            otherwise: Called before such a lookup, to apply the updates that it should see.
         """
-        self._held = None if prepared is None else _Held.of(_ids(batch), prepared, otherwise)
+        self._held = None if prepared is None else _ReadyRows.of(_ids(batch), prepared, otherwise)
 
     @contextmanager
     def replaced(self, stand_in: StandIn) -> Iterator[None]:
-        """Let `stand_in` say what `forward` returns while a block runs, and no row is looked up.
+        """Replace `forward` by `stand_in` for a block, in which no row is looked up.
 
-        It is for who traces the rest of a model: rows without end are no part of a graph.
+        Tracing needs it: embedding rows are inputs of a graph, not part of it.
         """
         before, self._stand_in = self._stand_in, stand_in
         try:
@@ -324,7 +325,7 @@ class EmbeddingCollection(nn.Module):
         """
         if self._stand_in is not None:
             return dict(self._stand_in(batch))
-        if torch.compiler.is_compiling():  # rows without end are no part of a graph
+        if torch.compiler.is_compiling():  # a graph cannot contain the lookup of rows
             found: dict[str, Any] = torch.compiler.disable(self._forward)(batch)  # type: ignore[no-untyped-call]
             return found
         return self._forward(batch)
@@ -333,9 +334,10 @@ class EmbeddingCollection(nn.Module):
         prepared = batch if isinstance(batch, PreparedBatch) else self._prepared(batch)
         gathered = prepared.gathered
         rows = gathered.rows() if isinstance(gathered, HostRowBatch) else prepared.rows
-        assert rows is not None, "they are here, or on their way"
+        assert rows is not None, "only a HostRowBatch has no rows of its own"
         scale: Callable[[], float] | None = None
         if torch.is_grad_enabled():
+            # A leaf tensor per step: autograd fills its gradient, and rows never become parameters.
             rows = rows.detach().requires_grad_()
             if self.training:
                 for watcher in self._watchers:
@@ -361,10 +363,10 @@ class EmbeddingCollection(nn.Module):
         return self.prepare(batch)
 
     def attach(self, watcher: Watcher) -> None:
-        """Let `watcher` know of every batch of rows from now on. One collection has one optimizer.
+        """Send every batch of rows to `watcher` from now on. One collection has one optimizer.
 
         Raises:
-            FeatureError: It has one.
+            FeatureError: The collection already has one.
         """
         if self._watchers:
             raise FeatureError("this collection has an optimizer already: two would train its rows twice")

@@ -96,21 +96,26 @@ def apply_gradients(
     push: Callable[[Callable[[], None]], None] | None = None,
     count: Callable[[], int] | None = None,
 ) -> Tensor | None:
-    """Differentiate `loss` and take one step of everything; the global step counts up last.
+    """Differentiate `loss` and take one step of dense weights and rows; the global step advances last.
 
-    Gradients that were there before count in, as in a plain loop, and are cleared afterwards. A loss or a
-    gradient that is not finite is not applied, nor is anything else of the batch.
+    Existing gradients are added, as in a plain loop, and cleared afterwards. If the loss or a gradient is not
+    finite, nothing of the batch is applied. The order matters:
+
+        backward ──► all gradients finite? (on every rank) ──► sum, clip ──► dense step ──► count ──► rows
+
+    Everything that can refuse the batch comes before the first write, so that a refused batch changes
+    nothing.
 
     Args:
-        together: The processes that take this step, too. Then norms are those of the gradient over all
-            examples, and a batch of one that is not finite is skipped by all.
-        examples: How many the loss is a mean of, which weighs it against those of others.
-        push: Given a function that updates the rows, to be called in time; by default it is called here.
-        count: Called between dense weights and rows; returns which step of the model this is, from 1, where
-            others take steps too. By default `sparse` counts.
+        together: The ranks that take this step together. Then norms are those of the gradient over all
+            examples, and all ranks skip a step in which the batch of one is not finite.
+        examples: The number of examples in the mean of the loss, which is its weight among the ranks.
+        push: Receives the function that updates the rows and calls it later; by default it is called here.
+        count: Called between dense weights and rows; returns the global step, from 1, if other workers take
+            steps, too. By default `sparse` counts.
 
     Returns:
-        The common norm of all gradients before clipping, where it was needed; else None.
+        The common norm of all gradients before clipping, if it was needed; else None.
 
     Raises:
         NonFiniteError: The loss or a gradient is NaN or infinite. Nothing was changed, no step was counted,
@@ -138,7 +143,8 @@ def apply_gradients(
             raise NonFiniteError(trouble)
         add_up = None
         if together is not None and (_limits_rows(config) or config.min_norms):
-            # What is done to rows is done where they are, to the gradients of all processes.
+            # Limits on rows apply to the sum over all ranks, so gradients are first sent to the owners of
+            # rows.
             rows, add_up = sparse.exchange(), together.add_up
         if _limits_rows(config) and not config.min_norms:
             sparse.sum_equal()

@@ -254,6 +254,7 @@ class Exporter:
         was_there = found is not None
         total = 0
         if found is None:
+            # Shards first, the entry last: an entry that exists has all of its rows.
             tables: dict[str, ServableTable] = {}
             for begin in range(0, shards, _SHARDS_AT_ONCE):
                 shares = range(begin, min(begin + _SHARDS_AT_ONCE, shards))

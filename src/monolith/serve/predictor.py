@@ -384,6 +384,8 @@ class GraphRunner:
         tensors: list[Tensor] = []
         with torch.inference_mode():
             for gatherer in self._gatherers:
+                # ids (n_ids,) with repeats -> distinct IDs (u,), then rows float32 (sum of u x width,), then
+                # one tensor (n, ...) per layout. The rows of a batch are read in one lookup per collection.
                 gathered = gatherer.read(ids)
                 found = self._rows.lookup(TableIds(gathered.ids, gathered.sizes), deadline=deadline)
                 all_found.append(found)

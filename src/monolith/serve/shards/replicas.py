@@ -224,6 +224,8 @@ class ShardReplicas:
         able = [one for one in members if one.state == "up"]
         if not able and not only_up:
             able = [one for one in members if one.state == "slow"]
+        # The power of two choices: the less busy one of two random replicas. Comparing all would send every
+        # thread to the same idle replica, because `in_flight` is read without a lock.
         if len(able) > 2:
             able = random.sample(able, 2)
         elif len(able) == 2 and random.random() < 0.5:
