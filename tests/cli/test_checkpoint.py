@@ -76,7 +76,7 @@ def test_whose_checkpoints_are_meant_must_be_said_once(
     missing = printed("inspect", "77", "--config", str(config), status=2)
     assert f"there is no checkpoint 77 in {folder}; it has {Path(prefixes[0]).name}" in missing
     config.write_text("")
-    assert "says no train.model_dir" in printed("inspect", "--config", str(config), status=2)
+    assert "has no train.model_dir" in printed("inspect", "--config", str(config), status=2)
 
 
 # list

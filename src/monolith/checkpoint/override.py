@@ -170,6 +170,8 @@ def roll_back(model_dir: str, name: str) -> str | None:
         )
         return None
     later = _later(model_dir, prefix)
+    # In this order: journal, state file, marker. A kill before the marker rolls back once more, which changes
+    # nothing; a marker without the state file would never roll back.
     _keep_what_is_needed(model_dir, later)
     write_checkpoint_state(model_dir, _ending_with(prefix, state))
     _write(marker, absolute_path(prefix))
@@ -297,6 +299,7 @@ def start_from(
                 model_dir, seed=replace(theirs, exempt_model_checkpoint_paths=(picked,))
             )
             write_checkpoint_state(model_dir, CheckpointState(picked, (picked,)), relative_paths=False)
+        # Last: the other workers read the state file as soon as they see this.
         _publish(model_dir, "done", clock())
     except MonolithError as cause:
         message = f"cannot start {model_dir} from {restore_dir}: {cause}"

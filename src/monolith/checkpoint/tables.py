@@ -111,6 +111,8 @@ class TablesPart:
 
     def snapshot(self, step: int) -> TablesSnapshot:  # noqa: ARG002
         with contextlib.ExitStack() as frozen, contextlib.ExitStack() as undo:
+            # All tables are frozen before the first snapshot is opened, so that all are of one moment:
+            # writers wait for the microseconds it takes to open them, not for the writing.
             for table in self._tables.values():
                 frozen.enter_context(table.frozen())
             snapshots: dict[str, TableSnapshot] = {}
@@ -244,6 +246,8 @@ class TablesPart:
                 before = [table.scales] if touched else []
                 for saved in history:
                     scales: list[list[float]] = list(before)
+                    # A clear comes before the changes of the same checkpoint: the rows loaded from earlier
+                    # checkpoints of the chain go first.
                     self._forget_cleared(table, saved, source)
                     for shard in saved.shards_for(self._shard):
                         done = self._load(

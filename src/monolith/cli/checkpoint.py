@@ -1,6 +1,6 @@
-"""`monolith checkpoint list | inspect | diff | reshard | export | import | compact`: checkpoints, for people.
+"""`monolith checkpoint list | inspect | diff | reshard | export | import | compact`: parse, call, print.
 
-Exit status 1 says that a file is damaged or missing; which one is printed.
+The exit status is 1 if a file is damaged or missing; its name is printed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rich.table import Table
 
 from monolith import checkpoint, filesystem
 from monolith.checkpoint import original
-from monolith.checkpoint.offline.listing import is_named
-from monolith.checkpoint.offline.reading import Damage, SavedTables, size_of
+from monolith.checkpoint.offline.listing import find_named
+from monolith.checkpoint.offline.reading import Damage, rows_to_read, rows_to_write, size_of
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
@@ -54,18 +54,18 @@ SHOWN_STATE = 80
 SHOWN_TABLES = 3
 
 
-def place_of(given: str | None, config: Path | None) -> str:
+def run_or_checkpoint(given: str | None, config: Path | None) -> str:
     """Return the folder or checkpoint that is meant: the config file of a run means its model_dir.
 
     Args:
         given: A folder, a checkpoint or a config file; with `config`, a checkpoint of that run.
 
     Raises:
-        ConfigError: Nothing is named, or a file cannot be read or says no model_dir.
+        ConfigError: Nothing is named, or a config file cannot be read or has no model_dir.
     """
     if config is not None:
         folder = _model_dir(config)
-        return folder if given is None else _in_folder(folder, given)
+        return folder if given is None else find_named(folder, given)
     if given is None:
         raise ConfigError("name the folder of a run, or give the config file of the run as --config")
     path = Path(given)
@@ -76,31 +76,24 @@ def place_of(given: str | None, config: Path | None) -> str:
 
 def find(given: str | None, config: Path | None) -> str:
     """Return the prefix of the checkpoint that is meant."""
-    return checkpoint.find_checkpoint(place_of(given, config))
+    return checkpoint.find_checkpoint(run_or_checkpoint(given, config))
 
 
 def _model_dir(config: Path) -> str:
     model_dir = read_run(config, {}).train.model_dir
     if not model_dir:
-        raise ConfigError(f"{config} says no train.model_dir, the folder with the checkpoints of its run")
+        raise ConfigError(f"{config} has no train.model_dir, the folder with the checkpoints of its run")
     return model_dir
-
-
-def _in_folder(folder: str, name: str) -> str:
-    """Return the checkpoint of a folder that is called so; a damaged one is reported when it is read."""
-    there = checkpoint.list_checkpoints(folder).checkpoints
-    found = [one.prefix for one in there if is_named(one.prefix, name)]
-    return found[0] if len(found) == 1 else checkpoint.named_checkpoint(folder, name)
 
 
 # list
 
 
 def list_(options: CheckpointListOptions) -> int:
-    """List the checkpoints of a run; 1 where one is damaged."""
+    """List the checkpoints of a run; return 1 if one is damaged."""
     if options.run_dir is not None and options.config is not None:
         raise ConfigError("checkpoint list: RUN-DIR and --config both name the run; give one of them")
-    run_dir = place_of(options.run_dir, options.config)
+    run_dir = run_or_checkpoint(options.run_dir, options.config)
     found = checkpoint.list_checkpoints(run_dir)
     if options.json:
         print_json(
@@ -124,14 +117,14 @@ def list_(options: CheckpointListOptions) -> int:
         return 0 if found.sound else 1
     console = Console()
     if not found.checkpoints:
-        say(console, f"{run_dir} has no checkpoints")
+        show(console, f"{run_dir} has no checkpoints")
     else:
         console.print(listing_table(run_dir, found.checkpoints))
     for one in found.checkpoints:
         if one.problem is not None:
-            say(console, f"{one.name}: {one.problem}")
+            show(console, f"{one.name}: {one.problem}")
     for problem in found.problems:
-        say(console, problem)
+        show(console, problem)
     return 0 if found.sound else 1
 
 
@@ -141,7 +134,13 @@ def listing_table(title: str, checkpoints: Iterable[Listed]) -> Table:
         kind = one.kind if len(one.chain) == 1 else f"{len(one.chain) - 1} after {short(one.chain[0])}"
         state = "[red]damaged" if one.problem else "" if one.kind == "unfinished" else "ok"
         table.add_row(
-            one.name, moment(one.saved_at), kind, rows_text(one), decimal(one.bytes), kept_text(one), state
+            one.name,
+            at_time(one.saved_at),
+            kind,
+            rows_text(one),
+            decimal(one.bytes),
+            marks_text(one),
+            state,
         )
     return table
 
@@ -152,7 +151,7 @@ def rows_text(one: Listed) -> str:
     return f"{sum(one.rows.values()):,}\nin {len(one.rows)} tables"
 
 
-def kept_text(one: Listed) -> str:
+def marks_text(one: Listed) -> str:
     shown = [mark for mark in one.marks if not (mark == "listed" and "latest" in one.marks)]
     return ", ".join(f"[bold]{mark}[/bold]" if mark in ("latest", "best") else mark for mark in shown)
 
@@ -161,7 +160,7 @@ def kept_text(one: Listed) -> str:
 
 
 def inspect(options: CheckpointInspectOptions) -> int:
-    """Show what is in a checkpoint, or the row of one id; 1 where something is damaged."""
+    """Show the contents of a checkpoint, or the row of one id; return 1 if something is damaged."""
     prefix = find(options.checkpoint, options.config)
     if options.id is not None:
         return guarded(prefix, options.json, lambda: show_row(prefix, options))
@@ -184,9 +183,9 @@ def show_row(prefix: str, options: CheckpointInspectOptions) -> int:
     console = Console()
     if not known and len(rows) > 1:
         of = ", ".join(row.feature or row.table for row in rows)
-        say(console, f"{options.id} in {short(prefix)}: no row in any of {of}")
+        show(console, f"{options.id} in {short(prefix)}: no row in any of {of}")
         return 0
-    say(console, row_heading(prefix, found, options.id))
+    show(console, row_heading(prefix, found, options.id))
     if found.status == "found":
         console.print(row_table(found))
     return 0
@@ -198,7 +197,7 @@ def row_heading(prefix: str, found: FoundRow, value: str) -> str:
         return f"{whose}: no row, neither here nor in the checkpoints it continues"
     where = filesystem.base_name(found.prefix)
     if found.status == "found":
-        return f"{whose}: written by {where}, event time {moment(found.event_time)} ({found.event_time})"
+        return f"{whose}: written by {where}, event time {at_time(found.event_time)} ({found.event_time})"
     what = "removed" if found.status == "removed" else "gone since the table was cleared,"
     return f"{whose}: {what} at {where}"
 
@@ -214,7 +213,7 @@ def row_table(found: FoundRow) -> Table:
 
 
 def show_contents(prefix: str, options: CheckpointInspectOptions) -> int:
-    with bar("Reading", rows_held(prefix) if options.verify else 0) as done:
+    with bar("Reading", rows_to_read(prefix) if options.verify else 0) as done:
         found = checkpoint.read_contents(prefix, verify=options.verify, progress=done)
     tables = [table for table in found.tables if options.table in (None, table.name)]
     if options.table is not None and not tables:
@@ -224,19 +223,19 @@ def show_contents(prefix: str, options: CheckpointInspectOptions) -> int:
         print_json({**asdict(found), "tables": [asdict(table) for table in tables], "ok": not found.problems})
         return 1 if found.problems else 0
     console = Console()
-    say(console, contents_heading(found))
+    show(console, contents_heading(found))
     if tables:
         console.print(contents_table(tables, details=options.details))
     if options.table is None and options.details:
         show_rest(console, found, options.variables)
     elif options.table is None:
         for name, words in summary(found).items():
-            say(console, f"  {name:<9} {words}")
+            show(console, f"  {name:<9} {words}")
     for problem in found.problems:
-        say(console, f"damaged: {problem}", style="red")
+        show(console, f"damaged: {problem}", style="red")
     if not found.problems:
         more = "" if options.details else "; --details shows every variable, setting and position"
-        say(
+        show(
             console,
             ("verified: all checksums match" if found.verified else "ok; --verify reads every byte") + more,
         )
@@ -244,7 +243,7 @@ def show_contents(prefix: str, options: CheckpointInspectOptions) -> int:
 
 
 def contents_heading(found: Contents) -> str:
-    lines = [f"{found.prefix}\nstep {found.step:,}, saved {moment(found.saved_at)}, {decimal(found.bytes)}"]
+    lines = [f"{found.prefix}\nstep {found.step:,}, saved {at_time(found.saved_at)}, {decimal(found.bytes)}"]
     if found.kind == "full":
         lines[0] += ", full"
     else:
@@ -254,7 +253,7 @@ def contents_heading(found: Contents) -> str:
 
 
 def summary(found: Contents) -> dict[str, str]:
-    """Return a line for each part of a checkpoint next to its tables."""
+    """Return a line of text for each part of a checkpoint except its tables."""
     lines: dict[str, str] = {}
     if found.variables:
         weights = sum(math.prod(one.shape) for one in found.variables if one.same_as is None)
@@ -279,7 +278,7 @@ def summary(found: Contents) -> dict[str, str]:
 
 
 def state_words(name: str, value: Any) -> str:
-    """Return what a person wants to know of one part of plain values."""
+    """Return the gist of a part of plain values, as a text."""
     if name == "metrics" and isinstance(value, dict) and isinstance(value.get("set"), dict):
         last = {metric: one.get("last") for metric, one in value["set"].items() if isinstance(one, dict)}
         known = [f"{metric} {number:.4f}" for metric, number in last.items() if isinstance(number, float)]
@@ -294,7 +293,7 @@ def state_words(name: str, value: Any) -> str:
 
 
 def _found(value: Any, key: str) -> Any:
-    """Return what a key has in nested tables: stages of a pipeline hold the position of their source."""
+    """Return the value of a key in nested dicts: a pipeline's stages contain the position of its source."""
     while isinstance(value, dict):
         if key in value:
             return value[key]
@@ -307,7 +306,7 @@ def contents_table(tables: Iterable[TableContents], *, details: bool) -> Table:
         shown = new_table("", "table", ">rows", ">dim", ">changed", ">removed", ">size", "newest")
         for one in tables:
             changes = ("", "") if one.kind == "full" else (f"{one.changed or 0:,}", f"{one.removed or 0:,}")
-            newest = "" if one.newest_event_time is None else moment(one.newest_event_time)
+            newest = "" if one.newest_event_time is None else at_time(one.newest_event_time)
             dim = one.layout.partition(" ")[0]  # "9 values + 9 state (...)"
             shown.add_row(one.name, f"{one.rows:,}", dim, *changes, decimal(one.bytes), newest)
         return shown
@@ -319,7 +318,7 @@ def contents_table(tables: Iterable[TableContents], *, details: bool) -> Table:
             holds += ", cleared first" if one.cleared else ""
             holds += "".join(f", ps-{share} cleared first" for share in one.cleared_shares)
         files = str(one.shards) if one.shares == 1 else f"{one.shards} of {one.shares} servers"
-        newest = "" if one.newest_event_time is None else moment(one.newest_event_time)
+        newest = "" if one.newest_event_time is None else at_time(one.newest_event_time)
         shown.add_row(one.name, f"{one.rows:,}", holds, files, decimal(one.bytes), newest, one.layout)
     return shown
 
@@ -331,12 +330,12 @@ def show_rest(console: Console, found: Contents, most: int) -> None:
         if one.kind != "none":
             used = "" if one.cells is None else f", {one.cells:,} cells in use, room for {one.capacity:,}"
             whose = "" if one.shares == 1 else f", of {one.shares} servers"
-            say(console, f"filter of {one.table}: {one.kind}{whose}{used}")
+            show(console, f"filter of {one.table}: {one.kind}{whose}{used}")
     for name, value in found.states.items():
         if name == checkpoint.FEATURES:
             console.print(features_table(checkpoint.saved_spec(found.prefix, value)))
         else:
-            say(console, f"{name}: {json.dumps(plain(value))}")
+            show(console, f"{name}: {json.dumps(plain(value))}")
 
 
 def features_table(spec: FeatureSpec) -> Table:
@@ -373,7 +372,7 @@ def diff(options: CheckpointDiffOptions) -> int:
     before, after = (find(name, options.config) for name in (options.before, options.after))
 
     def work() -> int:
-        rows = sum(sum(map(tables.rows, tables.names)) for tables in map(tables_of, (before, after)))
+        rows = rows_to_write(before) + rows_to_write(after)
         with bar("Comparing", rows) as done:
             found = checkpoint.compare(
                 before, after, tables=options.tables or None, top=options.top, progress=done
@@ -395,9 +394,9 @@ def show_difference(console: Console, found: Difference, options: CheckpointDiff
     before, after = (
         f"{name} (step {step:,}, {size})" for name, step, size in zip(names, found.steps, sizes, strict=True)
     )
-    say(console, f"{before} and {after}")
+    show(console, f"{before} and {after}")
     if found.same:
-        say(console, "the two are identical, bit for bit")
+        show(console, "the two are identical, bit for bit")
         return
     if found.tables:
         headings = ("table", ">rows before", ">rows after", ">added", ">removed", ">changed", ">only time")
@@ -408,7 +407,7 @@ def show_difference(console: Console, found: Difference, options: CheckpointDiff
         console.print(table)
     for one in found.tables:
         if one.layout is not None:
-            say(console, f"rows of {one.name}: {one.layout[0]}, then {one.layout[1]}")
+            show(console, f"rows of {one.name}: {one.layout[0]}, then {one.layout[1]}")
         if one.largest and options.details:
             table = new_table(
                 f"{one.name}: moved furthest", ">id", ">distance", ">norm before", ">norm after"
@@ -422,14 +421,14 @@ def show_difference(console: Console, found: Difference, options: CheckpointDiff
     if found.variables:
         console.print(variable_changes(found.variables, options.variables, found.variables_same))
     elif found.variables_same:
-        say(console, f"{found.variables_same:,} dense variables are the same")
+        show(console, f"{found.variables_same:,} dense variables are the same")
     for name, values in found.states.items():
         for label, value in zip(("before", "after"), values, strict=True):
-            say(console, f"{name} {label}: {json.dumps(plain(value))}")
+            show(console, f"{name} {label}: {json.dumps(plain(value))}")
 
 
 def show_changes(console: Console, found: Difference) -> None:
-    """Say in a line each what differs next to tables."""
+    """Print one line for each part that differs, except for tables."""
     kinds = Counter(one.kind for one in found.variables)
     if found.variables_same:
         kinds["the same"] = found.variables_same
@@ -437,11 +436,11 @@ def show_changes(console: Console, found: Difference) -> None:
         counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
         furthest = max(found.variables, key=lambda one: one.largest or 0.0, default=None)
         by = f"; {furthest.name} by up to {furthest.largest:.4g}" if furthest and furthest.largest else ""
-        say(console, f"  dense     variables: {counts}{by}")
+        show(console, f"  dense     variables: {counts}{by}")
     for name, values in found.states.items():
         before, after = ("none" if value is None else state_words(name, value) for value in values)
-        say(console, f"  {name:<9} " + (before if before == after else f"{before}, then {after}"))
-    say(console, "--details shows the rows and variables that moved furthest, and positions in full")
+        show(console, f"  {name:<9} " + (before if before == after else f"{before}, then {after}"))
+    show(console, "--details shows the rows and variables that moved furthest, and positions in full")
 
 
 def variable_changes(changes: Sequence[VariableDifference], most: int, same: int) -> Table:
@@ -468,7 +467,7 @@ def reshard_(options: CheckpointReshardOptions) -> int:
     prefix = find(options.checkpoint, options.config)
 
     def work() -> int:
-        with bar("Writing", rows_of(prefix)) as done:
+        with bar("Writing", rows_to_write(prefix)) as done:
             written = checkpoint.reshard(prefix, options.to, num_shards=options.num_shards, progress=done)
         return report(written, options.json, f"written to {written.prefix}")
 
@@ -481,26 +480,26 @@ def compact_(options: CheckpointCompactOptions) -> int:
     prefix = find(options.checkpoint, options.config)
 
     def work() -> int:
-        with bar("Compacting", rows_of(prefix)) as done:
+        with bar("Compacting", rows_to_write(prefix)) as done:
             written = checkpoint.compact(prefix, num_shards=options.num_shards, progress=done)
         words = f"{written.prefix} is full now, made of {len(written.chain)} checkpoints"
         if len(written.chain) == 1:
             words = f"{written.prefix} was full already"
         report(written, options.json, words)
         if not options.json:
-            show_what_became(written)
+            show_chain(written)
         return 0
 
     return guarded(prefix, options.json, work)
 
 
-def show_what_became(written: Rewritten) -> None:
-    """Say which checkpoints of a compacted chain went, and which did not."""
+def show_chain(written: Rewritten) -> None:
+    """Print which checkpoints of a compacted chain were deleted, and which stay."""
     stay = [prefix for prefix in written.chain[:-1] if prefix not in written.deleted]
     if written.deleted:
-        say(Console(), f"deleted: {', '.join(map(short, written.deleted))}")
+        show(Console(), f"deleted: {', '.join(map(short, written.deleted))}")
     if stay:
-        say(Console(), f"kept, listed or needed by one that is: {', '.join(map(short, stay))}")
+        show(Console(), f"kept, listed or needed by one that is: {', '.join(map(short, stay))}")
 
 
 def export_(options: CheckpointExportOptions) -> int:
@@ -514,7 +513,7 @@ def export_(options: CheckpointExportOptions) -> int:
 
     def work() -> int:
         tables = options.tables or None
-        with bar("Exporting", rows_of(prefix, tables)) as done:
+        with bar("Exporting", rows_to_write(prefix, tables)) as done:
             if options.format == "plain":
                 written = checkpoint.export(
                     prefix,
@@ -539,9 +538,9 @@ def export_(options: CheckpointExportOptions) -> int:
             print_json({"checkpoint": prefix, **asdict(written)})
             return 0
         rows = ", ".join(f"{count:,} rows of {name}" for name, count in written.rows.items()) or "no rows"
-        say(Console(), f"{rows}; {len(written.files)} files, {decimal(written.bytes)}, in {options.to}")
+        show(Console(), f"{rows}; {len(written.files)} files, {decimal(written.bytes)}, in {options.to}")
         for line in written.left_out:
-            say(Console(), f"left out: {line}")
+            show(Console(), f"left out: {line}")
         return 0
 
     return guarded(prefix, options.json, work)
@@ -549,7 +548,7 @@ def export_(options: CheckpointExportOptions) -> int:
 
 def import_(options: CheckpointImportOptions) -> int:
     """Write the first checkpoint of a run from one of the original system."""
-    # What restores a model needs torch and the task's code; the other commands of this module do not.
+    # Restoring a model needs torch and the task's code; the remaining commands of this module do not.
     from monolith.cli.task_config import load_reading_run
     from monolith.train.importing import ImportPlan, import_checkpoint
 
@@ -576,9 +575,9 @@ def import_(options: CheckpointImportOptions) -> int:
     if options.json:
         print_json(asdict(found))
     elif found.prefix is None:
-        say(Console(), f"dry run: nothing was written; {_summary(found)}")
+        show(Console(), f"dry run: nothing was written; {_summary(found)}")
     else:
-        say(Console(), f"written to {found.prefix}: {_summary(found)}")
+        show(Console(), f"written to {found.prefix}: {_summary(found)}")
     return 0
 
 
@@ -596,7 +595,7 @@ def show_imported(console: Console, found: ImportReport, most: int) -> None:
             table.add_row(one.kind, escape(one.original), escape(one.detail))
         console.print(table)
     for name in found.missing:
-        say(console, f"not in the original: {name}")
+        show(console, f"not in the original: {name}")
 
 
 def _summary(found: ImportReport) -> str:
@@ -611,7 +610,7 @@ def report(written: Rewritten, as_json: bool, words: str) -> int:
     else:
         rows = sum(written.rows.values())
         size = decimal(written.bytes)
-        say(Console(), f"{words}: {rows:,} rows in {len(written.rows)} tables, {size}")
+        show(Console(), f"{words}: {rows:,} rows in {len(written.rows)} tables, {size}")
     return 0
 
 
@@ -619,33 +618,15 @@ def report(written: Rewritten, as_json: bool, words: str) -> int:
 
 
 def guarded(what: str, as_json: bool, work: Callable[[], int]) -> int:
-    """Return the status of `work`; where a file is damaged, say which, and return 1."""
+    """Return the status of `work`; if a file is damaged, print which, and return 1."""
     try:
         return work()
     except Damage as error:
         if as_json:
             print_json({"checkpoint": what, "ok": False, "problems": [str(error)]})
         else:
-            say(Console(), f"damaged: {error}", style="red")
+            show(Console(), f"damaged: {error}", style="red")
         return 1
-
-
-def tables_of(prefix: str) -> SavedTables:
-    return SavedTables(checkpoint.read_chain(prefix))
-
-
-def rows_of(prefix: str, tables: Sequence[str] | None = None) -> int:
-    saved = tables_of(prefix)
-    return sum(saved.rows(name) for name in (saved.names if tables is None else tables))
-
-
-def rows_held(prefix: str) -> int:
-    """Return how many rows there are to read in a whole chain; 0 where it is broken, which is told later."""
-    try:
-        saved = tables_of(prefix)
-    except Damage:
-        return 0
-    return sum(saved.rows_held(name) for name in saved.names)
 
 
 def bar(label: str, rows: int) -> AbstractContextManager[Progress]:
@@ -658,7 +639,7 @@ def check_shards(num_shards: int | None) -> None:
 
 
 def new_table(title: str, *headings: str) -> Table:
-    """Return an empty table; columns whose heading begins with > are numbers."""
+    """Return an empty table; columns whose heading starts with > are numbers."""
     table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
     for number, heading in enumerate(headings):
         right = heading.startswith(">")
@@ -671,7 +652,7 @@ def new_table(title: str, *headings: str) -> Table:
     return table
 
 
-def say(console: Console, text: str, style: str | None = None) -> None:
+def show(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
 
@@ -680,7 +661,7 @@ def print_json(value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON has words for: a number that is none becomes text."""
+    """Return a value that JSON can express: NaN and infinities become texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -695,7 +676,7 @@ def numbers(values: Sequence[float]) -> str:
     return f"{shown}, ... ({len(values)})" if len(values) > SHOWN_VALUES else shown
 
 
-def moment(seconds: float | None) -> str:
+def at_time(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

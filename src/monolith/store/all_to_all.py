@@ -106,7 +106,13 @@ class ReceivedRequests:
 
 
 class RankExchange:
-    """One kind of call between all ranks, on a group of its own. Used by one thread at a time."""
+    """One kind of call between all ranks, on a group of its own. Used by one thread at a time.
+
+    Shapes, with n ranks: first every rank sends n headers and receives n, each uint8 of (HEADER_BYTES,). The
+    headers tell how large the requests are. Then it sends uint8 of (sum over r of bytes for rank r,) and
+    receives uint8 of (sum over r of bytes from rank r,); each request is padded to 8 bytes, so that the int64
+    ids inside can be read in place.
+    """
 
     def __init__(self, collective: Collective, partitioner: RequestPartitioner, call: RowCall) -> None:
         self.collective = collective
@@ -130,6 +136,7 @@ class RankExchange:
         headers = self._send_headers(
             [header._replace(number=self._calls).packed() for header in call.headers]
         )
+        # After this line all ranks proceed or all raise: each has seen the same headers, refusals included.
         received = [self._checked(rank, data) for rank, data in enumerate(headers)]
         cells = len(self.partitioner.dims)
         arrays: list[dict[str, Any]] = [

@@ -416,6 +416,8 @@ class ServerGroup:
             pending -= set(asked) - failures.keys()
             if not pending:
                 break
+            # Time counts from the first failure of any server, so the whole exchange ends in bounded time
+            # even if servers fail one after the other.
             now = time.monotonic()
             first_failure = first_failure if retry else now
             retry = True
@@ -504,6 +506,8 @@ class ServerGroup:
     def _acknowledge(self, server: int, number: int | None, replaced: int) -> bool:
         """Count a push as applied, and return True; return False if the server was replaced since."""
         with self._lock:
+            # `replace` reads the unanswered pushes and raises `_replaced` under the same lock: a push is
+            # either in its answer, or is sent again to the successor. It is never in neither.
             if number is not None and self._replaced[server] != replaced:
                 return False
             if number is not None:

@@ -111,6 +111,8 @@ class FolderDeltaWriter:
         self._folder = filesystem.join(self._root, f"share-{number}-of-{shards}")
         try:
             filesystem.make_dirs(self._folder)
+            # First the description, then the removal: a reader that sees the new epoch ignores older files,
+            # and one that saw the old epoch finds its files, or a gap that makes it look again.
             about = {"log": log_to_plain(log), "began_at": self._begins_at()}
             with filesystem.atomic_write(self._path(_EPOCH)) as file:
                 file.write(json.dumps(about).encode())
@@ -145,6 +147,7 @@ class FolderDeltaWriter:
             due = 2 * self._fresh_bytes >= self._limit_bytes or 2 * self._fresh_files >= self._limit_files
             if due:
                 self._fresh_bytes = self._fresh_files = 0
+        # Outside the lock: both may take long on a remote folder.
         if due:
             self._maker.want()
         _remove(gone)

@@ -429,8 +429,9 @@ class KafkaDeltaReader:
             frame, envelope = self._frame(
                 found, whole, lambda one: not one.stream and one.began_at >= began_at
             )
+            # Partitions outlive epochs: messages of older ones are ignored, a newer one needs a snapshot.
             if envelope is not None and envelope.began_at > began_at:
-                break  # a new epoch started
+                break
             message = None if frame is None else self._decoded(found[0], frame)
             if isinstance(message, Delta):
                 if message.position.sequence > progress.position.sequence + 1:
@@ -439,6 +440,7 @@ class KafkaDeltaReader:
                     message = None
             position = message.position if isinstance(message, Delta) else progress.position
             state = message if isinstance(message, PublishState) else progress.state
+            # A frame of which only some pieces were read is read again from its first piece.
             offset = progress.offset if whole.unfinished else found[0] + 1
             progress = self._progress[shard] = _Progress(position, offset, progress.about, state)
             if message is not None:

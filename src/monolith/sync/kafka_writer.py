@@ -123,6 +123,7 @@ class KafkaDeltaWriter:
                 raise UnavailableError(f"the log is at {newest}: {position} cannot follow. Begin an epoch.")
             if position.sequence <= newest.sequence:
                 return
+            # The envelope must name this delta as the newest, so it changes first, and back if sending fails.
             self._envelope = replace(envelope, log=replace(envelope.log, newest=position))
             try:
                 self._send(frame)
@@ -179,7 +180,7 @@ class KafkaDeltaWriter:
         with self._sending:
             now = self._opened()
             if now.log.newest.epoch != position.epoch:
-                return
+                return  # an epoch started meanwhile, whose readers must not take this snapshot
             # A reader at the oldest sequence, or later, finds its deltas after the older snapshot.
             before = now.newest or now.before
             assert before is not None

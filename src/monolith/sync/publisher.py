@@ -232,6 +232,7 @@ class Publisher:
             if self._closed or not self._reaches_channel() or self._state.paused:
                 return None
             began = time.perf_counter()
+            # Ids that did not fit into the set are lost, so deltas cannot describe the changes any more.
             if self._has_overflowed():
                 return None
             delta = self._make()
@@ -246,6 +247,8 @@ class Publisher:
                 self._take_back(delta)
                 self.pause(reason)
                 return None
+            # From here on this very delta is retried, with its number, until the channel has it: a channel
+            # may have stored it although it reported a failure, and ignores the repetition.
             self._unsent = delta
             sent = self._reaches_channel()
             self._count(seconds=time.perf_counter() - began)
@@ -294,6 +297,7 @@ class Publisher:
     def resume(self) -> None:
         """Publish the current rows again."""
         with self._lock:
+            # Servers that rolled back have dropped the rows of all deltas: they need a snapshot.
             if self._state.version is not None:
                 self.begin_epoch(f"resumed after a rollback to version {self._state.version}")
             self._become(paused=False)
@@ -423,7 +427,7 @@ class Publisher:
         now = self._timer()
         self._split = False
         self._making = position = replace(self._position, sequence=self._position.sequence + 1)
-        learned = self._learned()
+        learned = self._learned()  # before the rows are looked up: they contain at least this progress
         rows: dict[str, Rows] = {}
         removed: dict[str, Tensor] = {}
         left = DELTA_IDS

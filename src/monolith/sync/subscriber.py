@@ -189,7 +189,7 @@ class Subscriber:
             self._reader.close()
             self._reader = None
 
-    # Shares
+    # Finding shards
 
     def _keep_following(self) -> None:
         delay = 0.0
@@ -454,7 +454,7 @@ class _Follower:
             return False
         number = self.shard[0]
         try:
-            self._take_all(self._reader.read(number, self.progress.position, wait=wait))
+            self._apply_all(self._reader.read(number, self.progress.position, wait=wait))
             if self._differing and self.progress.position is not None:
                 self._repair(self._reader)
         except MonolithError as cause:
@@ -473,24 +473,26 @@ class _Follower:
             _log.warning("cannot follow shard %d of %d: %s; retrying", *self.shard, cause)
         self.progress = replace(self.progress, error=str(cause))
 
-    def _take_all(self, messages: Iterator[Message]) -> None:
+    def _apply_all(self, messages: Iterator[Message]) -> None:
         try:
             for message in messages:
-                if self._stopped() or not self._take(message):
+                if self._stopped() or not self._apply(message):
                     return
         finally:
+            # A generator that is abandoned half-way tells its publisher that the rest is not needed.
             if (close := getattr(messages, "close", None)) is not None:
                 with suppress(MonolithError):
                     close()
 
-    def _take(self, message: Message) -> bool:
+    def _apply(self, message: Message) -> bool:
         """Apply a message if it fits; return False to read again from the position reached."""
         if isinstance(message, PublishState):
-            return self._take_state(message)
+            return self._apply_state(message)
         if isinstance(message, SnapshotRows):
-            return self._take_rows(message)
+            return self._apply_rows(message)
         if isinstance(message, SnapshotEnd):
-            return self._take_end(message)
+            return self._apply_end(message)
+        # The run was resized: the thread that looks for shards replaces all followers.
         if message.shard != self.shard:
             self.stale = True
             return False
@@ -499,10 +501,12 @@ class _Follower:
             if why := self._refuse(message.run, self.shard[0], message.position):
                 raise ConfigError(why)
             self.progress = replace(self.progress, run=message.run)
-        return self._begin(message) if isinstance(message, SnapshotBegin) else self._take_delta(message)
+        return self._begin(message) if isinstance(message, SnapshotBegin) else self._apply_delta(message)
 
-    def _take_state(self, state: PublishState) -> bool:
+    def _apply_state(self, state: PublishState) -> bool:
         known = self.progress.state
+        # A state may arrive late or twice. Numbers order the states of one publisher; a new publisher knows
+        # nothing of the numbers before it, so its state always counts.
         if state.publisher == known.publisher and state.number < known.number:
             return True
         if state != known:
@@ -515,10 +519,11 @@ class _Follower:
 
     # Deltas
 
-    def _take_delta(self, delta: Delta) -> bool:
+    def _apply_delta(self, delta: Delta) -> bool:
         if self._snapshot is not None:
             return True  # the rest of the snapshot may still come; if not, this delta is read again
         position, following = self.progress.position, delta.position
+        # A gap or another epoch: read again, and the log answers with the missing deltas or a snapshot.
         if (
             position is None
             or following.epoch != position.epoch
@@ -526,7 +531,7 @@ class _Follower:
         ):
             return False
         if following.sequence <= position.sequence:
-            return True
+            return True  # applied before
         received = self._target.clock()
         with self._target as target:
             if self._has_dropped_rows(target):
@@ -550,6 +555,7 @@ class _Follower:
             )
             if delta.complete:
                 self._target.on_applied(replace(self.progress, clock_offset=self.clock_offset))
+            # Up to the end of a snapshot, rows may be newer than the digests say: a difference means nothing.
             if following.sequence > self._compare_after:
                 self._compare(target, delta)
         return not self._differing
@@ -580,7 +586,7 @@ class _Follower:
             len(buckets),
         )
         self._differing.clear()
-        self._take_all(reader.read_buckets(self.shard[0], buckets))
+        self._apply_all(reader.read_buckets(self.shard[0], buckets))
         if self.progress.snapshots > repaired:
             self.progress = replace(self.progress, repaired=self.progress.repaired + len(buckets))
 
@@ -590,20 +596,23 @@ class _Follower:
         if self._snapshot is not None and begin.snapshot and begin.snapshot == self._snapshot.begin.snapshot:
             return True
         self._drop_snapshot()
+        # Followers of other shards wait here: the target takes one snapshot at a time. Their deltas do not
+        # wait, since `turn` is not the lock of the target. Released by `_finish` or `_drop_snapshot`.
         self._target.turn.acquire()
         self._snapshot = _Snapshot(begin, self._target.clock())
         with self._target as target:
+            # Some buckets repair a copy. If the target has just dropped its rows, there is no copy to repair.
             if self._has_dropped_rows(target) and begin.buckets is not None:
                 return False
             target.begin_snapshot(self.shard, begin.buckets)
         return True
 
-    def _take_rows(self, message: SnapshotRows) -> bool:
+    def _apply_rows(self, message: SnapshotRows) -> bool:
         snapshot = self._snapshot
         if snapshot is None or message.snapshot != snapshot.begin.snapshot:
             return True
         if message.snapshot and message.number in snapshot.numbers:
-            return True
+            return True  # repeated in transit
         with self._target as target:
             if not snapshot.numbers:
                 self._target.on_applying(self.shard, None)
@@ -611,7 +620,7 @@ class _Follower:
             target.snapshot_rows(message.table, message.rows)
         return self._finish(snapshot) if snapshot.whole else True
 
-    def _take_end(self, end: SnapshotEnd) -> bool:
+    def _apply_end(self, end: SnapshotEnd) -> bool:
         snapshot = self._snapshot
         if snapshot is None or end.snapshot != snapshot.begin.snapshot:
             return True
@@ -621,6 +630,8 @@ class _Follower:
     def _finish(self, snapshot: _Snapshot) -> bool:
         begin, end = snapshot.begin, snapshot.end
         assert end is not None
+        # Buckets are newer than the rest of the shard, or older: the deltas after the lower position bring
+        # both to the same state. Applying some of them twice is harmless.
         position = begin.position if begin.buckets is None else _lower(self.progress.position, begin.position)
         with self._target as target:
             if self._has_dropped_rows(target):
@@ -644,6 +655,8 @@ class _Follower:
                 newest_step=None,
                 snapshots=self.progress.snapshots + 1,
             )
+            # Rows were read while they were trained: digests can be compared once the delta that was being
+            # made at the end of the snapshot is applied.
             self._compare_after = end.whole_at.sequence
             self._target.on_applied(replace(self.progress, clock_offset=self.clock_offset))
         self._target.turn.release()

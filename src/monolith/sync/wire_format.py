@@ -1,11 +1,11 @@
-"""Messages of a delta channel as bytes: one frame each, which says what it is and how long.
+"""Messages of a delta channel as bytes: one frame each, with its kind and length.
 
     magic "MDLT" | version u8 | kind u8 | 0 u16 | head bytes u32 | body bytes u64 | CRC-32C u32
     head: JSON, padded with blanks to a multiple of 8
     body: the tensors that the head counts, one after the other, little-endian, each padded to 8 bytes
 
 The CRC covers everything before and after it. A reader compares the sizes with the bytes present and with a
-limit before it allocates anything, and everything the head says with the bytes of the body. Tensors are views
+limit before it allocates anything, and everything in the head with the bytes of the body. Tensors are views
 of the bytes they were read from: rows never become Python objects, and a frame is a few copies of memory.
 
 The classes named `_...Head` are the JSON. Their field names are the format: they stay as they are when a
@@ -255,7 +255,7 @@ def frame_bytes(lead: Frame, *, limit: int = FRAME_LIMIT) -> int:
     """
     if len(lead) < LEAD_BYTES:
         raise CorruptMessageError(
-            f"a message is torn: {len(lead)} bytes, and {LEAD_BYTES} say how long it is"
+            f"a message is torn: {len(lead)} bytes, and its length is in the first {LEAD_BYTES}"
         )
     magic, version, kind, _, head, body = _LEAD.unpack_from(lead)
     if magic != _MAGIC:
@@ -267,7 +267,7 @@ def frame_bytes(lead: Frame, *, limit: int = FRAME_LIMIT) -> int:
         )
     if head > _HEAD_LIMIT or LEAD_BYTES + head + body > limit:
         raise CorruptMessageError(
-            f"a message says that it has {head:,} and {body:,} bytes; {limit:,} are allowed, and "
+            f"a message claims {head:,} and {body:,} bytes; {limit:,} are allowed, and "
             f"{_HEAD_LIMIT:,} of its head"
         )
     return int(LEAD_BYTES + head + body)
@@ -283,7 +283,7 @@ def decode(frame: Frame, *, limit: int = FRAME_LIMIT) -> Message:
     """
     size = frame_bytes(frame, limit=limit)
     if size != len(frame):
-        raise CorruptMessageError(f"a message is torn: it says {size:,} bytes, there are {len(frame):,}")
+        raise CorruptMessageError(f"a message is torn: it claims {size:,} bytes, there are {len(frame):,}")
     data = memoryview(frame).cast("B")
     if data.readonly:
         data = memoryview(bytearray(data))

@@ -95,7 +95,7 @@ class CustomRestore:
     def __post_init__(self) -> None:
         if self.reset_dense and self.alias_map:
             raise ConfigError(
-                "reset_dense loads no dense variables and alias_map says how to load them: choose one"
+                "reset_dense loads no dense variables and alias_map tells how to load them: choose one"
             )
         if self.continue_training and not self.reset_dense:
             raise ConfigError(
@@ -119,7 +119,7 @@ class CustomRestore:
         if not self.reset_dense:
             return False
         if model_dir is None:
-            raise ConfigError("reset_dense needs a model_dir, where a marker says that it was done")
+            raise ConfigError("reset_dense needs a model_dir, in which a marker records that it was done")
         return not filesystem.exists(filesystem.join(model_dir, CLEARED_MARKER))
 
     def mark_cleared(self, model_dir: str) -> None:
@@ -141,7 +141,7 @@ class CustomRestore:
                 All by default.
 
         Raises:
-            RestoreError: `alias_map` speaks of names that are not there.
+            RestoreError: `alias_map` has names that do not exist.
         """
         variables = _variables(current)
         names = _Names(saved)

@@ -469,7 +469,9 @@ def capture_random() -> dict[str, Any]:
 
 
 def _cuda_states() -> list[Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return torch.cuda.get_rng_state_all()
 
 
 def restore_random(state: dict[str, Any]) -> None:

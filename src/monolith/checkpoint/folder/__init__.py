@@ -1,4 +1,4 @@
-"""The folder of checkpoints: its state files, its lock, which are kept and which go."""
+"""The folder of checkpoints: its state files, its lock, its manifests, and which checkpoints are deleted."""
 
 from monolith.front_door import open_when_asked
 

@@ -151,7 +151,7 @@ class Saver:
         check_latest_filename(latest_filename, filesystem.join(model_dir, basename))
         self._model_dir = model_dir
         self._latest_filename = latest_filename
-        self._speaks_for_folder = latest_filename == CHECKPOINT_FILE
+        self._owns_folder = latest_filename == CHECKPOINT_FILE
         self._relative_paths = naming.relative_paths
         self._exempt = tuple(exempt)
         self._clock = clock
@@ -403,7 +403,7 @@ class Saver:
     def _note_save(self, now: float) -> None:
         """Write the time of the save to `monolith_checkpoint`. The checkpoint counts already, even if this
         fails."""
-        if not self._speaks_for_folder:
+        if not self._owns_folder:
             return
         try:
             update_monolith_checkpoint(self._model_dir, table_kind=self._table_kind, saved_at=now)
@@ -439,7 +439,7 @@ class Saver:
         """Delete every file and folder of a step; return whether there were any."""
         name = filesystem.base_name(prefix)
         pattern = rf"{re.escape(name)}(\..*|_item_pool_.*)"
-        if self._speaks_for_folder and (numbered := re.search(r"-0*([0-9]+)$", name)):
+        if self._owns_folder and (numbered := re.search(r"-0*([0-9]+)$", name)):
             pattern += rf"|(ckpt\.info|input_worker_.*\.ckpt)-0*{numbered[1]}(\..*|-tmp-.*)?"
         belongs = re.compile(pattern, re.DOTALL)
         files = [path for path in filesystem.list_files(self._model_dir) if _matches(belongs, path)]
@@ -453,14 +453,14 @@ class Saver:
     def _remove_unfinished(self) -> None:
         """Remove temporary files that a kill left."""
         own = [self._latest_filename, filesystem.base_name(journal_path("", self._latest_filename))]
-        if self._speaks_for_folder:
+        if self._owns_folder:
             own.append(MONOLITH_CHECKPOINT_FILE)
         patterns = [re.escape(name) for name in own]
         folders = []
         for path in filter(self._is_ours, self._retention.paths):
             name = filesystem.base_name(path)
             patterns.append(rf"{re.escape(name)}\..*")
-            if self._speaks_for_folder:
+            if self._owns_folder:
                 patterns.append(rf"ckpt\.info-0*{SaveNames.step_of(path)}")
             folders.append(SaveNames.assets(path))
         belongs = re.compile(rf"({'|'.join(patterns)})-tmp-.*", re.DOTALL)

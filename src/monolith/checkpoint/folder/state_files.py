@@ -115,7 +115,7 @@ def write_checkpoint_state(
     *,
     relative_paths: bool = True,
 ) -> None:
-    """Replace the state file of a folder in one step.
+    """Replace the state file of a folder atomically.
 
     Args:
         relative_paths: Whether the paths of checkpoints inside the folder are stored without
@@ -199,7 +199,7 @@ def _state_of(message: Any, folder: str, path: str) -> CheckpointState:
 
 
 class TableKind(enum.IntEnum):
-    """How the rows of a checkpoint were kept: a table per feature group, or all in one."""
+    """How the rows of a checkpoint are stored: a table per feature group, or merged tables."""
 
     UNKNOWN = 0
     CUCKOO_HASH_MAP = 1
@@ -256,7 +256,7 @@ def read_monolith_checkpoint(
 def load_monolith_checkpoint(
     folder: str, filename: str = MONOLITH_CHECKPOINT_FILE
 ) -> MonolithCheckpointState | None:
-    """Return what the file says, or None if there is none.
+    """Read the file; return None if there is none.
 
     Raises:
         CorruptFileError: It does not parse.
@@ -284,20 +284,22 @@ def update_monolith_checkpoint(
     seed: MonolithCheckpointState | None = None,
     filename: str = MONOLITH_CHECKPOINT_FILE,
 ) -> MonolithCheckpointState:
-    """Bring the file up to date, making it if there is none, and return what it says now.
+    """Update the file, or create it; return its new content.
 
-    It is read in the last moment before it is replaced, and what people wrote into it stays:
-    nothing here ever takes an exempt entry out.
+    It is read just before it is replaced, and entries of operators stay: no exempt entry is ever removed
+    here.
 
     Args:
-        table_kind: Set where the file has none, or UNKNOWN.
+        table_kind: Written if the file has none, or UNKNOWN.
         saved_at: When a save succeeded; None leaves the timestamp as it is, unset in a new file.
-        seed: Its entries are added to those of the file, its other fields fill what is unset there.
+        seed: Its entries are added to those of the file; its other fields are used if they are unset there.
 
     Raises:
         CorruptFileError: The file does not parse. It is left as it is, with a copy next to it.
     """
     path = filesystem.join(folder, filename)
+    # Read inside the write: an operator may edit the file at any time, and the window in which an edit would
+    # be lost is only as long as this block.
     with filesystem.atomic_write(path) as file:
         try:
             found = load_monolith_checkpoint(folder, filename) or MonolithCheckpointState()
@@ -308,7 +310,7 @@ def update_monolith_checkpoint(
         exempt = dict.fromkeys(found.exempt_model_checkpoint_paths + seed.exempt_model_checkpoint_paths)
         saved = found.last_checkpoint_save_timestamp if saved_at is None else int(saved_at)
         known = found.builtin_hash_table_type or seed.builtin_hash_table_type or table_kind
-        kind = known or found.builtin_hash_table_type  # UNKNOWN is better than nothing
+        kind = known or found.builtin_hash_table_type  # UNKNOWN, which is 0, is better than none
         state = MonolithCheckpointState(
             tuple(exempt), seed.last_checkpoint_save_timestamp if saved is None else saved, kind
         )
@@ -330,9 +332,9 @@ def _back_up(path: str) -> None:
 
 
 def choose_table_kind(wanted: TableKind | None, found: MonolithCheckpointState | None) -> TableKind:
-    """Return how a run keeps its rows: as it says; else as the checkpoint has them; else all in one.
+    """Return the kind of tables of a run: the wanted one; else that of the checkpoint; else merged tables.
 
-    A checkpoint that does not say is from before there was a choice: it has single tables.
+    A checkpoint without a kind is from before there was a choice: it has single tables.
     """
     if wanted:
         return wanted

@@ -111,7 +111,7 @@ def compare(
 
     Raises:
         UnknownTableError: Neither has such a table.
-        RestoreError, CorruptFileError: A file is damaged; says which.
+        RestoreError, CorruptFileError: A file is damaged; the message names it.
     """
     chains = read_chain(before), read_chain(after)
     old, new = map(SavedTables, chains)
@@ -190,7 +190,7 @@ class _Furthest:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: list[tuple[float, int, RowChange]] = []  # a heap, the least first
+        self._furthest: list[tuple[float, int, RowChange]] = []  # a heap, the least first
 
     def add(self, ids: NDArray[np.int64], before: NDArray[np.float32], after: NDArray[np.float32]) -> None:
         if not self._most or not len(ids):
@@ -206,12 +206,12 @@ class _Furthest:
                 float(np.linalg.norm(old[at])),
                 float(np.linalg.norm(new[at])),
             )
-            heapq.heappush(self._kept, (float(order[at]), change.id, change))
-            if len(self._kept) > self._most:
-                heapq.heappop(self._kept)
+            heapq.heappush(self._furthest, (float(order[at]), change.id, change))
+            if len(self._furthest) > self._most:
+                heapq.heappop(self._furthest)
 
     def sorted(self) -> list[RowChange]:
-        return [change for _, _, change in sorted(self._kept, key=lambda kept: (-kept[0], kept[1]))]
+        return [change for _, _, change in sorted(self._furthest, key=lambda one: (-one[0], one[1]))]
 
 
 def _advance(progress: Progress | None, rows: int) -> None:
@@ -269,7 +269,7 @@ def _largest(before: Tensor, after: Tensor) -> float | None:
 
 
 def _compare_states(old: Sequence[Link], new: Sequence[Link]) -> dict[str, tuple[Any, Any]]:
-    """Return the parts of plain values that differ, as the manifests say: of tensors, their checksums."""
+    """Return the parts of plain values that differ, from the manifests; tensors are compared by checksum."""
     states = [_states(chain) for chain in (old, new)]
     return {
         name: (_value(states[0].get(name)), _value(states[1].get(name)))

@@ -85,7 +85,7 @@ class Listing:
 def list_checkpoints(model_dir: str) -> Listing:
     """Return the checkpoints of a folder, and of other folders that its state file lists.
 
-    Of each file only what it says of itself is read; see `read_contents` for the rest.
+    Only the headers of files are read; see `read_contents` for the rest.
 
     Raises:
         FileMissingError: There is no such folder.
@@ -97,14 +97,13 @@ def list_checkpoints(model_dir: str) -> Listing:
 
 
 def named_checkpoint(model_dir: str, name: str) -> str:
-    """Return the prefix of the checkpoint that a person names, listed or not: all that counts is that it is
-    there and sound.
+    """Return the prefix of the checkpoint that an operator names, listed or not, if it exists and is intact.
 
     Args:
         name: Its name, such as model.ckpt-30; its step; the whole prefix of its files; `best` or `latest`.
 
     Raises:
-        RestoreError: There is none of that name, or it is damaged; says which there are.
+        RestoreError: There is none of that name, or it is damaged; the message lists those there are.
     """
     if name == BEST:
         name = _best_name(model_dir)
@@ -128,6 +127,12 @@ def named_checkpoint(model_dir: str, name: str) -> str:
         )
     prefix = meant[0].prefix
     return filesystem.join(model_dir, meant[0].name) if is_in_folder(prefix, model_dir) else prefix
+
+
+def find_named(folder: str, name: str) -> str:
+    """Return the checkpoint of a folder by its name; reading a damaged one reports the damage."""
+    found = [one.prefix for one in list_checkpoints(folder).checkpoints if is_named(one.prefix, name)]
+    return found[0] if len(found) == 1 else named_checkpoint(folder, name)
 
 
 def _best_name(model_dir: str) -> str:
@@ -284,7 +289,7 @@ class _Folder:
             marks["needed"] = needed = prefix in self.needed
             marks["released"] = not needed and prefix in self.journal.released
             marks["preserved"] = not needed and prefix not in self.journal.released
-        return tuple(mark for mark, holds in marks.items() if holds)
+        return tuple(mark for mark, applies in marks.items() if applies)
 
 
 def _size(prefix: str) -> int:

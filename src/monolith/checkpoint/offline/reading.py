@@ -1,8 +1,7 @@
-"""Reading a checkpoint without the model it was made by: what is there, and whether it is sound.
+"""Reading a checkpoint without the model it was made by: its contents, and whether it is intact.
 
-What a checkpoint holds is said by its manifest and by the files themselves, so a person
-can look at it long after the code that wrote it has changed. Damage is collected, not
-raised: who asks wants to see all of it, and the rest besides.
+The manifest and the files describe themselves, so a checkpoint can be read long after the code that wrote it
+has changed. Damage is collected, not raised: a reader wants to see all of it, and the intact parts too.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ Result = TypeVar("Result")
 
 
 def find_checkpoint(run_or_prefix: str) -> str:
-    """Return the prefix that a person means: a checkpoint, or the latest of a run's folder.
+    """Return the prefix of a checkpoint, or of the latest one of a run's folder.
 
     Raises:
-        FileMissingError: There is no such thing; says which checkpoints there are.
+        FileMissingError: There is none; the message lists the checkpoints there are.
         CorruptFileError: The state file of the run is damaged.
     """
     path = absolute_path(run_or_prefix.removesuffix(MANIFEST))
@@ -97,7 +96,7 @@ def _instead(folder: str, names: Sequence[str]) -> str:
 class SavedTables:
     """The tables of a checkpoint, each with its history in the chain.
 
-    A table that only earlier links know is there all the same: a restore finds it too.
+    A table that only earlier checkpoints of the chain have is included: a restore finds it too.
     """
 
     def __init__(self, chain: Sequence[Link]) -> None:
@@ -108,10 +107,10 @@ class SavedTables:
         return sorted({name for link in self._chain for name in _tables(link)})
 
     def history(self, table: str) -> list[SavedTable]:
-        """Return a table in the checkpoints that know it, oldest first.
+        """Return a table in the checkpoints that have it, oldest first.
 
         Raises:
-            UnknownTableError: The checkpoint has no such table; says which it has.
+            UnknownTableError: The checkpoint has no such table; the message lists those it has.
         """
         saved = (SavedTable.find(link.prefix, link.manifest.parts["tables"], table) for link in self._chain)
         found = [one for one in saved if one is not None]
@@ -122,14 +121,14 @@ class SavedTables:
         return found
 
     def entry(self, table: str) -> Entry:
-        """Return what the newest manifest that knows a table says of it."""
+        """Return the entry of a table in the newest manifest that has it."""
         return self.history(table)[-1].entry
 
     def rows(self, table: str) -> int:
         return int(self.entry(table)["rows"])
 
-    def rows_held(self, table: str) -> int:
-        """Return how many rows of a table all dumps of the chain hold together."""
+    def rows_in_chain(self, table: str) -> int:
+        """Return the number of rows of a table in all dumps of the chain together."""
         return sum(
             saved.entry["changed"] if saved.changes else saved.entry["rows"] for saved in self.history(table)
         )
@@ -137,6 +136,21 @@ class SavedTables:
     def filters(self) -> dict[str, Link]:
         """Return, by table, the newest link with its filter."""
         return {name: link for link in self._chain for name in link.manifest.parts["tables"]["filters"]}
+
+
+def rows_to_write(prefix: str, tables: Sequence[str] | None = None) -> int:
+    """Return the number of rows in some tables of a checkpoint, or in all."""
+    saved = SavedTables(read_chain(prefix))
+    return sum(saved.rows(name) for name in (saved.names if tables is None else tables))
+
+
+def rows_to_read(prefix: str) -> int:
+    """Return the number of rows in a whole chain; 0 if it is broken, which reading it reports."""
+    try:
+        saved = SavedTables(read_chain(prefix))
+    except Damage:
+        return 0
+    return sum(saved.rows_in_chain(name) for name in saved.names)
 
 
 def _tables(link: Link) -> dict[str, Entry]:
@@ -149,7 +163,7 @@ def _tables(link: Link) -> dict[str, Entry]:
 
 @dataclass(frozen=True, slots=True)
 class SegmentValues:
-    """What one segment of a row holds."""
+    """The values of one segment of a row."""
 
     optimizer: str
     values: list[float]
@@ -164,7 +178,7 @@ class FoundRow:
     table: str
     id: int
     prefix: str | None
-    """The checkpoint of the chain that says so: where the row was last written, or where it went."""
+    """The checkpoint of the chain in which the row was last written, or removed."""
     status: Literal["found", "removed", "cleared", "absent"]
     """"removed": it had a row before; "cleared": the whole table was, or the shard of the server that had it;
     "absent": nothing is known of it."""
@@ -236,20 +250,20 @@ class TableContents:
     kind: Literal["full", "changes"]
     layout: str
     rows: int
-    """At that moment, whether or not this checkpoint holds them itself."""
+    """Rows of the table at that step, whether or not they are in this checkpoint itself."""
     bytes: int
-    """Of what this checkpoint holds itself."""
+    """Bytes in this checkpoint itself."""
     shards: int
-    """Files, in all shares together."""
+    """Files, of all servers together."""
     shares: int = 1
-    """Servers that each wrote their share."""
+    """Number of servers that wrote it, one shard of ids each."""
     changed: int | None = None
     removed: int | None = None
     cleared: bool = False
     cleared_shares: tuple[int, ...] = ()
-    """Where not all were: the servers whose share was cleared."""
+    """The servers whose shard was cleared, if not all were."""
     newest_event_time: int | None = None
-    """Unix seconds, of the rows that this checkpoint holds itself."""
+    """Unix seconds, of the rows in this checkpoint itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +319,7 @@ def read_contents(prefix: str, *, verify: bool = False, progress: Progress | Non
 
     Args:
         verify: Whether every byte of it and of the checkpoints it continues is read and checked;
-            otherwise only what the files say of themselves.
+            otherwise only their headers.
         progress: Advanced by rows, where they are read.
 
     Raises:
@@ -339,7 +353,7 @@ def read_contents(prefix: str, *, verify: bool = False, progress: Progress | Non
 
 @dataclass(slots=True)
 class FilesReport:
-    """What the files of one checkpoint say, and what is wrong with them."""
+    """The headers of one checkpoint's files, and their problems."""
 
     tables: list[TableContents] = field(default_factory=list)
     headers: dict[str, DenseHeader] = field(default_factory=dict)
@@ -348,7 +362,7 @@ class FilesReport:
 
 
 def check_files(link: Link, *, verify: bool = False, progress: Progress | None = None) -> FilesReport:
-    """Look at every file that the manifest of one checkpoint speaks of, not at those it continues."""
+    """Check every file that the manifest of one checkpoint names, not those of its chain."""
     report = FilesReport()
     folder = filesystem.parent(link.prefix)
     for entry in link.manifest.parts.values():
@@ -426,7 +440,7 @@ def _joined_filter(table: str, found: Sequence[FilterContents], shares: int) -> 
 
 
 def check_filter(table: str, basename: str, verify: bool) -> FilterContents:
-    """Return what the files of a filter say.
+    """Read the headers of a filter's files.
 
     Raises:
         RestoreError, CorruptFileError: One is missing or damaged.
@@ -435,7 +449,7 @@ def check_filter(table: str, basename: str, verify: bool) -> FilterContents:
     if filesystem.exists(draws):
         text = filesystem.read_bytes(draws)
         if not text.endswith(b"\n") or not text[:-1].isdigit():
-            raise CorruptFileError(draws, 0, "it should hold one number")
+            raise CorruptFileError(draws, 0, "it should contain one number")
         return FilterContents(table, "probabilistic")
     if not filter_paths(basename):
         return FilterContents(table, "none")  # one that lets every id in keeps nothing

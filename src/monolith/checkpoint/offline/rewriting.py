@@ -380,7 +380,7 @@ def _saver_for(prefix: str, known: MonolithCheckpointState | None) -> Saver:
     """Return a saver for one more checkpoint of a folder, which deletes none that is there.
 
     Args:
-        known: What the run it comes from says of itself.
+        known: The `monolith_checkpoint` of the run it comes from.
     """
     folder, name = filesystem.parent(prefix), filesystem.base_name(prefix)
     basename, _, digits = name.rpartition("-")

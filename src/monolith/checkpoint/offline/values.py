@@ -1,4 +1,4 @@
-"""The row of a value as the data has it: the features that a checkpoint keeps say which id it is."""
+"""Finds the row of a value as the data has it: the features in a checkpoint tell which id it becomes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from monolith.feature import BucketFeature, CrossFeature, FeatureSpec, FloatFeat
 def find_value(
     prefix: str, value: str, *, feature: str | None = None, table: str | None = None
 ) -> list[FoundRow]:
-    """Return what a checkpoint holds for a value as it is in the data, such as "u_60ef".
+    """Return the rows of a value as it is in the data, such as "u_60ef".
 
-    The features of the checkpoint make an id of it: hash a text, find the bucket of a number. A whole number
-    that no feature has a row for is taken for the id of a row itself.
+    The features of the checkpoint make an id of it: they hash a text, or find the bucket of a number. An
+    integer that no feature has a row for is taken as the id of a row itself.
 
     Args:
         feature: The feature whose value it is; by default every feature of ids but buckets and crosses.
@@ -42,7 +42,7 @@ def find_value(
     spec = None if part is None else saved_spec(prefix, part.get("value"))
     if feature is not None and spec is None:
         raise ConfigError(
-            f"{prefix} holds no features, so the rows of {feature!r} can be looked up only by --table and "
+            f"{prefix} has no features, so the rows of {feature!r} can be looked up only by --table and "
             "the 64-bit id"
         )
     if feature is not None and spec is not None:
@@ -54,7 +54,7 @@ def find_value(
         if isinstance(one, FloatFeature | CrossFeature) or feature not in (None, name):
             continue
         if isinstance(one, BucketFeature) and feature is None and table is None:
-            continue  # every number has a bucket: who means one names it
+            continue  # every number has a bucket: it must be named
         assert spec is not None
         owner = spec.owner(name)
         rows = spec.id_feature(owner, owner).rows or owner
@@ -77,7 +77,7 @@ def find_value(
             raise ConfigError(f"{value!r} is no value of {', '.join(readable)}: their values are numbers")
         if whole is None:
             raise ConfigError(
-                f"{prefix} has no features that say how {value!r} becomes an id"
+                f"{prefix} has no features that turn {value!r} into an id"
                 f"{'' if table is None else f' of table {table!r}'}; give the 64-bit id of the row"
             )
         raise ConfigError(f"--id needs --table, one of: {', '.join(names) or 'none'}")
