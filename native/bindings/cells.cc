@@ -70,7 +70,7 @@ class IdPacker {
   IdPacker(std::vector<Feature> features, nb::object uint8, nb::object int64, nb::object float32)
       : features_(std::move(features)), tensors_(std::move(uint8), std::move(int64), std::move(float32)) {}
 
-  // (ids, splits), or None where something is odd.
+  // (ids, splits), or None if something is odd.
   nb::object pack(const nb::list& columns) const {
     if (columns.size() != features_.size())
       throw std::invalid_argument("pack: there must be a column for each feature");
@@ -153,7 +153,7 @@ void bind_cells(nb::module_& m) {
            nb::sig("def pack(self, columns: list[tuple[object, object | None, object]]) -> "
                    "tuple[NDArray[numpy.int64], NDArray[numpy.int64]] | None"),
            "(ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of "
-           "rows). None where something cannot be read, or is no plain tensor on the CPU.");
+           "rows). None if something cannot be read, or is no plain tensor on the CPU.");
   m.def(
       "pack_numbers", &pack_floats, "columns"_a, "rows"_a, "out"_a.noconvert(),
       nb::sig("def pack_numbers(columns: Sequence[tuple[NDArray[numpy.int64] | None, NDArray[numpy.float32] "

@@ -89,7 +89,7 @@ void bind_csv(nb::module_& m) {
   m.def("first_csv_record", &first_record, "dialect"_a, "buffer"_a, "last"_a,
         nb::sig("def first_csv_record(dialect: CsvDialect, buffer: object, last: bool) -> tuple[int, "
                 "list[bytes] | None]"),
-        "(where it ends, its fields); None where the buffer, which `last` calls the file's end, has none. "
+        "(its end, its fields); None if the buffer, which `last` calls the file's end, has none. "
         "ValueError if it is no record.");
 
   nb::class_<CsvSniffer>(m, "CsvSniffer", "Finds the narrowest types that fit the first records.")
@@ -108,7 +108,7 @@ void bind_csv(nb::module_& m) {
 
   nb::class_<ParsedCsv>(m, "ParsedCsv", "Records by column, and the lines that were none.")
       .def_ro("whole", &ParsedCsv::whole, "If not: drop `next` bytes, and show the rest again with more.")
-      .def_ro("next", &ParsedCsv::next, "Where in the buffer to go on.")
+      .def_ro("next", &ParsedCsv::next, "The position in the buffer to continue from.")
       .def_ro("records", &ParsedCsv::records)
       .def_prop_ro(
           "bad", &bad_records, nb::sig("def bad(self) -> list[tuple[int, int, str, int | None, bytes]]"),

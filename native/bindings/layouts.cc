@@ -25,7 +25,7 @@ using OutFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using AnyFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using AnyOutFloats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
-// A view of what a batch owns, which keeps the batch alive. Not const, because torch takes no other; nobody
+// A view of what a batch owns, which keeps the batch alive. Not const, because torch takes no other; no code
 // writes.
 template <class T>
 nb::ndarray<nb::numpy, T, nb::ndim<1>> view(nb::handle batch, std::span<const T> column) {
@@ -124,7 +124,7 @@ void bind_layouts(nb::module_& m) {
       .def("moves", &moves, "batch"_a, "uses"_a,
            nb::sig("def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.int64], NDArray[numpy.float32]]"),
-           "(from, to, scale): what gathering by these uses moves, for those who move it elsewhere.");
+           "(from, to, scale): the moves that gathering by these uses makes, for another device to make.");
 }
 
 }  // namespace monolith

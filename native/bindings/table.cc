@@ -15,7 +15,7 @@
 #include "bindings.h"
 #include "digest.h"
 #include "hash.h"
-#include "table_cut.h"
+#include "table_snapshot.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -158,8 +158,8 @@ nb::tuple scan(const Scanned& scanned, std::uint64_t cursor, std::uint64_t last,
                         column(std::move(chunk.state), {rows, state_dim}), next);
 }
 
-nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>> removed(const TableCut& cut) {
-  return owned(cut.removed());
+nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>> removed(const TableSnapshot& snapshot) {
+  return owned(snapshot.removed());
 }
 
 }  // namespace
@@ -290,7 +290,7 @@ void bind_table(nb::module_& m) {
            "(ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their "
            "order.")
       .def("track_changes", &Table::track_changes, "on"_a, nb::call_guard<GilReleased>(),
-           "Remember from now on which rows change and which go, for cuts to tell; or stop.")
+           "Track from now on which rows change and which are removed, for snapshots to list; or stop.")
       .def("touch", &Table::touch, "set"_a, nb::call_guard<GilReleased>(),
            "Tell `set` from now on which ids get another row or lose theirs.")
       .def("untouch", &Table::untouch, "set"_a, nb::call_guard<GilReleased>())
@@ -304,22 +304,25 @@ void bind_table(nb::module_& m) {
   m.def("row_digests", &row_digests, "ids"_a.noconvert(), "values"_a.noconvert(), "digests"_a.noconvert(),
         "Fill `digests` with one for each id and its values.");
 
-  nb::class_<TableCut>(m, "TableCut", "A table as it was at one moment, while it goes on being trained.")
+  nb::class_<TableSnapshot>(m, "TableSnapshot", "A table as it was at one moment, while training continues.")
       .def(nb::init<Table&>(), "table"_a, nb::keep_alive<1, 2>(), nb::call_guard<GilReleased>())
-      .def_prop_ro("rows", &TableCut::rows)
-      .def_prop_ro("max_event_time", &TableCut::max_event_time)
-      .def_prop_ro("scales", &TableCut::scales)
-      .def_prop_ro("captured_bytes", &TableCut::captured_bytes, "Bytes of rows copied because they changed.")
-      .def_prop_ro("tracked", &TableCut::tracked, "Whether it knows what changed since the cut before.")
-      .def_prop_ro("cleared", &TableCut::cleared)
-      .def("removed", &removed, "Ids removed since the cut before, as int64; some may have come back.")
-      .def("scan", &scan<TableCut, bool>, "cursor"_a, "last"_a, "limit"_a, "changed_only"_a,
+      .def_prop_ro("rows", &TableSnapshot::rows)
+      .def_prop_ro("max_event_time", &TableSnapshot::max_event_time)
+      .def_prop_ro("scales", &TableSnapshot::scales)
+      .def_prop_ro("captured_bytes", &TableSnapshot::captured_bytes,
+                   "Bytes of rows copied because they changed.")
+      .def_prop_ro("tracked", &TableSnapshot::tracked,
+                   "Whether it lists the changes since the previous snapshot.")
+      .def_prop_ro("cleared", &TableSnapshot::cleared)
+      .def("removed", &removed,
+           "Ids removed since the previous snapshot, as int64; some may have a row again.")
+      .def("scan", &scan<TableSnapshot, bool>, "cursor"_a, "last"_a, "limit"_a, "changed_only"_a,
            nb::sig("def scan(self, cursor: int, last: int, limit: int, changed_only: bool) -> "
                    "tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], "
                    "NDArray[numpy.float32], int | None]"),
-           "As Table.scan; with `changed_only`, rows that changed since the cut before.")
-      .def("close", &TableCut::close, "saved"_a, nb::call_guard<GilReleased>(),
-           "Let the copies go. What changed up to the cut counts as saved, or again as changed.");
+           "As Table.scan; with `changed_only`, only rows that changed since the previous snapshot.")
+      .def("close", &TableSnapshot::close, "saved"_a, nb::call_guard<GilReleased>(),
+           "Free the copies; if not `saved`, the next snapshot lists the same changes again.");
 }
 
 }  // namespace monolith

@@ -35,8 +35,8 @@ void bind_workers(nb::module_& m) {
   nb::class_<KeptMemory>(m, "KeptMemory", "Large arrays whose memory is used again. Thread-safe.")
       .def(nb::new_([] { return std::make_shared<KeptMemory>(); }))
       .def("floats", &floats, "size"_a, nb::sig("def floats(self, size: int) -> NDArray[numpy.float32]"),
-           "An array that is not initialised; its memory is kept for the next one once nobody has it.")
-      .def_prop_ro("bytes", &KeptMemory::bytes, "That lie here for whoever comes next.");
+           "An array that is not initialised; its memory is reused for the next one once it is freed.")
+      .def_prop_ro("bytes", &KeptMemory::bytes, "Bytes of idle memory, ready for the next array.");
 }
 
 }  // namespace monolith

@@ -88,7 +88,7 @@ bool CsvScanner::next() {
   return false;
 }
 
-// The size of the record at place_, 0 if it may go on after these bytes.
+// The size of the record at place_, 0 if it may continue after these bytes.
 std::size_t CsvScanner::measure() {
   const std::string_view rest = bytes_.substr(place_);
   std::size_t end = 0, first_line = 0;
@@ -107,7 +107,7 @@ std::size_t CsvScanner::measure() {
       open ^= std::ranges::count(line, '"') % 2 == 1;
     }
     if (!open) return end;
-    // A quote that nobody closed. The line is bad, but the next may be a good one.
+    // A quote that is never closed. The line is bad, but the next may be a good one.
     if (!ends || end > record_bytes_) return first_line != 0 ? first_line : end;
   }
 }

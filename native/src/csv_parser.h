@@ -1,11 +1,11 @@
 // CSV parser: the bytes of a file straight to columns, with no object per record.
 //
-// What is read may come from anyone. A line that does not fit is reported and left out; the others are as if
-// it had never been there.
+// What is read may come from anyone. A line that does not fit is reported and left out; the other lines are
+// as if it had never been there.
 //
-// - A record is a line that ends with \n or \r\n, and goes on in the next where a quote is open. An open
+// - A record is a line that ends with \n or \r\n, and continues in the next if a quote is open. An open
 // quote
-//   that nobody closes before the file or `record_bytes` end costs one line.
+//   that is not closed before the file or `record_bytes` end costs one line.
 // - A quote opens a field as its first character, and is one like others elsewhere; "" in quotes is one.
 // - An empty field has no values. With a list separator, each part that is not empty is a value.
 // - Numbers may have blanks around them, integers of 64 bits be signed or not: ids keep their bits.
@@ -34,7 +34,7 @@ struct CsvDialect {
 // Finds records in a stretch of a file.
 class CsvScanner {
  public:
-  // `last`: the file ends where `bytes` do. Otherwise a record that may go on is not found.
+  // `last`: the file ends where `bytes` do. Otherwise a record that may continue is not found.
   CsvScanner(std::string_view bytes, bool last, std::size_t record_bytes)
       : bytes_(bytes), last_(last), record_bytes_(record_bytes) {}
 
@@ -126,7 +126,7 @@ class CsvParser {
 
   // Reads the records that begin in the first `chunk_bytes`, or the first one where it begins later.
   // `last`: the file ends where `bytes` do. Where they end before the chunk does, the answer is not whole,
-  // and `next` passes over empty lines that nobody needs to see again.
+  // and `next` skips empty lines that need not be read again.
   ParsedCsv parse(std::string_view bytes, bool last, std::size_t chunk_bytes) const;
 
  private:

@@ -77,7 +77,7 @@ class Entry {
   void read_decayed(const std::byte* row, float* values) const;
   // The same in the row itself, which then has been in the newest step, if in any: before it is written.
   void catch_up(std::byte* row) const;
-  // Hears of the state of a row that comes from elsewhere: the newest step of all is that of the table.
+  // Notes the state of a restored row: the newest step of all rows is that of the table.
   void note_steps(const float* state);
   // There are no rows any more: those that follow say which step is the newest.
   void forget_steps() { steps_.store(0, std::memory_order_relaxed); }

@@ -59,7 +59,7 @@ class EntryDumpCodec {
   std::size_t state_dim() const { return state_dim_; }
 
   // The bytes each message takes, without framing.
-  // Throws std::invalid_argument for columns of different lengths; so do the others.
+  // Throws std::invalid_argument for columns of different lengths; so do the functions below.
   std::vector<std::size_t> message_sizes(const EntryColumns& rows) const;
 
   // Writes one message per row to where `outs` says, each of the size message_sizes() gave.

@@ -1,8 +1,11 @@
-// Epochs: when memory that readers may still be looking at can be freed.
+// Epochs: when memory that readers may still use can be freed (epoch-based reclamation).
 //
-// Readers of a table take no lock, so an index array that has been replaced must
-// outlive every call that could have seen it. A call sits down for its duration;
-// what is retired waits until everyone who sat down earlier has left.
+// Readers of a table take no lock, so an index array that has been replaced must outlive every call that
+// could have seen it. A call takes a seat for its duration, marked with the current epoch; retired memory is
+// freed once no seat has an epoch that is as old as its retirement.
+//
+//   reader   seat.since = 7      ...reads the old index...      seat.since = 0
+//   writer       publishes the new index, retires the old one at 7, now_ = 8   ->  freed after the reader
 #pragma once
 
 #include <atomic>
@@ -45,12 +48,12 @@ class Epochs {
   }
 
   // The same in two halves: the first may throw, the second does not, and leaves the freeing to collect().
-  // Nobody else may retire anything in between.
-  void make_room() {
+  // No other thread may retire anything in between.
+  void reserve_one() {
     std::lock_guard lock(mutex_);
     retired_.reserve(retired_.size() + 1);
   }
-  void retire_in_room(std::function<void()>&& free) noexcept {
+  void retire_reserved(std::function<void()>&& free) noexcept {
     std::lock_guard lock(mutex_);
     retired_.emplace_back(now_.fetch_add(1), std::move(free));
     pending_.store(retired_.size(), std::memory_order_relaxed);

@@ -18,7 +18,7 @@ enum class ColumnType : std::uint8_t { kInt64, kFloat, kBytes };
 inline constexpr std::string_view kLabelColumn = "label";
 inline constexpr std::string_view kWeightColumn = "instance_weight";
 inline constexpr std::string_view kSourceColumn = "data_source_key";
-inline constexpr std::string_view kValueColumn = "value";  // the numbers beside an Instance's ids
+inline constexpr std::string_view kValueColumn = "value";  // the numbers that belong to an Instance's ids
 inline constexpr std::string_view kLineIdPrefix = "line_id.";
 inline constexpr std::string_view kSlotPrefix = "fc_slot_";
 
@@ -26,7 +26,7 @@ inline constexpr std::string_view kSlotPrefix = "fc_slot_";
 inline constexpr std::string_view kLabelFeature = "__LABEL__";
 inline constexpr std::string_view kLineIdFeature = "__LINE_ID__";
 
-// One field of LineId. Those that repeat keep all their values, of the others the last one counts.
+// One field of LineId. Those that repeat keep all their values, of any other field the last value counts.
 struct LineIdField {
   enum Form : std::uint8_t { kFixed, kInteger64, kInteger32, kTruth, kNumber, kText };
   std::uint32_t number;

@@ -114,7 +114,7 @@ class Gathered {
 
   bool is_open(std::uint32_t row) const { return !cells.empty() && cells.back().row == row; }
 
-  // Goes on with a row, or opens it; true when it was not open.
+  // Continues a row, or opens it; true when it was not open.
   bool open(std::uint32_t row) {
     if (is_open(row)) return false;
     before_ = {type, typed, claimed, values.size(), lengths.size()};
@@ -761,7 +761,7 @@ struct Part {
   std::vector<BadPayload> bad;
 };
 
-// The pieces of one column, in order: where their rows begin, and what was gathered.
+// The pieces of one column, in order: where their rows begin, and the gathered values.
 struct Pieces {
   ColumnType type = ColumnType::kInt64;
   bool claimed = false, typed = false, shared = false;
@@ -817,14 +817,14 @@ void run(Workers* workers, std::size_t tasks, const std::function<void(std::size
   for (std::size_t task = 0; task < tasks; ++task) work(task);
 }
 
-// Joins what was gathered, part after part, into whole columns.
+// Joins the gathered values, part after part, into whole columns.
 void finish(std::span<const Part> parts, Workers* workers, ParsedExamples& to) {
   std::map<std::string_view, Pieces> by_name;
   for (const Part& part : parts) {
     for (const Gathered& column : part.gathered->columns()) {
       if (column.cells.empty() || !column.typed) continue;
       Pieces& pieces = by_name[column.name];
-      // A column is of the type of its values, and where nobody has any, of the first list without.
+      // A column is of the type of its values, and if no record has any, of the first list without.
       if (!pieces.typed || (column.claimed && !pieces.claimed)) pieces.type = column.type;
       pieces.typed = true;
       pieces.claimed |= column.claimed;

@@ -1,7 +1,7 @@
 // Example parser: payloads straight to columns, with no object per record.
 //
 // What is read may come from anyone. A payload that is no message of its kind, or that has a column in
-// another type than the records before it, is reported and left out; the others are as if it had
+// another type than the records before it, is reported and left out; the other records are as if it had
 // never been there. The outcome does not depend on how many threads there are.
 //
 // What becomes of a message:
@@ -10,7 +10,7 @@
 // - The fields of LineId become the columns line_id.<field>, labels `label`, and so on, whether they
 //   stand in fields of their own or in features of the names Monolith gives them.
 // - Instance: the ids of slot n become column fc_slot_<n>.
-// - Raw features, and Instance's dense, label_tag and next_fid, are passed over.
+// - Raw features, and Instance's dense, label_tag and next_fid, are skipped.
 #pragma once
 
 #include <cstddef>

@@ -351,7 +351,7 @@ class RowWriter {
   }
 
  private:
-  // An Instance's features hold their values themselves; the others' a Feature beside the name.
+  // An Instance's features hold their values themselves; other features hold a Feature next to the name.
   std::size_t entry_size(const Sorted::Feature& feature, const Row& row) const {
     const std::size_t name = bytes_field(fields::Entry::kName, feature.column->name.size());
     if (kind_ == ExampleKind::kInstance)

@@ -1,7 +1,7 @@
 // Feature ids: a slot in the high bits, a signature in the low ones.
 //
 // Strings and numbers become signatures by the one hash of the system, so a word has the same
-// feature id in every process, whoever read it.
+// feature id in every process.
 #pragma once
 
 #include <array>

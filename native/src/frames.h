@@ -1,7 +1,7 @@
 // Frames: Monolith's own stream of records, and what splitting any stream of records yields.
 //
 // A frame is a header, a length in eight bytes, and the payload. There is no checksum. What the header
-// is, the stream does not say: whoever wrote it has to.
+// is, the stream does not say: its writer has to.
 #pragma once
 
 #include <cstddef>

@@ -10,8 +10,8 @@
 //    about      for each segment its width and coding; then the name
 //    trailer    where all of it lies, what coding cost, CRCs of the two parts above and of itself
 //
-// An id is looked for in the bucket that its hash says and, as long as buckets say that an id had to go on,
-// in those after it. A reader believes nothing: see FrozenTable.
+// An id is looked for in the bucket that its hash says and, as long as buckets say that an id overflowed to
+// the next, in those after it. A reader believes nothing: see FrozenTable.
 #pragma once
 
 #include <bit>
@@ -70,7 +70,7 @@ struct FrozenBucket {
   std::int64_t ids[kIds];
   std::uint32_t rows[kIds];
   std::uint8_t used;    // ids in here, the first ones
-  std::uint8_t passed;  // 1: an id found no place here and went on
+  std::uint8_t passed;  // 1: an id found no slot here and is in a later bucket
   std::uint16_t unused;
 };
 static_assert(sizeof(FrozenBucket) == kFrozenAlign);

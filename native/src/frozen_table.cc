@@ -132,7 +132,7 @@ inline const std::byte* FrozenTable::look(const FrozenBucket* at, std::int64_t i
   return match == 0 ? nullptr : row_at(at, static_cast<std::uint32_t>(std::countr_zero(match)));
 }
 
-// In the buckets after `at`, as long as they say that ids went on.
+// In the buckets after `at`, as long as they say that ids overflowed.
 const std::byte* FrozenTable::look_on(const FrozenBucket* at, std::int64_t id) const {
   const FrozenBucket* const end = buckets_ + trailer_.buckets;
   for (std::uint32_t seen = 1; seen < trailer_.longest && at->passed != 0; ++seen) {

@@ -1,11 +1,11 @@
 // FrozenTable: ids to rows that were written once, read where the file lies in memory.
 //
-// The file is mapped: opening reads its end, whoever looks up an id reads the lines it needs, and processes
+// The file is mapped: opening reads its end, a lookup reads the lines it needs, and processes
 // that map the same file share its memory. Calls are batches, and go through the stages that Table has: where
 // the ids belong, what their index lines say, their rows, with many cache misses under way at once. A call
 // over many tables goes through them as if they were one.
 //
-// A file may be damaged, or made by somebody who means harm. All sizes and offsets are checked against each
+// A file may be damaged, or made by an attacker. All sizes and offsets are checked against each
 // other and against the length of the file before one is used, and the number of a row whenever it is; so
 // nothing outside of the file is read. That the bytes are those once written, only `verify` says.
 #pragma once

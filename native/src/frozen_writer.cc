@@ -13,7 +13,7 @@
 namespace monolith {
 namespace {
 
-constexpr double kLoad = 0.7;  // of the index: fuller makes more ids go on to a next bucket
+constexpr double kLoad = 0.7;  // of the index: a fuller index makes more ids overflow to the next bucket
 constexpr std::size_t kAhead = 16;
 
 template <class T>

@@ -35,7 +35,7 @@ KeptMemory::Block KeptMemory::take(std::size_t bytes) {
     if (block.data_ == nullptr) throw std::bad_alloc();
     return block;
   }
-  std::vector<Idle> unwanted;  // unmapped when nobody waits for the mutex
+  std::vector<Idle> unwanted;  // unmapped after the mutex is released
   {
     std::lock_guard lock(mutex_);
     ++turn_;

@@ -20,7 +20,7 @@ namespace monolith {
 class KeptMemory : public std::enable_shared_from_this<KeptMemory> {
  public:
   static constexpr std::size_t kLarge = 1 << 20;  // smaller blocks are the allocator's
-  static constexpr std::uint64_t kTurns = 64;     // blocks taken until one that nobody wants is let go
+  static constexpr std::uint64_t kTurns = 64;     // an idle block is freed after so many takes
 
   // Memory on a line of its own, not initialised; given back when this goes.
   class Block {
@@ -39,7 +39,7 @@ class KeptMemory : public std::enable_shared_from_this<KeptMemory> {
   };
 
   Block take(std::size_t bytes);
-  std::size_t bytes() const;  // that lie here for whoever comes next
+  std::size_t bytes() const;  // idle, ready for the next take
 
  private:
   struct Idle {

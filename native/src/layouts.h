@@ -112,11 +112,11 @@ class Layouts {
               std::span<const std::span<float>> outputs) const;
 
   // Fills `out`, laid out as `rows`, from the gradients of the outputs, times `scale`; an empty one counts
-  // as zeros. `rows` is what was gathered from, and may be empty when nothing pools by maximum.
+  // as zeros. `rows` are the rows gathered from, and may be empty when nothing pools by maximum.
   void scatter(const LayoutBatch& batch, std::span<const float> rows,
                std::span<const std::span<const float>> gradients, float scale, std::span<float> out) const;
 
-  // What gathering by `uses` moves, for those who move it elsewhere: for every id of theirs and, where a
+  // The moves that gathering by `uses` makes, for another device to make: for every id of theirs and, where a
   // feature is shared, for every example, the first float among the rows and in the output, and what to
   // multiply with before adding up.
   struct Moves {

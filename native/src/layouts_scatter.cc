@@ -275,7 +275,7 @@ class Layouts::Scattering {
     }
   }
 
-  // Whoever shares a maximum has an equal part of its gradient.
+  // Rows that share a maximum get equal parts of its gradient.
   void add_to_maxima(const Part& part, int f, std::uint32_t& fresh) const {
     const LayoutBatch::Cells& cells = batch_.cells_[f];
     const std::size_t dim = layouts_.table_dims_[part.table];
@@ -313,7 +313,7 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
                       std::span<float> out) const {
   check(batch, out.size(), gradients.size());
   if (takes_maximum_ ? rows.size() != out.size() : !rows.empty() && rows.size() != out.size())
-    refuse("rows must be what was gathered from: " + std::to_string(out.size()) + " floats, got " +
+    refuse("rows must be the rows gathered from: " + std::to_string(out.size()) + " floats, got " +
            std::to_string(rows.size()));
   for (std::size_t o = 0; o < gradients.size(); ++o)
     if (!gradients[o].empty() &&

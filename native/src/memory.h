@@ -79,7 +79,7 @@ class Region {
   std::size_t size_ = 0;
 };
 
-// Rows of one size, handed out in chunks of at least 64 and never moved.
+// Rows of one size, allocated in chunks of at least 64 and never moved.
 //
 // Arena k holds rows 2^(k+6) .. 2^(k+7)-1, so an address is a shift, a table of a few pointers that
 // stays in cache, and a multiply. Row numbers begin at 64: number 0 means "no row".

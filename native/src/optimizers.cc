@@ -10,87 +10,16 @@
 namespace monolith {
 namespace {
 
-// A segment in host memory, as rules see it. kDim is the width when it is one of the usual ones, so that
-// loops unroll and vectorise without a remainder, or 0 to read it from `dim`.
-template <class Rule, int kDim>
-struct HostValues {
-  float* w;
-  float* state;
-  const float* g;
-  int dim;
-
-  MONOLITH_INLINE int d() const { return kDim != 0 ? kDim : dim; }
-  MONOLITH_INLINE float* scalars() const { return state + Rule::kVectors * d(); }
-
-  template <class F>
-  MONOLITH_INLINE void each(F f) const {
-    if constexpr (Rule::kVectors == 0)
-      loop(w, g, d(), f);
-    else if constexpr (Rule::kVectors == 1)
-      loop(w, g, d(), f, state);
-    else if constexpr (Rule::kVectors == 2)
-      loop(w, g, d(), f, state, state + d());
-    else
-      loop(w, g, d(), f, state, state + d(), state + 2 * d());
-  }
-
-  template <class F>
-  MONOLITH_INLINE float sum(F f) const {
-    float all = 0;
-    each([&all, f](auto& x, float gradient, auto&... more)
-             MONOLITH_INLINE { all += f(x, gradient, more...); });
-    return all;
-  }
-
-  template <class F>
-  MONOLITH_INLINE float largest(F f) const {
-    float most = 0;
-    each([&most, f](auto& x, float gradient, auto&... more)
-             MONOLITH_INLINE { most = std::max(most, f(x, gradient, more...)); });
-    return most;
-  }
-
- private:
-  // Parameters are where g++ believes __restrict: without it every row would be tested for overlaps.
-  template <class F, class... Vectors>
-  MONOLITH_INLINE static void loop(float* __restrict w, const float* __restrict g, int d, F f) {
-    for (int i = 0; i < d; ++i) f(w[i], g[i]);
-  }
-  template <class F>
-  MONOLITH_INLINE static void loop(float* __restrict w, const float* __restrict g, int d, F f,
-                                   float* __restrict s0) {
-    for (int i = 0; i < d; ++i) f(w[i], g[i], s0[i]);
-  }
-  template <class F>
-  MONOLITH_INLINE static void loop(float* __restrict w, const float* __restrict g, int d, F f,
-                                   float* __restrict s0, float* __restrict s1) {
-    for (int i = 0; i < d; ++i) f(w[i], g[i], s0[i], s1[i]);
-  }
-  template <class F>
-  MONOLITH_INLINE static void loop(float* __restrict w, const float* __restrict g, int d, F f,
-                                   float* __restrict s0, float* __restrict s1, float* __restrict s2) {
-    for (int i = 0; i < d; ++i) f(w[i], g[i], s0[i], s1[i], s2[i]);
-  }
-};
-
-// A rule as a kernel; kFloats is the width of the processor's registers, for the kernels that are written
-// out.
-template <class Rule, int kFloats>
-struct Kernel {
-  template <int kDim>
-  MONOLITH_INLINE static inline void step(const OptimizerSpec& spec, float* w, float* state, const float* g,
-                                          int dim, float rate, std::int64_t step) {
-    HostValues<Rule, kDim> values{w, state, g, dim};
-    Rule::step(spec, values, rate, step);
-  }
-};
-
 // As many floats as a register of the processor holds, at any address.
 template <int kFloats>
 struct Wide;
 template <>
 struct Wide<1> {
   using Type = float;
+};
+template <>
+struct Wide<2> {
+  using Type = float __attribute__((vector_size(8), aligned(4), may_alias));
 };
 template <>
 struct Wide<4> {
@@ -105,16 +34,101 @@ struct Wide<16> {
   using Type = float __attribute__((vector_size(64), aligned(4), may_alias));
 };
 
-template <int kFloats>
-MONOLITH_INLINE inline auto scaled_rate(float rate, typename Wide<kFloats>::Type norm) {
-  if constexpr (kFloats == 1) {
-    return over(rate, root(norm));
-  } else {
-    typename Wide<kFloats>::Type length;
-    for (int i = 0; i < kFloats; ++i) length[i] = root(norm[i]);
-    return length != 0 ? rate / length : typename Wide<kFloats>::Type{};
+// A segment in host memory, as rules see it. kDim is the width when it is one of the usual ones, so that
+// loops unroll without a remainder, or 0 to read it from `dim`. kFloats is the width of a register.
+template <class Rule, int kDim, int kFloats>
+struct HostValues {
+  float* w;
+  float* state;
+  const float* g;
+  int dim;
+
+  MONOLITH_INLINE int d() const { return kDim != 0 ? kDim : dim; }
+  MONOLITH_INLINE float* scalars() const { return state + Rule::kVectors * d(); }
+
+  template <class F>
+  MONOLITH_INLINE void each(F f) const {
+    loop<kFloats>(0, f);
   }
-}
+
+  template <class F>
+  MONOLITH_INLINE float sum(F f) const {
+    float all = 0;
+    each([&all, f](auto& x, auto gradient, auto&... more) MONOLITH_INLINE {
+      const auto some = f(x, gradient, more...);
+      if constexpr (is_vector<decltype(some)>)
+        for (std::size_t i = 0; i < sizeof(some) / sizeof(float); ++i) all += some[i];
+      else
+        all += some;
+    });
+    return all;
+  }
+
+  template <class F>
+  MONOLITH_INLINE float largest(F f) const {
+    float most = 0;
+    each([&most, f](auto& x, auto gradient, auto&... more) MONOLITH_INLINE {
+      const auto some = f(x, gradient, more...);
+      if constexpr (is_vector<decltype(some)>)
+        for (std::size_t i = 0; i < sizeof(some) / sizeof(float); ++i) most = std::max(most, float(some[i]));
+      else
+        most = std::max(most, some);
+    });
+    return most;
+  }
+
+ private:
+  // Vectors of kWide values from number i on, then narrower ones, then the last values one by one.
+  template <int kWide, class F>
+  MONOLITH_INLINE void loop(int i, F f) const {
+    for (; i + kWide <= d(); i += kWide) at<typename Wide<kWide>::Type>(i, f);
+    if constexpr (kWide > 1) loop<kWide / 2 >= 4 ? kWide / 2 : 1>(i, f);
+  }
+  // All are read before any is written, so that the compiler need not ask whether they overlap.
+  template <class Floats, class F>
+  MONOLITH_INLINE void at(int i, F f) const {
+    Floats* const weights = reinterpret_cast<Floats*>(w + i);
+    Floats* const s0 = reinterpret_cast<Floats*>(state + i);
+    Floats* const s1 = reinterpret_cast<Floats*>(state + d() + i);
+    Floats* const s2 = reinterpret_cast<Floats*>(state + 2 * d() + i);
+    Floats weight = *weights;
+    const Floats gradient = *reinterpret_cast<const Floats*>(g + i);
+    if constexpr (Rule::kVectors == 0) {
+      f(weight, gradient);
+    } else {
+      Floats a = *s0;
+      if constexpr (Rule::kVectors == 1) {
+        f(weight, gradient, a);
+      } else {
+        Floats b = *s1;
+        if constexpr (Rule::kVectors == 2) {
+          f(weight, gradient, a, b);
+        } else {
+          Floats c = *s2;
+          f(weight, gradient, a, b, c);
+          *s2 = c;
+        }
+        *s1 = b;
+      }
+      *s0 = a;
+    }
+    *weights = weight;
+  }
+};
+
+template <class Rule>
+concept InDouble = requires { Rule::kInDouble; };
+
+// A rule as a kernel.
+template <class Rule, int kFloats>
+struct Kernel {
+  template <int kDim>
+  MONOLITH_INLINE static inline void step(const OptimizerSpec& spec, float* w, float* state, const float* g,
+                                          int dim, float rate, std::int64_t step) {
+    HostValues<Rule, kDim, InDouble<Rule> ? kFloats / 2 : kFloats> values{w, state, g, dim};
+    Rule::step(spec, values, rate, step);
+  }
+};
 
 // Some values: `kMany` times `kFloats` of them. `meanwhile` is called between reading and the arithmetic,
 // where a prefetch that waits holds up least. Left to itself the compiler goes float by float, as the code
@@ -137,9 +151,7 @@ MONOLITH_INLINE inline void adagrad_some(float* w, float* state, const float* g,
   meanwhile();
 #pragma GCC unroll 4
   for (int i = 0; i < kMany; ++i) {
-    rules::Adagrad::value<kDecay>(weight[i], sum[i], grad[i], decay, [=](Floats norm) MONOLITH_INLINE {
-      return scaled_rate<kFloats>(rate, norm);
-    });
+    rules::Adagrad::value<kDecay>(weight[i], sum[i], grad[i], rate, decay);
     sums[i] = sum[i];
     weights[i] = weight[i];
   }
@@ -193,7 +205,7 @@ template <class Kernel>
 concept DecaysOrNot = requires { typename Kernel::WithDecay; };
 
 // The kernel is in the loop itself, not behind a call: a processor that waits for the address of a
-// prefetch goes on with the 128 instructions that follow, and those should be the next rows'. A step on a
+// prefetch continues with the 128 instructions that follow, and those should be the next rows'. A step on a
 // usual row takes some 60, so that there are two of them under way; each instruction more is felt.
 template <class Kernel, int kDim, class Fetch>
 inline __attribute__((always_inline)) void take_all(const OptimizerSpec& spec, std::byte* const* rows,

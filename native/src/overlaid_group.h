@@ -1,8 +1,8 @@
 // OverlaidGroup: rows that changed, over rows that were written once.
 //
 // Each table has a mapped file below and a Table above it. A row above counts, whatever is below; an id that
-// is gone has a row of zeros above. So whoever reads sees a row as a whole, before a change or after it, and
-// whoever writes to the tables above waits for nobody who reads.
+// is gone has a row of zeros above. So a reader sees a row as a whole, before a change or after it, and
+// a writer to the tables above never waits for a reader.
 #pragma once
 
 #include <cstddef>

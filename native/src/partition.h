@@ -33,14 +33,9 @@ void poke(T& field, T value) {
   __atomic_store_n(&field, value, __ATOMIC_RELAXED);
 }
 
-// For a pointer or row number that leads to the memory it was published with. Every processor reads what a
-// pointer leads to after the pointer; the language can only say so by an acquire, which ARM would pay for, so
-// only the thread sanitizer, which does not know of pointers, is told.
-#if defined(__SANITIZE_THREAD__)
+// The order of a load whose result leads to other memory: a pointer, or a row number. It pairs with the
+// release that published the memory. A plain load on x86; one ldar or ldapr on ARM.
 inline constexpr std::memory_order kFollowed = std::memory_order_acquire;
-#else
-inline constexpr std::memory_order kFollowed = std::memory_order_relaxed;
-#endif
 
 template <class T>
 T peek(const T& field) {
@@ -82,7 +77,8 @@ class Index {
     return where != 0 ? bucket + std::countr_zero(where) : nullptr;
   }
   // The same for a writer, who holds the lock: the slot for `hash` or else the last one, without a jump. If
-  // that one is another's the line is full, and the search goes on in the next; if it is empty, it ends here.
+  // that one is another's the line is full, and the search continues in the next; if it is empty, it ends
+  // here.
   static Slot* nearest(Slot* bucket, std::uint64_t hash) {
     const std::uint64_t held[] = {bucket[0].hash, bucket[1].hash, bucket[2].hash};
     std::size_t at = 3;
@@ -179,7 +175,7 @@ class Index {
 };
 static_assert(sizeof(Index) == 8);
 
-struct CapturedRows;  // see table_cut.h
+struct CapturedRows;  // see table_snapshot.h
 
 struct alignas(64) Partition {
   Partition();
@@ -203,7 +199,7 @@ struct alignas(64) Partition {
   std::uint64_t refused = 0;
   std::uint64_t evicted = 0;
   std::uint64_t removed = 0;
-  std::unique_ptr<CapturedRows> captured;  // while a cut is open, and rows changed since
+  std::unique_ptr<CapturedRows> captured;  // set once a row changes while a snapshot is open
 
   bool owns(std::uint64_t hash) const {
     return first.load(std::memory_order_relaxed) <= hash && hash <= last.load(std::memory_order_relaxed);

@@ -1,6 +1,6 @@
 // Reading protobuf messages field by field, straight from bytes and never past their end.
 //
-// Input may come from anyone, so whatever does not read as a message throws BadMessage, which whoever
+// Input may come from anyone, so whatever does not read as a message throws BadMessage, which the code that
 // reads a whole record catches: a bad record is an answer, not a crash. Groups, which nothing of ours has
 // ever used, count as malformed.
 #pragma once

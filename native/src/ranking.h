@@ -1,4 +1,4 @@
-// Ranking metrics: how high a model puts what was wanted, among the candidates of each query.
+// Ranking metrics: how high a model ranks the wanted items among the candidates of each query.
 //
 // Candidates of equal score have no order, so a metric is the mean over all orders of them, in closed form: a
 // model that scores everything alike is worth what chance is, however the candidates lie in memory. Of each

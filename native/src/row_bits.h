@@ -27,7 +27,7 @@ class RowBits {
     const int arena = 31 - std::countl_zero(row);
     std::uint64_t* words = words_[arena].load(std::memory_order_acquire);
     if (words == nullptr) words = make(arena);
-    std::uint64_t& word = words[place(row, arena)];
+    std::uint64_t& word = words[word_of(row, arena)];
     const std::uint64_t bit = std::uint64_t{1} << (row % 64);
     if ((__atomic_load_n(&word, __ATOMIC_RELAXED) & bit) != 0) return true;
     return (__atomic_fetch_or(&word, bit, __ATOMIC_RELAXED) & bit) != 0;
@@ -37,10 +37,10 @@ class RowBits {
     const int arena = 31 - std::countl_zero(row);
     const std::uint64_t* words = words_[arena].load(std::memory_order_acquire);
     return words != nullptr &&
-           (__atomic_load_n(&words[place(row, arena)], __ATOMIC_RELAXED) >> (row % 64) & 1) != 0;
+           (__atomic_load_n(&words[word_of(row, arena)], __ATOMIC_RELAXED) >> (row % 64) & 1) != 0;
   }
 
-  // Sets every bit that is set in `other`, which nobody changes meanwhile.
+  // Sets every bit that is set in `other`, which no thread changes meanwhile.
   void add(const RowBits& other) {
     for (int arena = kFirst; arena < 32; ++arena) {
       const std::uint64_t* from = other.words_[arena].load(std::memory_order_acquire);
@@ -55,7 +55,7 @@ class RowBits {
  private:
   static constexpr int kFirst = 6;  // rows begin at 64
   static std::size_t count(int arena) { return std::size_t{1} << (arena - kFirst); }
-  static std::size_t place(std::uint32_t row, int arena) { return (row - (1u << arena)) / 64; }
+  static std::size_t word_of(std::uint32_t row, int arena) { return (row - (1u << arena)) / 64; }
 
   std::uint64_t* make(int arena) {
     std::lock_guard lock(mutex_);

@@ -56,7 +56,7 @@ std::string snappy_decode(std::span<const std::byte> block, std::vector<std::byt
       at += length;
       continue;
     }
-    // A copy of what was written `offset` bytes before; the two may overlap, and then repeat themselves.
+    // A copy of the output `offset` bytes before; the two may overlap, and then repeat themselves.
     const std::uint64_t length = kind == 1 ? 4 + (upper & 7) : upper + 1;
     const std::uint64_t offset = kind == 1 ? (upper >> 3) << 8 | number(1) : number(extra);
     if (offset == 0 || offset > out.size()) return broken("a copy from outside the output");

@@ -10,12 +10,12 @@
 
 #include "prefetch.h"
 #include "table_body.h"
-#include "table_cut.h"
+#include "table_snapshot.h"
 
 namespace monolith {
 namespace {
 
-// Where a range of hashes is cut. The first cuts are uneven, so that partitions come to their limit at
+// Where a range of hashes splits. The first splits are uneven, so that partitions reach their limit at
 // different times: at any moment some are large and some have just split, index arrays given back by one are
 // taken by the next, and memory grows smoothly. Once a range is below 12/64 of all hashes it is halved.
 std::uint64_t middle_of(std::uint64_t first, std::uint64_t last) {
@@ -71,8 +71,8 @@ std::unique_ptr<Table::Body> Table::make_body(std::size_t expected) const {
   // Partitions for initial_rows, as splits would have left them.
   int depth = 0;
   const auto build = [&](const auto& self, std::uint64_t first, std::uint64_t last) -> void {
-    const double share = (static_cast<double>(last - first) + 1) * 0x1p-64;
-    const double rows = share * static_cast<double>(expected);
+    const double fraction = (static_cast<double>(last - first) + 1) * 0x1p-64;
+    const double rows = fraction * static_cast<double>(expected);
     if (rows <= partition_limit(expected / kPartitionRows) * 0.95) {
       add(first, last, rows);
       return;
@@ -126,14 +126,15 @@ TableStats Table::stats() const {
 }
 
 void Table::clear(std::size_t rows) {
-  // A full table has no room beside itself: what it holds is lent to its successor until it is gone.
+  // The budget of a full table has no memory left for its successor, so it lends the successor as much as the
+  // table itself uses, until that is freed.
   Budget::Loan lent(budget_, budget_.used());
   std::unique_ptr<Body> fresh = make_body(
       spec_.capacity_bytes != 0 ? spec_.initial_rows : std::max<std::size_t>(rows, spec_.initial_rows));
   {
     // All that can fail comes before the new body is in place: a clear() that throws has changed nothing.
-    const Hold held(*this, Hold::kAlone);
-    if (cut_ != nullptr)
+    const PausedWriters paused(*this, PausedWriters::kAlone);
+    if (snapshot_ != nullptr)
       throw std::invalid_argument("clear: a snapshot of this table is open; close it first");
     auto changes = changes_ != nullptr ? std::make_unique<TableChanges>() : nullptr;
     const TableStats kept = stats();
@@ -143,10 +144,10 @@ void Table::clear(std::size_t rows) {
       delete old;
       budget_.take_back(bytes);
     };
-    epochs_.make_room();  // only writers and clear() retire memory, and they are held off
+    epochs_.reserve_one();  // only writers and clear() retire memory, and writers are paused
 
     body_.store(fresh.release());
-    epochs_.retire_in_room(std::move(free));
+    epochs_.retire_reserved(std::move(free));
     lent.hand_over();
     if (changes != nullptr) {
       changes->cleared = true;
@@ -162,7 +163,7 @@ void Table::clear(std::size_t rows) {
     max_event_time_ = 0;
     entry_.forget_steps();
   }
-  epochs_.collect();  // after writers were let in again: freeing many rows takes a while
+  epochs_.collect();  // after writers resumed: freeing many rows takes a while
 }
 
 void Table::freeze() {
@@ -244,24 +245,32 @@ bool Table::resize(Body& body, Partition& part, std::size_t rows) {
   return true;
 }
 
-// Called with the partition locked and a write begun.
-void Table::make_room(Body& body, Partition& part, std::uint32_t newcomers, std::uint32_t time) {
-  const std::size_t wanted = std::size_t{part.rows} + newcomers;
+// Makes the index and the free rows of a partition large enough for `new_rows` more rows, or expires the
+// oldest ones if the budget is spent and the table may. Called with the partition locked and a Change begun.
+// If neither helps, insert() refuses the ids.
+void Table::grow_for(Body& body, Partition& part, std::uint32_t new_rows, std::uint32_t time) {
+  const std::size_t wanted = std::size_t{part.rows} + new_rows;
   const Index index = part.index.load(std::memory_order_relaxed);
   bool full = false;
   if (static_cast<double>(wanted) > static_cast<double>(index.size()) * kFullLoad)
     full = !resize(body, part, wanted) &&
            static_cast<double>(wanted) > static_cast<double>(index.size()) * kBrimLoad;
   const std::uint32_t left = part.chunk_end - part.chunk_next;
-  if (!full && part.free_count + left < newcomers) {
+  if (!full && part.free_count + left < new_rows) {
     for (; part.chunk_next < part.chunk_end; ++part.chunk_next) free_row(body, part, part.chunk_next);
     full = !take_chunk(body, part);
   }
   if (full && spec_.expire_when_full)
-    expire_oldest(body, part, std::max<std::size_t>(newcomers, part.rows / 32), time);
+    expire_oldest(body, part, std::max<std::size_t>(new_rows, part.rows / 32), time);
 }
 
-// Called with the partition locked, between windows.
+// Splits a partition that has grown past its limit. Called with the partition locked, between windows.
+//
+// Readers take no lock, so the order of the stores matters:
+//   1. both new indexes are complete before either is published;
+//   2. the version is odd (Change) from before the range shrinks until the directory leads to the sibling: a
+//      reader that comes in between retries;
+//   3. the old index is retired, not freed: a reader may still be probing it.
 void Table::split(Body& body, Partition& part) {
   {
     std::lock_guard lock(body.mutex);
@@ -421,7 +430,7 @@ std::size_t Table::evict(std::int64_t now) {
 
 namespace {
 
-// Rows that a scan has found, and columns to hold them. Columns grow as rows are met: most scans are short.
+// The columns that a scan returns. They grow with the rows found: most scans are short.
 class ChunkBuilder {
  public:
   ChunkBuilder(const Entry& entry, std::size_t limit)
@@ -430,9 +439,9 @@ class ChunkBuilder {
   std::size_t rows() const { return chunk_.rows; }
   std::size_t left() const { return limit_ - chunk_.rows; }
 
-  void make_room(std::size_t more) {
-    if (chunk_.rows + more <= room_) return;
-    const std::size_t wanted = std::min(limit_, std::max(chunk_.rows + more, 2 * room_));
+  void reserve(std::size_t more) {
+    if (chunk_.rows + more <= capacity_) return;
+    const std::size_t wanted = std::min(limit_, std::max(chunk_.rows + more, 2 * capacity_));
     const auto moved = [&](auto& column, std::size_t width) {
       using T = std::remove_reference_t<decltype(column[0])>;
       std::unique_ptr<T[]> wider(new T[wanted * width]);
@@ -443,10 +452,10 @@ class ChunkBuilder {
     moved(chunk_.times, 1);
     moved(chunk_.values, dim_);
     moved(chunk_.state, state_dim_);
-    room_ = wanted;
+    capacity_ = wanted;
   }
 
-  // Writes row number `at` after those there are; there must be room.
+  // Writes the row that is `at` rows behind the last one; reserve() must have been called for it.
   void put(std::size_t at, std::uint64_t hash, std::uint32_t time, const std::byte* row) {
     at += chunk_.rows;
     chunk_.ids[at] = unmix(hash);
@@ -468,7 +477,7 @@ class ChunkBuilder {
   const std::size_t state_dim_;
   const std::size_t limit_;
   Chunk chunk_;
-  std::size_t room_ = 0;
+  std::size_t capacity_ = 0;
 };
 
 // In the order of hashes: a table with the same rows is always walked the same way.
@@ -499,7 +508,7 @@ Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) c
     }
     const std::size_t take = std::min(found.size(), chunk.left());
     sort_first(found, take);
-    chunk.make_room(take);
+    chunk.reserve(take);
     for (std::size_t i = 0; i < take; ++i) {
       if (i + kRowsAhead < take) prefetch<0>(body.rows.row(found[i + kRowsAhead].row), entry_.row_bytes());
       chunk.put(i, found[i].hash, found[i].time, body.rows.row(found[i].row));
@@ -514,10 +523,14 @@ Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) c
   }
 }
 
-// A partition is locked for its keys only, and again for a few rows at a time, so that whoever trains hardly
-// waits. A row that changed in between was captured before, and is looked for there at the end.
-Chunk Table::scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t last, std::size_t limit,
-                      bool changed_only) const {
+// Three rounds for each partition, none of which holds its lock for long, so that training hardly waits:
+//   1. locked once: copy the keys of its rows (16 bytes each), from the index and from the captured rows;
+//   2. locked for 32 rows at a time: copy rows whose bit in taken_ is still clear;
+//   3. locked once: rows that a writer captured between 1 and 2 are read from the captured rows.
+// The order matters: a writer sets the bit and captures the row before it changes it, so a row with a clear
+// bit is unchanged, and a row with a set bit has been captured.
+Chunk Table::scan_snapshot(const TableSnapshot& snapshot, std::uint64_t cursor, std::uint64_t last,
+                           std::size_t limit, bool changed_only) const {
   constexpr std::size_t kAtOnce = 32;
   if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
   struct Found {
@@ -529,13 +542,13 @@ Chunk Table::scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t l
   Epochs::Visit visit(epochs_);
   const Body& body = *body_.load();
   const auto wanted = [&](std::uint64_t hash, std::uint32_t row) {
-    return hash >= cursor && hash <= last && (!changed_only || cut.changes_->rows.test(row));
+    return hash >= cursor && hash <= last && (!changed_only || snapshot.changes_->rows.test(row));
   };
   const auto check_open = [&] {
-    if (!cut.open_) throw std::invalid_argument("scan: the snapshot was closed");
+    if (!snapshot.open_) throw std::invalid_argument("scan: the snapshot was closed");
   };
   std::vector<Found> found;
-  std::vector<std::size_t> late;  // places in `found` whose rows are to be had from the captured
+  std::vector<std::size_t> late;  // positions in `found` whose rows were captured
   for (;;) {
     Partition& part = *body.route(cursor);
     std::unique_lock lock(part.mutex);
@@ -545,7 +558,7 @@ Chunk Table::scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t l
     found.clear();
     for (std::size_t i = 0; i < index.size(); ++i) {
       const Slot& slot = index.slots()[i];
-      if (slot.row != 0 && !cut.taken_.test(slot.row) && wanted(slot.hash, slot.row))
+      if (slot.row != 0 && !snapshot.taken_.test(slot.row) && wanted(slot.hash, slot.row))
         found.push_back({slot.hash, slot.row, slot.time});
     }
     if (part.captured != nullptr)
@@ -556,7 +569,7 @@ Chunk Table::scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t l
 
     const std::size_t take = std::min(found.size(), chunk.left());
     sort_first(found, take);
-    chunk.make_room(take);
+    chunk.reserve(take);
     late.clear();
     for (std::size_t begin = 0; begin < take; begin += kAtOnce) {
       const std::size_t end = std::min(take, begin + kAtOnce);
@@ -570,7 +583,7 @@ Chunk Table::scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t l
         if (!owner.owns(found[i].hash)) continue;
         check_open();
         for (; i < end && owner.owns(found[i].hash); ++i) {
-          if (found[i].row == 0 || cut.taken_.test(found[i].row))
+          if (found[i].row == 0 || snapshot.taken_.test(found[i].row))
             late.push_back(i);
           else
             chunk.put(i, found[i].hash, found[i].time, body.rows.row(found[i].row));

@@ -69,10 +69,10 @@ struct Chunk {
   std::unique_ptr<float[]> values;  // rows x dim
   std::unique_ptr<float[]> state;   // rows x state_dim
   bool done = false;
-  std::uint64_t cursor = 0;  // the hash to go on from, unless done
+  std::uint64_t cursor = 0;  // the hash to continue from, unless done
 };
 
-class TableCut;
+class TableSnapshot;
 struct TableChanges;
 
 class Table {
@@ -89,8 +89,8 @@ class Table {
   std::size_t row_bytes() const { return entry_.row_bytes(); }
   std::size_t size() const;
 
-  // Fills `out` with dim() floats per id, zeros where there is no row; returns how many there were. `found`,
-  // unless null, is told of each.
+  // Writes dim() floats per id to `out`, zeros for an id without a row; returns how many ids have one.
+  // `found`, unless null, gets 1 or 0 for each id.
   std::size_t lookup(std::span<const std::int64_t> ids, float* out, std::uint8_t* found = nullptr) const;
   // `found` may be null, and so may any of the columns.
   void lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, std::int64_t* times, float* values,
@@ -101,28 +101,30 @@ class Table {
   // Gradients that are NaN or beyond kMaxGradient leave their rows as they are, and are counted.
   void apply_gradients(std::span<const std::int64_t> ids, const float* gradients, const float* latest,
                        std::span<const float> rates, std::int64_t step, EventTimes times, bool dedup);
-  // Per id 1 when the row was there, 0 when it was made, -1 when there was no room to make it.
+  // Status per id: 1 if the row existed, 0 if it was made, -1 if the budget has no memory for it.
   void reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, std::int8_t* status);
-  // Whole rows, past the admission filter. Without state, or where `fresh_state` is set, it is initialised.
+  // Writes whole rows without asking the admission filter. The optimizer state of a row is initialised if
+  // there is no `state`, or if its `fresh_state` is set.
   void restore(std::span<const std::int64_t> ids, const std::uint32_t* times, const float* values,
                const float* state, const std::uint8_t* fresh_state);
 
   std::size_t remove(std::span<const std::int64_t> ids);
   std::size_t evict(std::int64_t now);
   std::size_t count_expired(std::int64_t now) const;
-  // With room for `rows` rows, so that filling it again need not grow it step by step.
+  // Removes all rows. `rows` is how many are expected next, so that loading them need not grow the index step
+  // by step.
   void clear(std::size_t rows = 0);
 
   // Up to `limit` rows with hashes from `cursor` to `last`. Each row is whole; a row that is there
   // throughout is met exactly once.
   Chunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) const;
 
-  // Remembers from now on which rows change and which go, for cuts to tell; or stops. What was remembered is
-  // forgotten.
+  // Tracks from now on which rows change and which are removed, for snapshots to list; or stops. Earlier
+  // changes are forgotten.
   void track_changes(bool on);
 
-  // Tells `set` from now on which ids get another row or lose theirs, after they have; until untouch. Several
-  // sets may be told.
+  // Adds to `set`, until untouch, each id whose row changes or is removed, after the change. Several sets may
+  // be attached.
   void touch(std::shared_ptr<TouchedKeySet> set);
   void untouch(const TouchedKeySet& set);
 
@@ -131,11 +133,12 @@ class Table {
   void digests(std::span<const std::int64_t> buckets, std::uint64_t number, std::uint64_t total,
                std::uint64_t* sums) const;
 
-  // While frozen, calls that write wait. Nests.
+  // Calls that write wait while the table is frozen. Nests.
   void freeze();
   void thaw();
 
-  // Ids that found no room, ever. Cheap: to be asked after every write.
+  // Ids refused because the budget was spent, since the table was made. Cheap enough to read after each
+  // write.
   std::uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
   std::int64_t max_event_time() const { return max_event_time_.load(std::memory_order_relaxed); }
   std::vector<float> scales() const { return entry_.scales(); }
@@ -143,9 +146,9 @@ class Table {
   TableStats stats() const;
 
  private:
-  friend class TableCut;
+  friend class TableSnapshot;
 
-  // One id of a batch; `count` sightings when equal ids were brought together.
+  // One id of a batch; `count` is its sightings, more than 1 only after merge_equal_ids.
   struct Item {
     std::uint64_t hash;
     std::uint32_t position;
@@ -156,18 +159,18 @@ class Table {
   struct Batch;
   struct Aim;
   class Writing;
-  class Hold;
+  class PausedWriters;
   enum class OnAbsent { kAsk, kCreate };
-  // What of a row's time counts beside that of a write. Training on older data does not make a row older: the
-  // newest of its event times stays. Whoever writes whole rows sets their time, too.
-  static std::uint32_t held_time(OnAbsent absent) {
+  // A mask for a row's stored time before it is compared with that of a write. Training on older data does
+  // not make a row older: the newest event time stays. Writing a whole row also sets its time.
+  static std::uint32_t time_mask(OnAbsent absent) {
     return absent == OnAbsent::kAsk ? std::numeric_limits<std::uint32_t>::max() : 0;
   }
-  // What all windows of one task share.
+  // The arguments that are the same for all windows of one task.
   struct Writes {
     EventTimes times;
     OnAbsent absent;
-    std::vector<std::int64_t>* touched;  // null when nobody asks
+    std::vector<std::int64_t>* touched;  // null unless a TouchedKeySet is attached
     const std::uint32_t* next;           // from one sighting of an id to the one after it
     float* scratch;
   };
@@ -189,35 +192,35 @@ class Table {
   void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
   bool all_usable(const float* gradients, std::size_t count) const;
   void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;
-  std::size_t bring_together(Batch& batch, std::size_t first_group, std::size_t last_group,
-                             EventTimes merged) const;
+  std::size_t merge_equal_ids(Batch& batch, std::size_t first_group, std::size_t last_group,
+                              EventTimes merged) const;
 
-  void make_room(Body& body, Partition& part, std::uint32_t newcomers, std::uint32_t time);
+  void grow_for(Body& body, Partition& part, std::uint32_t new_rows, std::uint32_t time);
   bool take_chunk(Body& body, Partition& part) const;
   std::uint32_t take_row(Body& body, Partition& part);
   void free_row(Body& body, Partition& part, std::uint32_t row);
   Slot* insert(Body& body, Partition& part, std::uint64_t hash, std::uint32_t time);
-  Index make_index(Body& body, std::size_t rows) const;  // empty, with room; null when the budget is spent
+  Index make_index(Body& body, std::size_t rows) const;  // empty; null if the budget is spent
   bool resize(Body& body, Partition& part, std::size_t rows);
   void split(Body& body, Partition& part);
   std::size_t expire_oldest(Body& body, Partition& part, std::size_t wanted, std::uint32_t time);
   bool expired(std::uint64_t hash, std::uint32_t time, std::int64_t now) const;
 
-  bool watched() const { return cut_ != nullptr || changes_ != nullptr; }
+  bool watched() const { return snapshot_ != nullptr || changes_ != nullptr; }
   void note_change(const Body& body, Partition& part, const Slot& slot);
   void note_birth(std::uint32_t row);
-  // Told after the rows are gone, so that whoever hears of it finds no row.
+  // Called after the rows are removed, so that a subscriber that reads one finds none.
   void note_removals(const std::vector<std::uint64_t>& hashes);
   bool removals_matter() const { return watched() || !touched_.empty(); }
   void touch_all(const Body& body);
   void tell_touched(std::span<const std::int64_t> ids);
   std::vector<std::int64_t> ids_between(std::uint64_t first, std::uint64_t last) const;
   void split_captured(Partition& part, Partition& sibling, std::uint64_t middle) const;
-  Chunk scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t last, std::size_t limit,
-                 bool changed_only) const;
+  Chunk scan_snapshot(const TableSnapshot& snapshot, std::uint64_t cursor, std::uint64_t last,
+                      std::size_t limit, bool changed_only) const;
 
-  // Copies the first `bytes` bytes of each row, block after block `step` bytes further on, zeros where there
-  // is none, and calls done(first, count) after each block.
+  // Copies the first `bytes` bytes of each row, zeros for an id without one, and calls done(first, count)
+  // after each block of ids. `step` is the distance of two blocks in `out`.
   template <class Done>
   void read_blocks(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
                    std::size_t step, std::uint8_t* found, std::uint32_t* times, Done&& done) const;
@@ -240,8 +243,8 @@ class Table {
 
   const TableSpec spec_;
   Entry entry_;
-  const std::vector<std::byte> zeros_;     // what an id without a row reads as
-  std::vector<std::int64_t> slot_expire_;  // by slot; empty when all are alike
+  const std::vector<std::byte> zeros_;     // read for an id without a row
+  std::vector<std::int64_t> slot_expire_;  // by slot; empty if no slot differs
   const std::shared_ptr<Admission> admission_;
   const std::shared_ptr<Workers> workers_;
   mutable Budget budget_;
@@ -255,15 +258,15 @@ class Table {
   std::atomic<std::uint64_t> writes_begun_{0};
   std::atomic<std::uint64_t> writes_ended_{0};
 
-  // Writers pass a gate that freeze() and clear() close.
+  // The gate for calls that write: freeze(), clear() and PausedWriters close it and wait until writers_ is 0.
   mutable std::mutex gate_mutex_;  // guards writers_, frozen_ and cleared_
   std::condition_variable gate_changed_;
   int writers_ = 0;
   int frozen_ = 0;
 
-  // Set while writers are held off, so a writer may look at them without a lock.
+  // Changed only while writers are paused, so a writer reads them without a lock.
   std::vector<std::shared_ptr<TouchedKeySet>> touched_;
-  TableCut* cut_ = nullptr;
+  TableSnapshot* snapshot_ = nullptr;
   std::unique_ptr<TableChanges> changes_;
 
   std::mutex batches_mutex_;                     // guards batches_

@@ -1,4 +1,9 @@
-// The inside of a table: what table.cc, table_read.cc and table_write.cc share.
+// The internals of a table, for table.cc, table_read.cc and table_write.cc.
+//
+//   Body         all that clear() replaces: arenas of rows, indexes, partitions, directory
+//   Directory    leading bits of a hash -> Partition, and a copy of its Index for readers
+//   Partition    the rows of one range of hashes (partition.h)
+//   Batch        scratch of one call that writes: its ids grouped by partition
 #pragma once
 
 #include <algorithm>
@@ -52,7 +57,7 @@ struct Table::Directory {
 
   const int depth;
   const std::unique_ptr<std::atomic<Partition*>[]> partitions;
-  // The partitions' own, so that a reader who is alone need not go there.
+  // Copies of the partitions' indexes: a reader that meets no writer needs no line of the partition.
   const std::unique_ptr<std::atomic<Index>[]> indexes;
 };
 
@@ -94,9 +99,9 @@ template <class T>
 class Scratch {
  public:
   T* ensure(std::size_t size) {
-    if (size > room_) {
-      room_ = std::max(size, room_ + room_ / 2);
-      data_.reset(new T[room_]);
+    if (size > capacity_) {
+      capacity_ = std::max(size, capacity_ + capacity_ / 2);
+      data_.reset(new T[capacity_]);
     }
     return data_.get();
   }
@@ -104,7 +109,7 @@ class Scratch {
 
  private:
   std::unique_ptr<T[]> data_;
-  std::size_t room_ = 0;
+  std::size_t capacity_ = 0;
 };
 
 // The scratch of one call that writes: its ids grouped by the leading bits of their hashes.
@@ -128,8 +133,8 @@ class Change {
   Partition& part_;
 };
 
-// A passage through the gate of a table. The body stays as long as someone is inside; what else readers may
-// look at, the directory above all, needs an Epochs::Visit.
+// A call that writes, from passing the gate of the table to leaving. clear() cannot replace the body
+// meanwhile; memory that a resize or a split replaces, such as the directory, needs an Epochs::Visit, too.
 class Table::Writing {
  public:
   explicit Writing(Table& table) : table_(table) {
@@ -149,19 +154,21 @@ class Table::Writing {
   Table& table_;
 };
 
-// Holds writers off while it lives. `kAlone` also waits until nobody else does, as a write would.
-class Table::Hold {
+// Pauses calls that write while it lives: it closes the gate, then waits until the last writer has left.
+// Pauses nest; `kAlone` first waits until no other pause is left, as a write would. RAII, so that an
+// exception can never leave writers waiting.
+class Table::PausedWriters {
  public:
   enum Kind { kNested, kAlone };
 
-  explicit Hold(Table& table, Kind kind = kNested) : table_(table) {
+  explicit PausedWriters(Table& table, Kind kind = kNested) : table_(table) {
     std::unique_lock lock(table_.gate_mutex_);
     if (kind == kAlone) table_.gate_changed_.wait(lock, [&] { return table_.frozen_ == 0; });
     ++table_.frozen_;
     table_.gate_changed_.wait(lock, [&] { return table_.writers_ == 0; });
   }
-  ~Hold() { table_.thaw(); }
-  Hold(const Hold&) = delete;
+  ~PausedWriters() { table_.thaw(); }
+  PausedWriters(const PausedWriters&) = delete;
 
  private:
   Table& table_;

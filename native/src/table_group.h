@@ -33,7 +33,7 @@ FusedOffsets fused_offsets(std::span<const std::int64_t> dims, std::span<const s
 // is touched; a failure after that leaves other tables changed.
 class TableGroup {
  public:
-  // Tables take turns among `workers`, beside what each does with its own.
+  // Tables take turns among `workers`, in addition to the threads of each table.
   explicit TableGroup(std::vector<std::shared_ptr<Table>> tables, std::shared_ptr<Workers> workers = nullptr);
 
   // Fills `out` with one embedding per id, zeros where there is no row.

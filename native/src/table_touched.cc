@@ -1,4 +1,4 @@
-// What a table tells those who follow it: which ids changed, and digests of what it holds.
+// For subscribers of a table: which ids changed, and digests of its rows.
 #include <algorithm>
 #include <stdexcept>
 
@@ -8,12 +8,12 @@
 namespace monolith {
 
 void Table::touch(std::shared_ptr<TouchedKeySet> set) {
-  const Hold held(*this);
+  const PausedWriters paused(*this);
   touched_.push_back(std::move(set));
 }
 
 void Table::untouch(const TouchedKeySet& set) {
-  const Hold held(*this);
+  const PausedWriters paused(*this);
   std::erase_if(touched_, [&](const auto& one) { return one.get() == &set; });
 }
 
@@ -22,8 +22,8 @@ void Table::tell_touched(std::span<const std::int64_t> ids) {
   for (const auto& set : touched_) set->insert(ids);
 }
 
-// Called while writers are held off: all ids of the body are about to lose their rows.
-// More than a set can hold would only empty it, time and again.
+// Called while writers are paused: all ids of the body are about to lose their rows. A set with a smaller
+// capacity only counts them as lost: inserting them would empty it again and again.
 void Table::touch_all(const Body& body) {
   if (touched_.empty()) return;
   std::size_t rows = 0;

@@ -6,14 +6,14 @@
 
 #include "prefetch.h"
 #include "table_body.h"
-#include "table_cut.h"
+#include "table_snapshot.h"
 
 namespace monolith {
 namespace {
 
 constexpr int kMaxGroupBits = 14;
 constexpr std::size_t kIndexAhead = 16;  // ids whose index lines are on their way
-constexpr std::size_t kAdmitted = 32;    // ids that are let in together
+constexpr std::size_t kAdmitted = 32;    // ids that are admitted together
 
 // How many of `run` ids to take next: windows of about one size, since a short one hardly begins before it
 // ends.
@@ -72,17 +72,17 @@ void Table::group(std::span<const std::int64_t> ids, int bits, Batch& batch) con
   }
   batch.starts[groups] = total;
   each_chunk([&](std::size_t begin, std::size_t end) {
-    std::uint32_t* places = batch.counts.data() + begin / chunk * groups;
+    std::uint32_t* next_at = batch.counts.data() + begin / chunk * groups;
     for (std::size_t i = begin; i < end; ++i) {
       const std::uint64_t hash = mix(ids[i]);
-      items[places[group_of(hash, bits)]++] = {hash, static_cast<std::uint32_t>(i), 1};
+      items[next_at[group_of(hash, bits)]++] = {hash, static_cast<std::uint32_t>(i), 1};
     }
   });
 }
 
 // Leaves one item per id in a run of groups, linked to its later sightings; returns where the run now ends.
-std::size_t Table::bring_together(Batch& batch, std::size_t first_group, std::size_t last_group,
-                                  EventTimes merged) const {
+std::size_t Table::merge_equal_ids(Batch& batch, std::size_t first_group, std::size_t last_group,
+                                   EventTimes merged) const {
   Item* items = batch.items.data();
   std::uint32_t* next = batch.next.data();
   std::vector<std::uint32_t> heads;
@@ -91,15 +91,15 @@ std::size_t Table::bring_together(Batch& batch, std::size_t first_group, std::si
   for (std::size_t g = first_group; g < last_group; ++g) {
     const std::size_t begin = batch.starts[g];
     const std::size_t end = batch.starts[g + 1];
-    const std::size_t room = std::bit_ceil(2 * (end - begin) + 1);
-    heads.assign(room, UINT32_MAX);
+    const std::size_t slots = std::bit_ceil(2 * (end - begin) + 1);
+    heads.assign(slots, UINT32_MAX);
     tails.resize(end - begin);
     const std::size_t first = out;
     for (std::size_t i = begin; i < end; ++i) {
       const Item item = items[i];
-      std::size_t at = item.hash & (room - 1);
+      std::size_t at = item.hash & (slots - 1);
       while (heads[at] != UINT32_MAX && items[first + heads[at]].hash != item.hash)
-        at = (at + 1) & (room - 1);
+        at = (at + 1) & (slots - 1);
       if (heads[at] == UINT32_MAX) {
         heads[at] = static_cast<std::uint32_t>(out - first);
         tails[out - first] = item.position;
@@ -121,31 +121,31 @@ std::size_t Table::bring_together(Batch& batch, std::size_t first_group, std::si
   return out;
 }
 
-// At most kAdmitted ids of which some have no row yet: asks the filter in order, makes room for those it
-// lets in, and looks everything up again, because making room may have moved the index.
+// At most kAdmitted ids of which some have no row yet: asks the filter in order, grows the partition for
+// those it admits, and looks all ids up again, because growth may have moved the index.
 void Table::admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times,
                   OnAbsent absent, std::byte** rows, bool* fresh) {
   bool refused[kAdmitted] = {};
-  std::uint64_t newcomers[kAdmitted];
-  std::size_t coming = 0;
+  std::uint64_t new_ids[kAdmitted];  // hashes
+  std::size_t new_count = 0;
   std::uint32_t latest = 0;
   const Index before = part.index.load(std::memory_order_relaxed);
   for (std::size_t i = 0; i < count; ++i) {
     latest = std::max(latest, times.at(items[i].position));
     if (before.find(items[i].hash) == nullptr &&
-        std::find(newcomers, newcomers + coming, items[i].hash) == newcomers + coming) {
+        std::find(new_ids, new_ids + new_count, items[i].hash) == new_ids + new_count) {
       const std::uint32_t seen = times.counts != nullptr ? times.count(items[i].position) : items[i].count;
       if (absent == OnAbsent::kAsk && admission_ != nullptr &&
           admission_->refuses(unmix(items[i].hash), seen)) {
         refused[i] = true;
         part.filtered += seen;
       } else {
-        newcomers[coming++] = items[i].hash;
+        new_ids[new_count++] = items[i].hash;
       }
     }
   }
-  if (coming > 0) make_room(body, part, static_cast<std::uint32_t>(coming), latest);
-  const std::uint32_t held = held_time(absent);
+  if (new_count > 0) grow_for(body, part, static_cast<std::uint32_t>(new_count), latest);
+  const std::uint32_t mask = time_mask(absent);
   for (std::size_t i = 0; i < count; ++i) {
     rows[i] = nullptr;
     fresh[i] = false;
@@ -161,7 +161,7 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
       }
       fresh[i] = true;
     } else {
-      poke(slot->time, std::max(slot->time & held, time));
+      poke(slot->time, std::max(slot->time & mask, time));
     }
     rows[i] = body.rows.row(slot->row);
   }
@@ -228,12 +228,13 @@ std::size_t Table::write_window(Body& body, Partition& part, const Item* items, 
       work.fetch(items[i].position);
     }
     const EventTimes times = writes.times;  // a copy, which no store to a slot can change
-    const std::uint32_t held = held_time(writes.absent);
+    const std::uint32_t mask = time_mask(writes.absent);
     for (std::size_t i = 0; i < count; ++i)
-      poke(slots[i]->time, std::max(slots[i]->time & held, times.at(items[i].position)));
+      poke(slots[i]->time, std::max(slots[i]->time & mask, times.at(items[i].position)));
     work(rows, nullptr, items, count, writes);
   } else {
-    // A few at a time, and worked on at once: letting in the next may push out these.
+    // A few at a time, each few written before the next are admitted: admission to a full table expires old
+    // rows, which may be among them.
     for (std::size_t i = 0; i < count; i += kAdmitted) {
       const std::size_t few = std::min(kAdmitted, count - i);
       bool fresh[kAdmitted];
@@ -256,7 +257,7 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
   const Writes writes{times, absent, touched_.empty() ? nullptr : &touched, batch.next.data(),
                       scratch.data()};
   for (std::size_t at = begin; at < end;) {
-    epochs_.collect();  // what was outgrown, and nobody looks at any more
+    epochs_.collect();  // frees indexes that were replaced and that no reader can still see
     const Epochs::Visit visit(epochs_);
     if (at == begin)
       for (std::size_t i = at; i < std::min(end, at + kIndexAhead); ++i) body.prefetch<1>(items[i].hash);
@@ -266,8 +267,9 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
     const std::uint64_t width = part->last.load(std::memory_order_relaxed) - first;
     std::size_t run = 0;
     while (at + run < end && items[at + run].hash - first <= width) ++run;
-    // With no run it split while we waited for the lock. When it splits now the rest is routed anew; also
-    // when it has left an index behind, which counts towards the budget until we have got up.
+    // An empty run: the partition split while we waited for its lock. After a split of our own the rest is
+    // routed again; so it is after a resize, because the old index counts towards the budget until this
+    // thread's visit ends.
     while (run > 0) {
       const std::size_t done = write_window(body, *part, items + at, run, end - at, writes, work);
       at += done;
@@ -290,7 +292,7 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   Writing writing(*this);
   Body& body = *body_.load();
   auto batch = borrow();
-  // Groups tell partitions apart where the batch brings several ids to each.
+  // More groups only if the batch has several ids for each partition.
   const int useful = std::bit_width(ids.size()) - 2;
   group(ids, std::min(body.depth(), std::clamp(useful, 0, kMaxGroupBits)), *batch);
   if (dedup) {
@@ -318,7 +320,7 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   const auto run = [&](std::size_t task) {
     const std::size_t begin = batch->starts[cuts[task]];
     const std::size_t end =
-        dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times) : batch->starts[cuts[task + 1]];
+        dedup ? merge_equal_ids(*batch, cuts[task], cuts[task + 1], times) : batch->starts[cuts[task + 1]];
     write_items(body, *batch, begin, end, times, absent, work);
   };
   spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {

@@ -7,8 +7,8 @@
 namespace monolith {
 namespace {
 
-constexpr double kWorse = 1.25;  // slower by this much, and fewer threads still are not tried
-constexpr double kAlike = 1.03;  // within this, fewer threads are better: somebody else may want the cores
+constexpr double kWorse = 1.25;   // slower by this much, and fewer threads still are not tried
+constexpr double kAsGood = 1.03;  // within this, fewer threads are better: another process may want the cores
 
 }  // namespace
 
@@ -33,7 +33,7 @@ int TeamChoice::next(std::size_t size) {
 void TeamChoice::tell(std::size_t size, int threads, std::chrono::nanoseconds took) {
   std::lock_guard lock(mutex_);
   Calls& calls = calls_[std::bit_width(size)];
-  // A call beside this one may have begun before the trial moved on.
+  // A concurrent call may have begun before the trial moved on.
   if (size < kAlone || calls.settled || threads != numbers_[calls.trying]) return;
   calls.times.resize(numbers_.size());
   double& best = calls.times[calls.trying];
@@ -55,7 +55,7 @@ void TeamChoice::settle(Calls& calls) const {
   for (const double time : calls.times)
     if (time != 0 && (best == 0 || time < best)) best = time;
   for (std::size_t i = 0; i < calls.times.size(); ++i)
-    if (calls.times[i] != 0 && calls.times[i] <= kAlike * best) calls.chosen = i;
+    if (calls.times[i] != 0 && calls.times[i] <= kAsGood * best) calls.chosen = i;
   calls.settled = true;
   calls.since = 0;
 }

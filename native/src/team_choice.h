@@ -28,7 +28,7 @@ class TeamChoice {
  public:
   static constexpr int kTries = 4;             // calls with one number; the fastest of them counts
   static constexpr std::size_t kAgain = 1000;  // calls until what is settled is tried again
-  static constexpr std::size_t kAlone = 1024;  // below this size nobody is worth waking
+  static constexpr std::size_t kAlone = 1024;  // below this size no thread is worth waking
 
   explicit TeamChoice(int threads);  // of the whole team
 

@@ -97,7 +97,7 @@ std::size_t TouchedKeySet::insert(std::span<const std::int64_t> ids) {
     }
     if (ids.empty()) break;
     // No slots yet, or no room. Behind the closed gate no promise is open, so the size is exact; then
-    // insert some here, so that this thread gets ahead whatever the others do.
+    // insert some here, so that this thread gets ahead whatever other threads do.
     const auto closed = gate_.close();
     if (slots_ == nullptr) {
       slots_ = spare_ != nullptr ? std::move(spare_) : std::make_unique<Slots>(slot_count_);
@@ -125,7 +125,7 @@ std::vector<std::int64_t> TouchedKeySet::steal() {
     size = claimed_.exchange(0, std::memory_order_relaxed);
     holds_zero = holds_zero_.exchange(false, std::memory_order_relaxed);
   }
-  // The slots are ours alone now; inserts go on meanwhile.
+  // The slots are ours alone now; inserts continue meanwhile.
   std::vector<std::int64_t> keys;
   keys.reserve(size);
   if (holds_zero) keys.push_back(unmix(0));

@@ -1,7 +1,7 @@
 // TouchedKeySet: the ids changed since the last delta was taken.
 //
 // Training inserts ids by the batch from many threads; now and then a publisher
-// steals them all. A set that outgrows its capacity, because nobody stole, is
+// steals them all. A set that outgrows its capacity, because no publisher stole, is
 // emptied and the loss reported: better a gap one knows of than memory without end.
 //
 // Slots are filled by compare-and-swap and never emptied while anyone inserts,
@@ -40,13 +40,13 @@ class TouchedKeySet {
   // Counts `keys` changes as lost that never came here, because they were too many to tell one by one.
   void lose(std::size_t keys) { lost_.fetch_add(keys, std::memory_order_relaxed); }
 
-  // Keys dropped, ever: whoever follows what is stolen has missed changes when it has grown.
+  // Keys dropped, ever: a subscriber has missed changes if it has grown.
   std::uint64_t lost() const { return lost_.load(std::memory_order_relaxed); }
   std::size_t size() const;
   std::size_t capacity() const { return capacity_; }
 
  private:
-  // Many may enter or one may close. Whoever wants to close holds the turnstile, so that a stream of
+  // Many may enter or one may close. A thread that closes the gate holds the turnstile, so that a stream of
   // inserts cannot keep a steal waiting.
   class Gate {
    public:

@@ -9,8 +9,8 @@
 namespace monolith {
 namespace {
 
-// To be woken takes longer than the next job of the same call is away, so nobody sleeps at once. Whoever
-// else wants the core gets it meanwhile.
+// Waking a thread takes longer than the next job of the same call takes to arrive, so no thread sleeps at
+// once. Another thread that wants the core gets it meanwhile.
 constexpr std::chrono::microseconds kLinger{20};
 
 template <class Done>

@@ -2,8 +2,8 @@
 //
 // The calling thread always works too, so a call makes progress even when every
 // worker is busy elsewhere, and a team of one starts no thread at all. Tasks are
-// handed out one by one: a core that is slow or busy simply takes fewer. Whoever has
-// nothing to do stays awake for a moment: calls come in a row.
+// assigned one by one: a core that is slow or busy simply takes fewer. A thread without
+// work stays awake for a moment: calls come in a row.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class Workers {
 
  private:
   struct Job;
-  // Those who work for one limited call, the caller among them.
+  // The threads that work for one limited call, the caller among them.
   struct Party {
     const Workers* team;
     int threads;
@@ -65,7 +65,7 @@ class Workers {
   std::condition_variable wanted_;
   std::condition_variable left_;
   std::deque<Job*> jobs_;
-  std::atomic<std::size_t> queued_{0};  // how many jobs there are, for whoever has not got the mutex
+  std::atomic<std::size_t> queued_{0};  // how many jobs there are, readable without the mutex
   bool stopping_ = false;
   std::vector<std::thread> team_;
 };

@@ -259,14 +259,14 @@ def measure_speed(plan: TablePlan, report: Report, dim: int) -> None:
 def add_rates(report: Report, case: str, rates: dict[str, float]) -> None:
     """Record what each contender reached, and the table's beside those that do the same work."""
     for name, rate in rates.items():
-        beside = {other: rates[other] for other in BESIDE.get(name, ()) if other in rates}
+        beside = {other: rates[other] for other in EXTRA_PLACES.get(name, ()) if other in rates}
         if beside:
             report.compare(f"{name}, {case}", "rows_per_s", rate, "rows/s", beside)
         else:
             report.add(f"{name}, {case}", "rows_per_s", rate, "rows/s")
 
 
-BESIDE = {
+EXTRA_PLACES = {
     "lookup": ("raw gather", "raw gather of values only", "torch lookup", "fbgemm lookup"),
     "update": ("raw read-modify-write",),
     "update with dedup": ("raw read-modify-write",),
@@ -363,7 +363,7 @@ def measure_busy(plan: TablePlan, report: Report) -> None:
     for name in contenders:
         report.add(f"{name}, {case}, quiet", "rows_per_s", quiet[name], "rows/s")
         baselines = {f"{name}, {case}, quiet": quiet[name]}
-        baselines |= {other: busy[other] for other in BESIDE.get(name, ()) if other in busy}
+        baselines |= {other: busy[other] for other in EXTRA_PLACES.get(name, ()) if other in busy}
         report.compare(f"{name}, {case}, one core busy", "rows_per_s", busy[name], "rows/s", baselines)
     table.close()
     report.show("With one core kept busy by another process")

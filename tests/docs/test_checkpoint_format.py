@@ -30,7 +30,9 @@ HOLES = {
 def named(of_servers: bool) -> list[str]:
     """Return the patterns of one of the two tables of files."""
     alone, served = (
-        PAGE.split("## Files of a model_dir")[1].split("## The manifest")[0].split("Parameter servers")
+        PAGE.split("## Files of a model_dir")[1]
+        .split("## The manifest")[0]
+        .split("Each parameter server writes")
     )
     return re.findall(r"^\| `([^`]+)` \|", served if of_servers else alone, flags=re.MULTILINE)
 

@@ -8,13 +8,13 @@ from services.emulated_cuda import EmulatedDevice
 
 from monolith.table import SpillingTable, TableConfig
 from monolith.table.cuda.layout import row_layout
-from monolith.table.cuda.memory import BESIDE, RECENCY_BYTES
+from monolith.table.cuda.memory import EXTRA_PLACES, RECENCY_BYTES
 from monolith.table.cuda.spilling_table import halves
 
 
 def bytes_of(config: TableConfig, places: int) -> int:
     """Return the bytes of a device table with so many places, three quarters of which have rows at most."""
-    return (places + BESIDE) * (row_layout(config).bytes_per_place + RECENCY_BYTES)
+    return (places + EXTRA_PLACES) * (row_layout(config).bytes_per_place + RECENCY_BYTES)
 
 
 def spilling_table(config: TableConfig, *, device: Any, places: int = 16, **others: Any) -> SpillingTable:

@@ -1,8 +1,8 @@
 """Kernels: CUDA source, compiled when first used and kept, launched on torch's stream.
 
 The compiler is NVRTC, which every CUDA build of torch brings, and the driver loads what it made: a user needs
-neither nvcc nor a compiler, and who has no GPU never comes here. What was compiled is kept in a folder of the
-user's cache, by what it was made of and for: source, options, architecture, compiler.
+neither nvcc nor a compiler, and a machine without a GPU never imports this. Compiled kernels are cached in a
+folder of the user's, by source, options, architecture and compiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Transfers: tensors between host and device, through pinned memory that is kept, beside what is computed.
+"""Transfers: tensors between host and device, through reused pinned memory, while kernels run.
 
-Pinned memory takes long to make, and a copy from it or to it runs beside everything else, as long as nobody
-touches the memory before the copy is over. So buffers are lent by a pool and come back to it with the event
+Pinned memory takes long to make, and a copy from it or to it overlaps with everything else, as long as no
+thread touches the memory before the copy is over. So a pool lends buffers and gets them back with the event
 of their copy, and copies run on a stream for each direction:
 
     host            fill a buffer ──send──┐                   ┌──► wait, read the buffer, let it go
@@ -143,9 +143,9 @@ class Landing:
         return self._values
 
     def release(self) -> None:
-        """Let the memory be used again; nobody reads what `wait` returned any more. At most once.
+        """Release the memory for reuse: the tensor of `wait` must not be read any more. At most once.
 
-        Without it the memory lives as long as who reads it, and is not used again.
+        Without it the memory lives as long as that tensor, and is not used again.
         """
         self._pool.give_back(self._memory, self._over)
         del self._memory, self._values

@@ -264,12 +264,12 @@ class KeptMemory:
 
     def floats(self, size: int) -> NDArray[numpy.float32]:
         """
-        An array that is not initialised; its memory is kept for the next one once nobody has it.
+        An array that is not initialised; its memory is reused for the next one once it is freed.
         """
 
     @property
     def bytes(self) -> int:
-        """That lie here for whoever comes next."""
+        """Bytes of idle memory, ready for the next array."""
 
 class RawRows:
     """Rows at known positions: the limit a table is measured against."""
@@ -536,7 +536,7 @@ class Table:
 
     def track_changes(self, on: bool) -> None:
         """
-        Remember from now on which rows change and which go, for cuts to tell; or stop.
+        Track from now on which rows change and which are removed, for snapshots to list; or stop.
         """
 
     def touch(self, set: TouchedKeySet) -> None:
@@ -564,8 +564,8 @@ class Table:
 def row_digests(ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], digests: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None:
     """Fill `digests` with one for each id and its values."""
 
-class TableCut:
-    """A table as it was at one moment, while it goes on being trained."""
+class TableSnapshot:
+    """A table as it was at one moment, while training continues."""
 
     def __init__(self, table: Table) -> None: ...
 
@@ -584,22 +584,22 @@ class TableCut:
 
     @property
     def tracked(self) -> bool:
-        """Whether it knows what changed since the cut before."""
+        """Whether it lists the changes since the previous snapshot."""
 
     @property
     def cleared(self) -> bool: ...
 
     def removed(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
-        """Ids removed since the cut before, as int64; some may have come back."""
+        """Ids removed since the previous snapshot, as int64; some may have a row again."""
 
     def scan(self, cursor: int, last: int, limit: int, changed_only: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]:
         """
-        As Table.scan; with `changed_only`, rows that changed since the cut before.
+        As Table.scan; with `changed_only`, only rows that changed since the previous snapshot.
         """
 
     def close(self, saved: bool) -> None:
         """
-        Let the copies go. What changed up to the cut counts as saved, or again as changed.
+        Free the copies; if not `saved`, the next snapshot lists the same changes again.
         """
 
 def fused_offsets(dims: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, num_ids: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
@@ -805,7 +805,7 @@ class Layouts:
 
     def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32]]:
         """
-        (from, to, scale): what gathering by these uses moves, for those who move it elsewhere.
+        (from, to, scale): the moves that gathering by these uses makes, for another device to make.
         """
 
 class Routes:
@@ -882,7 +882,7 @@ class IdPacker:
 
     def pack(self, columns: list[tuple[object, object | None, object]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]] | None:
         """
-        (ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of rows). None where something cannot be read, or is no plain tensor on the CPU.
+        (ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of rows). None if something cannot be read, or is no plain tensor on the CPU.
         """
 
 def pack_numbers(columns: Sequence[tuple[NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.int64]]], rows: int, out: NDArray[numpy.float32]) -> bool:
@@ -1024,7 +1024,7 @@ class CsvDialect:
 
 def first_csv_record(dialect: CsvDialect, buffer: object, last: bool) -> tuple[int, list[bytes] | None]:
     """
-    (where it ends, its fields); None where the buffer, which `last` calls the file's end, has none. ValueError if it is no record.
+    (its end, its fields); None if the buffer, which `last` calls the file's end, has none. ValueError if it is no record.
     """
 
 class CsvSniffer:
@@ -1053,7 +1053,7 @@ class ParsedCsv:
 
     @property
     def next(self) -> int:
-        """Where in the buffer to go on."""
+        """The position in the buffer to continue from."""
 
     @property
     def records(self) -> int: ...

@@ -51,7 +51,7 @@ def join_fleet(
 
     Args:
         config: The run, and in `cluster.index` which worker this is.
-        metrics: Receives from the chief how many servers are missing, and what was lost.
+        metrics: Receives from the chief how many servers are missing, and the losses.
         say: Called with the servers that were chosen, and why.
         news_every: How often a worker reports that it is alive; it learns news at once.
         on_waiting: Called with the servers that are missing; it may raise to end the wait.

@@ -82,10 +82,10 @@ class AdmissionFilter(Protocol):
         """
 
     def copy(self) -> AdmissionFilter:
-        """Return the filter as it is now, to be saved while this one goes on counting."""
+        """Return the filter as it is now, to be saved while this one continues to count."""
 
     def save(self, basename: str) -> None:
-        """Write what was counted to `<basename>-ddddd-of-ddddd`; nothing where there is nothing to keep."""
+        """Write the counts to `<basename>-ddddd-of-ddddd`; write nothing if there are none to save."""
 
     def restore(self, basename: str) -> None:
         """Take over what `save` wrote."""
@@ -138,7 +138,7 @@ class SlidingFilter:
         return _refuse(self._core, ids, counts)
 
     def add(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Record sightings whatever the thresholds; return the int64 counts before them, 15 without room.
+        """Record sightings whatever the thresholds; return the int64 counts before them, 15 if it is full.
 
         One call into the core per id: for looking into a filter, not for training.
         """
@@ -160,7 +160,7 @@ class SlidingFilter:
 
     @property
     def failures(self) -> int:
-        """Sightings that found no room, whose ids were let in."""
+        """Sightings that a full filter could not count, whose ids were admitted."""
         return int(self._core.failures)
 
     @property
@@ -220,7 +220,7 @@ class ProbabilisticFilter:
             file.write(b"%d\n" % self._core.draws)
 
     def restore(self, basename: str) -> None:
-        """Go on where a saved filter stopped; upstream's dumps have nothing to go on from."""
+        """Resume from the counts of a saved filter; upstream's dumps have none."""
         path = basename + ".draws"
         if not filesystem.exists(path):
             return
@@ -355,15 +355,17 @@ class Refusals:
             return
         config = self._config
         budget = config.capacity_bytes
-        room = "raise capacity_bytes, admit fewer ids (occurrence_threshold), let rows expire (expire_after)"
+        remedy = (
+            "raise capacity_bytes, admit fewer ids (occurrence_threshold), let rows expire (expire_after)"
+        )
         if config.when_full != "expire_oldest":
-            room += ", or set when_full='expire_oldest'"
+            remedy += ", or set when_full='expire_oldest'"
         _log.warning(
             "table %r is full: it refused %s new ids and holds %s rows; %s. Refused ids read as zeros and "
-            "learn nothing. To make room, %s.",
+            "learn nothing. To free memory, %s.",
             config.name,
             f"{refused:,}",
             f"{rows():,}",
             "memory is short" if budget is None else f"its capacity_bytes is {describe_bytes(budget)}",
-            room,
+            remedy,
         )

@@ -225,7 +225,7 @@ def row_arrays(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.float32] | None]:
     """Return ids, event times, values and state of rows to restore.
 
-    State is None where the row must start with fresh state: the rows carry none,
+    State is None if the row must start with fresh state: the rows carry none,
     or the table keeps none.
     """
     ids = id_array(rows.ids, "rows.ids")

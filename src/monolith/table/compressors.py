@@ -124,7 +124,7 @@ class FixedR8(Compressor):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneBit(Compressor):
-    """HashNet: a tanh that steepens into a sign while training goes on.
+    """HashNet: a tanh that steepens into a sign as training continues.
 
     Training sees `amplitude * tanh(scale * x)`; a server keeps the sign. All rows
     of a segment share one scale, which the table moves on at every step that

@@ -146,7 +146,7 @@ so that tables with equal schedules can be merged."""
 
 @dataclass(frozen=True, slots=True)
 class ConstantRate:
-    """The same rate at every step. 0 is a rate like any other: the segment stands still."""
+    """The same rate at every step. 0 is a rate like any other: the segment does not change."""
 
     rate: float
 
@@ -263,7 +263,7 @@ class TableConfig:
     segments: tuple[Segment, ...]
     """What a row is made of, side by side. Any sequence is taken and kept as a tuple."""
     initial_rows: int = 0
-    """Rows to make room for from the start."""
+    """Rows to allocate memory for from the start."""
     expiry: Expiry = field(default_factory=Expiry)
     capacity_bytes: int | None = None
     """A ceiling on the memory of the whole table; None for no ceiling."""

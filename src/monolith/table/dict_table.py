@@ -96,7 +96,7 @@ class DictTable:
         admission: Asked about ids without a row before they are given one; None admits all.
         touched: Told the ids that got another row, or lost theirs; see `touch`.
 
-    The memory of a row is taken to be its floats and 24 bytes; `capacity_bytes` is held by that measure.
+    The memory of a row is taken to be its floats and 24 bytes; `capacity_bytes` is checked by that measure.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class DictTable:
             return answer
 
     def _decay(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Decay what was read by the steps that each row was not in, where it decays lazily."""
+        """Decay the rows read by the steps that each was not in, if the table decays lazily."""
         for piece, rate in zip(self._pieces, self._decay_rates, strict=True):
             optimizer = piece.segment.optimizer
             for position, key in enumerate(keys.tolist() if optimizer.decays_lazily else ()):
@@ -247,7 +247,7 @@ class DictTable:
             self._apply(updates.summed() if dedup else updates, rates, step)
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
-        """Reset rows; -1 for an id that had no row and found no room for one."""
+        """Reset rows; -1 for an id without a row if there is no memory for one."""
         with self._writing():
             arguments.check_trainable(self._config, "reinitialize")
             keys = arguments.id_array(ids)
@@ -365,8 +365,8 @@ class DictTable:
     def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
         with self._open():
             keys = np.fromiter(self._rows, np.int64, len(self._rows))
-            held = self._gather(keys)
-        return digest_rows(held.ids, held.values, buckets, share=share)
+            rows = self._gather(keys)
+        return digest_rows(rows.ids, rows.values, buckets, share=share)
 
     @property
     def scales(self) -> list[float]:
@@ -502,7 +502,7 @@ class DictTable:
         return round_to_half(values, chances[0])
 
     def _row_for(self, key: int, time: int, *, count: int = 1, ask: bool = True) -> _Row | None:
-        """Return the id's row, a new one if it may have one; None if it must wait or there is no room."""
+        """Return the id's row, a new one if it may have one; None if it must wait or the table is full."""
         if row := self._rows.get(key):
             return row
         if ask and self._admission is not None:
@@ -638,7 +638,7 @@ def _equal(row: _Row, other: _Row | None) -> bool:
 def _chunk_of(
     rows: dict[int, _Row], start: int, end: int, limit: int
 ) -> tuple[NDArray[np.int64], int | None]:
-    """Return up to `limit` ids with hashes [start, end), in their order, and the hash to go on from."""
+    """Return up to `limit` ids with hashes [start, end), in their order, and the hash to continue from."""
     keys = np.fromiter(rows, np.int64, len(rows))
     hashes = mix(keys)
     left = [i for i in np.argsort(hashes).tolist() if start <= int(hashes[i]) < end]

@@ -7,7 +7,7 @@ A dump at the basename `runs/item` is one manifest and the shards it speaks of:
     runs/item.4f0c9b1e2a7d3358-00001-of-00002
 
 Every dump gets a name of its own at random, which its files and their headers carry.
-So a new dump never touches the files of the old one: it writes its shards beside
+So a new dump never touches the files of the old one: it writes its shards next to
 them, renames the manifest into place, and only then removes the old shards. Whatever
 fails or is killed before that rename leaves the old dump to be loaded; after it, the
 new one. A shard of another dump under the right name is refused.
@@ -25,7 +25,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class DumpReport:
     """In all its files, those kept by `resume` included."""
     bytes: int
     expired: int
-    """Rows left out because they had expired; of kept files nobody knows any more."""
+    """Rows left out because they had expired; unknown for files of an older dump."""
     files: tuple[str, ...]
     skipped: int
     """Files that `resume` found complete and kept."""
@@ -103,7 +103,7 @@ class LoadReport:
     skipped: int
     """Rows that were not to be kept."""
     refused: int
-    """Rows the table had no room for."""
+    """Rows refused because the table had no free memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,35 +129,39 @@ def table_basename(folder: str, name: str) -> str:
     return filesystem.join(folder, name.replace(":", "-").replace("/", "-"))
 
 
+class TableDumpOptions(TypedDict, total=False):
+    """The keyword arguments of `dump` and `dump_snapshot`."""
+
+    num_shards: int | None
+    """Files to write; by default one per million rows, up to 4."""
+    workers: int
+    """Files to write at once; 4 by default."""
+    expire_at: int | None
+    """Unix seconds: rows that have expired by then are left out. By default all are written."""
+    stamp: str | int
+    """A name for the moment that is dumped, such as the checkpoint's; "" by default."""
+    resume: bool
+    """Whether to reuse the shards that an earlier dump of the same stamp, layout and number of shards
+    completed, after checking every byte of them; False by default."""
+    progress: Progress | None
+    """Advanced by rows."""
+
+
 def dump(
-    table: Table,
-    basename: str,
-    *,
-    num_shards: int | None = None,
-    workers: int = 4,
-    expire_at: int | None = None,
-    consistent: bool = True,
-    stamp: str | int = "",
-    resume: bool = False,
-    progress: Progress | None = None,
+    table: Table, basename: str, *, consistent: bool = True, **options: Unpack[TableDumpOptions]
 ) -> DumpReport:
     """Write all rows of a table to `basename`; its folder is made.
 
     Args:
-        num_shards: Files to write; by default one per million rows, up to 4.
-        workers: Files to write at once.
-        expire_at: Unix seconds: rows that have expired by then are left out. By default all are written.
         consistent: Whether writers wait until the files are written, so that the dump is
             the table at one moment. Otherwise each row is whole, of whatever moment.
-        stamp: A name for the moment that is dumped, such as the checkpoint's.
-        resume: Keep the shards that an earlier dump of the same stamp, layout and number of
-            shards completed, after checking every byte of them.
-        progress: Advanced by rows.
 
     Raises:
         FilesystemError: A file could not be written. The dump that was at `basename` is
             still there. Shards completed so far stay if there is a stamp to resume by.
     """
+    num_shards, stamp = options.get("num_shards"), options.get("stamp", "")
+    resume = options.get("resume", False)
     if resume and stamp == "":
         raise TableArgumentError("dump: resume needs a stamp, to know that the table is still the same")
     if num_shards is not None:
@@ -170,10 +174,10 @@ def dump(
             basename,
             wanted,
             lambda shard, limit: iterate(table, limit=limit, shard=shard, num_shards=total),
-            live=_unexpired(table.config, expire_at),
-            workers=workers,
+            live=_unexpired(table.config, options.get("expire_at")),
+            workers=options.get("workers", 4),
             resume=resume,
-            progress=progress,
+            progress=options.get("progress"),
         )
 
 
@@ -181,29 +185,31 @@ def dump_snapshot(
     snapshot: TableSnapshot,
     basename: str,
     *,
-    num_shards: int | None = None,
-    workers: int = 4,
-    expire_at: int | None = None,
-    stamp: str | int = "",
-    resume: bool = False,
-    progress: Progress | None = None,
     written: Callable[[Tensor], None] | None = None,
+    **options: Unpack[TableDumpOptions],
 ) -> DumpReport:
     """Write all rows of a snapshot to `basename`, as `dump` does those of a table.
 
     Args:
-        written: Told the ids of all rows that the dump comes to hold, those of kept files too; in several
+        written: Called with the ids of all rows of the dump, including those of reused files; by several
             threads at once.
     """
+    num_shards = options.get("num_shards")
     total = default_num_shards(len(snapshot)) if num_shards is None else num_shards
     return _write(
         basename,
-        _description(snapshot.config, RowLayout.of(snapshot.config), total, stamp, snapshot.scales),
+        _description(
+            snapshot.config,
+            RowLayout.of(snapshot.config),
+            total,
+            options.get("stamp", ""),
+            snapshot.scales,
+        ),
         lambda shard, limit: _scanned(snapshot, shard, total, limit, changed_only=False),
-        live=_unexpired(snapshot.config, expire_at),
-        workers=workers,
-        resume=resume,
-        progress=progress,
+        live=_unexpired(snapshot.config, options.get("expire_at")),
+        workers=options.get("workers", 4),
+        resume=options.get("resume", False),
+        progress=options.get("progress"),
         written=written,
     )
 
@@ -387,52 +393,49 @@ def _write(
     )
 
 
+class TableLoadOptions(TypedDict, total=False):
+    """The keyword arguments of `load` and `load_changes`."""
+
+    keep: Keep | None
+    """Which ids to load; all by default."""
+    optimizer_state: Literal["keep", "reset"]
+    """"reset" starts all rows with fresh state, for a model whose optimizers changed; "keep" by default."""
+    workers: int
+    """Files to read at once; 4 by default."""
+    progress: Progress | None
+    """Advanced by rows."""
+    refit: bool
+    """Whether rows may have another width: of each segment the leading columns are taken, and the other
+    columns start as in a new row. Optimizer state starts fresh then. False by default."""
+
+
 def load(
     table: Table,
     basename: str,
     *,
     clear: bool = True,
-    keep: Keep | None = None,
-    optimizer_state: Literal["keep", "reset"] = "keep",
-    workers: int = 4,
     verify_first: bool = True,
-    progress: Progress | None = None,
-    refit: bool = False,
+    **options: Unpack[TableLoadOptions],
 ) -> LoadReport:
     """Read a dump into a table, whatever the number of shards it has.
 
     The files are found complete, of one dump and fitting, and all their checksums are
-    right, before the table is touched. If it goes wrong even so, a table that was
+    right, before the table is touched. If it fails even so, a table that was
     cleared is left empty.
 
     Args:
         basename: Where the dump is. If there is none, the table's `extra_restore_names`
             are tried in the same folder, in order.
-        clear: Whether rows the table holds now are dropped first; False writes over them.
-        keep: Which ids to load; all by default.
-        optimizer_state: "reset" starts all rows with fresh state, for a model whose
-            optimizers changed.
-        workers: Files to read at once.
-        verify_first: False reads every file once instead of twice, which pays where
+        clear: Whether the table's present rows are dropped first; False writes over them.
+        verify_first: False reads every file once instead of twice, which pays if
             reading is slow; a damaged block is then found when the table is cleared already.
-        progress: Advanced by rows.
-        refit: Whether rows may have another width: of each segment the leading columns are taken, and the
-            others begin as in a new row. Optimizer state starts fresh then.
 
     Raises:
         RestoreError: There is no dump, a shard is missing, or rows do not fit the table.
         CorruptFileError: A file is damaged; nothing was touched if `verify_first`.
     """
     return _load(
-        table,
-        basename,
-        lambda rows: clean_slate(table, clear, rows),
-        keep=keep,
-        optimizer_state=optimizer_state,
-        workers=workers,
-        verify_first=verify_first,
-        progress=progress,
-        refit=refit,
+        table, basename, lambda rows: clean_slate(table, clear, rows), verify_first=verify_first, **options
     )
 
 
@@ -441,14 +444,12 @@ def _load(
     basename: str,
     ready: Callable[[int], AbstractContextManager[None]],
     *,
-    keep: Keep | None,
-    optimizer_state: Literal["keep", "reset"],
-    workers: int,
     verify_first: bool,
-    progress: Progress | None,
-    refit: bool,
+    **options: Unpack[TableLoadOptions],
 ) -> LoadReport:
     """Check a dump, and restore its rows within `ready(how many)`."""
+    keep, workers, progress = options.get("keep"), options.get("workers", 4), options.get("progress")
+    optimizer_state, refit = options.get("optimizer_state", "keep"), options.get("refit", False)
     if optimizer_state not in ("keep", "reset"):
         raise TableArgumentError(f"optimizer_state must be 'keep' or 'reset', got {optimizer_state!r}")
     config = table.config
@@ -500,23 +501,14 @@ def _load(
 
 
 def load_changes(
-    table: Table,
-    basename: str,
-    *,
-    cleared: bool = False,
-    keep: Keep | None = None,
-    optimizer_state: Literal["keep", "reset"] = "keep",
-    workers: int = 4,
-    progress: Progress | None = None,
-    refit: bool = False,
+    table: Table, basename: str, *, cleared: bool = False, **options: Unpack[TableLoadOptions]
 ) -> LoadReport:
-    """Bring a table from the state before some changes to the state after them.
+    """Apply a dump of changes to a table that is in the state before them.
 
     All files are checked before the table is touched.
 
     Args:
-        cleared: What `dump_changes` reported: the table begins anew.
-        refit: As of `load`.
+        cleared: As `dump_changes` reported: all rows before these are dropped.
 
     Raises:
         RestoreError: There is no such dump, or rows do not fit the table.
@@ -532,17 +524,7 @@ def load_changes(
             table.remove(ids)
         yield
 
-    return _load(
-        table,
-        basename,
-        ready,
-        keep=keep,
-        optimizer_state=optimizer_state,
-        workers=workers,
-        verify_first=True,
-        progress=progress,
-        refit=refit,
-    )
+    return _load(table, basename, ready, verify_first=True, **options)
 
 
 def inspect_dump(
@@ -580,7 +562,7 @@ def remove_dump(basename: str) -> None:
 
 
 def removed_basename(basename: str) -> str:
-    """Return where the ids lie that went, beside a dump of changes at `basename`."""
+    """Return the path of the removed ids that belong to a dump of changes at `basename`."""
     return f"{basename}.removed"
 
 
@@ -655,7 +637,7 @@ def without_expired(rows: Rows, config: TableConfig, now: int) -> Rows:
 
 
 def basenames(basename: str, config: TableConfig) -> list[str]:
-    """Return where the dump of a table may be, in this order: here, or beside it under an old name."""
+    """Return where to look for the dump of a table, in order: here, then under its old names."""
     folder = filesystem.parent(basename)
     return [basename, *(table_basename(folder, name) for name in config.extra_restore_names)]
 
@@ -790,7 +772,7 @@ def _generations(basename: str) -> dict[str, list[str]]:
 
 
 def _remove_generations(basename: str, which: Callable[[str], bool]) -> None:
-    """Remove dumps and what is unfinished; what cannot be removed is in nobody's way but the disk's."""
+    """Remove dumps and unfinished files; a file that cannot be removed only costs disk space."""
     try:
         for name, paths in _generations(basename).items():
             for path in paths:

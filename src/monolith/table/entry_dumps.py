@@ -187,7 +187,7 @@ def import_entry_dumps(
 ) -> LoadReport:
     """Read upstream's files into a table; the arguments are those of `load`.
 
-    Where there are none at `basename`, the table's old names are tried beside it, in order.
+    If there are none at `basename`, the table's old names are tried in the same folder, in order.
     A row whose record lacks the state of a segment starts with fresh state; one that
     lacks its time has time 0. A serving table takes the values and the time.
 
@@ -327,7 +327,7 @@ def export_multi_rows(
     workers: int = 4,
     progress: Progress | None = None,
 ) -> dict[str, DumpReport]:
-    """Write the rows of several tables as one multi-table dump; return what was written of each.
+    """Write the rows of several tables as one multi-table dump; return the row counts of each.
 
     Args:
         tables: By the name in the dump, the layout of a row and what `export_rows` calls `scan`.

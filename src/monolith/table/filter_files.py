@@ -261,7 +261,7 @@ def decode_data(message: bytes) -> tuple[int, _Cells]:
 
 
 def _plain_data(message: bytes) -> tuple[int, NDArray[np.uint64]] | None:
-    """Read the message as `encode_data` and upstream write it; None where it is written otherwise."""
+    """Read the message as `encode_data` and upstream write it; None if it is written otherwise."""
     try:
         numbers = _varints(message)
     except ValueError:

@@ -49,7 +49,7 @@ _PIECE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class FrozenSegment:
-    """Values of a row that are coded alike."""
+    """Values of a row that share one coding."""
 
     dim: int
     coding: Coding = "fp32"
@@ -147,7 +147,7 @@ class FrozenTableWriter:
 
     @property
     def info(self) -> FrozenInfo:
-        """What was written, once the file is complete."""
+        """The counts of the written file, once it is complete."""
         core = self._core
         return FrozenInfo(
             path=self._path,
@@ -166,7 +166,7 @@ class FrozenTableWriter:
 def open_frozen_writer(
     path: str, segments: Sequence[FrozenSegment], *, rows: int, name: str = ""
 ) -> Iterator[FrozenTableWriter]:
-    """As `write_frozen_table`, for whoever has rows for several files at once: the block adds them.
+    """Like `write_frozen_table`, for a caller that writes several files at once: the block adds the rows.
 
     The file appears when the block ends without an exception.
     """
@@ -298,7 +298,7 @@ class FrozenTable:
         _by_pieces(self.core.prefault, self._bytes, progress, threads)
 
     def close(self) -> None:
-        """Let go of the file, once calls under way and groups that hold it have. Again does nothing."""
+        """Close the file once calls under way and groups that use it have ended; again does nothing."""
         self._core = None
 
 

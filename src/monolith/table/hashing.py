@@ -1,6 +1,6 @@
 """The one hash of the system, in numpy, and the random draws made from it.
 
-The core and the kernels have the same functions in `native/include/hash.h`; both must agree to
+The core and the kernels have the same functions in `src/monolith/native/include/hash.h`; both must agree to
 the last bit. A draw is a function of what it is for (seed, id, column), not of
 when or on which thread it is made: a row starts out the same in every
 implementation, on every shard and after every restart.

@@ -55,6 +55,12 @@ class MultiTable:
     share tables (`from_configs`). An unknown slot raises UnknownTableError and an argument
     that does not fit TableArgumentError, both before any table has changed.
 
+    Shapes: n ids of one slot in a call, dim floats of an embedding of its table.
+
+        tables = MultiTable.from_configs({"user": users, "item": items}, NativeTable)
+        rows = tables.lookup({"user": user_ids, "item": item_ids})   # slot -> (n, dim) float32
+        tables.apply_gradients({"user": (user_ids, gradients)})      # (n,) int64, (n, dim) float32
+
     Args:
         tables: The tables by name. `close` closes them.
         slots: Slot to the name of the table it lives in; by default each table is a slot of its own.
@@ -134,7 +140,7 @@ class MultiTable:
 
     @property
     def cuda(self) -> Device | None:
-        """The same as kernels know it; None where tables are in host memory, or not together."""
+        """The same as kernels know it; None if tables are in host memory, or not together."""
         return self._device
 
     def __getitem__(self, slot: str) -> Table:

@@ -38,9 +38,16 @@ _LAST_HASH = (1 << 64) - 1
 class NativeTable:
     """A `Table` in native memory. Thread-safe: readers take no lock, writers one per partition.
 
+    Shapes: n ids of a call, dim floats of an embedding, state_dim floats of optimizer state. A row
+    in memory is dim + state_dim floats; its event time is in the index.
+
+        table = NativeTable(config, workers=native.Workers(4))
+        table.assign(ids, values, event_time=now)   # (n,) int64, (n, dim) float32
+        mask, rows = table.lookup_rows(ids)         # (n,) bool; ids, times, values and state of each row
+
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Told the ids that got another row, or lost theirs; see `touch`.
+        touched: Gets the ids whose rows change or are removed; see `touch`.
         workers: Threads that share large batches; None works on the calling thread alone.
             The outcome does not depend on how many there are.
     """
@@ -290,7 +297,7 @@ class NativeTableSnapshot:
     def __init__(self, table: NativeTable) -> None:
         self._config = table.config
         with arguments.core_errors():
-            self._core = native.TableCut(table.core)
+            self._core = native.TableSnapshot(table.core)
 
     @property
     def config(self) -> TableConfig:

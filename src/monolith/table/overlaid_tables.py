@@ -7,7 +7,7 @@
 
 A server maps the rows that were exported and is told of those that changed since. What it is told lies above:
 a row there counts, whatever the file says, and an id that has gone has a row of zeros there, marked by its
-event time. A lookup is one native call that sees each row whole, and waits for nobody who writes.
+event time. A lookup is one native call that sees each row whole, and never waits for a writer.
 
 Several files may lie under one overlay: where a newer export takes the place of an older one, both are read
 for a moment. What the overlay holds then is as new as the newer file or newer, so all of it stays right;
@@ -102,7 +102,7 @@ class RowOverlay:
         self._set(name, ids, torch.zeros(len(ids), self.table(name).dim), self._age)
 
     def _set(self, name: str, ids: Tensor, values: Tensor, time: int) -> None:
-        """Write whole rows: unlike an assignment, their event time may go back."""
+        """Write whole rows: unlike an assignment, their event time may decrease."""
         keys = arguments.id_array(ids)
         table = self.table(name)
         new = arguments.float_array(values, (len(keys), table.dim), "values")
@@ -119,7 +119,7 @@ class OverlaidTables:
     """Frozen tables under an overlay, and one native call for all of them. Thread-safe.
 
     Args:
-        below: What was written; still the caller's to close.
+        below: The exported tables; the caller still has to close them.
         above: Of the same tables and widths.
         threads: That share the part of a large call that is read from files; see `FrozenTables`.
 
@@ -231,7 +231,7 @@ class OverlaidTables:
         that is being written now may have it.
 
         Args:
-            turn: Entered for each chunk of rows; nobody may write to the overlay meanwhile.
+            turn: Entered for each chunk of rows; no thread may write to the overlay meanwhile.
         """
         age = self._above.grow_older()
         return sum(self._settle(name, age, turn or nullcontext()) for name in self.tables)
@@ -256,7 +256,7 @@ class OverlaidTables:
         return self._below.members[name]
 
     def close(self) -> None:
-        """Let go of files and overlay, once calls under way have. Again does nothing."""
+        """Close files and overlay once the calls under way have ended. A second call does nothing."""
         self._group = None
 
 

@@ -7,7 +7,7 @@ range; memory goes to one block of each, however many rows there are.
 
 Of each share of the ids the history is a list of dumps: at every moment the one that this
 share is in. So another number of dumps may follow, and a share that was cleared takes
-nothing from the others.
+nothing from the remaining ones.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _blocks(history: History, begin: int, end: int) -> Iterator[_Block]:
         return
     for window in _windows(streams):
         found = _newest(window, [False] * total)
-        assert found is not None  # nobody's rows are removed, and a window is not empty
+        assert found is not None  # no row is removed meanwhile, and a window is not empty
         yield found
 
 
@@ -233,7 +233,7 @@ def _merged(steps: Sequence[DumpStep], begin: int, end: int) -> Iterator[_Block]
     streams: list[Iterator[_Block]] = []
     removals: list[bool] = []
     for number, step in enumerate(steps[start:]):
-        if number:  # those of the first are of rows that nobody has
+        if number:  # ids of the first stream name rows that no stream has
             streams.append(_removed(step.basename, begin, end))
             removals.append(True)
         streams.append(_dumped(step.basename, begin, end))

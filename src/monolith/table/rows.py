@@ -81,7 +81,7 @@ class TableStats:
     bytes_total: int
     """Everything the table has allocated: rows, free rows, index, directory."""
     bytes_rows: int
-    """Row storage handed out, free rows included."""
+    """Bytes allocated for rows, free rows included."""
     bytes_index: int
     load: float
     """Occupied share of the index, 0 to 1."""
@@ -92,7 +92,7 @@ class TableStats:
     refused: int
     """Ids turned away because `capacity_bytes` was reached."""
     evicted: int
-    """Rows that expired, by `evict` or to make room."""
+    """Rows that expired, by `evict` or because a full table needed their memory."""
     removed: int
     """Rows taken out by `remove`, or by a zero assignment to a table that skips zeros."""
     max_event_time: int

@@ -41,7 +41,7 @@ def sharded_names(basename: str, num_shards: int) -> list[str]:
 
 
 def parse(basename: str, name: str) -> tuple[int, int] | None:
-    """Return (shard, number of shards) of a name; None where it is not a shard of `basename`."""
+    """Return (shard, number of shards) of a name; None if it is not a shard of `basename`."""
     found = _SUFFIX.fullmatch(name, len(basename)) if name.startswith(basename) else None
     return (int(found[1]), int(found[2])) if found else None
 
@@ -120,7 +120,7 @@ def replace_sharded(basename: str, num_shards: int) -> Iterator[Sequence[BinaryI
 
 
 def _settle(file: BinaryIO) -> None:
-    """Push what was written as far as it goes, so that a full disk shows while the old set is still there."""
+    """Flush the written files to the disk, so that a full disk shows while the old set is still there."""
     file.flush()
     if isinstance(file, io.BufferedWriter):  # a local file; a store syncs when it closes
         os.fsync(file.fileno())

@@ -1,6 +1,6 @@
 """Touched keys: the ids whose rows changed since someone last asked.
 
-Training puts ids in; whoever sends changed rows to servers takes them all out, every
+Training puts ids in; the publisher of changed rows takes them all out, every
 few seconds. The set is bounded: past its capacity it forgets everything and says how
 much that was, since a sender that far behind does better to start over.
 """
@@ -60,7 +60,7 @@ class TouchedKeySet:
         return int(self._core.insert(arguments.id_array(ids.reshape(-1))))
 
     def ask_before(self, tell: Callable[[], None]) -> None:
-        """Call `tell` whenever the set is looked into: it inserts what somebody has not told yet."""
+        """Call `tell` whenever the set is read: it inserts the ids that are still pending elsewhere."""
         self._asked = [*self._asked, tell]
 
     def ask_no_more(self, tell: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ from monolith.table.optimizers import (
 from monolith.table.rows import Rows
 
 MAX_GRADIENT = 1e15
-"""Nothing is trained by a gradient with a float beyond this, or with a NaN: squares of the others, and sums
+"""A gradient with a float beyond this, or with a NaN, trains nothing: squares of usable gradients, and sums
 of many squares, stay finite."""
 
 Floats = NDArray[np.float32]

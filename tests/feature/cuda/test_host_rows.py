@@ -66,7 +66,7 @@ WEIGHTED = FeatureIds.pack(
     weights={"sum": torch.tensor([0.5, 2.0, 1.0, 3.0])},
 )
 EMPTY = FeatureIds.pack({"sum": ragged([], [])})
-BESIDE = FeatureIds.pack(
+EXTRA_PLACES = FeatureIds.pack(
     {
         "other": ragged([7, 8], [], [9]),
         "sum": ragged([1], [2], [1]),
@@ -76,7 +76,7 @@ BESIDE = FeatureIds.pack(
 """One id of each feature that is read, behind one that is not."""
 BATCHES = {
     "ragged": RAGGED,
-    "beside": BESIDE,
+    "beside": EXTRA_PLACES,
     "one each": ONE_EACH,
     "shared": SHARED,
     "weighted": WEIGHTED,

@@ -9,7 +9,7 @@ import pytest
 from monolith.errors import ConfigError
 from monolith.table import Segment, TableConfig
 from monolith.table.cuda.growth import FULL, Growth
-from monolith.table.cuda.memory import BESIDE, KEYS
+from monolith.table.cuda.memory import EXTRA_PLACES, KEYS
 
 BYTES = 100
 
@@ -48,18 +48,18 @@ def test_a_large_table_grows_by_half() -> None:
 
 @pytest.mark.parametrize("places", [16, 255, 256, 4095, 4096, 5000, 100_000, 12_345_678])
 def test_a_budget_holds_for_old_and_new_together_and_nearly_all_of_it_is_used(places: int) -> None:
-    plan = growth(capacity_bytes=(places + BESIDE) * BYTES)
+    plan = growth(capacity_bytes=(places + EXTRA_PLACES) * BYTES)
     found = sizes(plan, places)
     for before, after in pairwise(found):
         assert after > before
-        assert before + after + 2 * BESIDE <= places + BESIDE
+        assert before + after + 2 * EXTRA_PLACES <= places + EXTRA_PLACES
     assert not plan.grows(found[-1])
-    assert plan.limit(found[-1]) > 0.9 * 15 / 16 * (places - 2 * KEYS - BESIDE) - 1
+    assert plan.limit(found[-1]) > 0.9 * 15 / 16 * (places - 2 * KEYS - EXTRA_PLACES) - 1
 
 
 def test_a_table_that_will_be_large_takes_its_budget_at_once() -> None:
     plan = growth(capacity_bytes=10_000 * BYTES, initial_rows=5000)
-    assert plan.first(5000) == (10_000 - BESIDE) // KEYS * KEYS
+    assert plan.first(5000) == (10_000 - EXTRA_PLACES) // KEYS * KEYS
     assert not plan.grows(plan.first(5000))
 
 
@@ -90,7 +90,7 @@ def test_a_table_goes_to_a_smaller_memory_only_where_the_budget_has_room_for_bot
     assert plan.shrunk(large, 5000) is None
     smaller = plan.shrunk(large, 1000)
     assert smaller is not None
-    assert (smaller + large + 2 * BESIDE) * BYTES <= 100_000 * BYTES
+    assert (smaller + large + 2 * EXTRA_PLACES) * BYTES <= 100_000 * BYTES
 
 
 def test_a_budget_below_the_smallest_table_is_refused() -> None:

@@ -66,7 +66,7 @@ def test_fields_are_where_kernels_read_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", device_names())
 def test_constants_are_the_same_on_both_sides(name: str) -> None:
-    names = "KEYS BESIDE NONE USED MARKS INSERTED NON_FINITE NEWEST FOUND BAD_TIMES"
+    names = "KEYS EXTRA_PLACES NONE USED MARKS INSERTED NON_FINITE NEWEST FOUND BAD_TIMES"
     names += " TAKEN CHANGED BEFORE UNUSABLE TURNED_AWAY ELSEWHERE"
     expected = {constant: getattr(memory, constant) for constant in names.split()}
     assert dict(zip(expected, offsets(device_named(name), list(expected)), strict=True)) == expected

@@ -41,6 +41,12 @@ MONOLITH_SHARED float whole_part(float x) {
 MONOLITH_SHARED float tanh_of(float x) {
   return tanhf(x);
 }
+MONOLITH_SHARED double doubles_of(float x) {
+  return x;
+}
+MONOLITH_SHARED float floats_like(float, double x) {
+  return static_cast<float>(x);
+}
 
 }  // namespace monolith
 
@@ -49,11 +55,11 @@ MONOLITH_SHARED float tanh_of(float x) {
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
-#define MONOLITH_SHARED inline
-// Rules are loops over values with a lambda for each value; a lambda behind a call would not become vector
-// code.
+// Always inlined, here as on a device: what a kernel for AVX-512 calls must be compiled for AVX-512, too.
 #define MONOLITH_INLINE __attribute__((always_inline))
+#define MONOLITH_SHARED inline MONOLITH_INLINE
 
 namespace monolith {
 
@@ -68,17 +74,34 @@ inline u32 bits_of(float x) {
 inline float float_with(u32 bits) {
   return std::bit_cast<float>(bits);
 }
-inline float root(float x) {
-  return std::sqrt(x);
+
+// In the core these also take a vector: as many floats (or doubles) as one register of the processor holds,
+// written with the vector extension of g++ and clang. The loop over lanes becomes one instruction.
+template <class T>
+inline constexpr bool is_vector = !std::is_arithmetic_v<T>;
+
+template <class Floats>
+MONOLITH_SHARED Floats root(Floats x) {
+  if constexpr (is_vector<Floats>) {
+    for (unsigned i = 0; i < sizeof(x) / sizeof(x[0]); ++i) x[i] = std::sqrt(x[i]);
+    return x;
+  } else {
+    return std::sqrt(x);
+  }
 }
-inline double root(double x) {
-  return std::sqrt(x);
+template <class Floats>
+MONOLITH_SHARED Floats magnitude_of(Floats x) {
+  if constexpr (is_vector<Floats>)
+    return x < 0 ? -x : x;
+  else
+    return std::abs(x);
 }
-inline float magnitude_of(float x) {
-  return std::abs(x);
-}
-inline float with_sign(float magnitude, float sign) {
-  return std::copysign(magnitude, sign);
+template <class Floats>
+MONOLITH_SHARED Floats with_sign(float magnitude, Floats sign) {
+  if constexpr (is_vector<Floats>)
+    return sign < 0 ? -magnitude : magnitude + Floats{};
+  else
+    return std::copysign(magnitude, sign);
 }
 inline float whole_part(float x) {
   return std::trunc(x);
@@ -87,11 +110,41 @@ inline float tanh_of(float x) {
   return std::tanh(x);
 }
 
+// A vector of doubles with as many lanes as Floats, or a double.
+template <class Floats>
+struct DoublesOf {
+  using Type = double;
+};
+template <class Floats>
+  requires is_vector<Floats>
+struct DoublesOf<Floats> {
+  typedef double Type __attribute__((vector_size(2 * sizeof(Floats))));
+};
+template <class Floats>
+MONOLITH_SHARED auto doubles_of(Floats x) {
+  if constexpr (is_vector<Floats>)
+    return __builtin_convertvector(x, typename DoublesOf<Floats>::Type);
+  else
+    return static_cast<double>(x);
+}
+template <class Floats, class Doubles>
+MONOLITH_SHARED Floats floats_like(const Floats&, Doubles x) {
+  if constexpr (is_vector<Floats>)
+    return __builtin_convertvector(x, Floats);
+  else
+    return static_cast<float>(x);
+}
+
 }  // namespace monolith
 
 #endif
 
 namespace monolith {
+
+template <class Floats>
+MONOLITH_SHARED Floats zero_like(const Floats&) {
+  return Floats{};
+}
 
 // NaN and infinity are not equal to themselves less themselves.
 MONOLITH_SHARED bool is_finite(float x) {

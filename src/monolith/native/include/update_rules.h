@@ -10,19 +10,23 @@
 //
 // A rule is a struct with
 //
-//   kVectors, kScalars        its state in a segment of d values: kVectors * d floats, then kScalars floats
-//   initial(o, i, d)          float i of the state of a new row
+//   kVectors, kScalars   its state in a segment of d values: kVectors * d floats, then kScalars floats
+//   initial(o, i, d)     float i of the state of a new row
 //   step(o, values, rate, step)
+//   kInDouble            only if it computes with doubles, which are half as many to a register
 //
 // `o` has the settings by name: constants on a device, fields of OptimizerSpec in the core. `values` is the
 // segment:
 //
-//   values.each(f)            calls f(w, g, state...) for each value: its weight and gradient, and one float&
-//   of
-//                             each state vector
-//   values.sum(f)             the sum of f(w, g, state...) over the values, in their order
-//   values.largest(f)         the largest of f(w, g, state...), at least 0
-//   values.scalars()          the floats of state after the vectors
+//   values.each(f)       calls f(w, g, state...) for each value: references to its weight and to its float of
+//                        each state vector, and its gradient
+//   values.sum(f)        the sum of f(w, g, state...) over the values, in their order
+//   values.largest(f)    the largest of f(w, g, state...), at least 0
+//   values.scalars()     the floats of state after the vectors
+//
+// The core calls f with vectors of 4 to 16 values at a time (see portable.h), so its parameters are `auto`
+// and a condition on a value is written `a < b ? x : y`, which chooses lane by lane. Left to vectorize such
+// loops by itself, g++ gives up on many of them, as the code around them happens to be.
 //
 // On a device the threads of a tile share the values of a segment; sum and largest give all of them the same
 // answer, and each has its own copy of the scalars.
@@ -37,8 +41,9 @@ namespace monolith {
 constexpr float kMaxGradient = 1e15f;
 
 // Division by an accumulator that may still be empty: nothing accumulated, nothing to do.
-MONOLITH_SHARED float over(float numerator, float denominator) {
-  return denominator != 0 ? numerator / denominator : 0.0f;
+template <class Numerator, class Floats>
+MONOLITH_SHARED Floats over(Numerator numerator, Floats denominator) {
+  return denominator != 0 ? numerator / denominator : Floats{};
 }
 
 // What is left of a value of 1 after `steps` steps that each take the fraction `decay` of it. In double, and
@@ -90,29 +95,26 @@ struct AccumulatorState {
 struct Sgd : ZeroState<0, 0> {
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O&, Values& values, float rate, i64) {
-    values.each([=](float& w, float g) MONOLITH_INLINE { w -= rate * g; });
+    values.each([=](auto& w, auto g) MONOLITH_INLINE { w -= rate * g; });
   }
 };
 
 struct Adagrad : AccumulatorState<1, 0> {
-  // Floats is a float, or a vector of them, which the core has; `scaled(norm)` is the rate over its root.
-  template <bool kDecay, class Floats, class Scaled>
-  MONOLITH_SHARED static void value(Floats& w, Floats& norm, Floats grad, float decay, Scaled scaled) {
+  template <bool kDecay, class Floats>
+  MONOLITH_SHARED static void value(Floats& w, Floats& norm, Floats grad, float rate, float decay) {
     if constexpr (kDecay) grad += decay * w;
     norm += grad * grad;
-    w = w - scaled(norm) * grad;
+    w = w - over(rate, root(norm)) * grad;
   }
 
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O& o, Values& values, float rate, i64) {
     const float decay = o.weight_decay;
-    const auto scaled = [=](float norm) MONOLITH_INLINE { return over(rate, root(norm)); };
     if (decay != 0)
-      values.each([=](float& w, float g, float& norm)
-                      MONOLITH_INLINE { value<true>(w, norm, g, decay, scaled); });
+      values.each([=](auto& w, auto g, auto& norm) MONOLITH_INLINE { value<true>(w, norm, g, rate, decay); });
     else
-      values.each([=](float& w, float g, float& norm)
-                      MONOLITH_INLINE { value<false>(w, norm, g, decay, scaled); });
+      values.each([=](auto& w, auto g, auto& norm)
+                      MONOLITH_INLINE { value<false>(w, norm, g, rate, decay); });
   }
 };
 
@@ -128,7 +130,7 @@ struct DynamicWdAdagrad : AccumulatorState<1, 2> {
       const i64 seen = step_of(counter);
       const i64 now = step + 1;
       const float kept = kept_after(rate * o.weight_decay, seen == 0 ? 1 : now - seen);
-      values.each([=](float& w, float g, float& norm) MONOLITH_INLINE {
+      values.each([=](auto& w, auto g, auto& norm) MONOLITH_INLINE {
         norm = norm + g * g;
         w = w * kept - over(rate, root(norm)) * g;
       });
@@ -139,7 +141,7 @@ struct DynamicWdAdagrad : AccumulatorState<1, 2> {
       Adagrad::step(o, values, rate, step);
     } else {
       const float decay = rate * o.weight_decay;
-      values.each([=](float& w, float g, float& norm) MONOLITH_INLINE {
+      values.each([=](auto& w, auto g, auto& norm) MONOLITH_INLINE {
         norm = norm + g * g;
         w -= over(rate, root(norm)) * g + decay * w;
       });
@@ -154,10 +156,10 @@ struct Adadelta : ZeroState<2, 0> {
     const float rho = o.rho;
     const float epsilon = o.epsilon;
     const float decay = o.weight_decay;
-    values.each([=](float& w, float g, float& accum, float& accum_update) MONOLITH_INLINE {
-      const float grad = g + decay * w;
-      const float a = rho * accum + (1 - rho) * grad * grad;
-      const float u = over(root(accum_update + epsilon), root(a + epsilon)) * grad;
+    values.each([=](auto& w, auto g, auto& accum, auto& accum_update) MONOLITH_INLINE {
+      const auto grad = g + decay * w;
+      const auto a = rho * accum + (1 - rho) * grad * grad;
+      const auto u = over(root(accum_update + epsilon), root(a + epsilon)) * grad;
       w -= rate * u;
       accum_update = rho * accum_update + (1 - rho) * u * u;
       accum = a;
@@ -182,8 +184,8 @@ struct AdamState {
   }
 
   // The weight's change, given its gradient and, updated here, the means of gradients and of their squares.
-  template <class O>
-  MONOLITH_SHARED static float mean(const O& o, float grad, float& m, float& v) {
+  template <class O, class Floats>
+  MONOLITH_SHARED static Floats mean(const O& o, Floats grad, Floats& m, Floats& v) {
     m += (grad - m) * (1 - o.beta1);
     v += (grad * grad - v) * (1 - o.beta2);
     return o.use_nesterov ? (1 - o.beta1) * grad + o.beta1 * m : m;
@@ -200,8 +202,8 @@ struct Adam : AdamState<2> {
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O& o, Values& values, float rate, i64) {
     const float by = alpha(values.scalars(), rate, o);
-    values.each([=, &o](float& w, float g, float& m, float& v) MONOLITH_INLINE {
-      const float up = mean(o, g + o.weight_decay * w, m, v);
+    values.each([=, &o](auto& w, auto g, auto& m, auto& v) MONOLITH_INLINE {
+      const auto up = mean(o, g + o.weight_decay * w, m, v);
       w -= over(by * up, root(v) + o.epsilon);
     });
     advance(o, values.scalars());
@@ -212,8 +214,8 @@ struct Amsgrad : AdamState<3> {
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O& o, Values& values, float rate, i64) {
     const float by = alpha(values.scalars(), rate, o);
-    values.each([=, &o](float& w, float g, float& m, float& v, float& vhat) MONOLITH_INLINE {
-      const float up = mean(o, g + o.weight_decay * w, m, v);
+    values.each([=, &o](auto& w, auto g, auto& m, auto& v, auto& vhat) MONOLITH_INLINE {
+      const auto up = mean(o, g + o.weight_decay * w, m, v);
       vhat = vhat < v ? v : vhat;
       w -= over(by * up, root(vhat) + o.epsilon);
     });
@@ -226,7 +228,7 @@ struct BatchSoftmax : ZeroState<0, 2> {
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O&, Values& values, float rate, i64 step) {
     const float passed = static_cast<float>(step - step_of(values.scalars()));
-    values.each([=](float& w, float) MONOLITH_INLINE { w = (1 - rate) * w + rate * passed; });
+    values.each([=](auto& w, auto) MONOLITH_INLINE { w = (1 - rate) * w + rate * passed; });
     put_step(values.scalars(), step);
   }
 };
@@ -239,15 +241,15 @@ struct Ftrl : AccumulatorState<2, 0> {
     const float l1 = o.l1;
     const float l2 = o.l2;
     const float beta = o.beta;
-    values.each([=](float& w, float g, float& norm, float& zero) MONOLITH_INLINE {
-      const float n = norm + g * g;
-      const float length = root(n);
-      const float sigma = (length - root(norm)) / rate;
-      const float z = zero + (g - sigma * w);
-      const float moved = over(rate * (with_sign(l1, z) - z), length + beta + l2 * rate);
+    values.each([=](auto& w, auto g, auto& norm, auto& zero) MONOLITH_INLINE {
+      const auto n = norm + g * g;
+      const auto length = root(n);
+      const auto sigma = (length - root(norm)) / rate;
+      const auto z = zero + (g - sigma * w);
+      const auto pull = rate * (with_sign(l1, z) - z);
       norm = n;
       zero = z;
-      w = magnitude_of(z) <= l1 ? 0.0f : moved;
+      w = over(magnitude_of(z) <= l1 ? zero_like(w) : pull, length + beta + l2 * rate);
     });
   }
 };
@@ -259,19 +261,19 @@ struct GroupFtrl : AccumulatorState<2, 0> {
     const float l1 = o.l1;
     const float l2 = o.l2;
     const float beta = o.beta;
-    values.each([=](float& w, float g, float& norm, float& zero) MONOLITH_INLINE {
-      const float n = norm + g * g;
-      const float sigma = (root(n) - root(norm)) / rate;
+    values.each([=](auto& w, auto g, auto& norm, auto& zero) MONOLITH_INLINE {
+      const auto n = norm + g * g;
+      const auto sigma = (root(n) - root(norm)) / rate;
       zero = zero + (g - sigma * w);
       norm = n;
     });
-    const float length = root(values.sum([](float, float, float, float z) MONOLITH_INLINE { return z * z; }));
+    const float length = root(values.sum([](auto, auto, auto, auto z) MONOLITH_INLINE { return z * z; }));
     if (length < l1 || length == 0) {
-      values.each([](float& w, float, float&, float&) MONOLITH_INLINE { w = 0; });
+      values.each([](auto& w, auto, auto&, auto&) MONOLITH_INLINE { w = zero_like(w); });
       return;
     }
     const float shrink = (l1 - length) / length;
-    values.each([=](float& w, float, float& norm, float& zero)
+    values.each([=](auto& w, auto, auto& norm, auto& zero)
                     MONOLITH_INLINE { w = over(rate * zero * shrink, beta + root(norm) + l2 * rate); });
   }
 };
@@ -280,8 +282,8 @@ struct GroupAdagrad : AccumulatorState<0, 1> {
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O& o, Values& values, float rate, i64) {
     const float decay = o.weight_decay;
-    const float largest = values.largest([=](float w, float g) MONOLITH_INLINE {
-      const float grad = g + decay * w;
+    const float largest = values.largest([=](auto w, auto g) MONOLITH_INLINE {
+      const auto grad = g + decay * w;
       return grad * grad;
     });
     float& sum = values.scalars()[0];
@@ -289,15 +291,14 @@ struct GroupAdagrad : AccumulatorState<0, 1> {
     const float step_size = rate / (o.beta + root(sum));
     // A rate of zero, or nothing accumulated and no gradient.
     if (!(step_size > 0) || !is_finite(step_size)) return;
-    const auto z = [=](float w, float g) MONOLITH_INLINE { return g + decay * w - w / step_size; };
-    const float length =
-        root(values.sum([=](float w, float g) MONOLITH_INLINE { return z(w, g) * z(w, g); }));
+    const auto z = [=](auto w, auto g) MONOLITH_INLINE { return g + decay * w - w / step_size; };
+    const float length = root(values.sum([=](auto w, auto g) MONOLITH_INLINE { return z(w, g) * z(w, g); }));
     if (length < o.l2 || length == 0) {
-      values.each([](float& w, float) MONOLITH_INLINE { w = 0; });
+      values.each([](auto& w, auto) MONOLITH_INLINE { w = zero_like(w); });
       return;
     }
     const float shrink = -step_size * ((length - o.l2) / length);
-    values.each([=](float& w, float g) MONOLITH_INLINE { w = shrink * z(w, g); });
+    values.each([=](auto& w, auto g) MONOLITH_INLINE { w = shrink * z(w, g); });
   }
 };
 
@@ -307,8 +308,8 @@ struct Momentum : ZeroState<1, 0> {
     const float mu = o.momentum;
     const float decay = o.weight_decay;
     const bool nesterov = o.use_nesterov;
-    values.each([=](float& w, float g, float& n) MONOLITH_INLINE {
-      const float velocity = mu * n - rate * (g + decay * w);
+    values.each([=](auto& w, auto g, auto& n) MONOLITH_INLINE {
+      const auto velocity = mu * n - rate * (g + decay * w);
       w += nesterov ? -mu * n + (1 + mu) * velocity : velocity;
       n = velocity;
     });
@@ -319,22 +320,24 @@ struct MovingAverage : ZeroState<0, 0> {
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O& o, Values& values, float, i64) {
     const float mu = o.momentum;
-    values.each([=](float& w, float g) MONOLITH_INLINE { w = mu * w + (1 - mu) * g; });
+    values.each([=](auto& w, auto g) MONOLITH_INLINE { w = mu * w + (1 - mu) * g; });
   }
 };
 
 // In double, since the divisor is 1 and more.
 template <bool kAverage>
 struct RmspropOf : ZeroState<1, 0> {
+  static constexpr bool kInDouble = true;
+
   template <class O, class Values>
   MONOLITH_SHARED static void step(const O& o, Values& values, float rate, i64) {
     const double mu = o.momentum;
     const double decay = o.weight_decay;
-    values.each([=](float& w, float g, float& mean) MONOLITH_INLINE {
-      const double grad = static_cast<double>(g) + decay * w;
-      const double n = mu * mean + (kAverage ? 1 - mu : 1.0) * grad * grad;
-      w = static_cast<float>(w - static_cast<double>(rate) / (root(n) + 1) * grad);
-      mean = static_cast<float>(n);
+    values.each([=](auto& w, auto g, auto& mean) MONOLITH_INLINE {
+      const auto grad = doubles_of(g) + decay * doubles_of(w);
+      const auto n = mu * doubles_of(mean) + (kAverage ? 1 - mu : 1.0) * grad * grad;
+      w = floats_like(w, doubles_of(w) - static_cast<double>(rate) / (root(n) + 1.0) * grad);
+      mean = floats_like(mean, n);
     });
   }
 };

@@ -24,7 +24,7 @@ struct Cells {
   int units;
   Cell at[CELLS];
 
-  // The last cell that begins at a unit or before; those that have none are passed over.
+  // The last cell that begins at a unit or before; cells without units are skipped.
   __device__ int of(int unit) const {
     int low = 0;
     int high = count;

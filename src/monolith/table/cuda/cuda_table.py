@@ -26,8 +26,8 @@ from monolith.table.cuda.inputs import Inputs
 from monolith.table.cuda.layout import row_layout
 from monolith.table.cuda.memory import (
     BEFORE,
-    BESIDE,
     ELSEWHERE,
+    EXTRA_PLACES,
     INSERTED,
     NEWEST,
     NON_FINITE,
@@ -119,7 +119,7 @@ class CudaTable:
                 remembers_use=remembers_use,
                 tell=self._tell_touched,
             )
-            self._inputs = Inputs(config, self._rows.fill.counters, owner)
+            self._inputs = Inputs(config, self._rows.usage.counters, owner)
         if touched is not None:
             self.touch(touched)
 
@@ -146,7 +146,7 @@ class CudaTable:
 
     def __len__(self) -> int:
         with self._open():
-            return self._rows.fill.read().rows
+            return self._rows.usage.read().rows
 
     # Reading
 
@@ -210,7 +210,7 @@ class CudaTable:
             added = self._inputs.floats(values, (len(keys), self.dim), "values")
             times = self._inputs.times(event_time, len(keys))
             batch = WriteBatch(
-                keys, times, lambda claimed: self._held.add(claimed, added, self._scalars.scalars())
+                keys, times, lambda claimed: self._memory.add(claimed, added, self._scalars.scalars())
             )
             self._rows.write(batch, self._rows.turned_away(batch, None, None))
 
@@ -233,7 +233,7 @@ class CudaTable:
             self._scalars.begin(step, by_segment)
 
             def train(claimed: Claimed) -> None:
-                self._held.train(
+                self._memory.train(
                     claimed,
                     by,
                     latest,
@@ -244,19 +244,21 @@ class CudaTable:
                 )
 
             if self._admission is None and self._rows.watch.idle:
-                self._rows.write(WriteBatch(keys, times, train, dedup, lambda: self._held.unusable(by)), None)
+                self._rows.write(
+                    WriteBatch(keys, times, train, dedup, lambda: self._memory.unusable(by)), None
+                )
             else:
                 batch = WriteBatch(keys, times, train, dedup)
                 self._rows.write(batch, self._rows.turned_away(batch, memory.unusable(by), sightings))
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
-        """Reset rows; -1 for an id that had no row and found no room for one."""
+        """Reset rows; -1 for an id without a row if there is no memory for one."""
         with self._open(writing=True):
             arguments.check_trainable(self._config, "reinitialize")
             keys = self._inputs.ids(ids)
             times = Times(None, arguments.event_second(now, "now"))
             status = torch.full((len(keys),), -1, dtype=torch.int8, device=self._device)
-            batch = WriteBatch(keys, times, lambda claimed: self._held.reset(claimed, status))
+            batch = WriteBatch(keys, times, lambda claimed: self._memory.reset(claimed, status))
             self._rows.write(batch, None)
             return status.to(ids.device)
 
@@ -280,7 +282,7 @@ class CudaTable:
         """Return rows in the order of their hashes, on the CPU: a shard is a range of hashes."""
         with self._open() as memory:
             begin, end = arguments.scan_range(cursor, limit, shard, num_shards)
-            last, held = min(end - 1, LAST_HASH), self._rows.fill.read().rows
+            last, held = min(end - 1, LAST_HASH), self._rows.usage.read().rows
             rows, following = first_rows(memory, held, limit, first=begin, last=last)
         return merged_scan([rows.moved_to("cpu")], limit, following)
 
@@ -310,7 +312,7 @@ class CudaTable:
     def snapshot(self) -> CudaTableSnapshot:
         """Open a snapshot: from now on rows are copied before they change."""
         with self._open() as memory:
-            seen = self._rows.fill.read()
+            seen = self._rows.usage.read()
             gone = self._rows.watch.open_snapshot(memory, seen.rows)
             copies = self._rows.watch.copies
             assert copies is not None
@@ -326,7 +328,7 @@ class CudaTable:
             if copies is None:
                 raise TableArgumentError("scan: the snapshot was closed")
             copies.seal(memory)
-            flags, held = BEFORE if changed_only else 0, self._rows.fill.read().rows
+            flags, held = BEFORE if changed_only else 0, self._rows.usage.read().rows
             rows, following = first_rows(
                 memory, held, limit, first=first, last=last, flags=flags, no_flags=TAKEN
             )
@@ -368,13 +370,13 @@ class CudaTable:
 
     def stats(self) -> TableStats:
         with self._open() as memory:
-            seen = self._rows.fill.read()
+            seen = self._rows.usage.read()
             return TableStats(
                 rows=seen.rows,
                 bytes_total=memory.bytes_index + memory.bytes_rows + self._rows.bytes_ahead,
                 bytes_rows=memory.bytes_rows,
                 bytes_index=memory.bytes_index,
-                load=seen.counters[USED] / (memory.places + BESIDE),
+                load=seen.counters[USED] / (memory.places + EXTRA_PLACES),
                 inserted=seen.counters[INSERTED],
                 filtered=self._rows.filtered,
                 refused=self._rows.refused,
@@ -396,20 +398,20 @@ class CudaTable:
             if writing:
                 self._thawed.wait_for(lambda: not self._frozen)
             stream = self._owner.current_stream()
-            self._held.stream = stream.handle
+            self._memory.stream = stream.handle
             if stream != self._stream:
                 stream.wait_for(self._stream)
                 self._stream = stream
-            yield self._held  # which nobody else keeps alive
+            yield self._memory  # the only reference to it
 
     @property
-    def _held(self) -> DeviceMemory:
+    def _memory(self) -> DeviceMemory:
         """The memory there is now: it is another one after growth."""
         return self._rows.memory
 
     def _put(self, ids: Tensor, times: Times, values: Tensor, state: Tensor | None, *, whole: bool) -> None:
         def put(claimed: Claimed) -> None:
-            self._held.put(claimed, values, state, whole=whole, scalars=self._scalars.scalars())
+            self._memory.put(claimed, values, state, whole=whole, scalars=self._scalars.scalars())
 
         batch = WriteBatch(ids, times, put)
         if not self._config.skip_zero:

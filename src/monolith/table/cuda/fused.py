@@ -38,7 +38,7 @@ from monolith.table.cuda.layout_groups import (
     Spans,
     max_cells,
 )
-from monolith.table.cuda.memory import BESIDE, COUNTERS, STRETCH, Claimed, DeviceMemory, Times
+from monolith.table.cuda.memory import COUNTERS, EXTRA_PLACES, STRETCH, Claimed, DeviceMemory, Times
 from monolith.table.table import Table
 
 _WARP = 32
@@ -165,7 +165,7 @@ class FusedTables:
         self._fused = fused
         self._others = {number for number, table in enumerate(fused) if table is None}
         self._twice = [sum(one is other for other in tables) > 1 for one in tables]
-        # Whoever takes several locks takes them in this order.
+        # A thread that takes several locks takes them in this order, so that two threads cannot deadlock.
         self._locked = sorted({id(one): one for one in fused if one is not None}.values(), key=id)
         by_source: dict[str, list[int]] = {}
         for number, table in enumerate(fused):
@@ -284,7 +284,7 @@ class FusedTables:
         claimed = self._claim(work, batch, plan, places if watched else None)
         for table, own in watched:
             mine = replace(claimed, places=places[own], made=claimed.made[own])
-            table._rows.watch.writing(table._held, mine)
+            table._rows.watch.writing(table._memory, mine)
         finite = self._stay_finite(batch.rates)
         for steps in plan.steps:
             checked = not all(finite[number] for number in steps.numbers)
@@ -304,7 +304,7 @@ class FusedTables:
             return plan
         spans = Spans.of(batch.sizes, self._widths)
         told = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
-        keys = np.where(alone, 1, known.places + BESIDE + 1)
+        keys = np.where(alone, 1, known.places + EXTRA_PLACES + 1)
         ends = np.cumsum(keys)
         claims = []
         for part in told.parts(MAX_CELLS):
@@ -329,7 +329,7 @@ class FusedTables:
         """Have every table grow that may not have room for all ids of a batch."""
         grown = False
         for table, size, limit in zip(self._fused, sizes, work.known.limits, strict=True):
-            if size and table is not None and table._rows.fill.bound() + size > limit:
+            if size and table is not None and table._rows.usage.bound() + size > limit:
                 table._rows.reserve(size)
                 grown = True
         return _Work(work.stream, self._look_at(work.stream)) if grown else work
@@ -406,11 +406,11 @@ class FusedTables:
     # How full the tables are
 
     def _count(self, work: _Work, sizes: Sequence[int]) -> None:
-        """Take note of what was written, and ask for the counters of all where one comes near its limit."""
+        """Note the rows of the batch, and request the counters of all tables if one comes near its limit."""
         near = False
         for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
             if size and table is not None:
-                near |= table._rows.fill.wrote(size) > ask_from
+                near |= table._rows.usage.wrote(size) > ask_from
         if not near or self._asked is not None:
             return
         many = len(self._fused) * COUNTERS
@@ -419,7 +419,7 @@ class FusedTables:
         given = work.known.arrays, *sizes_of, counters
         self._index.launch("collect_counters", blocks_for(many), *given, stream=work.stream.handle)
         self._answer.copy_(counters, non_blocking=True)
-        written = [0 if table is None else table._rows.fill.written for table in self._fused]
+        written = [0 if table is None else table._rows.usage.written for table in self._fused]
         self._asked = work.stream.record(), written
 
     def _learn(self) -> None:
@@ -432,8 +432,8 @@ class FusedTables:
             if table is None:
                 continue
             try:
-                table._rows.fill.learn(counters, written[number])
-                self._ask_later(number, table._rows.fill.bound(), table._rows.limit)
+                table._rows.usage.learn(counters, written[number])
+                self._ask_later(number, table._rows.usage.bound(), table._rows.limit)
             except TableArgumentError as error:
                 complaint = error
         if complaint is not None:
@@ -459,7 +459,7 @@ class FusedTables:
                     stream = self._stream  # the same, as most tables have it
                 handle, waited = stream.handle, set[int]()
                 for table in self._locked:
-                    memory = table._held
+                    memory = table._memory
                     if table._stream is not stream:
                         before = table._stream.handle
                         if before != handle and before not in waited:
@@ -487,12 +487,12 @@ class FusedTables:
             finally:
                 for table in taken:
                     table._lock.release()
-            with frozen._lock:  # none of the others: whoever froze it may want them
+            with frozen._lock:  # only this lock: the thread that froze the table may need the remaining ones
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:
         """Return what is known of the memories, looked at anew where one is another than before."""
-        memories = [None if table is None else table._held for table in self._fused]
+        memories = [None if table is None else table._memory for table in self._fused]
         known = self._known
         if known is not None and all(
             (ref is None or ref() is memory) for ref, memory in zip(known.memories, memories, strict=True)
@@ -514,5 +514,5 @@ class FusedTables:
         )
         for number, table in enumerate(self._fused):
             if table is not None:
-                self._ask_later(number, table._rows.fill.bound(), table._rows.limit)
+                self._ask_later(number, table._rows.usage.bound(), table._rows.limit)
         return known

@@ -42,7 +42,7 @@ __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, c
   bool fresh;
   const int place = claim_one(table.keys, table.buckets, table.counters, there, ids[at], 0, 0, fresh);
   if (there) {
-    order[at] = (Key)(cell.shift + (place == NONE ? (i64)table.buckets * KEYS + BESIDE : (i64)place));
+    order[at] = (Key)(cell.shift + (place == NONE ? (i64)table.buckets * KEYS + EXTRA_PLACES : (i64)place));
     made[at] = fresh;
     if (places != nullptr) places[at] = place;
   }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void settle_cells(const Arrays* __restrict__ tables, 
   OF_WARP
   if (cell.table < 0 || !there) return;
   const i64 place = (i64)order[at] - cell.shift;
-  places[at] = place == (i64)tables[cell.table].buckets * KEYS + BESIDE ? NONE : (int)place;
+  places[at] = place == (i64)tables[cell.table].buckets * KEYS + EXTRA_PLACES ? NONE : (int)place;
 }
 
 extern "C" __global__ void claim_tables(const Arrays* __restrict__ tables,

@@ -25,7 +25,7 @@ from monolith.errors import ConfigError, TableArgumentError
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.table.config import TableConfig
 from monolith.table.cuda.layout import row_layout
-from monolith.table.cuda.memory import BAD_TIMES, BESIDE, KEYS, MARKS, NEWEST, RECENCY_BYTES, USED
+from monolith.table.cuda.memory import BAD_TIMES, EXTRA_PLACES, KEYS, MARKS, NEWEST, RECENCY_BYTES, USED
 
 _ASKED_FROM = 0.5  # of the limit: below that it does not matter
 
@@ -41,7 +41,7 @@ class Counted:
         return self.counters[USED] - self.counters[MARKS]
 
 
-class FillCounters:
+class UsageCounters:
     """The counters of one table. Not thread-safe.
 
     Args:
@@ -59,7 +59,7 @@ class FillCounters:
         self._device = device
         self._copy = device.pinned(tuple(counters.shape), counters.dtype)
         self._arrives: DeviceEvent | None = None
-        self._asked_at = 0  # what was written when the copy on its way was made
+        self._asked_at = 0  # rows written when the copy under way was made
         self._complained_at = -1
         self.written = 0
 
@@ -128,7 +128,7 @@ _LARGE_BYTES = 1 << 30
 _BRIM = 0.9  # of the places of a table that does not grow any more
 _LEAST_PLACES = 256
 _SMALL = 16  # a budget's part that a table leaves for all the rest
-_MUCH_TOO_LARGE = 4  # times what the rows would be given: then memory goes back
+_MUCH_TOO_LARGE = 4  # times the size that the rows need: then memory is returned
 
 
 class Growth:
@@ -168,7 +168,7 @@ class Growth:
         wanted = _places_for(rows, load)
         if self._most is None or wanted <= self._small:
             return max(wanted, places)
-        return (self._most - places - BESIDE) // KEYS * KEYS
+        return (self._most - places - EXTRA_PLACES) // KEYS * KEYS
 
     def sizes(self, wanted: int, rows: int) -> list[int]:
         """Return the sizes to try for so many rows, the wanted first: smaller ones where the device has no
@@ -193,7 +193,7 @@ class Growth:
         return max(self.grown(places, rows), _places_for(rows + more, FULL))
 
     def shrunk(self, places: int, rows: int) -> int | None:
-        """Return a smaller size that is worth moving to, never below the first; None where there is none."""
+        """Return a smaller size that is worth moving to, never below the first; None if there is none."""
         wanted = max(self._first, _places_for(rows, _AFTER_GROWTH))
         if _MUCH_TOO_LARGE * wanted > places or (self._most is not None and wanted > self._small):
             return None
@@ -203,11 +203,11 @@ class Growth:
 def _most_places(config: TableConfig, bytes_per_place: int) -> int | None:
     if config.capacity_bytes is None:
         return None
-    places = (config.capacity_bytes // bytes_per_place - BESIDE) // KEYS * KEYS
+    places = (config.capacity_bytes // bytes_per_place - EXTRA_PLACES) // KEYS * KEYS
     if places < KEYS:
         raise ConfigError(
             f"table {config.name!r}: capacity_bytes is {config.capacity_bytes:,}, and on a GPU a table of "
-            f"such rows needs {(KEYS + BESIDE) * bytes_per_place:,} at least"
+            f"such rows needs {(KEYS + EXTRA_PLACES) * bytes_per_place:,} at least"
         )
     return places
 
@@ -238,7 +238,7 @@ def device_budgets(configs: Mapping[str, TableConfig], total: int) -> dict[str, 
         }
         shares |= bounded or fair
     for name, share in shares.items():
-        least = (KEYS + BESIDE) * per_place[name]
+        least = (KEYS + EXTRA_PLACES) * per_place[name]
         if share < least:
             raise ConfigError(
                 f"{total:,} bytes on a device for {len(configs)} tables: {name!r} has {share:,}, and the "

@@ -50,7 +50,7 @@ class Inputs:
         return values.detach().contiguous()
 
     def out(self, out: Tensor | None, ids: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the tensor to answer with, beside the ids, and the one on the device to fill."""
+        """Return the tensor to answer with, where the ids are, and the one on the device to write to."""
         here = self._is_here(ids)
         if out is None:
             answer = torch.empty(shape, dtype=torch.float32, device=self._device if here else "cpu")

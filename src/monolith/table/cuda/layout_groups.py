@@ -144,7 +144,7 @@ class LayoutGroup:
 
     def steps(self, spans: Spans, *, summed: bool) -> PlannedSteps:
         """Return the launches that train the cells of these tables, one cell per table."""
-        per_tile = self.tables[0]._held.per_tile(int(spans.sizes.sum()))
+        per_tile = self.tables[0]._memory.per_tile(int(spans.sizes.sum()))
         long = summed and int(spans.sizes.max()) >= LONG_RUN
         planned = PlannedSteps(self, spans.tables.tolist(), per_tile, [], [])
         for part in spans.parts(self.max_cells):

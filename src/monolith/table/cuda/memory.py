@@ -20,11 +20,11 @@ from monolith.table.cuda.layout import DeviceRowLayout, index_kernels
 
 KEYS = 16
 """Keys of a bucket of the index."""
-BESIDE = 2
+EXTRA_PLACES = 2
 """Places behind the buckets, for the ids whose hashes stand for something else as keys."""
 NONE = (1 << 31) - 1
 """The place of an id that has none."""
-MAX_PLACES = NONE - BESIDE
+MAX_PLACES = NONE - EXTRA_PLACES
 RECENCY_BYTES = 4
 """More for a place of a table that remembers when its rows were written."""
 
@@ -35,7 +35,7 @@ TAKEN, CHANGED, BEFORE = 1, 2, 4
 """What is known of a place, as bits: see index.cu."""
 
 UNUSABLE, TURNED_AWAY, ELSEWHERE = 1, 2, 4
-"""Why a position of a batch is passed over; an id elsewhere is written by another part of its batch."""
+"""Why a position of a batch is skipped; an id elsewhere is written by another part of its batch."""
 
 COUNTERS = 8
 """Of a table."""
@@ -103,7 +103,7 @@ class Times:
     all: int
 
     def latest(self, skip: Tensor | None) -> int:
-        """Return the newest of those that are not passed over, waiting for the device."""
+        """Return the newest of those that are not skipped, waiting for the device."""
         if self.each is None:
             return self.all
         seconds = self.each.to(torch.int64) & 0xFFFF_FFFF
@@ -117,7 +117,7 @@ class Claimed:
     """The places of a batch's ids, and the batch in their order."""
 
     places: Tensor
-    """int32 of shape (n,): NONE where a position is passed over."""
+    """int32 of shape (n,): NONE for a position that is skipped."""
     sorted_places: Tensor
     order: Tensor
     """int64 of shape (n,): positions by place, equal ones as they came."""
@@ -216,7 +216,7 @@ class DeviceMemory:
 
     Attributes:
         stream: Set anew whenever another is the current one.
-        recency: Told of every batch that claims places, where somebody wants to know.
+        recency: Called with every batch that claims places; None if no spilling table needs it.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class DeviceMemory:
         self._owner = device
         self._device = where = device.torch_device
         self.recency: Recency | None = None
-        total = places + BESIDE
+        total = places + EXTRA_PLACES
         try:
             self._keys = torch.zeros(total, dtype=torch.int64, device=where)
             self._at = RowArrays.of(layout, total, where)
@@ -252,19 +252,19 @@ class DeviceMemory:
 
     @property
     def bytes_index(self) -> int:
-        return (8 + 4 + (0 if self.recency is None else RECENCY_BYTES)) * (self.places + BESIDE)
+        return (8 + 4 + (0 if self.recency is None else RECENCY_BYTES)) * (self.places + EXTRA_PLACES)
 
     @property
     def bytes_rows(self) -> int:
-        return (self.layout.row_bytes + 4 * self.layout.state_dim) * (self.places + BESIDE)
+        return (self.layout.row_bytes + 4 * self.layout.state_dim) * (self.places + EXTRA_PLACES)
 
     @property
     def flags(self) -> Tensor | None:
-        """uint8 by place, where somebody keeps track; a few more than there are places."""
+        """uint8 by place, if recency is tracked; a few more than there are places."""
         return self._flags
 
     def keep_for(self, stream: DeviceStream) -> None:
-        """Have the memory outlive what was launched on another stream than it was taken on."""
+        """Keep the memory alive for kernels launched on another stream than it was allocated on."""
         for array in (self._keys, self._times, self._values, self._states, self._flags):
             if array is not None:
                 stream.keep(array)
@@ -330,7 +330,7 @@ class DeviceMemory:
         )
         found = self._counted(
             "list_rows",
-            blocks_for(self.places + BESIDE),
+            blocks_for(self.places + EXTRA_PLACES),
             *self._head(),
             self._times,
             wanted,
@@ -362,12 +362,12 @@ class DeviceMemory:
         """Return `count` sums of digests, int64: of each bucket of ids at the place that `into` has for it.
 
         Args:
-            into: int32, one for each bucket; -1 for one that nobody asked for.
+            into: int32, one for each bucket; -1 for one that was not requested.
             number, total: Of the ids that are, as unsigned numbers, `number` modulo `total`.
         """
         sums = torch.zeros(count, dtype=torch.int64, device=self._device)
         share = ctypes.c_uint64(number), ctypes.c_uint64(total)
-        blocks = blocks_for(self.places + BESIDE)
+        blocks = blocks_for(self.places + EXTRA_PLACES)
         self._launch(self._rows, "digest_rows", blocks, self._table(), into, *share, sums)
         return sums
 
@@ -385,7 +385,7 @@ class DeviceMemory:
         return skip
 
     def claim(self, ids: Tensor, times: Times, skip: Tensor | None, *, clock: bool = True) -> Claimed:
-        """Give a place to every id that is not passed over. There must be room for all.
+        """Give a place to every id that is not skipped. There must be enough free places.
 
         Args:
             clock: Whether the times of the batch move the table's clock on; training does that by itself.
@@ -487,7 +487,7 @@ class DeviceMemory:
 
     def watch(self, *, on: bool) -> None:
         """Keep flags from now on, none of them set; or keep them no more."""
-        rounded = -(-(self.places + BESIDE) // 4) * 4  # kernels set them by the word
+        rounded = -(-(self.places + EXTRA_PLACES) // 4) * 4  # kernels set them by the word
         self._flags = torch.zeros(rounded, dtype=torch.uint8, device=self._device) if on else None
 
     def note_writes(self, claimed: Claimed) -> None:
@@ -535,14 +535,14 @@ class DeviceMemory:
 
         hashes, before = None, None
         if self.recency is not None:
-            hashes, before, _ = self.listed(self.places + BESIDE)
+            hashes, before, _ = self.listed(self.places + EXTRA_PLACES)
         free()
         for _ in range(_PULLS):
             self._launch(self._index, "pull_rows", blocks, *self._head(), away, *rows)
             self._launch(self._index, "drop_copied", blocks, *self._head())
             free()
         if self.recency is not None and hashes is not None and before is not None:
-            self.recency = self.recency.moved(before, self._places_of(hashes), self.places + BESIDE)
+            self.recency = self.recency.moved(before, self._places_of(hashes), self.places + EXTRA_PLACES)
 
     def empty(self, places: int) -> DeviceMemory:
         """Return a memory of another size for the same rows, without any."""
@@ -556,7 +556,7 @@ class DeviceMemory:
         self._launch(
             self._index,
             "move_rows",
-            blocks_for(self.places + BESIDE),
+            blocks_for(self.places + EXTRA_PLACES),
             *self._head(),
             self._times,
             self._values,
@@ -572,8 +572,8 @@ class DeviceMemory:
         self.counters[USED] -= self.counters[MARKS]
         self.counters[MARKS] = 0
         if self.recency is not None:
-            hashes, before, _ = self.listed(self.places + BESIDE)
-            new.recency = self.recency.moved(before, new._places_of(hashes), new.places + BESIDE)
+            hashes, before, _ = self.listed(self.places + EXTRA_PLACES)
+            new.recency = self.recency.moved(before, new._places_of(hashes), new.places + EXTRA_PLACES)
         return new
 
     # Inside

@@ -6,7 +6,8 @@
 // place may become free again wherever its bucket has a free one already, and is marked otherwise. Two hashes
 // mean something else as keys, free and marked: their ids have places of their own behind the buckets.
 //
-// Kernels that claim run beside none that drop: the table launches them one after another on one stream.
+// Kernels that claim never run at the same time as kernels that drop: the table launches them one after
+// another on one stream.
 
 #pragma once
 
@@ -19,7 +20,7 @@ using namespace monolith;
 #define HELD 2ULL  // the key of a place behind the buckets that has a row
 #define NONE 0x7fffffff
 #define KEYS 16   // of a bucket
-#define BESIDE 2  // places behind the buckets
+#define EXTRA_PLACES 2  // places behind the buckets
 
 // What a table counts on the device, in this order.
 enum Counter { USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES };

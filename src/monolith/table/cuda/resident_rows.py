@@ -24,12 +24,12 @@ from monolith.errors import AcceleratorError, TableClosedError
 from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.config import TableConfig
 from monolith.table.cuda.admission import ask_filter, in_order, parts_of_batch
-from monolith.table.cuda.growth import Counted, FillCounters, Growth
+from monolith.table.cuda.growth import Counted, Growth, UsageCounters
 from monolith.table.cuda.layout import DeviceRowLayout
 from monolith.table.cuda.memory import (
-    BESIDE,
     COUNTERS,
     ELSEWHERE,
+    EXTRA_PLACES,
     NEWEST,
     NONE,
     RECENCY_BYTES,
@@ -95,7 +95,7 @@ class ResidentRows:
         self._live_by_slot = None if by_slot is None else torch.from_numpy(by_slot).to(self._device)
         self.growth = Growth(config, layout.bytes_per_place + (RECENCY_BYTES if remembers_use else 0))
         self.watch = ChangeTracker(device, tell)
-        self.fill = FillCounters(
+        self.usage = UsageCounters(
             config.name, torch.zeros(COUNTERS, dtype=torch.int64, device=self._device), device
         )
         self.filtered = self.refused = self.evicted = self.removed = 0
@@ -166,7 +166,7 @@ class ResidentRows:
             claimed.made.copy_(torch.isin(claimed.places, born))
         self.watch.writing(self.memory, claimed)
         batch.work(claimed)
-        self.fill.grew(len(batch.ids), self.limit)
+        self.usage.grew(len(batch.ids), self.limit)
         self.watch.wrote(batch.ids if self.watch.idle else batch.ids.clone(), claimed.places)
 
     def _write_full(self, batch: WriteBatch, skip: Tensor | None) -> None:
@@ -178,7 +178,7 @@ class ResidentRows:
                 break
             coming, room = self._newcomers(batch, skip)  # some of the batch may have gone
         taken, left = np.split(coming, [min(room, len(coming))])
-        if self.fill.read().counters[USED] + len(taken) > _CLEANED * self.memory.places:
+        if self.usage.read().counters[USED] + len(taken) > _CLEANED * self.memory.places:
             self.memory.tidy()
         born = self.memory.claim_absent(torch.from_numpy(taken).to(self._device))
         if len(left):
@@ -188,7 +188,7 @@ class ResidentRows:
             self.refused += len(left) if batch.dedup else int(outside.sum())
             turned = outside.to(torch.uint8) * TURNED_AWAY
             skip = turned if skip is None else skip | turned
-            self._refusals.note(self.refused, lambda: self.fill.read().rows)
+            self._refusals.note(self.refused, lambda: self.usage.read().rows)
         self._write_now(batch, skip, born)
 
     def _unknown(self, batch: WriteBatch, skip: Tensor | None) -> Tensor:
@@ -198,7 +198,7 @@ class ResidentRows:
     def _newcomers(self, batch: WriteBatch, skip: Tensor | None) -> tuple[NDArray[np.int64], int]:
         """Return ids without a row, in the order of first sight, and how many may have one."""
         ids = batch.ids[self._unknown(batch, skip)].cpu().numpy()
-        return in_order(ids), max(0, self.limit - self.fill.read().rows)
+        return in_order(ids), max(0, self.limit - self.usage.read().rows)
 
     # Room
 
@@ -214,12 +214,12 @@ class ResidentRows:
 
     def reserve(self, ids: int) -> None:
         """Grow if so many ids may not find room, such that some batches more will before it comes to that."""
-        if self.fill.bound() + ids <= self.limit:
+        if self.usage.bound() + ids <= self.limit:
             return
-        seen = self.fill.read()
+        seen = self.usage.read()
         if seen.rows + _SPARE * ids <= self.limit < seen.counters[USED] + ids:
             self.memory.tidy()
-            seen = self.fill.read()
+            seen = self.usage.read()
         if seen.counters[USED] + _SPARE * ids > self.limit:
             wanted = self.growth.reserved(self.memory.places, seen.rows, 2 * _SPARE * ids)
             if not self._prepares(wanted, seen, ids):
@@ -228,9 +228,9 @@ class ResidentRows:
     def _makes_room(self, batch: WriteBatch, skip: Tensor | None) -> bool:
         """Grow if need be; False where the table may not hold all that come."""
         n = len(batch.ids)
-        if self.fill.bound() + n <= self.limit:
+        if self.usage.bound() + n <= self.limit:
             return True
-        seen = self.fill.read()
+        seen = self.usage.read()
         used = seen.counters[USED]
         if used + n <= self.limit:
             return True
@@ -238,7 +238,7 @@ class ResidentRows:
         coming = len(torch.unique(batch.ids[unknown]))
         if used + coming > self.limit >= seen.rows + coming:
             self.memory.tidy()
-            seen = self.fill.read()
+            seen = self.usage.read()
         if seen.counters[USED] + coming <= self.limit:
             return True
         if not self.growth.grows(self.memory.places):
@@ -260,7 +260,7 @@ class ResidentRows:
 
     def _shrink(self) -> None:
         """Move to a smaller memory if most of this one is not used."""
-        rows = self.fill.read().rows
+        rows = self.usage.read().rows
         places = self.growth.shrunk(self.memory.places, rows)
         if places is not None:
             self._next = None
@@ -275,7 +275,7 @@ class ResidentRows:
             new = self._taken(sizes)
         self._memory = before.moved(new)
         before.keep_for(self._owner.current_stream())
-        self.fill.holds(rows)
+        self.usage.holds(rows)
 
     def _taken(self, sizes: Sequence[int]) -> DeviceMemory:
         """Return an empty memory of the first of these sizes that the device has room for."""
@@ -286,9 +286,9 @@ class ResidentRows:
 
     def _new_memory(self, rows: int) -> DeviceMemory:
         places, stream = self.growth.first(rows), self._owner.current_stream().handle
-        memory = DeviceMemory(self._layout, self.fill.counters, places, device=self._owner, stream=stream)
+        memory = DeviceMemory(self._layout, self.usage.counters, places, device=self._owner, stream=stream)
         if self._remembers_use:
-            memory.recency = Recency(places + BESIDE, self._device)
+            memory.recency = Recency(places + EXTRA_PLACES, self._device)
         return memory
 
     # Forgetting
@@ -313,7 +313,7 @@ class ResidentRows:
 
     def expire_oldest(self, wanted: int, latest: int) -> int:
         """Drop the oldest rows that are not newer than `latest`: an event of the past pushes out none."""
-        memory, rows = self.memory, self.fill.read().rows
+        memory, rows = self.memory, self.usage.read().rows
         _, places, _ = memory.listed(rows, latest=latest)
         oldest = torch.sort(memory.times_at(places), stable=True).indices[: max(wanted, rows // 32)]
         gone = self.drop(places[oldest])
@@ -322,7 +322,7 @@ class ResidentRows:
 
     def evict(self, now: int | None) -> int:
         """Drop expired rows, as of the newest event time if none is given; free idle memory."""
-        memory, seen = self.memory, self.fill.read()
+        memory, seen = self.memory, self.usage.read()
         ages = self.ages(seen.counters[NEWEST] if now is None else now)
         evicted, more = 0, True
         while more:
@@ -339,12 +339,12 @@ class ResidentRows:
         Raises:
             TableArgumentError: A snapshot is open.
         """
-        self.watch.clearing(self.memory, self.fill.read().rows)
+        self.watch.clearing(self.memory, self.usage.read().rows)
         self.memory.keep_for(self._owner.current_stream())
         self._memory = self._next = None  # given back before the new one is taken
         self._memory = self._new_memory(expect_rows)
         self.watch.follow(self._memory)
-        self.fill.clear()
+        self.usage.clear()
 
     def close(self) -> None:
         """Free the memory."""

@@ -242,7 +242,7 @@ __device__ __forceinline__ void look_up(const Table& table, const i64* __restric
     }
   }
 #if PLAIN && DIM % 4 == 0
-  if (((u64)out & 15) == 0) {  // beside rows of other widths an answer may lie anywhere
+  if (((u64)out & 15) == 0) {  // next to rows of other widths an answer may have any alignment
     constexpr int kFours = DIM / 4;
     const float4* __restrict__ rows = (const float4*)table.values;
     float4* __restrict__ to = (float4*)out;
@@ -294,7 +294,7 @@ extern "C" __global__ void read_rows(Table table, const int* __restrict__ places
 }
 
 // Adds the digest of each row, as native/src/digest.h has it, to that of its bucket of ids. `into` says where
-// that is, or -1 for a bucket nobody asked for; of the ids only those that are `number` modulo `total`.
+// that is, or -1 for a bucket that was not requested; of the ids only those that are `number` modulo `total`.
 extern "C" __global__ void digest_rows(Table table, const int* __restrict__ into, u64 number, u64 total,
                                        u64* sums) {
   const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;

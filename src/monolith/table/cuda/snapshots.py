@@ -1,6 +1,6 @@
-"""Snapshots of device tables: the rows of one moment, while training goes on.
+"""Snapshots of device tables: the rows of one moment, while training continues.
 
-Rows that did not change since are read in the table, the others from copies (`CopiedRows`). A chunk is found
+Unchanged rows are read in the table, changed ones from copies (`CopiedRows`). A chunk is found
 and gathered while writers wait, on a stream of its own, and copied to the host after they have continued.
 
     writer (holds the table's lock)      capture(places): copy rows not TAKEN yet -> buffer on the device
@@ -78,7 +78,7 @@ def first_rows(
     flags: int = 0,
     no_flags: int = 0,
 ) -> tuple[HashedRows, int | None]:
-    """Return the first rows of a range of hashes, on the device, and the hash to go on from.
+    """Return the first rows of a range of hashes, on the device, and the hash to continue from.
 
     Args:
         rows: How many the table has.
@@ -110,7 +110,7 @@ def first_rows(
 
 
 def merged_scan(several: list[HashedRows], limit: int, following: int | None) -> Scan:
-    """Return rows on the host as a chunk of a scan: up to `limit`, and then it goes on behind those."""
+    """Return rows on the host as a chunk of a scan: up to `limit`; the next chunk continues behind those."""
     rows = HashedRows.merged(several)
     if len(rows) > limit:
         rows = rows.at(slice(limit))
@@ -343,7 +343,7 @@ class CudaTableSnapshot:
 
 
 def joined_scan(scans: Sequence[Scan], limit: int) -> Scan:
-    """Return the first rows of several scans that began at one hash, `limit` at most, and where to go on."""
+    """Return the first `limit` rows of several scans from one hash, and the hash to continue from."""
     rows = Rows.concat([scan.rows for scan in scans])
     hashes = mix(rows.ids.numpy())
     order = np.argsort(hashes)
@@ -361,7 +361,7 @@ class JoinedSnapshot:
     since the snapshot before counts as changed, although its values are the same.
 
     Args:
-        tables: At which nobody writes until this is made.
+        tables: Tables that no thread writes to until this is made.
     """
 
     def __init__(self, config: TableConfig, tables: Sequence[Table]) -> None:

@@ -42,7 +42,7 @@ from monolith.table.touched_keys import TouchedKeySet
 from monolith.table.update_rules import decays_lazily, newest_step
 
 _PART = 8  # of the device's rows go far at once, as a share,
-_MOST_AT_ONCE = 1 << 18  # but no more than these: nobody waits long
+_MOST_AT_ONCE = 1 << 18  # but no more than these, so that no caller waits long
 _RESERVE = 16  # of the device's rows are kept for those that come near, as a share, where there is a ceiling
 _CHUNK = 1 << 16  # rows that are carried at once
 _INDEX_BYTES = 32  # of a far row at most, for its place in the index
@@ -71,9 +71,9 @@ class SpillingTable:
 
     Args:
         config: `capacity_bytes` is that of both halves together.
-        near: Where rows are trained; with a number of rows it has room for.
-        far: Where the others are. Both are of this config but for its capacity, share one filter, and are
-            this table's to close.
+        near: The table in which rows are trained; its capacity is a number of rows.
+        far: The table with the remaining rows. Both have this config except for its capacity, share one
+            filter, and are closed by this table.
         touched: Told the ids that got another row, or lost theirs; see `touch`.
     """
 
@@ -237,7 +237,7 @@ class SpillingTable:
             self._tell_step(step, learning_rates)
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
-        """Reset rows; -1 for an id that had no row and found no room for one."""
+        """Reset rows; -1 for an id without a row if there is no memory for one."""
         with self._open(writing=True):
             arguments.check_trainable(self._config, "reinitialize")
             arguments.event_second(now, "now")
@@ -435,7 +435,7 @@ class SpillingTable:
             yield self._near, at, batch
             return
         if isinstance(batch["event_time"], Tensor):
-            arguments.event_time_array(batch["event_time"].cpu(), len(ids))  # nobody may have looked yet
+            arguments.event_time_array(batch["event_time"].cpu(), len(ids))  # may be the first check
         for table, mask in ((self._near, ~stays), (self._far, stays)):
             places = mask.nonzero().squeeze(1)
             part = {name: _at(column, places) for name, column in batch.items()}
@@ -444,7 +444,7 @@ class SpillingTable:
             yield table, places if at is None else at[places], part
 
     def _settle(self, ids: Tensor, times: int | Tensor) -> Tensor | None:
-        """Return a bool for each position whose row stays far or is made there; None where there is none."""
+        """Return a bool for each position whose row stays far or is made there; None if there is none."""
         if not len(self._far) and self._bound + len(ids) <= self._room:
             self._bound += len(ids)
             return None
@@ -526,7 +526,7 @@ class SpillingTable:
 
     @contextmanager
     def _untold(self) -> Iterator[None]:
-        """Tell nobody of rows that move: they are what they were."""
+        """Report no change for rows that move: their values stay the same."""
         for table in (self._near, self._far):
             for touched in self._touched:
                 table.untouch(touched)

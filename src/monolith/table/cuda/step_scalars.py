@@ -112,7 +112,7 @@ def _scalars_type(segments: int, lazy: bool) -> Any:
 def _has_one_rule(config: TableConfig) -> bool:
     """Whether all values of a row are trained by one rule that keeps them finite; see `stay_finite`."""
     first = config.segments[0].optimizer
-    alike = all(s.optimizer == first and not isinstance(s.compressor, OneBit) for s in config.segments)
+    same_rule = all(s.optimizer == first and not isinstance(s.compressor, OneBit) for s in config.segments)
     by_value = first.state_dim(2) in (0, 2) and first.rule.kind != "batch_softmax"
     plain = first.delay_compensation is None and not first.stochastic_rounding
-    return alike and plain and (len(config.segments) == 1 or by_value)
+    return same_rule and plain and (len(config.segments) == 1 or by_value)

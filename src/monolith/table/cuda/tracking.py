@@ -119,7 +119,7 @@ class ChangeTracker:
             self._copies.capture(memory, claimed.places)
 
     def wrote(self, ids: Tensor, places: Tensor) -> None:
-        """Rows of a batch were written, at these places. Nobody else writes into either."""
+        """Rows of a batch were written, at these places. No other thread writes to either."""
         if not self._touched or not len(ids):
             return
         self._untold.append((ids, places))

@@ -1,11 +1,17 @@
-// TableCut: a table as it was at one moment, while it goes on being trained.
+// TableSnapshot: a table as it was at one moment, while training continues.
 //
-// Opening a cut costs nothing that grows with the table. From then on whoever is about
-// to change a row for the first time copies it aside; reading the cut takes those copies
-// in place of the rows. A row that nobody touched is read where it lies.
+// Copy on write, row by row. Opening a snapshot costs nothing that grows with the table. A writer
+// copies a row to the snapshot before its first change:
 //
-// A cut also knows which rows changed since the cut before, and which ids were removed,
-// where the table keeps track of that.
+//   row not copied   bit clear in taken_   the table's own memory has the row as it was
+//   row copied       bit set in taken_     CapturedRows of its partition has it
+//   row made later   bit set in taken_     not part of the snapshot
+//
+// Invariant: bit, copy and change of a row happen under the lock of its partition, in this order. A
+// scan that holds this lock and finds the bit clear may therefore read the row in place.
+//
+// If the table tracks changes, a snapshot also lists the rows that changed since the previous snapshot
+// and the removed ids.
 #pragma once
 
 #include <atomic>
@@ -20,7 +26,8 @@
 
 namespace monolith {
 
-// Rows of one partition as they were at the cut, copied before they changed. Guarded by its mutex.
+// Rows of one partition as they were at the snapshot, copied before they changed. Guarded by the partition's
+// mutex.
 struct CapturedRows {
   struct Key {
     std::uint64_t hash;
@@ -31,10 +38,10 @@ struct CapturedRows {
   std::vector<std::byte> bytes;  // a row each, in the order of the keys
 };
 
-// What happened to a table since some moment.
+// The changes of a table since its previous snapshot.
 struct TableChanges {
   RowBits rows;
-  std::mutex mutex;                    // guards what follows
+  std::mutex mutex;                    // guards removed and cleared
   std::vector<std::uint64_t> removed;  // hashes
   bool cleared = false;                // everything from before is gone
 
@@ -45,13 +52,13 @@ struct TableChanges {
 };
 
 // Thread-safe. One at a time per table; the table must outlive it.
-class TableCut {
+class TableSnapshot {
  public:
-  // Holds writers off while it is opened, not longer.
-  explicit TableCut(Table& table);
+  // Pauses writers while it opens, not longer.
+  explicit TableSnapshot(Table& table);
   // As by close(false).
-  ~TableCut();
-  TableCut(const TableCut&) = delete;
+  ~TableSnapshot();
+  TableSnapshot(const TableSnapshot&) = delete;
 
   std::size_t rows() const { return stats_.rows; }
   std::int64_t max_event_time() const { return stats_.max_event_time; }
@@ -61,16 +68,17 @@ class TableCut {
   int dim() const { return table_.dim(); }
   int state_dim() const { return table_.state_dim(); }
 
-  // As Table::scan. With `changed_only`, rows that changed since the cut before.
+  // As Table::scan. With `changed_only`, only rows that changed since the previous snapshot.
   Chunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool changed_only) const;
 
-  // Ids removed since the cut before; they may have come back since. And whether the table was cleared.
+  // Ids removed since the previous snapshot, some of which may have a row again, and whether the table was
+  // cleared.
   std::vector<std::int64_t> removed() const;
   bool cleared() const { return changes_ != nullptr && changes_->cleared; }
   bool tracked() const { return changes_ != nullptr; }
 
-  // Lets the copies go. What changed up to the cut counts as saved, or again as changed. Closing again does
-  // nothing.
+  // Frees the copies. If `saved`, the changes up to the snapshot count as saved; otherwise the next snapshot
+  // lists them again. A second close does nothing.
   void close(bool saved);
 
  private:
@@ -79,7 +87,7 @@ class TableCut {
   Table& table_;
   TableStats stats_;
   std::vector<float> scales_;
-  RowBits taken_;  // rows that were copied, or are not of the cut
+  RowBits taken_;  // rows that were copied, or are not part of the snapshot
   std::unique_ptr<TableChanges> changes_;
   std::atomic<std::size_t> captured_bytes_{0};
   std::atomic<bool> open_{true};

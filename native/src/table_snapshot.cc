@@ -1,4 +1,4 @@
-#include "table_cut.h"
+#include "table_snapshot.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -7,9 +7,9 @@
 
 namespace monolith {
 
-TableCut::TableCut(Table& table) : table_(table) {
-  const Table::Hold held(table_);
-  if (table_.cut_ != nullptr)
+TableSnapshot::TableSnapshot(Table& table) : table_(table) {
+  const Table::PausedWriters paused(table_);
+  if (table_.snapshot_ != nullptr)
     throw std::invalid_argument("table: a snapshot is open already; close it first");
   stats_ = table_.stats();
   scales_ = table_.scales();
@@ -17,31 +17,32 @@ TableCut::TableCut(Table& table) : table_(table) {
     auto fresh = std::make_unique<TableChanges>();
     changes_ = std::exchange(table_.changes_, std::move(fresh));
   }
-  table_.cut_ = this;
+  table_.snapshot_ = this;
 }
 
-TableCut::~TableCut() {
+TableSnapshot::~TableSnapshot() {
   close(false);
 }
 
-Chunk TableCut::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool changed_only) const {
+Chunk TableSnapshot::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit,
+                          bool changed_only) const {
   if (!open_) throw std::invalid_argument("scan: the snapshot was closed");
   if (changed_only && changes_ == nullptr)
     throw std::invalid_argument("scan: this table does not keep track of changes");
-  return table_.scan_cut(*this, cursor, last, limit, changed_only);
+  return table_.scan_snapshot(*this, cursor, last, limit, changed_only);
 }
 
-std::vector<std::int64_t> TableCut::removed() const {
+std::vector<std::int64_t> TableSnapshot::removed() const {
   std::vector<std::int64_t> ids;
   if (changes_ != nullptr)
     for (const std::uint64_t hash : changes_->removed) ids.push_back(unmix(hash));
   return ids;
 }
 
-void TableCut::close(bool saved) {
+void TableSnapshot::close(bool saved) {
   if (!open_.exchange(false)) return;
-  const Table::Hold held(table_);
-  table_.cut_ = nullptr;
+  const Table::PausedWriters paused(table_);
+  table_.snapshot_ = nullptr;
   Table::Body& body = *table_.body_.load();
   std::vector<Partition*> parts;
   {
@@ -60,17 +61,17 @@ void TableCut::close(bool saved) {
 }
 
 void Table::track_changes(bool on) {
-  const Hold held(*this);
+  const PausedWriters paused(*this);
   changes_ = on ? std::make_unique<TableChanges>() : nullptr;
 }
 
 // Called with the partition locked, before the row in `slot` changes or goes.
 void Table::note_change(const Body& body, Partition& part, const Slot& slot) {
   if (changes_ != nullptr) changes_->rows.set(slot.row);
-  if (cut_ == nullptr || cut_->taken_.set(slot.row)) return;
+  if (snapshot_ == nullptr || snapshot_->taken_.set(slot.row)) return;
   if (part.captured == nullptr) {
     part.captured = std::make_unique<CapturedRows>();
-    // Room for all of them: what is not used is never touched, and growing would copy again and again.
+    // Reserved for all rows: unused pages are never touched, and growth would copy the rows again and again.
     part.captured->keys.reserve(part.rows);
     part.captured->bytes.reserve(part.rows * entry_.row_bytes());
   }
@@ -78,13 +79,14 @@ void Table::note_change(const Body& body, Partition& part, const Slot& slot) {
   captured.keys.push_back({slot.hash, slot.row, slot.time});
   const std::byte* row = body.rows.row(slot.row);
   captured.bytes.insert(captured.bytes.end(), row, row + entry_.row_bytes());
-  cut_->captured_bytes_.fetch_add(sizeof(CapturedRows::Key) + entry_.row_bytes(), std::memory_order_relaxed);
+  snapshot_->captured_bytes_.fetch_add(sizeof(CapturedRows::Key) + entry_.row_bytes(),
+                                       std::memory_order_relaxed);
 }
 
-// A row was given to an id that had none.
+// Called when an id without a row gets one: the snapshot must not show it.
 void Table::note_birth(std::uint32_t row) {
   if (changes_ != nullptr) changes_->rows.set(row);
-  if (cut_ != nullptr) cut_->taken_.set(row);
+  if (snapshot_ != nullptr) snapshot_->taken_.set(row);
 }
 
 void Table::note_removals(const std::vector<std::uint64_t>& hashes) {
@@ -96,7 +98,7 @@ void Table::note_removals(const std::vector<std::uint64_t>& hashes) {
   tell_touched(ids);
 }
 
-// Called with both partitions locked or unknown to others: `sibling` has taken the hashes from `middle` on.
+// Called with `part` locked and `sibling`, which takes the hashes from `middle` on, not yet published.
 void Table::split_captured(Partition& part, Partition& sibling, std::uint64_t middle) const {
   if (part.captured == nullptr) return;
   const std::size_t row_bytes = entry_.row_bytes();

@@ -1,4 +1,4 @@
-// A cut is the table at one moment, whatever happens to the table afterwards.
+// A snapshot is the table at one moment, whatever changes afterwards.
 #include <atomic>
 #include <map>
 #include <random>
@@ -7,7 +7,7 @@
 
 #include "check.h"
 #include "table.h"
-#include "table_cut.h"
+#include "table_snapshot.h"
 
 namespace {
 
@@ -65,39 +65,40 @@ Content content(const Table& table, Scan&& scan) {
 Content now(const Table& table) {
   return content(table, [&](std::uint64_t cursor) { return table.scan(cursor, ~std::uint64_t{0}, 777); });
 }
-Content then(const Table& table, const TableCut& cut, bool changed_only = false) {
-  return content(
-      table, [&](std::uint64_t cursor) { return cut.scan(cursor, ~std::uint64_t{0}, 777, changed_only); });
+Content then(const Table& table, const TableSnapshot& snapshot, bool changed_only = false) {
+  return content(table, [&](std::uint64_t cursor) {
+    return snapshot.scan(cursor, ~std::uint64_t{0}, 777, changed_only);
+  });
 }
 
-void a_cut_stays_as_it_was_while_rows_change_come_and_go() {
+void a_snapshot_stays_as_it_was_while_rows_change_come_and_go() {
   Table table = make_table();
   std::mt19937_64 random(1);
   train(table, some_ids(random, 30'000, 40'000), 100);
   const Content before = now(table);
-  TableCut cut(table);
-  CHECK_EQUAL(cut.rows(), before.size());
+  TableSnapshot snapshot(table);
+  CHECK_EQUAL(snapshot.rows(), before.size());
   train(table, some_ids(random, 10'000, 40'000), 200);        // rows change
   table.remove(some_ids(random, 5'000, 40'000));              // and go, and their places are taken
   train(table, some_ids(random, 200'000, 1'000'000), 5'000);  // by others; partitions split
-  CHECK(then(table, cut) == before);
-  table.evict(5'500);  // everything of the cut is gone now
-  CHECK(then(table, cut) == before);
-  CHECK(cut.captured_bytes() > 0);
+  CHECK(then(table, snapshot) == before);
+  table.evict(5'500);  // everything of the snapshot is gone now
+  CHECK(then(table, snapshot) == before);
+  CHECK(snapshot.captured_bytes() > 0);
   train(table, some_ids(random, 10'000, 40'000), 6'000);
-  CHECK(then(table, cut) == before);
-  cut.close(true);
-  TableCut later(table);
+  CHECK(then(table, snapshot) == before);
+  snapshot.close(true);
+  TableSnapshot later(table);
   CHECK(then(table, later) == now(table));
 }
 
-void a_cut_is_of_one_moment_while_threads_write() {
+void a_snapshot_is_of_one_moment_while_threads_write() {
   Table table = make_table();
   std::mt19937_64 random(2);
   train(table, some_ids(random, 20'000, 30'000), 100);
   for (int round = 0; round < 5; ++round) {
     const Content before = now(table);
-    TableCut cut(table);
+    TableSnapshot snapshot(table);
     std::atomic<bool> stop{false};
     std::vector<std::thread> writers;
     for (int w = 0; w < 2; ++w)
@@ -108,13 +109,13 @@ void a_cut_is_of_one_moment_while_threads_write() {
           table.remove(some_ids(mine, 20, 60'000));
         }
       });
-    for (int again = 0; again < 3; ++again) CHECK(then(table, cut) == before);
+    for (int again = 0; again < 3; ++again) CHECK(then(table, snapshot) == before);
     stop = true;
     for (auto& writer : writers) writer.join();
   }
 }
 
-void changes_since_the_last_cut_bring_a_copy_up_to_date() {
+void changes_since_the_last_snapshot_bring_a_copy_up_to_date() {
   Table table = make_table();
   table.track_changes(true);
   std::mt19937_64 random(3);
@@ -125,32 +126,32 @@ void changes_since_the_last_cut_bring_a_copy_up_to_date() {
     if (round % 7 == 3) table.evict(100 * round + 200);
     if (round == 17) table.clear();
     const Content truth = now(table);
-    TableCut cut(table);
-    train(table, some_ids(random, 200, 5'000), 100 * round + 50);  // of the next cut
+    TableSnapshot snapshot(table);
+    train(table, some_ids(random, 200, 5'000), 100 * round + 50);  // of the next snapshot
     const bool saved = round % 3 != 1;                             // a failed save leaves it to the next one
     if (saved) {
-      if (cut.cleared()) copy.clear();
-      for (const std::int64_t id : cut.removed()) copy.erase(id);
-      for (auto& [id, row] : then(table, cut, true)) copy[id] = row;
+      if (snapshot.cleared()) copy.clear();
+      for (const std::int64_t id : snapshot.removed()) copy.erase(id);
+      for (auto& [id, row] : then(table, snapshot, true)) copy[id] = row;
       CHECK(copy == truth);
     }
-    cut.close(saved);
+    snapshot.close(saved);
   }
-  TableCut all(table);
+  TableSnapshot all(table);
   CHECK(then(table, all, true).size() <= 400 + 200);  // only what changed
 }
 
-void a_second_cut_and_clearing_under_a_cut_are_refused() {
+void a_second_snapshot_and_clearing_under_one_are_refused() {
   Table table = make_table();
   train(table, {1, 2, 3}, 1);
   {
-    TableCut cut(table);
-    CHECK_THROWS(std::invalid_argument, "a snapshot is open already", TableCut{table});
+    TableSnapshot snapshot(table);
+    CHECK_THROWS(std::invalid_argument, "a snapshot is open already", TableSnapshot{table});
     CHECK_THROWS(std::invalid_argument, "a snapshot of this table is open", table.clear());
-    CHECK_THROWS(std::invalid_argument, "does not keep track", cut.scan(0, ~std::uint64_t{0}, 10, true));
-    cut.close(true);
-    cut.close(false);
-    CHECK_THROWS(std::invalid_argument, "was closed", cut.scan(0, ~std::uint64_t{0}, 10, false));
+    CHECK_THROWS(std::invalid_argument, "does not keep track", snapshot.scan(0, ~std::uint64_t{0}, 10, true));
+    snapshot.close(true);
+    snapshot.close(false);
+    CHECK_THROWS(std::invalid_argument, "was closed", snapshot.scan(0, ~std::uint64_t{0}, 10, false));
   }
   table.clear();
   CHECK_EQUAL(table.size(), 0u);
@@ -160,12 +161,12 @@ void a_second_cut_and_clearing_under_a_cut_are_refused() {
 
 int main() {
   return monolith::check::run({
-      {"a cut stays as it was while rows change, come and go",
-       a_cut_stays_as_it_was_while_rows_change_come_and_go},
-      {"a cut is of one moment while threads write", a_cut_is_of_one_moment_while_threads_write},
-      {"changes since the last cut bring a copy up to date",
-       changes_since_the_last_cut_bring_a_copy_up_to_date},
-      {"a second cut, and clearing under a cut, are refused",
-       a_second_cut_and_clearing_under_a_cut_are_refused},
+      {"a snapshot stays as it was while rows change, come and go",
+       a_snapshot_stays_as_it_was_while_rows_change_come_and_go},
+      {"a snapshot is of one moment while threads write", a_snapshot_is_of_one_moment_while_threads_write},
+      {"changes since the last snapshot bring a copy up to date",
+       changes_since_the_last_snapshot_bring_a_copy_up_to_date},
+      {"a second snapshot, and clearing under one, are refused",
+       a_second_snapshot_and_clearing_under_one_are_refused},
   });
 }
