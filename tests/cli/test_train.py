@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from cli.trainings import load_training
-from monolith.cli.train_report import MARK, _describe_lost
 from runtime.fleets import read_model
 from services import warm
 from train.published import Following
@@ -31,6 +30,7 @@ from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.terminal import warn
+from monolith.cli.train import MARK, _describe_lost
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds

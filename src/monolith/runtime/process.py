@@ -406,21 +406,21 @@ def serve_metrics(
     )
 
 
-class Outcome:
+class JobOutcome:
     """How a run ended: with success, unless there is a problem."""
 
     problem: str | None = None
 
 
 @contextmanager
-def reported_outcome(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Outcome]:
+def reported_outcome(config: RunConfig, environ: Mapping[str, str]) -> Iterator[JobOutcome]:
     """Report the outcome of the block to the job's master, such as that of YARN, if this process is the
     chief.
 
     A package adds a master by an entry point of the group `monolith.job_masters`: a function that takes the
     environment and returns an object with `finish()`, `kill(reason)` and `close()`, or None if there is none.
     """
-    outcome = Outcome()
+    outcome = JobOutcome()
     points = metadata.entry_points(group="monolith.job_masters") if config.cluster.index == 0 else ()
     masters = [master for point in points if (master := point.load()(environ)) is not None]
     try:
