@@ -30,7 +30,7 @@ from monolith.store import (
     Store,
     TableIds,
 )
-from monolith.wire.flight import import_arrow, import_flight
+from monolith.wire.flight_transport import import_arrow, import_flight
 from monolith_bench.options import BenchStoreOptions
 from monolith_bench.report import Report
 from monolith_bench.rows import batches_of, fill, table_configs

@@ -10,8 +10,10 @@ from typing import Any
 from monolith.sync.flight_channel import SERVICE, pack_answer, unpack_answer
 from monolith.sync.wire_format import LEAD_BYTES, frame_bytes
 from monolith.wire.bulk import BulkMessages
-from monolith.wire.flight import Caller, import_arrow
-from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.endpoint import Handlers
+from monolith.wire.flight import Caller
+from monolith.wire.flight_server import Server
+from monolith.wire.flight_transport import import_arrow
 
 
 class FaultyProxy:

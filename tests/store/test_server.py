@@ -30,7 +30,7 @@ from monolith.errors import (
 )
 from monolith.store import DenseShard, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
 from monolith.store.row_requests import RowCall, RowHeader, RowRequest
-from monolith.wire.flight_server import Handlers
+from monolith.wire.endpoint import Handlers
 
 pytest.importorskip("pyarrow")
 

@@ -28,9 +28,11 @@ from monolith.errors import (
     TableError,
     UnavailableError,
 )
-from monolith.wire.flight import Caller, CallStream, Service, StoppedError
-from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.endpoint import Handlers
+from monolith.wire.flight import Caller, CallStream, StoppedError
+from monolith.wire.flight_server import Server
 from monolith.wire.ports import Limits
+from monolith.wire.transport import Service
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.flight")

@@ -15,9 +15,11 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.errors import ConfigError, UnavailableError
 from monolith.wire import proof
-from monolith.wire.flight import Caller, Service
-from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.endpoint import Handlers
+from monolith.wire.flight import Caller
+from monolith.wire.flight_server import Server
 from monolith.wire.proof import CallerProof, PortProof, UnprovedError
+from monolith.wire.transport import Service
 
 pa = pytest.importorskip("pyarrow")
 flight = pytest.importorskip("pyarrow.flight")

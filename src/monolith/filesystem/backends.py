@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
+from monolith.concurrency import machine
 from monolith.errors import FileMissingError, FilesystemError, TransientFilesystemError
 from monolith.filesystem.paths import AnyPath, base_name, is_url, normal_url
 
@@ -74,6 +75,8 @@ def locate(path: AnyPath) -> tuple[Backend, str]:
     protocol, _, rest = text.partition("://")
     if protocol in {"file", "local"}:
         return LocalBackend(), rest
+    if protocol == "sim" and (here := machine()) is not None:
+        return cast(Backend, here.disk), rest
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     try:

@@ -94,7 +94,8 @@ from monolith.train.hooks.barrier import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.task import Mode, Task
 from monolith.wire.bulk import Bytes, Traffic
-from monolith.wire.flight_server import Handlers, typed_exchange
+from monolith.wire.endpoint import Handlers
+from monolith.wire.flight_server import typed_exchange
 from monolith.wire.messages import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
 from monolith.wire.ports import Limits
 

@@ -40,9 +40,9 @@ from monolith.sync.subscriber import ShardProgress, Subscriber
 from monolith.sync.target import TableTarget
 from monolith.table import Rows
 from monolith.train.model import Model
-from monolith.wire.flight import PortGuard
 from monolith.wire.messages import Nothing, read_message, write_message
 from monolith.wire.ports import Limits
+from monolith.wire.transport import PortGuard
 
 _log = logging.getLogger(__name__)
 

@@ -27,10 +27,12 @@ from monolith.errors import (
 )
 from monolith.store import server
 from monolith.store.rank_keys import RankKeys
-from monolith.wire.flight import Caller, Service
-from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.endpoint import Handlers
+from monolith.wire.flight import Caller
+from monolith.wire.flight_server import Server
 from monolith.wire.messages import Call, Gone, Json, Name, read_message
 from monolith.wire.ports import Limits
+from monolith.wire.transport import Service
 
 SERVICE = Service(
     name="rank",

@@ -43,10 +43,11 @@ from monolith.store.row_requests import (
 )
 from monolith.store.store import TableIds
 from monolith.wire.bulk import Bytes, Traffic
-from monolith.wire.flight import PortGuard, Service
-from monolith.wire.flight_server import Exchange, Handlers, Server, typed_exchange
+from monolith.wire.endpoint import Exchange, Handlers
+from monolith.wire.flight_server import Server, typed_exchange
 from monolith.wire.messages import Bounds, Call, Count, Name, Nothing, typed
 from monolith.wire.ports import Limits
+from monolith.wire.transport import PortGuard, Service
 
 SERVICE: Service = Service(
     name="parameter server",

@@ -45,7 +45,8 @@ from monolith.store.dense import dump_dense, load_dense_states, partition_weight
 from monolith.store.row_requests import RowHeader, incarnation_bytes
 from monolith.store.server import SERVICE
 from monolith.wire.bulk import Traffic, TrafficMeter
-from monolith.wire.flight import Answer, Caller, PortGuard, StoppedError
+from monolith.wire.flight import Answer, Caller, StoppedError
+from monolith.wire.transport import PortGuard
 
 _LONG_POLL = timedelta(seconds=30)
 """Small calls may take this much longer than bulk requests: some are long polls."""

@@ -22,8 +22,8 @@ from monolith.cluster.addresses import Address
 from monolith.cluster.discovery import Discovery
 from monolith.errors import AddressError, ConfigError
 from monolith.sync.channel import LOG_BYTES, DeltaReader, DeltaWriter
-from monolith.wire.flight import PortGuard
 from monolith.wire.ports import Limits
+from monolith.wire.transport import PortGuard
 
 DISCOVERY = "discovery"
 """Instead of a URL: ask the registry for the publishers."""

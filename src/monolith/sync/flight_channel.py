@@ -43,10 +43,13 @@ from monolith.sync.channel import LOG_BYTES, DeltaLog, ShardLog, TakeSnapshot
 from monolith.sync.messages import BUCKETS, Delta, LogPosition, Message, PublishState
 from monolith.sync.wire_format import encode, log_to_plain
 from monolith.wire.bulk import BulkMessages
-from monolith.wire.flight import Clock, PortGuard, Service, import_arrow
-from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.endpoint import Handlers
+from monolith.wire.flight import Clock
+from monolith.wire.flight_server import Server
+from monolith.wire.flight_transport import import_arrow
 from monolith.wire.messages import Bounds, Count, Name, Seconds, Text, read_message, typed
 from monolith.wire.ports import Limits, join_address
+from monolith.wire.transport import PortGuard, Service
 
 PUBLISHER = "publisher"
 """The role under which publishers with a port are registered, by the number of their shard."""

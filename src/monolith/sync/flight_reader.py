@@ -26,7 +26,8 @@ from monolith.sync.channel import ShardLog
 from monolith.sync.flight_channel import SERVICE, AnswerAbout, unpack_answer
 from monolith.sync.messages import Delta, LogPosition, Message, PublishState, SnapshotBegin
 from monolith.sync.wire_format import FRAME_LIMIT, decode_all, log_from_plain
-from monolith.wire.flight import Caller, Clock, PortGuard
+from monolith.wire.flight import Caller, Clock
+from monolith.wire.transport import PortGuard
 
 _LONGEST_WAIT = 20.0
 """Seconds that one call waits; a longer wait is several calls."""

@@ -27,11 +27,13 @@ from monolith.data.service.job import Place
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import ColumnKind
 from monolith.tensors import RaggedTensor
-from monolith.wire import flight
-from monolith.wire.flight import POLL, Address, Clock, PortGuard, Service, StoppedError
-from monolith.wire.flight_server import Fetch, Handlers, Server
+from monolith.wire import flight, flight_transport
+from monolith.wire.endpoint import Fetch, Handlers
+from monolith.wire.flight import POLL, Address, Clock, StoppedError
+from monolith.wire.flight_server import Server
 from monolith.wire.messages import Bounds, Call, Count, Json, Name, Seconds, Text
 from monolith.wire.ports import Limits, join_address
+from monolith.wire.transport import PortGuard, Service
 
 _Many = Annotated[int, Bounds(0, 1 << 16)]
 
@@ -158,7 +160,7 @@ SERVICE = Service(
 
 def import_arrow() -> Any:
     """Return pyarrow, or say how to get it."""
-    return flight.import_arrow("the data service")
+    return flight_transport.import_arrow("the data service")
 
 
 class DataServer(Server):

@@ -16,8 +16,8 @@ from monolith import errors
 from monolith.errors import ClusterError, DeadlineExceededError, UnavailableError
 from monolith.serve.rows import UNKNOWN, RowsClaim
 from monolith.store.row_requests import ANSWER_BYTES
-from monolith.wire.flight import Service
 from monolith.wire.messages import Count, Name, Text
+from monolith.wire.transport import Service
 
 SERVICE = Service(
     name="serving server",

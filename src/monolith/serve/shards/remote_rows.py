@@ -52,7 +52,8 @@ from monolith.store.row_requests import (
     read_answer,
 )
 from monolith.table import arguments
-from monolith.wire.flight import Answer, PortGuard
+from monolith.wire.flight import Answer
+from monolith.wire.transport import PortGuard
 
 _HEDGERS = 8
 _FOR_DEFAULTS = 0.8

@@ -28,8 +28,9 @@ from monolith.cluster import Discovery
 from monolith.errors import MonolithError, UnavailableError
 from monolith.serve.config import ShardsConfig
 from monolith.serve.shards.protocol import SERVICE, ShardAbout, misfit, shard_part, shard_role
-from monolith.wire.flight import Caller, CallStream, PortGuard
+from monolith.wire.flight import Caller, CallStream
 from monolith.wire.messages import read_message
+from monolith.wire.transport import PortGuard
 
 _log = logging.getLogger(__name__)
 

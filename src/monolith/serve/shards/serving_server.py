@@ -53,10 +53,11 @@ from monolith.store import TableIds
 from monolith.store.row_requests import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
 from monolith.sync.channel import OpenReader
 from monolith.wire.bulk import Bytes, Traffic
-from monolith.wire.flight import PortGuard
-from monolith.wire.flight_server import Handlers, Server
+from monolith.wire.endpoint import Handlers
+from monolith.wire.flight_server import Server
 from monolith.wire.messages import Nothing, typed_calls
 from monolith.wire.ports import Limits, join_address
+from monolith.wire.transport import PortGuard
 
 _log = logging.getLogger(__name__)
 
