@@ -29,9 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROWS = (
-    {"errors", "front_door"},
+    {"errors", "front_door", "concurrency"},
     {"observe"},
     {"config", "wire", "filesystem"},
+    {"testing"},
     {"native"},
     {"cuda"},
     {"tensors"},
@@ -53,6 +54,9 @@ ROWS = (
 )
 STRANGERS = {("serve", "train")}
 """Pairs the rows would allow: a server must not know the trainer."""
+
+AMBIENT = "concurrency"
+"""The one room with ambient state, on which simulated machine a thread runs: docs/decisions/0064."""
 
 ROOT = "the package itself"
 """The room of `monolith/__init__.py`: above every row, so it imports no room but `front_door`."""
@@ -88,7 +92,7 @@ PURE_CALLS = """
     range set sorted str sum tuple type vars zip
     items keys values join split strip format encode removeprefix removesuffix
     Decimal Fraction MappingProxyType Path PurePath PurePosixPath Struct
-    attrgetter itemgetter partial timedelta open_when_asked module_when_used
+    attrgetter itemgetter partial timedelta open_when_asked module_when_used _ThisThread
     re.compile logging.getLogger logging.makeLogRecord textwrap.dedent np.dtype np.finfo np.iinfo
     np.float32 np.float64 np.int32 np.int64 np.uint32 np.uint64 torch.finfo torch.iinfo
 """
@@ -427,6 +431,8 @@ def plain_name(module: Module) -> str:
 
 
 def check_ambient_state(module: Module) -> Iterator[Finding]:
+    if module.room == AMBIENT:
+        return
     owned = {
         id(value) for node in module.nodes if isinstance(node, ASSIGNMENTS) for value in given_to_self(node)
     }

@@ -17,10 +17,12 @@ from check_imports import ROWS
 ABOUT = {
     "errors": "the exception tree",
     "front_door": "lazy package exports",
+    "concurrency": "threads, clocks",
     "observe": "logs, progress, metrics, summaries",
     "config": "typed values",
     "wire": "Flight, messages",
     "filesystem": "paths, atomic writes",
+    "testing": "a cluster in one process, on virtual time and a seeded order",
     "native": "the compiled core",
     "cuda": "devices, streams, kernels",
     "tensors": "ragged tensors, queues between CPU and GPU",
