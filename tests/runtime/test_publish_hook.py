@@ -55,7 +55,7 @@ class Last(Hook):
 def publish(run: LocalRun) -> ShardPublishStatus:
     """Have all that is trained by now published, as if the interval had passed; return how it stands."""
     assert run.publish is not None
-    run.publish.holders._share.publish()  # type: ignore[attr-defined]
+    run.publish.publishers._share.publish()  # type: ignore[attr-defined]
     (standing,) = run.publish.execute(PublishOrder("status"))
     return standing
 
@@ -101,7 +101,7 @@ def test_a_stamp_claims_no_step_whose_rows_are_not_updated_yet() -> None:
 
     class Look(Hook):
         def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
-            found = run.publish.holders._share.learning.now().step
+            found = run.publish.publishers._share.learning.now().step
             stamps.append((run.step, found))
 
     Trainer(TASK, QUIET, hooks=[Look()], publish=following.plan).train()
@@ -267,8 +267,8 @@ def test_a_model_that_gets_worse_is_held_and_accepted_by_who_resumes() -> None:
     def gets_worse(run: LocalRun) -> None:
         assert run.publish is not None
         run.publish._guard._reasons["click/auc"] = "click/auc fell"
-        assert run.publish._steward is not None
-        run.publish._steward.look()
+        assert run.publish._supervisor is not None
+        run.publish._supervisor.check()
         standings.append(publish(run))
 
     def resume(run: LocalRun) -> None:

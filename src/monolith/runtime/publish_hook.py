@@ -162,9 +162,9 @@ class PublishHook(Hook):
         self._sent_at = 0.0
         self._step = -1
         """The step of the weights that were sent last."""
-        self._steward: PublishSupervisor | None = None
+        self._supervisor: PublishSupervisor | None = None
         if leads:
-            self._steward = PublishSupervisor(
+            self._supervisor = PublishSupervisor(
                 publishers, config.guard, lambda: guard.bad, every=self._every, pause_file=pause_file
             )
 
@@ -173,8 +173,8 @@ class PublishHook(Hook):
             self.publishers.note(LearnedUpTo(step=run.step))
         self._send_weights(run.step)
         self.publishers.start()
-        if self._steward is not None:
-            self._steward.start()
+        if self._supervisor is not None:
+            self._supervisor.start()
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:
         self._guard.update(result.predictions, result.batch.labels, step=run.step)
@@ -187,27 +187,27 @@ class PublishHook(Hook):
             self._send_weights(run.step)
 
     def end(self, run: TrainingRun) -> None:
-        if self._steward is not None:
-            self._steward.close()
+        if self._supervisor is not None:
+            self._supervisor.close()
         self._refresh()
         self._send_weights(run.step)
         self.publishers.flush()
 
     def close(self) -> None:
-        if self._steward is not None:
-            self._steward.close()
+        if self._supervisor is not None:
+            self._supervisor.close()
         self.publishers.close()
 
     def execute(self, order: PublishOrder) -> Sequence[ShardPublishStatus]:
         """Execute an order on all publishers, as the process that leads; see `Publishers.execute`."""
         if order.action == "resume":
             self._guard.accept()
-        return self.publishers.execute(order) if self._steward is None else self._steward.execute(order)
+        return self.publishers.execute(order) if self._supervisor is None else self._supervisor.execute(order)
 
     @property
     def statuses(self) -> Sequence[ShardPublishStatus]:
         """The latest status of each shard, if this process leads; empty before the first publication."""
-        return () if self._steward is None else self._steward.statuses
+        return () if self._supervisor is None else self._supervisor.statuses
 
     def positions(self) -> Mapping[str, Any]:
         """Return the published position of each shard, for a checkpoint."""
