@@ -15,6 +15,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -93,7 +94,7 @@ class DenseOptimizer(EagerOptimizer, ABC):
     Parameters without a gradient do not change. A step checks all gradients before it changes anything.
 
     Args:
-        defaults: The settings of the rule, with their defaults.
+        defaults: The settings of the rule, with their defaults; none by default.
         settings: The settings that the user passed.
     """
 
@@ -101,9 +102,9 @@ class DenseOptimizer(EagerOptimizer, ABC):
         self,
         params: ParamsT,
         lr: Rate,
-        foreach: bool | None,
-        defaults: Mapping[str, Any],
-        settings: Mapping[str, Any],
+        foreach: bool | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         for name in settings:
             if name not in defaults:
