@@ -16,7 +16,7 @@ IterableSource KafkaSource KafkaConfig Pipeline Shard ShuffleConfig ClickLog Cli
 DriftingStream DriftConfig make_batch
 Task RetrievalTask Mode Trainer TrainConfig TrainReport Hook Metric MetricSet METRICS EvaluateConfig
 KeepConfig SaveConfig RestoreConfig ExpiryConfig ScheduleConfig load_task
-RunConfig load_run_config ClusterConfig DiscoveryConfig FailoverConfig JobConfig Discovery FilesDiscovery
+Run RunConfig load_run_config ClusterConfig DiscoveryConfig FailoverConfig JobConfig Discovery FilesDiscovery
 ZooKeeperDiscovery ConsulDiscovery
 Checkpointer Saver TablesPart DensePart RestoreOptions list_checkpoints find_checkpoint read_contents
 Predictor Prediction Publisher Subscriber PublishConfig GuardConfig

@@ -43,7 +43,7 @@ AREAS = {
         EvaluateConfig KeepConfig SaveConfig RestoreConfig ExpiryConfig ScheduleConfig load_task
     """,
     "runs": """
-        RunConfig load_run_config ClusterConfig DiscoveryConfig FailoverConfig JobConfig Discovery
+        Run RunConfig load_run_config ClusterConfig DiscoveryConfig FailoverConfig JobConfig Discovery
         FilesDiscovery ZooKeeperDiscovery ConsulDiscovery
     """,
     "checkpoints": """

@@ -75,7 +75,7 @@ from monolith.model import (
     TwoTower,
 )
 from monolith.nn import MLP, Dense, auc, sigmoid_loss_and_pred
-from monolith.runtime import Trainer, TrainReport
+from monolith.runtime import Run, Trainer, TrainReport
 from monolith.runtime.cluster_config import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import load_run_config
@@ -217,6 +217,7 @@ __all__ = [
     "RetrievalTask",
     "RetryableError",
     "Rmsprop",
+    "Run",
     "RunConfig",
     "SaveConfig",
     "SaveError",

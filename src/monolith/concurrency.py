@@ -148,7 +148,8 @@ else:
 
     class Condition:
         def __new__(cls, lock=None):
-            return threading.Condition(lock) if (here := _this_thread.machine) is None else here.condition(lock)
+            here = _this_thread.machine
+            return threading.Condition(lock) if here is None else here.condition(lock)
 
     class Event:
         def __new__(cls):

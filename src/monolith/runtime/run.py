@@ -3,7 +3,7 @@
 A run is a `RunConfig` and a task. It trains in this process, as the role that the config names, or it
 launches all processes of the run on this machine or on a Ray cluster:
 
-    from monolith.runtime import Run
+    from monolith import Run
 
     run = Run(config, "clicks.py:Clicks", launch="local").start()  # real processes: ps 0, worker 0, ...
     run.status()["worker 1"].step                                  # what each process last reported

@@ -115,7 +115,7 @@ class SimMachine:
 
     Args:
         rate: Seconds that its monotonic clock counts in one virtual second: its drift.
-        wall_offset: Seconds by which its wall clock is ahead of other machines' clocks; may change while it runs.
+        wall_offset: Seconds by which its wall clock is ahead of other machines'; may change.
     """
 
     def __init__(
