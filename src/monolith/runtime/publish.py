@@ -101,10 +101,10 @@ def run_host(run: RunConfig) -> str:
 
 
 def address_of(addresses: tuple[str, ...], share: IdShard) -> Address:
-    """Return where one of several holders listens: each has an address, or all follow one, port by port.
+    """Return the address that one of several publishers listens at: its own, or the next port of the first.
 
     Raises:
-        ConfigError: There are several addresses, and not as many as holders.
+        ConfigError: There are several addresses, and not as many as publishers.
     """
     number, count = share
     if len(addresses) == count:

@@ -541,12 +541,12 @@ class Trainer:
         if plan is None:
             return []
         guard = MetricGuard(plan.config.guard)
-        holders = self._coordinator.placement.publishers(session.model, plan, guard)
-        if holders is None:
+        publishers = self._coordinator.placement.publishers(session.model, plan, guard)
+        if publishers is None:
             return []
         leads = self._coordinator.membership.is_chief
         run.publish = hook = PublishHook(
-            holders,
+            publishers,
             session.model,
             plan.config,
             guard,
@@ -554,7 +554,7 @@ class Trainer:
             pause_file=plan.pause_file,
             refresh=self._coordinator.placement.refresh,
         )
-        session.training_step.learned = holders.note
+        session.training_step.learned = publishers.note
         session.idle = lambda: hook.idle(run)
         if leads:
             session.log_places = hook.positions
