@@ -95,8 +95,8 @@ def test_one_that_writes_alone_is_one_share() -> None:
         ([full(0, 1), full(0, 1)], "ps-0-of-1, ps-0-of-1"),
     ],
 )
-def test_every_share_must_be_there_once(entries: list[dict[str, Any]], found: str) -> None:
-    with pytest.raises(SaveError, match=f"shares {found}: each must be there once"):
+def test_every_shard_must_be_there_once(entries: list[dict[str, Any]], found: str) -> None:
+    with pytest.raises(SaveError, match=f"shards {found}: each must be there once"):
         merge_entries(entries)
 
 

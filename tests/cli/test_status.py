@@ -97,7 +97,7 @@ def test_a_folder_without_a_run_is_one_line_that_says_what_to_do(
     assert main(["status", "watch", str(tmp_path / name)]) == 2
     err = capsys.readouterr().err
     assert what in err
-    assert "Give the --model-dir of a run that goes on" in err
+    assert "Give the --model-dir of a run that is training" in err
     assert err.count("\n") == 1
 
 

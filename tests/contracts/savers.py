@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from monolith import filesystem
-from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists
+from monolith.checkpoint.folder.saver import (
+    DEFAULT_NAMING,
+    MANIFEST,
+    CheckpointNaming,
+    Saver,
+    checkpoint_exists,
+)
 
 
 class FakeClock:
@@ -50,12 +56,12 @@ def names(folder: str) -> list[str]:
 class Case:
     """One way to run the saver."""
 
-    options: dict[str, Any] = field(default_factory=dict)
+    naming: CheckpointNaming = DEFAULT_NAMING
     remote: bool = False
 
     @property
     def latest_filename(self) -> str:
-        return str(self.options.get("latest_filename", "checkpoint"))
+        return self.naming.latest_filename
 
     @property
     def speaks_for_folder(self) -> bool:
@@ -67,9 +73,9 @@ class Case:
 
 SAVERS = {
     "relative paths": Case(),
-    "absolute paths": Case({"relative_paths": False}),
-    "padded steps": Case({"pad_step_number": True}),
-    "another state file": Case({"latest_filename": "checkpoint_worker", "basename": "a[b]*.ckpt"}),
+    "absolute paths": Case(CheckpointNaming(relative_paths=False)),
+    "padded steps": Case(CheckpointNaming(pad_step_number=True)),
+    "another state file": Case(CheckpointNaming(latest_filename="checkpoint_worker", basename="a[b]*.ckpt")),
     "remote": Case(remote=True),
 }
 
@@ -85,7 +91,7 @@ class Run:
 
     def saver(self, **options: Any) -> Saver:
         defaults: dict[str, Any] = {"keep_every": None, "clock": self.clock, "sleep": self.clock.sleep}
-        return Saver(self.folder, **(defaults | self.case.options | options))
+        return Saver(self.folder, naming=self.case.naming, **(defaults | options))
 
     def save(
         self, saver: Saver, *steps: int, after: Callable[[], None] = lambda: None, **options: Any

@@ -269,7 +269,7 @@ def test_a_checkpoint_deleted_under_a_run_that_builds_upon_it_is_missed_by_name(
     delete(job, 4)
     os.kill(pid, signal.SIGCONT)
     assert trainers.wait(pid) == 1
-    check_error(job, "FileMissingError", "model.ckpt-6", "builds upon", "model.ckpt-4", "gone")
+    check_error(job, "FileMissingError", "model.ckpt-6", "needs", "model.ckpt-4", "gone")
     go_on(trainers, job, uninterrupted)  # from step 2
 
 
@@ -278,7 +278,7 @@ def test_a_chain_that_lost_its_base_is_refused_by_name_until_it_is_brought_back(
 ) -> None:
     manifest = Path(begun.model_dir) / "model.ckpt-2.manifest"
     aside = manifest.rename(Path(begun.notes) / manifest.name)
-    refuse(trainers, begun, "RestoreError", "model.ckpt-6", "model.ckpt-2", "put the missing one back")
+    refuse(trainers, begun, "RestoreError", "model.ckpt-6", "model.ckpt-2", "copy the missing one back")
     aside.rename(manifest)
     go_on(trainers, begun, uninterrupted)
 

@@ -36,7 +36,7 @@ def test_strings_come_out_in_order_and_the_end_stays_the_end() -> None:
 
 def test_more_than_fit_are_refused_and_none_is_added() -> None:
     queue = StrQueue(["a"], capacity=2)
-    with pytest.raises(DataError, match="2 more do not fit: it holds 1 of at most 2"):
+    with pytest.raises(DataError, match="2 more do not fit: it has 1 of at most 2"):
         queue.enqueue_many(["b", "c"])
     assert len(queue) == 1
     with pytest.raises(ConfigError):
