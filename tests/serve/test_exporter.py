@@ -256,8 +256,8 @@ def test_an_export_says_from_where_on_a_server_that_follows_reads(tmp_path):
     Trainer(task, config, publish=following.plan).train()
     found = exported(config, tmp_path / "to", shards=2).servable
     (place,) = found.log_places.values()
-    assert place[0] == following.deltas[0].place.epoch
-    assert 0 <= place[1] <= following.deltas[-1].place.sequence
+    assert place[0] == following.deltas[0].position.epoch
+    assert 0 <= place[1] <= following.deltas[-1].position.sequence
     assert read_servable(str(tmp_path / "to" / "ps_1" / "6")).log_places == found.log_places
 
 

@@ -107,9 +107,8 @@ def test_no_message_ends_what_answers(ranks: Sequence[RankGroups]) -> None:
         one.calls.offer({"save": lambda body: {"path": body["path"]}})
     with Caller(SERVICE, address(ranks[1]), guard=PORT.guard) as caller:  # even of a caller with the token
         for body in (b"", b"no JSON", b"[]", b"\xff\xfe", b"[" * 100_000, b"{" + b"x" * (1 << 20)):
-            action = flight.Action("ask", body)
-            (result,) = caller._with_retries(lambda client, options: list(client.do_action(action, options)))  # noqa: B023
-            assert json.loads(result.body.to_pybytes())["error"] == "RequestError"
+            answer = caller._connected().call("ask", body, 30.0)
+            assert json.loads(answer)["error"] == "RequestError"
         bodies: list[dict[str, Any]] = [
             {},
             {"call": 5, "body": {}},
