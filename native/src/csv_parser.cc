@@ -184,6 +184,7 @@ void CsvSniffer::see(Sight& sight, std::string_view field) const {
 
 std::vector<ColumnType> CsvSniffer::types() const {
   std::vector<ColumnType> types;
+  types.reserve(sights_.size());
   for (const Sight sight : sights_)
     types.push_back(sight == kWhole    ? ColumnType::kInt64
                     : sight == kNumber ? ColumnType::kFloat
