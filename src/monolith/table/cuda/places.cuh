@@ -19,7 +19,7 @@ using namespace monolith;
 #define MARK 1ULL
 #define HELD 2ULL  // the key of a place behind the buckets that has a row
 #define NONE 0x7fffffff
-#define KEYS 16   // of a bucket
+#define KEYS 16         // of a bucket
 #define EXTRA_PLACES 2  // places behind the buckets
 
 // What a table counts on the device, in this order.
