@@ -5,7 +5,7 @@
     freeze      a copy of the same checkpoint learns no more: what a server says that does not follow
     new item    an item that nobody has seen appears in the stream, until its served score moves
     kill        the process that trains gets a kill -9; another goes on, and the server answers all the while
-    poison      labels are wrong for a while: publishing is held back, and goes on when the model recovered
+    poison      labels are wrong for a while: publishing is paused, and resumes when the model has recovered
 
 Nothing is taken on trust: somebody asks the server all the time and takes down what it answers, the ledger
 compares record by record what both training processes did, and the demo fails where any of it is not so.
@@ -401,7 +401,9 @@ class Demo:
         if share.held and times.held is None:
             self.times = replace(times, held=share.since, held_step=share.step)
             after = share.since - times.poisoned
-            self._note(f"[yellow]held back[/] {after:.1f} s after the first wrong label: {share.reason}")
+            self._note(
+                f"[yellow]publishing paused[/] {after:.1f} s after the first wrong label: {share.reason}"
+            )
         elif times.held is not None and not share.held:
             self.times = replace(times, released=share.since)
 

@@ -179,9 +179,9 @@ def summary(
     lines = {
         **{one.name: one.said if one.true else f"[bold red]no:[/] {one.said}" for one in told},
         "trained on": f"records 0 to {ledger.next_record - 1:,}, {once}",
-        "speed": f"{ledger.speed:,.0f} examples/s over {ledger.seconds:.0f} s, those taken again included",
+        "speed": f"{ledger.speed:,.0f} examples/s over {ledger.seconds:.0f} s, repeated steps included",
         "rows": f"{newest.rows:,} in {size(newest.bytes)}",
-        "checkpoint": f"{size(checkpoint_bytes)}, written beside the training",
+        "checkpoint": f"{size(checkpoint_bytes)}, written while training continues",
         "resume": f"killed at record {resume.killed_record:,}; resumed at {resume.next_record:,}, "
         + ("exactly" if resume.exact else "[bold red]not exactly[/]"),
         "from kill to first step": f"{resume.seconds:.1f} s, of which most is Python's start",

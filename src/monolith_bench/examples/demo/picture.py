@@ -23,7 +23,7 @@ class Marks:
     appeared: float
     """A new item was seen first."""
     held: float
-    """Publishing was held back."""
+    """Publishing was paused."""
     released: float
     """It went on."""
 

@@ -4,8 +4,8 @@ Somebody asks the server for a score of the new item, again and again, and takes
 demo claims is read from these answers and from when things happened, and from nothing else:
 
     new item        its served score moved, so long after it first appeared in the stream
-    kill            the server went on answering while nobody trained, and follows who came back
-    poison          publishing was held back after labels went wrong, and no served answer is of later
+    kill            the server answers without a trainer, and follows the restarted one
+    poison          publishing was paused after labels went wrong, and no served answer is of later
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _kill(answers: Sequence[ProbeAnswer], times: StoryTimes, most_silent: float)
     said = (
         f"{len(down) - failed:,} of {len(down):,} requests were answered in the "
         f"{times.resumed - times.killed:.1f} s without a trainer, the longest wait was {silence:.2f} s; "
-        + ("the one that came back is followed" if followed else "nobody follows the one that came back")
+        f"the server {'follows' if followed else 'does not follow'} the restarted trainer"
     )
     return Claim(name, said, true=bool(down) and failed == 0 and silence <= most_silent and followed)
 
@@ -132,7 +132,7 @@ def _kill(answers: Sequence[ProbeAnswer], times: StoryTimes, most_silent: float)
 def _poison(answers: Sequence[ProbeAnswer], times: StoryTimes) -> Claim:
     name = "poisoned batch"
     if times.poisoned is None or times.held is None or times.held_step is None:
-        return Claim(name, "publishing was not held back", true=False)
+        return Claim(name, "publishing was not paused", true=False)
     until = times.released if times.released is not None else float("inf")
     leaked = sum(
         one.step > times.held_step
@@ -141,7 +141,7 @@ def _poison(answers: Sequence[ProbeAnswer], times: StoryTimes) -> Claim:
     )
     after = times.held - times.poisoned
     if after < 0:
-        return Claim(name, "publishing was held back before anything was wrong", true=False)
-    said = f"held back {after:.1f} s after the first wrong label; "
-    said += f"{leaked:,} answers of what came later" if leaked else "no answer is of what came later"
+        return Claim(name, "publishing was paused before any label was wrong", true=False)
+    said = f"publishing paused {after:.1f} s after the first wrong label; "
+    said += f"{leaked:,} answers contain later steps" if leaked else "no answer contains a later step"
     return Claim(name, said, true=leaked == 0)

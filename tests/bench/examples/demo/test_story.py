@@ -96,7 +96,7 @@ def test_a_server_that_stays_with_what_the_killed_one_knew_fails_the_demo() -> N
     stuck = [replace(one, step=min(one.step, 200)) for one in answers()]
     found = claim("kill -9", stuck)
     assert not found.true
-    assert "nobody follows the one that came back" in found.said
+    assert "does not follow the restarted trainer" in found.said
 
 
 def test_a_trainer_that_does_not_come_back_fails_the_demo() -> None:
@@ -110,7 +110,7 @@ def test_an_answer_of_what_was_learned_while_held_is_a_leak() -> None:
     leaking = [replace(one, step=301) if one.at == 35.0 else one for one in answers()]
     found = claim("poisoned batch", leaking)
     assert not found.true
-    assert "1 answers of what came later" in found.said
+    assert "1 answers contain later steps" in found.said
 
 
 def test_what_comes_after_the_release_is_no_leak() -> None:
