@@ -1,1 +1,1 @@
-"""What `monolith bench` measures, each beside a baseline in the same run."""
+"""The benchmarks of `monolith bench`, each compared with a baseline in the same run."""

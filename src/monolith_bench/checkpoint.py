@@ -1,8 +1,8 @@
-"""`monolith bench checkpoint`: saving and restoring beside plain files, and what training feels of it.
+"""`monolith bench checkpoint` compares checkpoints with plain files, and times training during a save.
 
 A checkpoint is written and read in turns with a plain file of the same bytes: both flushed to
 the disk, both read once from the disk (cold) and once from the system's cache (warm). Then
-training goes on while a thread beside it saves: the longest step, and what is left of the
+training continues while another thread saves, which gives the longest step and the remaining
 throughput.
 """
 
@@ -200,7 +200,7 @@ def measure_increments(plan: CheckpointPlan, report: Report, table: NativeTable,
 
 
 def measure_training(plan: CheckpointPlan, report: Report, threads: int, folder: Path) -> None:
-    """Train a DeepFM, and then nothing but rows, alone and while a thread beside it saves."""
+    """Train a DeepFM, and then only rows, both alone and while another thread saves."""
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -255,7 +255,7 @@ def table_steps(plan: CheckpointPlan, threads: int) -> Steps:
 
 
 def measure_beside(plan: CheckpointPlan, report: Report, case: str, trained: Steps, folder: Path) -> None:
-    """Train alone and beside a save, in turns; the best of each counts."""
+    """Train alone and during a save, in turns; the best of each counts."""
     alone, beside, seconds = 0.0, 0.0, 0.0
     cuts, longest, calm = [], [], []
     for turn in range(plan.repeats):

@@ -1,9 +1,9 @@
-"""`monolith bench data`: files of each format to ready batches, beside the usual way to read them.
+"""`monolith bench data` compares reading files of each format into batches with the usual way to read them.
 
 The usual way to read messages is the `protobuf` package, one object per record; the usual
 way to read Parquet is pyarrow's `to_numpy`, column by column; and Python's `csv` module reads
-CSV, a list per record. All end with the same batches. What raw columns cost that become features is measured
-beside the same columns without them; see `data_features`.
+CSV, a list per record. All end with the same batches. The cost of turning raw columns into features is
+measured against reading the same columns unchanged; see `data_features`.
 """
 
 from __future__ import annotations

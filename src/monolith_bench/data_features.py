@@ -1,4 +1,4 @@
-"""What raw columns cost that become features, in `monolith bench data`: beside the same columns just read.
+"""`monolith bench data` also measures features made from raw columns, compared with just reading the columns.
 
 Each case reads a file as training does, in chunks that are cut into batches. With the feature, the columns
 become ids or numbers; without it, they are read, cut and left alone. So a ratio of 0.9 says that making the

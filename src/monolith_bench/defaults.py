@@ -1,8 +1,8 @@
-"""`monolith experiment defaults`: what models begin with, beside other settings, on several public sets.
+"""`monolith experiment defaults` compares the default settings of models with others, on several public sets.
 
-Defaults are for data that nobody has tuned for, so they are compared on sets that differ: ratings of movies,
-dense and sparse, of lectures by their students, and a census. Only the valid parts are shown. The sets are
-read from packages of the index, where they lie as they are.
+Defaults are for data without tuned settings, so they are compared on sets that differ: dense and sparse
+ratings of movies, ratings of lectures by students, and a census. Only results on the valid parts are shown.
+The sets are read from packages of the Python package index, which contain them unchanged.
 """
 
 from __future__ import annotations

@@ -82,9 +82,9 @@ class PlainRun:
         self._device.current_stream().synchronize()
 
     def phases(self) -> dict[str, float]:
-        """Return what the host takes to launch a step, and the device to compute its phases, in milliseconds.
+        """Return the milliseconds the host takes to launch a step, and the device to compute each phase.
 
-        The device is kept busy until all is launched, so that it waits for nobody.
+        The device is kept busy until everything is launched, so that it never waits for the host.
         """
         stream, trainer = self._device.current_stream(), self.trainer
         stream.synchronize()
@@ -155,8 +155,8 @@ class PipelinedRun(PlainRun):
             self.trainer.store.apply_gradients(prepared.keys, self._gradients[: prepared.gathered.floats])
 
     def run_device(self, numbers: Iterable[int]) -> None:
-        """Do what the device does of these steps, on rows that are there."""
-        self.trainer.model.eval()  # then nobody takes the gradients of the rows
+        """Run only the device's part of these steps, on rows that were looked up before."""
+        self.trainer.model.eval()  # in eval mode the gradients of the rows are not collected
         for number in numbers:
             self.trainer.compute(self._prepared[number % len(self._prepared)], self._labels)
         self.trainer.model.train()

@@ -1,9 +1,9 @@
-"""`monolith bench table --device cuda`: a table in the memory of a GPU beside what torch does there.
+"""`monolith bench table --device cuda` compares a table in GPU memory with torch on the same GPU.
 
-Finding and gathering rows stands beside gathering them from an array without ids (`index_select`), and beside
-copying: no row comes and goes faster than memory is copied. A step stands beside torch's sparse Adagrad. All
-is timed on the device, by events, after a round to warm up; batches are uniform, the worst for caches, and
-gone through in turn.
+Finding and gathering rows is compared with gathering them from an array without ids (`index_select`), and
+with copying: no row is read and written faster than memory is copied. A step is compared with torch's sparse
+Adagrad. Everything is timed on the device, by events, after a round to warm up. Batches are uniform, the
+worst case for caches, and used in turn.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LOADS = (0.3, 0.5, 0.75)
 STEP_LOAD = 0.5
 WIDE_DIM = 128
 WIDE_SHARE = 5
-"""Of the rows, one in so many is in the table of wide rows."""
+"""The table of wide rows has one row for every `WIDE_SHARE` rows of the plan."""
 BATCHES = 16
 GROWING_CALLS = 5
-"""With new ids, at least: the others than the one that grows tell what a call usually takes."""
+"""The least number of calls with new ids: all but the one that grows the table show the usual time."""
 FLOAT_BYTES = 4
 KEY_BYTES = 12  # and event time
 EVENT_TIME = 1_700_000_000

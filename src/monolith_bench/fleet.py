@@ -1,4 +1,4 @@
-"""`monolith bench fleet`: training on parameter servers, beside its halves alone and beside one process.
+"""`monolith bench fleet` compares training on parameter servers with its halves alone and with one process.
 
 Servers and workers are processes on this machine, so nothing is said of a network, and all compete for its
 cores. A step that hides the wire behind computing takes as long as the longer of the two; what it takes
@@ -62,7 +62,7 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetCase:
-    """What takes turns with the others."""
+    """One case of the benchmark; all cases take turns."""
 
     fleet: RunningFleet
     ask: Ask

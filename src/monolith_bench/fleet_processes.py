@@ -3,7 +3,7 @@
 A worker takes steps as a run does, by the same classes: rows are looked up ahead and updated behind by a
 `PrefetchPipeline`, and gradients of weights go to the servers. Reading, coordination and saving are left
 out. It can also do either half alone: compute, on rows that were looked up before and with gradients that
-nobody gets; or the wire, looking up and pushing the same bytes with nothing computed.
+are not sent; or the wire, looking up and pushing the same bytes with nothing computed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BATCHES = 16
 Work = Literal["step", "compute", "wire"]
 """Whole steps, or one half of them alone."""
 DenseKind = Literal["default", "behind"]
-"""How weights are fetched and pushed: as a run does by default, or beside the steps."""
+"""How weights are fetched and pushed: as a run does by default, or in the background, during the steps."""
 _Update = Callable[[], None]
 
 
@@ -264,7 +264,7 @@ def train(pipe: Connection, task: FleetTask, addresses: Sequence[str], examples:
 
 
 def asked_of(pipe: Connection) -> Iterator[Any]:
-    """Yield what is asked, until there is nobody to ask or the end is near."""
+    """Yield each request from the pipe, until the parent is gone, the pipe is closed, or None arrives."""
     parent = os.getppid()
     while os.getppid() == parent:
         if pipe.poll(1.0):

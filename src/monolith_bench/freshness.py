@@ -264,7 +264,7 @@ def followed(parameters: Mapping[str, Any]) -> bool:
     return "published_at" in parameters
 
 
-# Training beside publishing
+# Training while publishing
 
 
 class _Windows(Hook):
@@ -337,7 +337,7 @@ def trained(
     return max(windows[0].rates), max(windows[0].processor_rates)
 
 
-# Serving beside applying
+# Serving while applying updates
 
 
 def serve_options(options: BenchFreshnessOptions, rows: int) -> BenchServeOptions:
@@ -426,7 +426,7 @@ def ask_made_up(wire: HttpTransport, columns: Mapping[str, Sequence[int]]) -> Cl
     return wire.infer(NAME, "", inputs)
 
 
-# Going back
+# Rolling back
 
 
 def measure_rollback(report: Report, root: Path, options: BenchFreshnessOptions) -> None:
@@ -466,7 +466,7 @@ def seconds_back(feed: RowFeed, wire: HttpTransport) -> float:
 
 @contextmanager
 def free_url() -> Iterator[str]:
-    """Have a URL of this machine that nobody listens at."""
+    """Yield a URL on this machine that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -54,8 +54,8 @@ class MarkSeen:
 class MarkWatch:
     """Asks for all marked items that have appeared and are not known yet, again and again.
 
-    Beside them stands an item that no event has: while an answer says the same of both, it does not know of
-    the mark. The user is one that no event has, so that nothing else moves them apart.
+    Each request also has an item that no event has: while an answer gives both the same score, the model does
+    not know the marked item. The user is one that no event has, so that nothing else moves them apart.
     """
 
     def __init__(

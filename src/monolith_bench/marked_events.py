@@ -1,4 +1,4 @@
-"""Events at the pace of the clock, some of which show an item that nobody has seen.
+"""Events at the pace of the clock, some of which show an item never seen before.
 
 For `monolith bench freshness`. Event n happens n / rate seconds after the stream began and is read with its
 batch, when the last event of that has happened. Every so manieth is marked: its item is new, and known by its
@@ -32,7 +32,7 @@ from monolith_bench.ids import zipf
 HEAD = "click"
 FEATURES = ("user", "item")
 MARKED = 1 << 40
-"""The id of the first marked item; the others follow it."""
+"""The id of the first marked item; the ids of later marked items follow it."""
 NOBODY = 1 << 50
 """The id of a user, and of an item, that no event has."""
 _TIME = LINE_ID + "req_time"
@@ -94,7 +94,7 @@ class MarkedEvents:
         self.began = 0.0
         """When the first event happened; 0 before it was waited for."""
         self.read: list[float] = []
-        """When each batch was handed out, of those that have a pace."""
+        """When each batch was read; empty if the job has no rate."""
         random = np.random.default_rng(job.seed)
         count = max(job.batch, _DRAWN // job.batch * job.batch)
         self._ids = {name: _drawn(job.rows, count, random) for name in FEATURES}

@@ -2,7 +2,7 @@
 
 It tells on its standard output, a JSON object in each line, when its stream began, when each batch was read
 and trained on, and when a checkpoint was being saved. It does as standard input says, line by line: `save`
-saves a checkpoint beside training, and it ends where there is no more input.
+saves a checkpoint during training, and the process ends at the end of its input.
 
     python -c COMMAND JOB URL INTERVAL      # JOB: the fields of a FreshnessJob, as JSON
 """

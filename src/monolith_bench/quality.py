@@ -114,7 +114,7 @@ class LikeTask(Task):
 
 
 class _Predicted(Hook):
-    """Keeps what was predicted of every example, each before it was trained on."""
+    """Keeps the prediction of every example, made before it was trained on."""
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []

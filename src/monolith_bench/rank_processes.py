@@ -84,7 +84,7 @@ class RankWorker:
 
 
 def be_rank(pipe: Connection, task: FleetTask, place: tuple[int, int], examples: int) -> None:
-    """Be a rank: rank 0 says at which port the others find it, and all take the steps they are asked for."""
+    """Be a rank: rank 0 tells the other ranks its port, and all take the steps they are asked for."""
     torch.set_num_threads(1)
     rank, size = place
     keys, token = meet_by_pipe(pipe, rank)

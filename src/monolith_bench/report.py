@@ -40,7 +40,7 @@ class Result:
     case: str
     metric: str
     value: float | None
-    """None where there was nothing to measure; `note` says why."""
+    """None if there was nothing to measure; `note` says why."""
     unit: str
     baseline: str | None = None
     ratio: float | None = None
@@ -113,7 +113,7 @@ class Report:
             self.results.append(result)
 
     def show(self, title: str) -> None:
-        """Draw the results since the last call; a baseline's own stand beside those compared with it."""
+        """Draw the results since the last call; a baseline is shown in the rows compared with it."""
         fresh = self.results[self._shown :]
         self._shown = len(self.results)
         baselines = {name for result in fresh for name in baseline_cases(result)}
@@ -208,7 +208,7 @@ def cores() -> int:
 
 
 def memory(field: str) -> int | None:
-    """Return a field of /proc/meminfo in bytes; None where there is no such file."""
+    """Return a field of /proc/meminfo in bytes; None if the field or the file does not exist."""
     found = read_fields(Path("/proc/meminfo")).get(field)
     return None if found is None else int(found.split()[0]) * 1024
 

@@ -96,7 +96,7 @@ def why_no_fbgemm() -> str | None:
 
 @contextmanager
 def quiet_logs() -> Iterator[None]:
-    """Hold back what FBGEMM tells the root logger: some 20 lines per table."""
+    """Suppress what FBGEMM logs to the root logger: some 20 lines per table."""
     logging.disable(logging.INFO)
     try:
         yield

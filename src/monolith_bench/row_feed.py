@@ -24,7 +24,7 @@ _DRAWN = 16
 
 
 class RowFeed:
-    """Publishes rows over Flight, made before the clock starts. Used by one thread beside its own.
+    """Publishes rows over Flight, made before the clock starts. Used by one thread, in addition to its own.
 
     Args:
         widths: The floats in a row of each table.
@@ -84,7 +84,7 @@ class RowFeed:
         self._going.clear()
 
     def go_back(self, version: str) -> None:
-        """Have servers go back to an exported version."""
+        """Have servers roll back to an exported version."""
         self._writer.set_state(PublishState(paused=True, reason="bench", version=version, number=2))
 
     def _keep_feeding(self) -> None:

@@ -29,7 +29,7 @@ from monolith_bench.scale_simulation import SimulatedJob, SimulatedSteps, Surrou
 from monolith_bench.table import counted
 
 LARGE = 10
-"""How many times larger the batches are that stand beside the others."""
+"""How many times larger the large batches are than those of the plan."""
 MANY_STEPS, LEAST_STEPS = 4_000, 5
 TABLE = (10, 100, 1_000)
 """Numbers of servers whose upkeep is reported."""
@@ -192,7 +192,7 @@ def workers_of(plan: ScalePlan, servers: int) -> int:
 def keep_up(
     plan: ScalePlan, costs: Costs, found: dict[str, dict[int, SimulatedSteps]], report: Report
 ) -> None:
-    """Report what a job costs beside its steps, its rows growing with its servers."""
+    """Report what a job costs in addition to its steps, its rows growing with its servers."""
     most = plan.servers[-1]
     steps = next(iter(found.values()))
     for servers in (count for count in plan.servers if count in TABLE or count == most):

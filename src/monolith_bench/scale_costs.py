@@ -74,7 +74,7 @@ class Costs:
     wait_for_news: float
     """Processor seconds of a worker's wait for news there, until it is looked whether it is gone."""
     wake: float
-    """Seconds of a request that nobody works: the wire of this machine, and waking up."""
+    """Seconds of a request without work on either side: the wire of this machine, and waking up."""
     delays: Floats
     """Seconds by which answers came later than half of them did."""
     row_bytes: float
@@ -457,7 +457,7 @@ def waiting_work(workers: int) -> float:
 
 
 class _Ticks:
-    """A clock that goes on whenever it is looked at, so that every wait ends with a look."""
+    """A clock that advances by 0.1 s whenever it is read, so that every wait ends after some reads."""
 
     def __init__(self) -> None:
         self._now = 0.0

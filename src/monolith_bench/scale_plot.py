@@ -29,7 +29,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], note: str) -> str:
-    """Return panels beside each other, over a line of text."""
+    """Return an SVG with panels next to each other, over a line of text."""
     width = WIDTH * len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT + 24}" '

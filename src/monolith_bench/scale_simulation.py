@@ -7,7 +7,7 @@ What is assumed, and not measured:
   holds it to one core but for the table's own work.) A worker's calls are made by one thread.
 - Ids are spread over servers at random. Half of a worker's work for a request is done before it is sent.
 - An answer may be late by as much as answers were late on this machine, with its neighbours. A late answer
-  keeps nobody waiting but its worker.
+  delays only its own worker.
 - Rows are looked up ahead and updated behind: a step takes what is longer, computing or both exchanges.
 """
 
@@ -133,7 +133,7 @@ class _Servers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What a job of many machines depends on, beside its own code; assumed."""
+    """What a job of many machines depends on, in addition to its own code; assumed."""
 
     storage: float = 50e9
     """Bytes per second that the storage of checkpoints takes from, or gives to, all machines together."""
@@ -144,7 +144,7 @@ class Surroundings:
     restart: float = 30.0
     """Seconds until a scheduler has started a lost process again."""
     notice: float = 2.0
-    """Seconds until the others know that its connection broke."""
+    """Seconds until the other processes notice that its connection broke."""
     rejoin: float = 5.0
     """failover.wait: seconds before workers join again."""
     save_every: float = 600.0
@@ -155,18 +155,18 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """What a job of some size costs beside its steps. Seconds and bytes."""
+    """What a job of some size costs in addition to its steps. Seconds and bytes."""
 
     server_bytes: float
     save: float
     fan_out: float
     """One call of the chief to all servers."""
     halt: float
-    """From the chief's wish to everybody standing still and cut."""
+    """From the chief's request until all workers are quiesced and the snapshot is taken."""
     exact: float
     """From the loss of a server to where the job was before: recovery, and what is trained again."""
     keep_going: float
-    """The same where only the lost share is restored, and the rest goes on from where it is."""
+    """The same if only the lost shard is restored, and the rest of the job continues."""
     lost_updates: float
     """The share of all updates since the last checkpoint that keeping going loses."""
     meeting: float
@@ -181,13 +181,13 @@ class Upkeep:
 
 
 LOOKS_PER_S = 5.0
-"""How often it is looked, where workers meet, for those who are lost, and whether each who waits is gone."""
+"""Checks per second, by the coordination service, for lost workers and for waiting workers that are gone."""
 
 
 def upkeep(
     costs: Costs, layout: SimulatedJob, rows: float, steps: SimulatedSteps, around: Surroundings
 ) -> Upkeep:
-    """Return what such a job costs beside its steps, with so many rows."""
+    """Return what such a job costs in addition to its steps, with so many rows."""
     share = rows / layout.servers
     total = rows * costs.saved_bytes
     at_disk = max(share * costs.saved_bytes / around.disk, total / around.storage)

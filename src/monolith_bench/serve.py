@@ -1,9 +1,9 @@
-"""`monolith bench serve`: a served DeepFM over gRPC, over HTTP and in-process, beside the bare predictor.
+"""`monolith bench serve` compares a DeepFM served over gRPC, HTTP and in-process with the bare predictor.
 
-The server is a process of its own, started as a person would, and so is the client. Each number stands
-beside the bare predictor's, asked by as many threads of this process with the same rows, in the same run:
-what a server adds is what remains. The predictor alone stands beside plain torch: 26 `nn.EmbeddingBag` for
-vectors and 26 for biases, eager, with the same dense half.
+The server is a process of its own, started as a person would, and so is the client. Each number is
+compared with the bare predictor's, called by as many threads of this process with the same rows, in the same
+run: the difference is what a server adds. The predictor alone is compared with plain torch: 26
+`nn.EmbeddingBag` for vectors and 26 for biases, eager, with the same dense half.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TorchModel(nn.Module):
 
 
 def measure_alone(report: Report, predictor: Predictor, options: BenchServeOptions) -> None:
-    """One caller of the predictor, beside one of plain torch; both take numpy columns."""
+    """Compare one caller of the predictor with one of plain torch; both take numpy columns."""
     report.say("the predictor beside plain torch, one caller")
     model = TorchModel(options).eval()
     for batch in options.batches:
@@ -152,7 +152,7 @@ def mean_seconds(ask: Callable[[Any], object], requests: list[Any], seconds: flo
 
 
 def measure_served(report: Report, predictor: Predictor, root: Path, options: BenchServeOptions) -> None:
-    """Every case over every way, each beside the bare predictor."""
+    """Measure every case over every transport, each compared with the bare predictor."""
     inference = Inference(
         ServeConfig(), [ServedFolder(folder=str(root), name=NAME)], ServableCatalog(), ServeMetrics(Metrics())
     )

@@ -1,6 +1,6 @@
-"""Copies of a model that goes on learning: each serves what it was synced to last.
+"""Copies of a model that keeps learning: each serves the state of its last sync.
 
-One model is trained. Beside it stand copies that differ in nothing but how often they are synced, counted in
+One model is trained. Its copies differ in nothing but how often they are synced, counted in
 event time. An event is predicted by every copy, as it is then, before the model learns from it.
 
 A copy follows as a server does: a publisher lets out what has changed, a subscriber takes it over. The clock
@@ -33,7 +33,7 @@ class ServedCopy:
 
     Args:
         every: Event time between two syncs; None never syncs it again after the first time.
-        model: Its own; `catch_up` changes it, and nobody else.
+        model: Its own; only `catch_up` changes it.
         catch_up: Takes over all that was learned.
     """
 
@@ -52,7 +52,7 @@ class ServedCopy:
         self._period = 0
 
     def sync_if_due(self, now: int, here: int) -> None:
-        """Take over what was learned, if it is time to; the first time is `every` after the beginning.
+        """Sync the copy with the trained model, if a sync is due; the first is due `every` after the start.
 
         Nothing changes a copy between two syncs: what it says of the events in between, up to `here`, is
         asked for at once, before the second.

@@ -1,9 +1,9 @@
-"""`monolith bench store`: rows and dense weights on parameter servers, beside those in this process.
+"""`monolith bench store` compares rows and dense weights on parameter servers with those in this process.
 
 Servers are processes on this machine, so nothing is said of a network, and they compete with
-the worker for its cores. What a call costs beyond the table's own work and the wire shows beside their
-sum: an echo by plain Flight, which moves the same bytes and does nothing with them, and the same work in
-this process, one after the other.
+the worker for its cores. What a call costs beyond the table's own work and the wire shows when compared
+with their sum: an echo by plain Flight, which moves the same bytes and does nothing with them, and the same
+work in this process, one after the other.
 """
 
 from __future__ import annotations

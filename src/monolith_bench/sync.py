@@ -1,4 +1,4 @@
-"""`monolith bench sync`: ranks that train in step, beside one process that trains on all of their batches.
+"""`monolith bench sync` compares ranks that train in step with one process that trains on all their batches.
 
 Ranks are processes on this machine, connected by gloo over its loopback, so nothing is said of a network.
 Each has one thread of torch, and so has the one process.

@@ -1,6 +1,6 @@
 """`monolith experiment intervals`: the second experiment of the paper, on data that is at hand.
 
-A model learns the past at rest, and then goes on learning as events happen. What is served is a copy of it,
+A model learns the past at rest, and then keeps learning as events happen. What is served is a copy of it,
 synced every second, minute, half an hour or five hours of event time, or never again after the past: batch
 only. Each event is predicted by all copies before the model learns from it, and what counts is their AUC over
 the online part.
@@ -95,7 +95,7 @@ class ServedAuc:
     aucs: tuple[float, ...]
     """Over the online part, one for each seed."""
     gains: tuple[float, ...]
-    """Beside the copy of the same seed that was never synced again."""
+    """AUC gained over the copy of the same seed that was never synced again."""
     syncs: int
     """Of the first seed, in the online part."""
 
@@ -110,7 +110,7 @@ class FreshnessGain:
     hours: float
     served: tuple[ServedAuc, ...]
     best: float | None
-    """The AUC that no model is expected to beat, mean of the seeds; None where nobody knows."""
+    """The AUC that no model is expected to beat, mean of the seeds; None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Outcome:
 def train_and_serve(
     plan: OnlinePlan, intervals: Sequence[timedelta], seed: int, advance: Callable[[int], None]
 ) -> _Outcome:
-    """Learn the past, then the online part beside its copies; return how well each of them predicted."""
+    """Learn the past, then the online part along with its copies; return how well each of them predicted."""
     learner = Learner(plan.recipe, plan.events, seed)
     learner.train(torch.arange(plan.online))
     with FollowingCopies(plan, learner, [*intervals, None], seed) as following:
@@ -241,7 +241,7 @@ def _served_json(served: ServedAuc) -> dict[str, object]:
 
 
 def draw(found: Sequence[FreshnessGain], seeds: int, path: Path) -> None:
-    """Draw the AUC by interval with error bars, events of one kind beside those of the other.
+    """Draw the AUC by interval with error bars, with one panel for each kind of events.
 
     Raises:
         ConfigError: matplotlib is not installed, or cannot write that ending.

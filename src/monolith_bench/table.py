@@ -1,4 +1,4 @@
-"""`monolith bench table`: the table beside the machine's random-access limit and its rivals.
+"""`monolith bench table` compares the table with the machine's random-access limit and with its rivals.
 
 The limit is rows at known positions, without ids: `native.RawRows` has the same
 memory and threads, and none of the work of finding a row. The rivals are torch's
@@ -60,7 +60,7 @@ class TablePlan:
 
     rows: int
     dims: tuple[int, ...]
-    """The first at `rows` rows, the others at about as many bytes."""
+    """The first is measured at `rows` rows, the other widths at about as many bytes."""
     threads: tuple[int, ...]
     batch: int
     timing: Timing
@@ -160,7 +160,7 @@ def add_bytes_per_row(report: Report, case: str, table: NativeTable) -> None:
 
 
 def measure_pauses(plan: TablePlan, report: Report) -> None:
-    """Grow tables by small calls; of the longest pauses take the shortest: the others were the system's."""
+    """Grow tables by small calls; report the shortest of the longest pauses: the system caused the rest."""
     dim, rows = plan.dims[0], plan.rows
     need_memory(rows * 2 * dim * FLOAT_BYTES * 1.5)
     report.say(f"pauses while growing to {rows:,} rows")
@@ -257,7 +257,7 @@ def measure_speed(plan: TablePlan, report: Report, dim: int) -> None:
 
 
 def add_rates(report: Report, case: str, rates: dict[str, float]) -> None:
-    """Record what each contender reached, and the table's beside those that do the same work."""
+    """Record the rate of each contender, and compare the table's with baselines that do the same work."""
     for name, rate in rates.items():
         beside = {other: rates[other] for other in EXTRA_PLACES.get(name, ()) if other in rates}
         if beside:
@@ -298,7 +298,7 @@ def make_batches(distribution: str, rows: int, plan: TablePlan) -> IdBatches:
 def measure_scaling(plan: TablePlan, report: Report) -> None:
     """Grow one table, and stop at each size to ask what a row costs; then the same of raw rows.
 
-    The machine's own limit falls too as rows outgrow its caches, so it is reported beside.
+    The machine's own limit falls too as rows outgrow its caches, so it is reported too.
     """
     dim, threads = plan.dims[0], plan.most_threads
     label = f"uniform, {counted(threads, 'thread')}"

@@ -23,7 +23,7 @@ DRIFT_RECIPE = Recipe(
     user=RowRecipe(rate=0.15, bias_rate=0.15),
     item=RowRecipe(rate=0.15, bias_rate=0.15),
 )
-"""Rows have little time, since whoever appears is gone a day later."""
+"""Rows must learn fast, since a user or item is gone a day after it appears."""
 BURST = 10
 """Seconds from one burst of clicks to the next: a step for each second would take ten times as long."""
 _AT_A_TIME = 1 << 18
@@ -56,7 +56,7 @@ class TimedEvents:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OnlinePlan:
-    """Events of which a model learns the first at rest, and the others as they happen."""
+    """Events of which a model learns the first part at rest, and the online part as they happen."""
 
     events: TimedEvents
     online: int

@@ -2,7 +2,7 @@
 
 Contenders take turns in short windows, so that a disturbance hits all of them
 alike, and the best window of each counts: noise only ever makes work slower. A
-contender goes on with the next batch where its last window ended, so a slow one
+contender continues with the next batch after its last window, so a slow one
 does not see the same few rows again and again.
 """
 

@@ -1,4 +1,4 @@
-"""`monolith bench train`: a DeepFM trained on our rows beside torch's and FBGEMM's, in examples a second.
+"""`monolith bench train` compares a DeepFM on our rows with torch's and FBGEMM's, in examples a second.
 
 All take turns on the same batches, so that a disturbance hits them alike. A step on one
 example has all the work of Python and next to none of the kernels', so its time over that

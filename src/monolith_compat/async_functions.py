@@ -28,7 +28,7 @@ class AsyncFunctions:
     """Functions whose calls run one step late, in order, each exactly once.
 
     A training loop calls `start_step` when a step begins, so that the calls of the step
-    before run beside it, and `close`, or leaves the `with`, at the end:
+    before run at the same time, and `close`, or leaves the `with`, at the end:
 
         with AsyncFunctions() as functions:
             push = functions.add(push_gradients)
@@ -52,7 +52,7 @@ class AsyncFunctions:
 
         If asynchronous it returns None at once, keeping the arguments for the next step.
         Without `start_step` they are run by the next call, which waits. The arguments are
-        not copied: hand over tensors nobody will write to. An error of `target` is
+        not copied: pass tensors that are not written to later. An error of `target` is
         raised by the next call, which is then not kept itself, or by `close`.
 
         If synchronous, it is `target`.

@@ -16,10 +16,10 @@ from monolith.errors import ConfigError
 
 
 def visible_gpu(local_rank: int, processes_per_gpu: int = 1) -> int:
-    """Return the GPU that a rank of this machine shares with `processes_per_gpu - 1` others.
+    """Return the GPU that a rank of this machine shares with `processes_per_gpu - 1` other ranks.
 
     Raises:
-        ConfigError: Not a rank, or nobody shares.
+        ConfigError: `local_rank` is below 0, or `processes_per_gpu` is below 1.
     """
     if processes_per_gpu < 1 or local_rank < 0:
         raise ConfigError(
@@ -32,7 +32,7 @@ def visible_gpu(local_rank: int, processes_per_gpu: int = 1) -> int:
 def cuda_variables(environ: Mapping[str, str], processes_per_gpu: int = 1) -> dict[str, str]:
     """Return the variables that make CUDA show this rank its GPU alone; to be set before CUDA starts.
 
-    Empty where no launcher gave a rank, or somebody has chosen already.
+    Empty if no launcher gave a rank, or CUDA_VISIBLE_DEVICES is already set.
     """
     world = world_from_environment(environ)
     if world is None or "CUDA_VISIBLE_DEVICES" in environ:
@@ -47,7 +47,7 @@ def cuda_variables(environ: Mapping[str, str], processes_per_gpu: int = 1) -> di
 class Devices:
     """Where a part of a model runs: on `current`, and what it is made of on what it asks for within.
 
-    A value, handed to whoever builds a part; nothing changes behind anybody's back:
+    A value, passed to the code that builds a part; it never changes, and there is no global state:
 
         def tower(devices: Devices) -> nn.Module:
             with devices.current:  # where torch puts new tensors

@@ -35,10 +35,10 @@ def install_exit_signals(
 
     Args:
         metrics: Gets the counter `exit_hook`, with labels server_type, index and sig.
-        at_exit: Called after counting, to hand the metrics to someone before the process is gone.
+        at_exit: Called after counting, to send the metrics before the process is gone.
 
     Returns:
-        Puts the earlier handlers back, where nobody else has taken the signals since.
+        A function that restores the earlier handlers, unless other code has set handlers since.
 
     Raises:
         WrongThreadError: Not called from the main thread. The same holds for the returned function.

@@ -1,7 +1,7 @@
 """Gathering: an embedding for every id of a batch, out of one per distinct id.
 
 The gradient of a gather is a sum per distinct id. torch derives it; the functions named
-`..._gradient` are for those who keep the indices and write the backward pass themselves.
+`..._gradient` are for callers that keep the indices and write the backward pass themselves.
 """
 
 from __future__ import annotations

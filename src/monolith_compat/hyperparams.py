@@ -328,7 +328,7 @@ def params(cls: type, names: UniqueNames | None = None) -> InstantiableParams:
     """The parameters of a plain class: its constructor's arguments and those of its bases.
 
     Starts from the nearest base that has `params()`. An argument that is a parameter
-    already, at any depth, brings its default; any other is defined, as None where it
+    already, at any depth, sets its default; any other is defined, as None if it
     has no default. `name` is the class's name.
 
     Args:

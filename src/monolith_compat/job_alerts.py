@@ -1,7 +1,7 @@
-"""Alerts about a whole job: who is told, of what, and how often someone looks.
+"""Alerts about a whole job: the people to alert, the conditions, and how often they are checked.
 
-The text form is upstream's `AlertProto`. Whoever watches jobs reads it; a run without one
-is watched by nobody. (`hooks.AlertConfig` is another matter: a loss that diverges.)
+The text form is upstream's `AlertProto`. A service that watches jobs reads it, and ignores a run
+without one. (`hooks.AlertConfig` is another matter: a loss that diverges.)
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from monolith.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobAlertConfig:
-    """What is watched about a training job. What is empty is not watched."""
+    """The conditions of a training job that are watched. An empty field is not watched."""
 
     user: str = ""
-    """Who is told."""
+    """The user who receives the alerts."""
     kafka_topic: str = ""
     kafka_group: str = ""
     """The consumer group whose lag on the topic is watched."""
     training_prefix: str = ""
-    """What the metrics begin with that are watched."""
+    """The prefix of the names of the watched metrics."""
     start_delay: timedelta = timedelta(0)
-    """How long a job is left alone after its start."""
+    """Time after the start of a job before the first check."""
     check_interval: timedelta = timedelta(seconds=1800)
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ def parse_job_alert(text: str) -> JobAlertConfig:
     """Read the text form of an `AlertProto`.
 
     Raises:
-        ConfigError: It does not parse, has a field nobody knows, or makes no sense.
+        ConfigError: It does not parse, has an unknown field, or makes no sense.
     """
     from google.protobuf import text_format  # type: ignore[import-untyped]
 

@@ -1,6 +1,6 @@
-"""MLP: a scheduler that tells every process by its environment who it is and where the others are.
+"""MLP: a scheduler that sets the role of every process and the addresses of its peers in its environment.
 
-MLP_ROLE and MLP_ROLE_INDEX say who this is, MLP_<ROLE>_NUM how many there are of each role, and
+MLP_ROLE and MLP_ROLE_INDEX name this process, MLP_<ROLE>_NUM how many there are of each role, and
 MLP_<ROLE>_<i>_PRIMARY_HOST (or _HOST) and _PORT where each of them listens. Under MPI several
 workers share one container: there the rank says who this is, the containers are counted by
 rank // local size, and the ports follow from the first one.
@@ -117,7 +117,7 @@ class MLPEnv:
     def get_host(
         self, role: str | None = None, index: int | None = None, is_primary: bool = True
     ) -> str | None:
-        """Return the host of a peer, by default of this process's own entry; None where MLP names none."""
+        """Return the host of a peer, by default of this process's own entry; None if MLP names none."""
         role = self._role(role)
         number = self._index(role, index) // (self.mpi_local_size if self._is_mpi(role) else 1)
         return self._get(f"MLP_{role}_{number}_{'PRIMARY_' if is_primary else ''}HOST")
@@ -125,7 +125,7 @@ class MLPEnv:
     def get_addr(
         self, role: str | None = None, index: int | None = None, is_primary: bool = True
     ) -> str | None:
-        """Return host:port of a peer; None where MLP names no host or no port."""
+        """Return host:port of a peer; None if MLP names no host or no port."""
         host, port = self.get_host(role, index, is_primary), self._port(self._role(role), index)
         return None if host is None or port is None else concat_ip_and_port(host, port)
 
@@ -148,7 +148,7 @@ class MLPEnv:
         return base + (self.index if self.enable_mpi else 0)
 
     def extra_dsworker_ports(self, count: int) -> list[int]:
-        """Return ports for `count` data workers beside this worker, that no rank uses otherwise."""
+        """Return ports for `count` data workers next to this worker, which no rank uses otherwise."""
         first = self.port - self.index + self.mpi_size + self.index * count
         return list(range(first, first + count))
 
@@ -206,7 +206,7 @@ class MLPEnv:
             leave: Ends the process.
 
         Raises:
-            ConfigError: MLP names no host for the peer, so there is nobody to live for.
+            ConfigError: MLP names no host for the peer, so there is no peer to wait for.
         """
         host = self.get_host(role, index)
         if host is None:

@@ -1,7 +1,7 @@
 """Ragged tensors as plain tensors, for what carries only those, and the steps that undo it.
 
-Reading data may precompute what training needs, such as the row of every value. That
-travels beside the values and is put back into the ragged tensor at the other end.
+Reading data may precompute what training needs, such as the row of every value. The result
+travels with the values and is put back into the ragged tensor at the other end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def expand_ragged(
 
 
 def contract_ragged(encoded: Mapping[str, Tensor]) -> RaggedTensor:
-    """Return the ragged tensor that `expand_ragged` took apart; what was precomputed is kept with it."""
+    """Return the ragged tensor that `expand_ragged` took apart; precomputed tensors are kept with it."""
     unknown = encoded.keys() - {"values", "row_splits", "nrows", "value_rowids"}
     if unknown or not {"values", "row_splits"} <= encoded.keys():
         raise TensorArgumentError(

@@ -22,7 +22,7 @@ def static_reshape(
 
     Args:
         inputs: Tensors of any dtypes.
-        shapes: One for each input. A dimension of None is 0 where the others multiply to 0.
+        shapes: One for each input. A dimension of None is 0 if the other dimensions multiply to 0.
         enable_parallelism: Taken for callers that name it, without effect: most reshapes
             only look at the same memory in another way.
 

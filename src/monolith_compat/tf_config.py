@@ -68,7 +68,7 @@ class TfConfigDiscovery(Closing):
         return addresses[self._index]
 
     def register(self, role: str, index: int, address: str) -> None:
-        """Do nothing: the scheduler has registered everybody."""
+        """Do nothing: the scheduler has registered all processes."""
 
     def deregister(self, role: str, index: int, address: str | None = None) -> None:
         """Do nothing."""

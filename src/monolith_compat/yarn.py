@@ -1,7 +1,7 @@
 """YARN: telling the application master of a job, which Primus runs, how the job ends.
 
-Where there is no application master, nothing is asked and nothing fails. Every call returns True when
-the master did what was asked, and False when it did not: it refused, could not be reached in
+If there is no application master, no request is sent and nothing fails. Every call returns True when
+the master did as requested, and False when it did not: it refused, could not be reached in
 time, or there is none. The log says which. Nothing else is returned, and nothing raised, so the
 end of a job never fails over the report of it.
 """
@@ -32,7 +32,7 @@ SAVE_POINT_TIMEOUT = timedelta(hours=1)
 
 
 def application_master_address(environ: Mapping[str, str]) -> str | None:
-    """Return where the application master answers, as gRPC writes it; None where there is none.
+    """Return the address of the application master, as gRPC writes it; None if there is none.
 
     The host "unix" with a path as port is a unix socket.
     """
@@ -118,7 +118,7 @@ class ApplicationMaster:
             self._sleep(min(POLL_EVERY.total_seconds(), left))
 
     def close(self) -> None:
-        """Let go of the connections. A later call makes a new one."""
+        """Close the connections. A later call makes a new one."""
         with self._lock:
             channels, self._channels = self._channels, {}
         for channel in channels.values():

@@ -129,10 +129,10 @@ def get_local_ip(resolve: Resolve = socket.getaddrinfo) -> str:
 
 
 def get_local_host(environment: Mapping[str, str], resolve: Resolve = socket.getaddrinfo) -> str:
-    """Return the host under which others reach this process: what the scheduler says, else the local ip.
+    """Return the host under which other processes reach this one: the scheduler's value, else the local IP.
 
-    A variable that is there counts even when it is empty: a scheduler that names no host is broken,
-    and an address found in another way would be reachable by nobody.
+    A variable that is set counts even when it is empty: a scheduler that names no host is broken,
+    and no other process could reach an address found in another way.
 
     Raises:
         ClusterError: The variable is empty, or the name of this machine cannot be resolved.
@@ -201,14 +201,14 @@ def wait_for_port(
     clock: Clock = time.monotonic,
     sleep: Sleep = time.sleep,
 ) -> None:
-    """Return once somebody listens at `address`.
+    """Return once a process listens at `address`.
 
     Args:
         timeout: None waits for as long as it takes.
 
     Raises:
-        AddressError: It is no address; waiting would not help.
-        DeadlineExceededError: Nobody listened in time. Says what the last attempt met.
+        AddressError: `address` is not an address; waiting would not help.
+        DeadlineExceededError: No process listened in time. The message has the error of the last attempt.
     """
     parsed = Address.parse(address)
     last: OSError | None = None

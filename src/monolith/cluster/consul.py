@@ -93,7 +93,7 @@ class ConsulDiscovery(Closing):
         try:
             shown = self._shows(role, index, address)
             if shown:
-                # Whoever was removed may have come back before there was anything to see of us.
+                # The process removed above may have registered again before our entry became visible.
                 self._make_room(role, index, address)
                 settled = True
         finally:
@@ -135,7 +135,7 @@ class ConsulDiscovery(Closing):
         return self._watch.add(role, callback)
 
     def deregister_all(self) -> None:
-        """Remove every entry of the job, whoever made it."""
+        """Remove every entry of the job, including the entries of other processes."""
         for role, entry, _ in self._all():
             self.deregister(role, entry.index)
 
@@ -151,7 +151,7 @@ class ConsulDiscovery(Closing):
         self._client.close()
 
     def _make_room(self, role: str, index: int, address: str) -> None:
-        """Remove who has the place, and wait until that shows."""
+        """Remove the services that hold the place, and wait until queries no longer show them."""
         for _ in range(self._config.replace_tries):
             others = self._in_the_way(role, index, address)
             if not others:
@@ -168,11 +168,11 @@ class ConsulDiscovery(Closing):
             )
 
     def _in_the_way(self, role: str, index: int, address: str) -> list[ConsulService]:
-        """Return the services that have the place under another address; one of the same is written over."""
+        """Return the services that hold the place under another address; one with the same is overwritten."""
         return [one for one in self._listed(role, index) if _address_of(one) != address]
 
     def _is_replaced(self, role: str, index: int, claim: Registration) -> bool:
-        """Whether somebody registered for the same place later."""
+        """Return whether another process registered for the same place later."""
         places = [entry for of, entry in self._read_once() if of == role and entry.index == index]
         return any(_age_key(entry) > _age_key(claim) for entry in places if entry.address != claim.address)
 
@@ -188,7 +188,7 @@ class ConsulDiscovery(Closing):
         return bool(poll(ask, timeout=None, every=every, sleep=self._sleep))
 
     def _withdraw(self, role: str, index: int, tries: int) -> None:
-        """Take out what was registered here, and give no more signs of life for it."""
+        """Remove the entry that this process registered, and stop its heartbeats."""
         with self._lock:
             address = self._mine.pop((role, index), None)
         if address is None:
@@ -197,11 +197,11 @@ class ConsulDiscovery(Closing):
         try:
             self._retried(lambda: self._client.deregister(self._id, port, service_id), tries)
         except ClusterError as error:
-            # Nobody heard it, but the time to live ends by itself.
+            # Consul did not get the request, but the entry expires with its time to live.
             _log.warning("Consul: cannot deregister %s %d: %s", role, index, error)
 
     def _remove(self, service: ConsulService, role: str, index: int) -> None:
-        """Take out a service that may be another machine's."""
+        """Remove a service, which may belong to another machine."""
         service_id = service.id or self._service_id(role, index, _address_of(service))
 
         def remove() -> None:
@@ -250,7 +250,7 @@ def _age_key(entry: Registration) -> tuple[float, str]:
 
 
 def _by_index(entries: Iterable[Registration]) -> dict[int, str]:
-    """Return addresses by index. Where two claim one place, who registered last has it."""
+    """Return addresses by index. If two claim one place, the one that registered last has it."""
     latest = {entry.index: entry.address for entry in sorted(entries, key=_age_key)}
     return dict(sorted(latest.items()))
 

@@ -136,9 +136,9 @@ class ConsulService:
     port: int
     tags: dict[str, str] = field(default_factory=dict)
     id: str | None = None
-    """The id of the service; None where the API does not report it."""
+    """The id of the service; None if the API does not report it."""
     node: str | None = None
-    """The machine whose agent it was registered with; None where the API does not report it."""
+    """The machine of the agent that registered the service; None if the API does not report it."""
 
 
 class ConsulClient(Closing):
@@ -222,7 +222,7 @@ class ConsulClient(Closing):
         return list(found)
 
     def cache_age(self, name: str) -> timedelta | None:
-        """Return how old the last answer for a name is; None where there was none."""
+        """Return the age of the last answer for a name; None if there was no answer."""
         with self._lock:
             cached = self._cache.get(name)
         return None if cached is None else timedelta(seconds=self._clock() - cached[0])
@@ -287,7 +287,7 @@ class ConsulClient(Closing):
     def deregister(
         self, name: str, port: int, service_id: str | None = None, node: str | None = None
     ) -> None:
-        """Take a service out, and end its thread where it has one here.
+        """Remove a service, and end its thread if it has one here.
 
         Args:
             node: Take it out of the catalog as a service of that machine, whose agent is not this one.
@@ -313,7 +313,7 @@ class ConsulClient(Closing):
                 raise
 
     def node_name(self) -> str | None:
-        """Return the name of the agent's machine; None where the API does not report it."""
+        """Return the name of the agent's machine; None if the API does not report it."""
         if self._config.api != "stock":
             return None
         try:
@@ -322,7 +322,7 @@ class ConsulClient(Closing):
             raise DiscoveryError(f"Consul at {self._config.address} does not report its node name") from cause
 
     def close(self) -> None:
-        """End all threads and connections. What was registered stays until its time to live is over."""
+        """End all threads and connections. Registered entries stay until their time to live is over."""
         with self._lock:
             hearts, self._hearts = self._hearts, {}
         for heart in hearts.values():

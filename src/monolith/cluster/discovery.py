@@ -1,4 +1,4 @@
-"""Discovery: who has which role, and where.
+"""Discovery: the roles of a job's processes, and their addresses.
 
 A process says "I am worker 3, at this address"; others ask who the workers are. A registration
 belongs to the discovery that made it: it goes when that is closed, and some time after its
@@ -25,10 +25,10 @@ from monolith.errors import ConfigError, DiscoveryError, RetryableError, Unavail
 _log = logging.getLogger(__name__)
 
 DATA_DISPATCHER = "dataservice_dispatcher"
-"""The role of the one process that hands out a job's data."""
+"""The role of the one process that distributes a job's data."""
 
 Callback = Callable[[dict[int, str]], object]
-"""Is given all addresses of a role by index."""
+"""A function that receives all addresses of a role, by index."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,14 +38,14 @@ class Registration:
     index: int
     address: str
     registered_at: float | None = None
-    """When it was registered, in Unix seconds; None where the registry keeps no times."""
+    """The time of the registration in Unix seconds; None if the registry keeps no times."""
 
 
 class Discovery(Protocol):
-    """Where processes find each other. Any thread may call it."""
+    """A registry in which processes find each other. Any thread may call it."""
 
     def register(self, role: str, index: int, address: str) -> None:
-        """Say that `role` number `index` listens at `address`, in place of whoever did before.
+        """Register that `role` number `index` listens at `address`; an earlier entry is replaced.
 
         When it returns, `query` shows it. It is kept alive from then on, and put right when others
         damage it, until `deregister` or `close`.
@@ -67,13 +67,13 @@ class Discovery(Protocol):
         """
 
     def query(self, role: str) -> dict[int, str]:
-        """Return the addresses of a role by index, as a copy. Empty for a role that nobody has."""
+        """Return the addresses of a role by index, as a copy. Empty if no process has the role."""
 
     def entries(self, role: str) -> list[Registration]:
-        """Return what `query` does, by index and with ages."""
+        """Return the entries that `query` reports, ordered by index and with their registration times."""
 
     def roles(self) -> list[str]:
-        """Return the roles that somebody has, sorted."""
+        """Return the roles that at least one process has, sorted."""
 
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         """Call back with what `query` returns: once soon, and again after it changed.
@@ -87,7 +87,7 @@ class Discovery(Protocol):
         """
 
     def close(self) -> None:
-        """Take out what was registered here, and end all threads. Then queries find nothing.
+        """Remove the entries registered through this object, and end all threads. Then queries find nothing.
 
         Closing again does nothing.
         """
@@ -133,9 +133,9 @@ def closed_error(what: str) -> DiscoveryError:
 
 
 def locator(discovery: Discovery, role: str, index: int = 0) -> Callable[[], str]:
-    """Return a function that says where an entry is now, for whoever connects again when it has moved.
+    """Return a function that returns the current address of an entry, so that clients can reconnect to it.
 
-    The function raises UnavailableError while nobody has the entry.
+    The function raises UnavailableError while no process is registered for the entry.
     """
 
     def locate() -> str:
@@ -255,8 +255,8 @@ class MemoryRegistry:
 
 
 class MemoryDiscovery(Closing):
-    """A plain dict: the reference for all others, and the fake for tests. Callbacks come from whoever
-    makes the change, before its call returns."""
+    """A plain dict: the reference for all other implementations, and the fake for tests. Callbacks run in
+    the thread that makes the change, before its call returns."""
 
     def __init__(self, registry: MemoryRegistry | None = None, clock: Clock = time.time) -> None:
         self._registry = MemoryRegistry() if registry is None else registry

@@ -49,11 +49,11 @@ def open_discovery_url(
     Args:
         environ: Has what does not belong into a URL: ZK_AUTH (user:password), CONSUL_HTTP_TOKEN, and for
             consul:///job, which names no agent, where it is. Usually `os.environ`.
-        connect_timeout: For ZooKeeper, which is connected to at once.
+        connect_timeout: For ZooKeeper, to which this function connects at once.
 
     Raises:
         ConfigError: It is no such URL.
-        UnavailableError: ZooKeeper does not answer. The others are asked later.
+        UnavailableError: ZooKeeper does not answer. The other kinds of registry connect later.
     """
     kind, colon, rest = url.partition("://")
     if not colon or kind not in _KINDS:

@@ -1,8 +1,8 @@
 """Discovery by files: one file per entry in a folder that all processes see.
 
 For tests, one machine, and a shared disk. `<folder>/<role>/<index>` has the address on its first
-line; below it the time of the registration and a mark of who made it. The file's time is touched
-while its process lives: an entry that nobody touched for `expire_after` is as good as gone.
+line; below it the time of the registration and a mark of the owner. The owner touches the file
+while it lives: an entry that was not touched for `expire_after` counts as gone.
 
 Changes are made under a lock, by renaming: a reader sees an entry whole or not at all. The clocks
 of the machines may differ, and be set: what counts is when a reader saw the time of a file change. Only a
@@ -204,7 +204,7 @@ class FilesDiscovery(Closing):
         os.utime(path, (now, now))
 
     def _read(self, role: str, index: int) -> _Entry | None:
-        """Return an entry; None where there is none, or none that makes sense."""
+        """Return an entry; None if there is none, or if the file is malformed."""
         path = self._path(role, index)
         try:
             with path.open("rb") as file:

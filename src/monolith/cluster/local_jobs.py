@@ -152,7 +152,7 @@ def _open(environ: Mapping[str, str]) -> socket.socket | None:
 
 
 def _check_private(folder: Path) -> None:
-    """Refuse a folder that another user made or can enter: in /tmp anybody could have been first."""
+    """Refuse a folder that another user made or can enter: in /tmp any user could have made it first."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise RequestError(
@@ -184,7 +184,7 @@ def _serve(caller: socket.socket, about: LocalProcess, answer: Answer) -> None:
                 told = answer(request, lambda: _has_left(caller))
         except MonolithError as error:
             told = {"error": str(error)}
-        except Exception as error:  # the job must not end because somebody asked it something
+        except Exception as error:  # the job must not end because of a request
             _log.warning("a request to this process failed: %s: %s", type(error).__name__, error)
             told = {"error": f"{type(error).__name__}: {error}"}
         with suppress(OSError):

@@ -4,8 +4,8 @@ Every process of a job ends with the same picture: where the chief is, and which
 hold which shards. A job may start more servers than it needs. Then those that register first are
 taken, and the chief writes the choice into a file, so that late workers and a restarted chief agree.
 
-A worker talks to the chief and to the parameter servers, never to other workers; where those are
-is not part of the picture, and one that moves changes nothing for the others.
+A worker talks to the chief and to the parameter servers, never to other workers. So the addresses of
+other workers are left out, and a worker that moves changes nothing for the other workers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ DEFAULT_PS_FILE = "ps_info"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Who is where, as one process sees it."""
+    """The addresses of a job's processes, as one process sees them."""
 
     chief: str
     workers: tuple[str, ...]
-    """The workers without the chief. Only this process's own address is real; the others are placeholders
-    `0.0.0.0:<index>`."""
+    """The workers without the chief. Only this process's own address is real; the other addresses are
+    placeholders `0.0.0.0:<index>`."""
     ps: tuple[str, ...]
 
 
@@ -114,8 +114,8 @@ class ClusterManager:
     """Finds the other processes of a job.
 
     Args:
-        metrics: Are told how many servers are missing.
-        on_waiting: Called after each look that did not find everybody; for a progress bar.
+        metrics: Record how many servers are missing.
+        on_waiting: Called after each query that did not find all processes; for a progress bar.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class ClusterManager:
         self._clock, self._sleep = clock, sleep
 
     def training_cluster(self, address: str, index: int) -> tuple[Cluster, ProcessRole]:
-        """Wait for everybody that worker `index`, which listens at `address`, needs to know.
+        """Wait for all processes that worker `index`, which listens at `address`, needs to know.
 
         Raises:
-            DeadlineExceededError: Some did not come in time. Says which.
+            DeadlineExceededError: Some processes did not register in time. The message names them.
         """
         config = self._config
         if not 0 <= index < config.num_workers:
@@ -165,7 +165,7 @@ class ClusterManager:
         return [registered[index] for index in sorted(registered)]
 
     def registered_at(self, index: int) -> list[str]:
-        """Return where the parameter server of a number is registered now; nothing where it is not."""
+        """Return where the parameter server of a number is registered now; nothing if it is not."""
         found = self._discovery.query("ps").get(index)
         return [] if found is None else [found]
 
@@ -242,7 +242,7 @@ class ClusterManager:
         return ", ".join(f"{entry.index} at {entry.address}" for entry in entries) or "nobody"
 
     def _ps_for_chief(self) -> list[str]:
-        """Return the servers of the job. A choice that was made before stands."""
+        """Return the servers of the job. An earlier choice is kept."""
         config = self._config
         if not config.num_redundant_ps:
             return self.query_ps(config.num_ps)
@@ -302,7 +302,7 @@ class ClusterManager:
 
 
 def save_ps_cluster(path: str, addresses: Sequence[str]) -> None:
-    """Write the chosen servers, whole or not at all; two who write at once do not meet."""
+    """Write the chosen servers, whole or not at all; two concurrent writers do not conflict."""
     make_dirs(parent(path))
     with atomic_write(path) as file:
         file.write(",".join(addresses).encode())

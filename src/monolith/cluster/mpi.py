@@ -1,10 +1,10 @@
-"""MPI and torchrun: which rank this is, and what happens to the others when it fails.
+"""MPI and torchrun: which rank this is, and what happens to the other ranks when it fails.
 
-Open MPI says it by variables OMPI_*, those that come from MPICH (Intel MPI, Slurm) by PMI_*.
+Open MPI sets variables OMPI_*; MPICH and its descendants (Intel MPI, Slurm) set PMI_*.
 
-Ranks that step together wait for each other, so one that has died leaves the rest waiting for
-ever. `abort_on_exception` makes an exception that nobody catches the end of all of them, and
-`end_rank` an error that a command has turned into one line; every `monolith` command uses both.
+Ranks that step together wait for each other, so a rank that died leaves the rest waiting forever.
+`abort_on_exception` ends all ranks after an uncaught exception, and `end_rank` ends them after an
+error that a command has printed as one line; every `monolith` command uses both.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class World:
 
 
 def world_from_environment(environ: Mapping[str, str]) -> World | None:
-    """Return the place that mpirun or torchrun gave this process; None where neither started it.
+    """Return the place that mpirun or torchrun gave this process; None if neither started it.
 
-    mpirun's word counts where both have spoken: it starts processes that may have inherited the other's.
+    If both have set variables, those of mpirun count: its processes may have inherited torchrun's.
 
     Raises:
         ConfigError: A variable is no number, or the numbers make no sense.
@@ -103,7 +103,7 @@ def is_under_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def job_of_mpi(environ: Mapping[str, str]) -> str:
-    """Return what tells this mpirun from others, in letters that a path may have; "0" where nothing does."""
+    """Return what tells this mpirun from others, in letters that a path may have; "0" if nothing does."""
     found = next((environ[name] for name in _JOB_VARIABLES if environ.get(name)), "0")
     return re.sub(r"[^A-Za-z0-9_-]", "-", found)
 
@@ -124,13 +124,13 @@ def is_restarted_by_launcher(environ: Mapping[str, str]) -> bool:
 def abort_on_exception(
     environ: Mapping[str, str], abort: Callable[[int], object] | None = None
 ) -> Callable[[], None]:
-    """Let an exception that nobody catches end all ranks: print rank and trace, and abort with status 1.
+    """Let an uncaught exception end all ranks: print rank and trace, and abort with status 1.
 
-    Does nothing where mpirun did not start this process, or started it alone.
+    Does nothing if mpirun did not start this process, or started it alone.
 
     Args:
-        abort: Ends all ranks; by default MPI's own, where MPI runs in this process. Else the process
-            exits, which mpirun takes as a reason to end the others.
+        abort: Ends all ranks; by default MPI's own abort, if MPI runs in this process. Else the process
+            exits, and mpirun then ends the other ranks.
 
     Returns:
         A function that undoes it.
@@ -158,10 +158,10 @@ def abort_on_exception(
 
 
 def end_rank(environ: Mapping[str, str], status: int, abort: Callable[[int], object] | None = None) -> None:
-    """End all ranks of mpirun with a status that is not 0. Returns where mpirun did not start several.
+    """End all ranks of mpirun with a status that is not 0. Returns if mpirun did not start several.
 
     A rank that failed must not wait for its own threads, as an interpreter does at its end: they may wait for
-    other ranks, which wait for this one, and mpirun hears of nothing.
+    other ranks, which wait for this one, and mpirun would never learn of the failure.
 
     Args:
         abort: As for `abort_on_exception`.

@@ -1,8 +1,9 @@
 """Discovery by Ray: the entries of a job in an actor that any process of the cluster finds by its name.
 
-Whoever comes first makes the actor; it outlives its maker, and ends itself when nobody has asked it for a
-while. A process that registered or watches always has one call waiting there, which says that the process
-lives and returns when something changed. An entry whose process was not heard of for `expire_after` goes.
+The first process makes the actor; the actor outlives that process, and ends itself after a while without
+calls. A process that registered or watches always has one call waiting at the actor. The call shows that the
+process lives, and returns when an entry changed. The entries of a process without one expire after
+`expire_after`.
 
 The actor keeps entries in memory only. When it dies, the calls that wait there fail, so all processes know
 at once: one makes the next actor, each registers again what it had, and watches say nothing until they have
@@ -111,7 +112,7 @@ class RayDiscovery(Closing):
         self._owner = secrets.token_hex(8)
         self._watchers = Watchers()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Answers of the actor to calls that wait there, and None to wake up whoever waits for them."""
+        """Answers of the actor to calls that wait there, and None to wake up the waiting thread."""
         self._stop = threading.Event()
         # Held while entries are written: Ray does not promise that calls arrive in their order.
         self._writing = threading.Lock()  # taken before _lock, never after
@@ -206,12 +207,12 @@ class RayDiscovery(Closing):
             try:
                 answer = self._stay(known, min(wait_s, left_s) if left_s > 0 else wait_s)
                 if answer is None:
-                    known = known and (known[0], -1)  # somebody watches who knows nothing yet
+                    known = known and (known[0], -1)  # a new watcher knows no addresses yet
                     continue
                 before, (known, addresses, missing) = known, answer
                 self._put_back(missing)
                 if before is not None and before[0] != known[0]:
-                    # A new actor. What was registered here is there again; others may need a moment more.
+                    # A new actor. It has our entries again; other processes may need more time for theirs.
                     quiet_until = time.monotonic() + self._config.settle.total_seconds()
                 if time.monotonic() >= quiet_until:
                     self._tell(addresses)
@@ -246,7 +247,7 @@ class RayDiscovery(Closing):
             self._watchers.tell(now)
 
     def _stay(self, known: State | None, wait_s: float) -> Answer | None:
-        """Return what the actor answers; None where something else woke us up."""
+        """Return the actor's answer; None if another event woke this thread up."""
         end = time.monotonic() + wait_s + self._config.timeout.total_seconds()
         actor, future = self._begin_stay(known, wait_s)
         while True:
@@ -416,7 +417,7 @@ class _Registry:
         return self._state, addresses, missing
 
     def _heard(self) -> None:
-        """Somebody asks: what expired has done so, and the end is not near."""
+        """Note a call: remove expired entries, and postpone the end of this actor."""
         self._expire()
         if self._end is not None:
             self._end.cancel()

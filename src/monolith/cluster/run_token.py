@@ -22,7 +22,7 @@ from monolith.config import Secret
 from monolith.errors import ConfigError
 
 RUN_TOKEN = "MONOLITH_RUN_TOKEN"
-"""The variable by which a launcher hands on the token of a run. No setting: whoever has one sets security."""
+"""The variable by which a launcher passes on a run's token. Not a setting: operators set security instead."""
 TOKEN_FILE = "run_token"
 """In the model_dir of a run whose processes were started one by one."""
 USER_TOKEN_FILE = "data_service_token"
@@ -30,7 +30,7 @@ USER_TOKEN_FILE = "data_service_token"
 
 
 def run_security(security: SecurityConfig, environ: Mapping[str, str]) -> SecurityConfig:
-    """Return what was set, and else the token of whoever launched this process."""
+    """Return `security` if it is set, else the token of the launcher that started this process."""
     if is_guarded(security) or not environ.get(RUN_TOKEN):
         return security
     return replace(security, token=Secret(environ[RUN_TOKEN]))
@@ -56,12 +56,12 @@ def rank_security(security: SecurityConfig, environ: Mapping[str, str], model_di
 
 
 def shared_security(security: SecurityConfig, model_dir: str) -> SecurityConfig:
-    """Return what is set, and else the token that the processes of a run share in their model_dir.
+    """Return `security` if it is set, else the token that the processes of a run share in their model_dir.
 
-    A remote model_dir has none: nobody knows who may read it.
+    A remote model_dir has no token: this process cannot tell which users may read it.
 
     Raises:
-        ConfigError: Others can read the token, or somebody else left it there.
+        ConfigError: Other users can read the token, or another user wrote it.
     """
     if is_guarded(security) or not model_dir or filesystem.is_remote(model_dir):
         return security
@@ -101,7 +101,7 @@ def is_guarded(security: SecurityConfig) -> bool:
 
 
 def write_token(path: Path, token: Secret) -> None:
-    """Write a token for this user alone; what was there is replaced."""
+    """Write a token for this user alone; an existing file is replaced."""
     unfinished = Path(filesystem.temporary(path))
     try:
         with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

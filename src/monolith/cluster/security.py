@@ -1,7 +1,7 @@
 """Who may talk to whom: mutual TLS, and tokens by role.
 
-One `SecurityConfig` serves every listener and every caller of a process. It may be empty only where
-nobody else can reach: a listener on any address but loopback must demand a certificate or a token.
+One `SecurityConfig` serves every listener and every caller of a process. It may be empty only if
+no other machine can connect: a listener on any address but loopback must demand a certificate or a token.
 
     role       a process with this token may                                 its token, if none is set
     ────       ─────────────────────────────                                 ─────────────────────────
@@ -452,7 +452,7 @@ def flight_client_options(guard: Guard) -> dict[str, Any]:
 def ssl_context(config: SecurityConfig, *, server: bool) -> ssl.SSLContext | None:
     """Return the context of an HTTP listener or caller that shows a certificate and asks for one.
 
-    None where there are no certificates.
+    None if there are no certificates.
 
     Raises:
         ConfigError: A file cannot be read, or key and certificate do not belong together.

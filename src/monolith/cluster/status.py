@@ -1,8 +1,8 @@
-"""How the processes of a job stand, said by each in the folder they share.
+"""The status of a job: each process writes its own into the folder they share.
 
-Every process of a run writes a small file into `status/` of the model_dir every few seconds: who it is,
-what it does, how fast. Whoever knows the folder sees the whole job, from any machine, and no process is
-asked anything: not the chief, who would have a thousand servers to ask, and not one that hangs.
+Every process of a run writes a small file into `status/` of the model_dir every few seconds: its name,
+its phase, its speed. A reader of the folder sees the whole job, from any machine, without a request to any
+process: not to the chief, which would have to ask a thousand servers, and not to a process that hangs.
 
     written every few seconds ──clean end──► removed
               │
@@ -97,9 +97,9 @@ class ProcessStatus:
     """Bytes that came over the wire."""
     sent_per_s: Seconds | None = None
     restarts: Count = 0
-    """Starts of this process since it last ended well, but for the first."""
+    """Restarts of this process since it last ended cleanly."""
     failovers: Count = 0
-    """Times it lost others and went on."""
+    """Times this process lost other processes and resumed."""
     data_read: Seconds | None = None
     """Which part of its data this worker has trained on, from 0 to 1."""
     seconds_left: Seconds | None = None
@@ -110,7 +110,7 @@ class ProcessStatus:
     """Why the newest state is not saved or exported, or a queue of files not written; empty while all of it
     succeeds, or another process knows."""
     publishing: Text = ""
-    """How publishing stands, in words; empty where nothing is published, or another process knows."""
+    """The state of publishing, in words; empty if nothing is published, or another process knows."""
     standbys: Text = ""
     """Shards that lack a standby and since when, in words; only the chief knows. Empty if none does."""
 
@@ -119,7 +119,7 @@ class ProcessStatus:
         return f"{self.role} {self.index}"
 
     def age(self, now: float) -> float:
-        """Return the seconds since it was heard of, by the clock of this machine and of its own."""
+        """Return the seconds since the process wrote, from its clock to `now` by this machine's."""
         return max(now - self.time, 0.0)
 
     def clock_ahead(self, now: float) -> float:
@@ -128,16 +128,16 @@ class ProcessStatus:
         return ahead if ahead > SPAN_SECONDS else 0.0
 
     def is_silent(self, now: float) -> bool:
-        """Whether it should have been heard of since."""
+        """Return whether the process has missed several writes."""
         return self.age(now) > max(SILENT_PERIODS * self.every, SPAN_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
-    """What all processes of a job say of themselves."""
+    """The status of every process of a job."""
 
     time: Seconds
-    """When it was gathered, in Unix seconds, by the clock of whoever did."""
+    """The time of gathering in Unix seconds, by the clock of the process that gathered."""
     processes: tuple[ProcessStatus, ...] = ()
     unreadable: Count = 0
     """Files that are damaged, of another version, or too many."""
@@ -168,11 +168,11 @@ class StatusBoard:
 
     @property
     def every(self) -> timedelta:
-        """How often to write where nobody said it."""
+        """The default interval between writes."""
         return REMOTE_EVERY if self.is_remote else EVERY
 
     def write(self, status: ProcessStatus) -> None:
-        """Put a process's word in place of its last.
+        """Replace the last status of a process.
 
         Raises:
             FilesystemError: The folder cannot be written.
@@ -183,7 +183,7 @@ class StatusBoard:
             with filesystem.atomic_write(path) as file:
                 file.write(text)
             return
-        # As an atomic write, but for waiting for the disk: after a crash of the machine nobody misses it.
+        # Like an atomic write, without waiting for the disk: a status is worthless after the machine crashed.
         unfinished = Path(f"{path}.new")
         try:
             with errors_as("write", path):
@@ -198,7 +198,7 @@ class StatusBoard:
             _write_over(path, text)
 
     def read_one(self, role: Role, index: int) -> ProcessStatus | None:
-        """Return what a process said last; None where it has said nothing, or nothing one can read."""
+        """Return the last status of a process; None if it wrote none, or none that is readable."""
         with suppress(MonolithError):
             return self._read(self._path(role, index))
         return None
@@ -312,18 +312,18 @@ class StatusWriter:
     def _passing_over(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # training continues after any error
             self._failures += 1
             if self._worth_saying.due(self._failures):
                 _log.warning("`monolith status watch` cannot see this process: %s", error)
 
 
 class StatusPage:
-    """The status of a job as bytes for whoever asks, gathered at most once in a while. Thread-safe.
+    """The status of a job as bytes for clients, gathered at most once per interval. Thread-safe.
 
     Args:
-        board: Where the others say how they stand; None for a process that leaves nothing behind.
-        own: How this process stands now.
+        board: Has the status of the other processes; None for a process without a shared folder.
+        own: Returns the status of this process now.
     """
 
     def __init__(
@@ -376,8 +376,10 @@ class Rates:
         self._seen: deque[_Seen] = deque()
 
     def of(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Note how the counters stand; return what each has grown by per second. Nothing at first, or where
-        one has begun again."""
+        """Record the counters; return the growth of each per second.
+
+        Empty at first, or if a counter restarted.
+        """
         now = self._clock()
         if self._seen and any(counts[name] < self._seen[-1].counts.get(name, 0) for name in counts):
             self._seen.clear()

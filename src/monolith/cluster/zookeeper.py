@@ -40,7 +40,7 @@ PORT = 2181
 BASE = "/monolith"
 MAX_PAUSE_S = 1.0
 STALE_AFTER = timedelta(weeks=9)
-"""Time without a change after which anybody may remove what a job left behind."""
+"""Time without a change after which any other job may remove the nodes that a job left behind."""
 
 Auth = tuple[tuple[str, str], ...]
 """(scheme, credential) pairs."""
@@ -77,7 +77,7 @@ class ZooKeeperConfig:
 
 
 def get_zk_auth_data(environment: Mapping[str, str]) -> Auth:
-    """Return the digest credential of ZK_AUTH, `user:password`; nothing where it is unset or empty."""
+    """Return the digest credential of ZK_AUTH, `user:password`; nothing if it is unset or empty."""
     secret = environment.get("ZK_AUTH")
     return (("digest", secret),) if secret else ()
 
@@ -134,7 +134,7 @@ class ZooKeeperDiscovery(Closing):
         self._nodes: dict[str, _Node] = {}
         self._mine: dict[str, str] = {}
         self._writes: dict[str, int] = {}
-        """How often each node was written from here: what was read before that is not news."""
+        """How often this process wrote each node: a read that started before the last write is stale."""
         self._list_again = True
         self._read_again: set[str] = set()
         self._tell_again = False
@@ -192,7 +192,7 @@ class ZooKeeperDiscovery(Closing):
                 if node is not None and address in (None, node.address):
                     del self._nodes[name]
                 self._wrote(name)
-                self._list_again = True  # whoever has it now has not been read
+                self._list_again = True  # another process may have the node now; read it
                 self._changed.notify_all()
 
     def query(self, role: str) -> dict[int, str]:
@@ -336,7 +336,7 @@ class ZooKeeperDiscovery(Closing):
         try:
             answer = self._client.get_children_async(self._prefix, self._on_children)
             listed = set(self._wait_for(answer))
-        except self._errors.no_node:  # somebody cleared the job's path
+        except self._errors.no_node:  # an operator or another process cleared the job's path
             self._make_prefix()
             with self._changed:
                 self._list_again = True
@@ -426,7 +426,7 @@ class ZooKeeperDiscovery(Closing):
         self._writes[name] = self._writes.get(name, 0) + 1
 
     def _make_prefix(self) -> None:
-        self._client.ensure_path(BASE)  # shared by all jobs, whoever comes first
+        self._client.ensure_path(BASE)  # shared by all jobs; the first one makes it
         self._client.ensure_path(self._prefix, acl=self._acl)
 
     def _make_acl(self) -> list[Any] | None:
@@ -473,13 +473,13 @@ class ZooKeeperDiscovery(Closing):
 def clear_zk_path(
     job: str, config: ZooKeeperConfig, *, force: bool = False, clock: Clock = time.time
 ) -> None:
-    """Make room for a job's nodes, and remove what jobs of long ago left behind.
+    """Make room for a job's nodes, and remove the nodes that old jobs left behind.
 
     A job counts as gone when nothing below its node has changed for nine weeks and no living process
-    has a node there: a job that runs for months without a restart is nobody's to clear.
+    has a node there: a job that runs for months without a restart is never cleared.
 
     Args:
-        force: Remove the job's nodes where there are some.
+        force: Remove the job's nodes if there are any.
 
     Raises:
         ConfigError: There are some, and `force` is false.
@@ -520,7 +520,7 @@ def clear_zk_path(
 
 
 def _last_sign_of_life(client: KazooClient, path: str) -> float:
-    """Return Unix seconds of the last change at or below a node; infinity where a living process has one.
+    """Return Unix seconds of the last change at or below a node; infinity if a living process has one.
 
     A node's own time does not move when its children come and go.
     """

@@ -211,8 +211,10 @@ class ConfigTask(Task):
 
     @cached_property
     def _read_by(self) -> FeatureSpec:
-        """The features, with labels that are checked against their losses as they are read. One for all
-        passes over the data: its reader knows what it has said already."""
+        """The features, with labels that are checked against their losses as they are read.
+
+        Every read of the data shares this object, because its reader remembers which warnings it has given.
+        """
         labels = {
             name: replace(label, loss=label.loss or "binary") for name, label in self.features.labels.items()
         }

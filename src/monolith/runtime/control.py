@@ -52,12 +52,12 @@ def tracer_of(run: RunConfig, status: OwnStatus) -> Tracer:
 def control_place(
     run: RunConfig, environ: Mapping[str, str], tracer: Tracer, *, asked: bool
 ) -> ControlPlace | None:
-    """Return where this process is to be controlled; None where nobody wants that.
+    """Return the place at which this process is controlled; None if it has no control server.
 
     Args:
-        run: As it was given: who gave the run a token knows it. One that was made for its processes nobody
-            knows; the control server then makes its own, and leaves it where its owner finds it.
-        asked: Whether a person asked for it.
+        run: The run as the operator gave it: its token, if any, is known to the operator. No operator knows
+            a token made for the processes; the control server then makes its own, for the owner to find.
+        asked: Whether the operator asked for a control server.
     """
     by_mlp = run.discovery.kind == "mlp" and not run.job.local
     model_dir = run.train.model_dir
@@ -83,7 +83,7 @@ def control_place(
 
 @contextmanager
 def profiled_on_demand(place: ControlPlace | None, run: RunConfig, status: OwnStatus) -> Iterator[None]:
-    """Let somebody profile this process while the block lasts; for all but the chief, see `control_hooks`."""
+    """Let clients profile this process while the block lasts; for all but the chief, see `control_hooks`."""
     if place is None:
         yield
         return

@@ -54,11 +54,11 @@ _POLL_EVERY = timedelta(seconds=0.5)
 
 
 def secured(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
-    """Return a run whose processes share a secret, whoever started them.
+    """Return a run whose processes share a secret, however they were started.
 
     Raises:
-        ConfigError: Others can reach where this process listens, and nobody gave the run a secret; or the one
-            in its model_dir is not to be trusted.
+        ConfigError: Other machines can reach the address of this process, and the run has no secret; or the
+            secret in its model_dir is not to be trusted.
     """
     security = run_security(run.security, environ)
     if run.cluster.role != "worker":
@@ -272,10 +272,10 @@ def stopped_with_chief(
 
 
 def dispatcher_of(run: RunConfig, environ: Mapping[str, str], open_things: ExitStack) -> Callable[[], str]:
-    """Return who says where the dispatcher is, now and whenever it has to be found again.
+    """Return a function that returns the current address of the dispatcher; call it again to reconnect.
 
     Raises:
-        ConfigError: Nobody can.
+        ConfigError: Neither the config nor the environment says how to find the dispatcher.
     """
     address = dispatcher_address(run, environ)
     if address is not None:

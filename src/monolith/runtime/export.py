@@ -125,11 +125,11 @@ class VersionMarks:
 
 
 def withheld_export(model_dir: str) -> Callable[[int, float], Withheld | None]:
-    """Return what says whether a version is to be withheld from its first moment, and why.
+    """Return a function that says whether a version is withheld from its first moment, and why.
 
-    It is asked with the step of a checkpoint and when that was saved. A version is withheld if publishing of
-    the run is paused, and the checkpoint is of the first bad step or later, or was saved since the pause: a
-    run that went back to an earlier step has not been judged either.
+    The function takes the step of a checkpoint and the time of its save. A version is
+    withheld if publishing of the run is paused, and the checkpoint is of the first bad step or later, or was
+    saved since the pause: a run that rolled back to an earlier step has not been judged either.
     """
 
     def look(step: int, saved_at: float) -> Withheld | None:
@@ -275,7 +275,7 @@ class ExportListener(SaveListener):
         self._failed = metrics.counter("export_models_failed", "Checkpoints that could not be exported")
         self._latest = metrics.gauge("export_models_latest_version", "Step of the newest servable")
         self.newest: ExportedServable | None = None
-        """What was exported last."""
+        """The last exported servable."""
         self._failed_step: int | None = None
 
     def retry(self) -> None:

@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None = None) -> PublishPlan | None:
-    """Return how this process of a run publishes; None where the run publishes nothing.
+    """Return how this process of a run publishes; None if the run publishes nothing.
 
     Args:
-        discovery: Where it registers a port that it listens on, for those who find it there.
+        discovery: The registry for a port that this process listens on, so that followers find it.
 
     Raises:
         ConfigError: `publish.to` is no URL of a channel.
@@ -96,7 +96,7 @@ class _Opening:
 
 
 def run_host(run: RunConfig) -> str:
-    """Return the host that a process listens on where no URL names one."""
+    """Return the host that a process listens on if no URL names one."""
     return run.cluster.listen or "127.0.0.1"
 
 

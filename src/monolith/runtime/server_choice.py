@@ -282,7 +282,7 @@ class MeasuredServer:
     with_host: float = 0.0
     """Its throughput and that of all slower servers of its host: what it is ranked by."""
     problem: str = ""
-    """Why there is no number; empty where there is one."""
+    """Why there is no number; empty if there is one."""
 
 
 Measure = Callable[[Sequence[str]], Sequence[MeasuredServer]]

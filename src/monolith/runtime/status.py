@@ -62,12 +62,12 @@ class OwnStatus:
             num_ps=cluster.num_ps if run.distributed else 0,
             num_workers=cluster.num_workers,
         )
-        self._lock = threading.Lock()  # guards what follows; held while somebody looks
+        self._lock = threading.Lock()  # guards the fields below; held during a call of _look
         self._look: Look = lambda status: status
         self.control: Callable[[], str] = lambda: ""
         """Says where this process is controlled; empty while it is not."""
         self.metrics_url = ""
-        """Where this process shows its metrics; empty where it does not."""
+        """The URL of this process's metrics; empty if it has none."""
         self._writer: StatusWriter | None = None
         self._failovers = 0
         self.page = StatusPage(self._board, self._now, clock=clock, timer=timer)
@@ -84,7 +84,7 @@ class OwnStatus:
             yield
 
     def status(self) -> ProcessStatus:
-        """Return how this process stands now."""
+        """Return the status of this process now."""
         with self._lock:
             now = replace(
                 self._start,
@@ -158,7 +158,7 @@ class OwnStatus:
         return counts
 
     def lost_others(self) -> None:
-        """Others were lost: this worker waits for them, and tries again."""
+        """Note that other processes were lost: this worker waits for them, and retries."""
         with self._lock:
             self._failovers += 1
             self._look = lambda status: replace(status, state="rejoining")

@@ -209,7 +209,7 @@ SAMPLE = 10_000
 def check_before_training(task: Task, run: RunConfig) -> None:
     """Refuse a task of a config file whose training would fail in its first steps.
 
-    Only a new run is checked: one that goes on may have used up files that are gone by now. A task in Python
+    Only a new run is checked: a resumed run may have used up files that are gone by now. A task in Python
     fails by itself in its first step, and its source may be one that cannot be read twice.
 
     Raises:
@@ -238,7 +238,7 @@ def task_problems(task: Task, run: RunConfig) -> Iterator[MonolithError]:
 
 
 def _config_task_problems(task: ConfigTask, run: RunConfig) -> Iterator[MonolithError]:
-    # Files in a queue are taken by whoever opens it; a check must leave them to the workers.
+    # Opening a queue takes files from it; a check must leave them to the workers.
     data = replace(task.data, queue=None)
     if data.watch is not None:
         with suppress(DataError):  # there is no file yet
@@ -273,7 +273,7 @@ def _config_task_problems(task: ConfigTask, run: RunConfig) -> Iterator[Monolith
     if failed:
         return  # the other data has the same features
     if run.train.evaluate.enabled:
-        # Records that a split holds back may be at the end of the files, so only files of their own are read.
+        # Records that a split withholds may be at the end of the files, so only separate files are read.
         count = batches if task.data.evaluate is not None else 0
         yield from _caught(lambda: _read(task.dataset(Mode.EVALUATE), count))
     if isinstance(task, RetrievalTask):

@@ -93,16 +93,16 @@ def _fields(task: Task) -> list[str]:
 
 # Means and quantiles that a run's features need: learned once, at its first start, and kept.
 #
-# They are in `features.json` of the model_dir, and in every checkpoint. Whoever comes later, a restart,
-# another process of the run, `monolith evaluate` or `monolith predict`, reads them there: quantiles of
-# other data would make other ids of the same values.
+# They are in `features.json` of the model_dir, and in every checkpoint. A later process (a restart,
+# another process of the run, `monolith evaluate` or `monolith predict`) reads them there: quantiles of
+# other data would turn the same values into other ids.
 
 
 SPEC_FILE = "features.json"
-"""In the model_dir: the features of the run, with what was learned."""
+"""The file in the model_dir that has the features of the run, with the learned means and quantiles."""
 
 POLL = timedelta(seconds=0.2)
-"""How often a process looks whether the chief has learned them."""
+"""How often a process checks whether the chief has learned them."""
 
 
 def with_learned_features(
@@ -114,13 +114,13 @@ def with_learned_features(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Task:
-    """Return the task with the means and quantiles of its run, learned now if nobody has.
+    """Return the task with the means and quantiles of its run, learned now unless an earlier process did.
 
     Args:
-        trains: Whether they may be learned: who only reads a model takes what it was trained with.
+        trains: Whether they may be learned: a process that only reads a model uses those it was trained with.
 
     Raises:
-        ConfigError: Nobody has learned them, and this process may not or waited in vain.
+        ConfigError: No process has learned them, and this one may not learn them or waited in vain.
     """
     if not isinstance(task, ConfigTask) or not task.features.to_learn:
         return task

@@ -33,13 +33,13 @@ class Accelerator(Protocol):
     name: AcceleratorName
 
     def missing(self) -> str | None:
-        """Return what keeps this machine from using it, and what to do about it; None where nothing does."""
+        """Return what keeps this machine from using it, and what to do about it; None if nothing does."""
 
     def device(self) -> torch.device:
         """Return the device of this process. Only where nothing is missing."""
 
     def rows_device(self) -> Device | None:
-        """Return it as tables know it, to keep their rows there; None where it cannot hold them."""
+        """Return it as tables know it, to keep their rows there; None if it cannot hold them."""
 
     def after_step(self) -> None:
         """Have done what a step has asked for; called once after each."""
@@ -101,7 +101,7 @@ class Xla:
     XLA notes what a step computes and runs it when it is told that the step is over.
 
     Args:
-        load: Returns the module torch_xla; None where it is not installed.
+        load: Returns the module torch_xla; None if it is not installed.
     """
 
     name: AcceleratorName = "xla"

@@ -41,7 +41,7 @@ class KeepConfig:
     every: timedelta | None = timedelta(hours=24)
     """The period of which one checkpoint is kept for good, when it would be deleted; None keeps none."""
     full_every: int = 1
-    """How many checkpoints there are to one that is full; the others hold only the rows that changed."""
+    """Every how many saves a full checkpoint is written; the saves between hold only the changed rows."""
     evict: bool = False
     """Whether expired rows are dropped before each save, as `expiry` says; a save by itself writes all rows
     there are."""
@@ -55,18 +55,18 @@ class KeepConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreConfig:
-    """What a run starts from. A model_dir with a checkpoint goes on from there, whatever stands here."""
+    """What a run starts from. A model_dir with a checkpoint resumes from it, whatever is set here."""
 
     dir: str | None = None
     """Another model_dir to start from, where this one has no checkpoint of its own. Nothing is copied."""
     checkpoint: str | None = None
     """Which of the listed checkpoints to restore, such as model.ckpt-30; training does it once per model_dir.
-    One that is not listed is passed over with a warning, unless it is `required`."""
+    One that is not listed is skipped with a warning, unless it is `required`."""
     required: bool = False
     """Whether a missing `checkpoint` ends the run with an error, and any that is on disk and sound is taken,
-    by name, step or prefix; training goes back to each once. --restore-checkpoint sets it."""
+    by name, step or prefix; training rolls back to each once. --restore-checkpoint sets it."""
     restart_data: bool = False
-    """Whether a run that starts from `dir` reads its data from the beginning, instead of going on where the
+    """Whether a run that starts from `dir` reads its data from the beginning, instead of resuming where the
     other run stopped."""
     optimizer_state: Literal["keep", "reset", "auto"] = "keep"
     """What happens to the optimizer state of restored rows; auto resets it where the optimizer changed."""
@@ -75,7 +75,7 @@ class RestoreConfig:
     fit: bool = False
     """Whether the checkpoint of `dir` may be of another model: one without a feature, with other widths, of
     another optimizer or type. What fits is loaded, the rest starts fresh, and a table of both is logged.
-    Data, metrics and evaluations begin anew. Later starts resume as always. --from sets it."""
+    Data, metrics and evaluations start over. Later starts resume as always. --from sets it."""
     alias_map: Mapping[str, str] | None = None
     """The dense variables that were saved under another name: name in the model to name in the checkpoint."""
     auto_alias: bool = True
@@ -283,7 +283,7 @@ class TrainConfig:
 
     @property
     def saves_beside(self) -> bool:
-        """Whether checkpoints are written while training goes on."""
+        """Whether checkpoints are written while training continues."""
         return self.save.asynchronous and not self.deterministic
 
 

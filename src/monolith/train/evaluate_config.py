@@ -19,13 +19,13 @@ LOSS = "loss"
 HEADLINES = ("auc", "rmse")
 """How the names of metrics end that a line of text has room for: the first of a class, and of a number."""
 _BY_DEFAULT = ({"auc", "log_loss", "calibration"}, {"rmse", "mae", "calibration"})
-"""The metrics that a label has if nobody chooses: of a class, and of a number."""
+"""The metrics that a label has by default: of a class, and of a number."""
 
 
 def headlines(metrics: Iterable[str]) -> list[str]:
     """Return the metrics that a line of text shows, without the loss.
 
-    Of a label with metrics that labels have by default, these are AUC or RMSE. Other metrics that somebody
+    Of a label with metrics that labels have by default, these are AUC or RMSE. Other metrics that the task
     chose for a label, and measures of the task's own, which belong to no label, are all shown.
     """
     names = [name for name in metrics if name != LOSS]
@@ -107,7 +107,7 @@ class EvaluateConfig:
         """Return whether more or less of a metric is better.
 
         Raises:
-            ConfigError: Nobody knows.
+            ConfigError: It is not known.
         """
         if self.mode is not None:
             return self.mode

@@ -6,7 +6,7 @@
 What was best and how long ago is part of every checkpoint: a run that was killed compares on as if it had
 not been. The model is the one that trains, in eval mode for as long; rows are only read, random numbers are
 the evaluation's own, and the data is opened anew each time. So all that training notices is what it notices
-of a save: its updates are done before it goes on.
+of a save: its updates are done before it continues.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _no_metric(wanted: str, there: Sequence[str]) -> str:
 
 
 class KeepsBest(Protocol):
-    """Whoever saves the model."""
+    """Saves the model, and names the best checkpoint."""
 
     def named_best(self) -> BestCheckpoint | None:
         """Return which checkpoint the folder names as the best."""
@@ -271,8 +271,8 @@ class EvaluateHook(Hook):
 
     Args:
         config: Is enabled.
-        keeper: Saves the best; None where nothing is kept.
-        log: Where evaluations are written; None where nothing is kept.
+        keeper: Saves the best; None if nothing is kept.
+        log: Where evaluations are written; None if nothing is kept.
         epochs: How often the data is read; None if the task says it.
         clock: Seconds that never run backwards.
     """
@@ -375,7 +375,7 @@ class EvaluateHook(Hook):
         self._wait()  # what it took is not counted against the next
 
     def _measure(self, run: TrainingRun) -> Evaluation | None:
-        """Return what the model is worth as it stands; None where the run was interrupted meanwhile."""
+        """Return what the model is worth as it stands; None if the run was interrupted meanwhile."""
         began, session = self._clock(), self._session
 
         def until_interrupted() -> Iterator[tuple[Batch, Outputs]]:

@@ -38,7 +38,7 @@ class Evaluation:
     seconds: float
     """How long it took."""
     checkpoint: str | None = None
-    """The name of the checkpoint that was evaluated; None where it was the model of a run as it trains."""
+    """The name of the checkpoint that was evaluated; None if it was the model of a run as it trains."""
     saved_at: float | None = None
     """Unix seconds at which that was saved."""
 

@@ -10,7 +10,7 @@ A hook is told of the life of a run, event by event:
     close          once, however the run ended: threads and files go here
 
 Hooks are called in the order they were given, the chief's own before all others, at every
-event. A request to stop lets the current step finish, and the hooks of that step hear of it,
+event. A request to stop lets the current step finish, and the hooks of that step are told,
 before `end`. When an error ends the run, `end` is not called and `close` is.
 """
 
@@ -68,11 +68,11 @@ class TrainingRun(Protocol):
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run is to end; None while nobody asked."""
+        """Why the run is to end; None while no stop was requested."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether it is to end because somebody stopped it from outside, with more to do."""
+        """Whether it is to end because it was stopped from outside, with more to do."""
 
     def request_stop(self, reason: str) -> None:
         """End the run after the current step. The first reason is kept. From any thread."""
@@ -99,7 +99,7 @@ class Every:
     def multiples(self, step: int) -> range:
         """Return the multiples after the last step asked about, up to this one.
 
-        Before the first, and where steps went back to an earlier checkpoint, only this step itself counts.
+        Before the first, and after a rollback to an earlier checkpoint, only this step itself counts.
         """
         last = step - 1 if self._last is None or self._last >= step else self._last
         self._last = step
@@ -111,7 +111,7 @@ class Every:
 
 
 class Hook:
-    """A hook that does nothing; override what it should hear of."""
+    """A hook that does nothing; override the events it should receive."""
 
     def begin(self, run: TrainingRun) -> None: ...
     def after_create(self, run: TrainingRun) -> None: ...

@@ -37,7 +37,7 @@ class ImportPlan:
     source: OriginalCheckpoint
     names: NameMap
     step: int | None = None
-    """The step to go on from; None takes the original's."""
+    """The step to resume from; None takes the original's."""
     partial: bool = False
     """Whether tables and variables that the original does not have may start as the model makes them."""
     dry_run: bool = False

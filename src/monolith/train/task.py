@@ -157,7 +157,7 @@ class Task(ABC):
         return by_head
 
     def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Return what trains the dense weights; None where there are none. Rows have their own."""
+        """Return what trains the dense weights; None if there are none. Rows have their own."""
         weights = list(model.parameters())
         return EagerAdam(weights, lr=1e-3) if weights else None
 
@@ -227,6 +227,6 @@ class Task(ABC):
 
 
 def _written_at(model: nn.Module) -> str:
-    """Return the file and line of a model's forward, for whoever has to mend it."""
+    """Return the file and line of a model's forward, for error messages."""
     code = getattr(type(model).forward, "__code__", None)
     return "built in" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,12 +1,12 @@
 """The process between the launcher and a command it runs; ends the command when the launcher is gone.
 
-A killed process cannot clean up after itself, so somebody else must. The guardian holds one end
-of a pipe, of which only the launcher has the other: when that reads as ended, the launcher is dead,
-however it died. Then, and when it is told to by SIGTERM, the guardian asks the command and what
-it started to stop, and makes them after a while; a second SIGTERM makes them at once. On Linux the
-command dies with the guardian, too, should somebody kill that.
+A killed process cannot clean up after itself, so another process must. The guardian holds one end
+of a pipe, and only the launcher has the other end: when the pipe reads as closed, the launcher is dead,
+however it died. Then, or after a SIGTERM, the guardian asks the command and its child processes to
+stop, and kills them after a grace period; a second SIGTERM kills them at once. On Linux the command
+also dies with the guardian if the guardian itself is killed.
 
-Runs by itself, without the package: it needs to be small and there early.
+The guardian runs by itself, without the package: it must be small and start early.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_STARTED = 127
 """Exit status of a command that could not be started, as shells have it."""
 
 PROCESS_ID = b"\0process id "
-"""What the first line of a command begins with: its process id, for whoever shows its lines."""
+"""The prefix of a command's first line, which has its process id; for the process that shows its lines."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -86,7 +86,7 @@ def _start(command: list[str], private: tuple[int, ...]) -> int:
     child = os.fork()
     if child:
         with contextlib.suppress(OSError):
-            os.setpgid(child, child)  # as the child does: whoever comes first
+            os.setpgid(child, child)  # as the child does; the first call wins
         return child
     try:
         os.setpgid(0, 0)

@@ -5,7 +5,7 @@ Each child has a guardian (see `guardian`), so that none is left over when this 
     running ──exits 0──► done
        │ ▲
        │ └── restarted: it was killed, or exited to be started again, and has restarts left
-       └──exits otherwise──► failed: the others are stopped, and the outcome says which one it was
+       └──exits otherwise──► failed: the other members are stopped, and the outcome names this one
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LaunchOutcome:
     status: int
     """The exit status for this process: 0, that of the member that failed, or 128 plus a signal's number."""
     failed: Member | None = None
-    """The first member that failed; None where all succeeded, or a signal stopped the run."""
+    """The first member that failed; None if all succeeded, or a signal stopped the run."""
     text: str = "all done"
     """What happened, for a person to read."""
 
@@ -85,12 +85,12 @@ def job_members(
     Args:
         num_spares: Parameter servers beyond `num_ps`, of which the command line speaks.
         command: Trains, given the flags of a RunConfig after it: ("monolith", "train", "tasks:MyTask").
-        folder: An empty one, in which they register; None where `flags` say how they find each other.
-        flags: For all of them.
-        environment: For all of them.
+        folder: An empty folder in which members register; None if `flags` say how they find each other.
+        flags: Added to the command of every member.
+        environment: Variables of every member.
 
     Raises:
-        ConfigError: There is nobody to run.
+        ConfigError: There are no workers to run, or fewer than 0 servers.
     """
     if num_ps < 0 or num_workers < 1:
         raise ConfigError(f"a run needs workers, and no fewer than 0 servers; got {num_workers} and {num_ps}")
@@ -153,7 +153,7 @@ def launch(
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """Somebody wants the run to stop; asked again, at once."""
+    """A request to stop the run; a second one stops it at once."""
 
     signal: int = signal.SIGTERM
 
@@ -186,18 +186,18 @@ def run_members(
 ) -> LaunchOutcome:
     """Run all members until they are done, or one fails for good. When it returns, none of them runs.
 
-    Who is asked to stop may need the followers for its last checkpoint, so they are asked after all others
-    have ended.
+    A member that stops may need the followers for its last checkpoint, so the followers are asked to stop
+    after all other members have ended.
 
     Args:
         output: Where their lines go, each after its member's name; by default standard output.
-        color: Whether names have colours; by default where `output` is a terminal.
-        grace: From asking to stop (SIGTERM) to making (SIGKILL).
-        followers: Roles that have nothing to do once the others are done: they are then asked to stop.
-        restarts: How often each member is started again that was killed, or exited with os.EX_TEMPFAIL as one
-            does that others have let down. One that failed by itself would fail again.
-        chief: The name of the member with whose clean end the run is finished, also for who restarted so late
-            that nobody is left to say so.
+        color: Whether names have colours; by default if `output` is a terminal.
+        grace: Time from asking a member to stop (SIGTERM) to killing it (SIGKILL).
+        followers: Roles that have nothing to do once the other roles are done; they are then asked to stop.
+        restarts: How often each member is restarted after it was killed, or exited with os.EX_TEMPFAIL (a
+            peer failed). A member that failed by itself would fail again.
+        chief: The name of the member whose clean end finishes the run, also for a member that restarted so
+            late that no process is left to tell it.
         tap: Sees all lines before they are shown.
         events: A StopRequest put here stops the run; a second one, at once.
 
@@ -280,7 +280,7 @@ class _Running:
             elif not leaders and stopping and event.member.role not in followers:
                 self._ask(self._alive)
             elif (finished or not leaders) and outcome is None:
-                # Leaders tell followers to end, and the chief everybody; who was not told hears it from us.
+                # Leaders tell followers to end, and the chief tells all members; the launcher tells the rest.
                 self._due.clear()
                 patience = LEAVE_WITHIN if finished else self._grace
                 deadline = time.monotonic() + patience.total_seconds()
@@ -293,7 +293,7 @@ class _Running:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _may_start_again(self, event: MemberEnded) -> bool:
-        """Plan to start a member again that has ended, where it may help."""
+        """Plan the restart of a member that has ended, if a restart may help."""
         name = event.member.name
         may_help = event.status < 0 or event.status == os.EX_TEMPFAIL
         if not may_help or self._restarted[name] >= self._restarts:
@@ -316,7 +316,7 @@ class _Running:
                 self._start(member)
 
     def close(self) -> None:
-        """End whoever still runs."""
+        """End all members that still run."""
         self._ask(self._alive)
         for child in self._alive.values():
             try:
@@ -358,7 +358,7 @@ class _Running:
 
     def _wait(self, member: Member, child: subprocess.Popen[bytes], copier: threading.Thread) -> None:
         status = child.wait()
-        # Its last words come before the news of its end, unless somebody who left its group keeps the pipe.
+        # Its last lines come before the event of its end, unless a process outside its group keeps the pipe.
         copier.join(LATE.total_seconds())
         self._events.put(MemberEnded(member, status))
 

@@ -56,7 +56,7 @@ _CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayPlacement:
-    """What each member of a role gets from Ray, where the members go, and how often one begins again."""
+    """The resources of each member of a role, the placement of the members, and the number of restarts."""
 
     cpus: float = 1.0
     """The CPUs that Ray reserves for a member; OMP_NUM_THREADS is set to them."""
@@ -152,8 +152,8 @@ def run_members_on_ray(
     When it returns, none of them runs; only one whose actor was lost may take its grace to end. Should this
     process be killed, Ray ends the actors, and guardians end the commands.
 
-    A command has the variables of its machine, with those of the member over them; RAY_ADDRESS names the
-    cluster, and programs that are installed beside the machine's Python are found.
+    A command has the variables of its machine, overridden by those of the member; RAY_ADDRESS names the
+    cluster, and PATH includes the folder of the machine's Python, so programs installed there are found.
 
     Args:
         address: Of a cluster, as `ray.init` takes it: "auto", "host:port" or "ray://host:port". None starts
@@ -162,9 +162,9 @@ def run_members_on_ray(
         placements: By role; a role that is not named has what `PLACEMENTS` says.
         runtime_env: What Ray takes to the machines, such as {"working_dir": "."}; see its documentation.
         output: Where their lines go, each after its member's name; by default standard output.
-        color: Whether names have colours; by default where `output` is a terminal.
-        grace: From asking a command to stop (SIGTERM) to making it (SIGKILL).
-        followers: Roles that have nothing to do once the others are done: they are then asked to stop.
+        color: Whether names have colours; by default if `output` is a terminal.
+        grace: Time from asking a command to stop (SIGTERM) to killing it (SIGKILL).
+        followers: Roles that have nothing to do once the other roles are done; they are then asked to stop.
         tap: Sees all lines before they are shown.
         room_timeout: How long to wait until the cluster has room for all members.
         events: A StopRequest put here stops the run; a second one, at once.
@@ -205,7 +205,7 @@ def run_members_on_ray(
 
 @dataclass(frozen=True, slots=True)
 class _Lost(MemberEnded):
-    """An actor is gone, with its worker or its machine; how its command ended, nobody knows."""
+    """An actor is gone, with its worker or its machine; the exit status of its command is unknown."""
 
     why: str
 
@@ -255,7 +255,7 @@ class _RayRun:
         """Until when to wait for news, and what to do then."""
 
     def wait_for_room(self, timeout: timedelta) -> LaunchOutcome | None:
-        """Set aside what all members need; return an outcome if somebody stops the run before that."""
+        """Reserve the resources of all members; return an outcome if a StopRequest comes before that."""
         from ray.util import placement_group
 
         for role, placement in self._placements.items():
@@ -269,7 +269,7 @@ class _RayRun:
             while not group.wait(_LOOK_EVERY_S):
                 with suppress(queue.Empty):
                     event = self._events.get_nowait()
-                    assert isinstance(event, StopRequest)  # nobody else runs yet
+                    assert isinstance(event, StopRequest)  # no member runs yet, so no other event can come
                     return _stopped(event)
                 now = time.monotonic()
                 needs = f"{group.bundle_count} x {self._placements[role].bundle} for {role}"
@@ -318,13 +318,13 @@ class _RayRun:
             elif not leaders and stopping and event.member.role not in followers:
                 self._ask(self._alive)
             elif not leaders and outcome is None:
-                # Leaders tell followers to end; those that were not told hear it from us.
+                # Leaders tell followers to end; the launcher tells the rest.
                 self._due = (time.monotonic() + self._grace.total_seconds(), self._ask_all)
                 outcome = LaunchOutcome(status=0)
         return outcome or LaunchOutcome(status=0)
 
     def close(self) -> None:
-        """End whoever still runs, and give back what was set aside."""
+        """End all members that still run, and release the reserved resources."""
         from ray.util import remove_placement_group
 
         if self._alive:
@@ -458,7 +458,7 @@ class _Host:
                 return chunk, None
         elif self._process.poll() is None:
             return b"", None
-        # All was read; or somebody who left the command's group keeps the output open, and is not waited for.
+        # All was read; or a process that left the command's group keeps the output open: do not wait for it.
         self._process.wait()
         status = self._report.readline()
         return b"", int(status) if status else -signal.SIGKILL

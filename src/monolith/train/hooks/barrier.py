@@ -1,7 +1,7 @@
 """The barrier: a place where workers wait between steps while it is placed.
 
 The chief, index 0, places it with an action that says why: "Save" while a state is cut, "Stop"
-before everybody ends, or "" because an operator wants silence. Workers, from 1 on, meet it
+before all processes end, or "" because an operator wants silence. Workers, from 1 on, meet it
 before their next step and are blocked until it is removed. Action and flag are one
 value with a generation, so that a slow worker never reads the action of a later barrier.
 """
@@ -55,14 +55,14 @@ class Barrier(Protocol):
         """How many there are, the chief included."""
 
     def place(self, action: str = "") -> PlacedBarrier:
-        """Hold everybody back from their next step.
+        """Block all workers before their next step.
 
         Raises:
             BarrierAlreadyPlacedError: There is one already.
         """
 
     def remove(self) -> None:
-        """Let everybody go, whoever placed it; without a barrier nothing happens."""
+        """Unblock all workers, whichever process placed it; without a barrier nothing happens."""
 
     def placement(self) -> PlacedBarrier | None:
         """The barrier that is in place, if one is."""
@@ -96,7 +96,7 @@ class LocalBarrier:
     """A barrier for the threads of one process.
 
     Args:
-        callbacks: Called with the action by whoever places a barrier, and once for each barrier by every
+        callbacks: Called with the action by the thread that places it, and once for each barrier by every
             worker that meets it.
     """
 
@@ -169,7 +169,7 @@ class BarrierHook(Hook):
 
     Args:
         idle: Called again and again while waiting, with the run; `SaveHook.before_step` belongs here, since
-            nobody else can save while the training thread waits.
+            nothing else can save while the training thread waits.
         poll: How long to wait between looks at the run and calls of `idle`, in seconds.
     """
 
@@ -239,7 +239,7 @@ class BarrierSaveListener(SaveListener):
     Args:
         announce: Told the step before the barrier is placed, so that workers save their own part for it.
         wait_seconds: Between looks at who is blocked.
-        max_pending_seconds: After this the state is cut even though somebody still trains.
+        max_pending_seconds: After this the state is cut even if a worker still trains.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ def wait_until_blocked(
 
 # The health of processes with rows: training halts before one of them runs out of memory.
 #
-# A server that the kernel kills takes its rows along. QuiescedFleet in time, the run can be stopped, which
+# A server that the kernel kills takes its rows along. Halted in time, the run can be stopped, which
 # saves it, and started again with more memory or more servers.
 
 
@@ -386,7 +386,7 @@ class PsHealthHook(Hook):
             self._thread.start()
 
     def end(self, run: TrainingRun) -> None:  # noqa: ARG002
-        """Let the others go that were halted, so that they hear that the run ends."""
+        """Unblock the halted workers, so that they learn that the run ends."""
         if self._placed:
             self._barrier.remove()
 

@@ -41,7 +41,7 @@ class DeepInsightConfig:
     """The labels whose predictions are reported together in one message; without any, a message has one
     target."""
     extra_fields: tuple[str, ...] = ()
-    """Features that are reported beside the predictions of `targets`."""
+    """Features that are reported in addition to the predictions of `targets`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sample_ratio <= 1:

@@ -1,8 +1,8 @@
 """The control server: halt, resume, save and look at a running job, from a shell or a scheduler.
 
 The service is gRPC's `Controller` (proto/controller.proto). Where it listens is in the file
-`controller_server_addr.txt` of the model directory for as long as the job runs, so that whoever
-knows the directory can make the call:
+`controller_server_addr.txt` of the model directory for as long as the job runs, so that a client
+that knows the directory can make the call:
 
     with ControlClient(model_dir) as job:
         job.save_checkpoint()
@@ -142,7 +142,7 @@ class ControlServer:
             guard = replace(guard, token=control_token(model_dir))
         self.closing.clear()
         server = grpc.server(
-            # Whoever waits for a save or a trace has a thread: some are left for others.
+            # A caller that waits for a save or a trace occupies a thread: some are left for other calls.
             ThreadPoolExecutor(self._waiting + _THREADS, thread_name_prefix="control-server"),
             interceptors=grpc_interceptors(guard, self._message_within, self._admit),
             options=(
@@ -200,7 +200,7 @@ class ControlServer:
                 except _RefusedError as error:
                     context.abort(getattr(grpc.StatusCode, error.code), str(error))
                     raise AssertionError("abort raises") from error
-                except Exception as error:  # whatever it is, the server goes on, and its log has the rest
+                except Exception as error:  # whatever it is, the server stays up, and its log has the rest
                     number = secrets.token_hex(4)
                     _log.exception("the controller failed (error %s)", number)
                     context.abort(grpc.StatusCode.INTERNAL, f"{_said(error)} (error {number})")
@@ -228,7 +228,7 @@ class ControlServerHook(Hook):
         barrier: Placed to halt training; a `BarrierHook` makes the run obey it, and should call
             `SaveHook.before_step` while it waits, or a halted job cannot be saved.
         trigger_save: `SaveHook.trigger_save`; called on a thread of the server.
-        publish: Answers what is asked of publishing; None where the run publishes nothing.
+        publish: Answers what is asked of publishing; None if the run publishes nothing.
         tracer, address, security, grace: As for `ControlServer`.
         limits: What one caller may ask for.
     """
@@ -374,7 +374,7 @@ def control_token(model_dir: str) -> Secret:
 
 
 def _said(error: Exception) -> str:
-    """Return what a caller hears of an error: no path, and nothing of one that was not raised on purpose."""
+    """Return what a caller sees of an error: no path, and nothing of one that was not raised on purpose."""
     if isinstance(error, OSError) and not isinstance(error, MonolithError):
         return error.strerror or str(error)
     return str(error) if isinstance(error, MonolithError) else "see the log of the run"
@@ -525,7 +525,7 @@ def _translate(grpc: Any, name: str, address: str, cause: Any) -> NoReturn:
 
 
 def import_grpc() -> Any:
-    """Return gRPC, which not everybody has."""
+    """Return gRPC, which is an optional dependency."""
     try:
         import grpc  # type: ignore[import-untyped]
     except ImportError as cause:

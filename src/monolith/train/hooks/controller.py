@@ -84,7 +84,7 @@ class ControllerHook(Hook):
 
 
 class ActionFileHook(Hook):
-    """Does what the file `monolith_action` in the model directory says, and answers beside it.
+    """Does what the file `monolith_action` in the model directory says, and writes an answer next to it.
 
     The file holds a ControllerHooksProto as text: `action: TRIGGER_SAVE` or `action: STOP`. It is
     removed whatever it held, and `monolith_action_response` says "OK" or what was wrong.

@@ -1,4 +1,4 @@
-"""The hooks that the settings of a run ask for, beside those that train and save."""
+"""The hooks that the settings of a run ask for, in addition to those that train and save."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def installed_hooks(
     Args:
         module: The model.
         metrics: Where counters and timers go.
-        others: Those who train with this process; None where it trains alone.
+        others: The processes that train with this one; None if it trains alone.
         rest: Hooks that are told of each step while this process waits or is halted: those that keep it
-            together with the others.
+            together with the other processes.
         clock: Unix seconds.
         timer: Seconds that only grow.
 

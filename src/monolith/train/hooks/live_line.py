@@ -1,6 +1,6 @@
-"""The live line: how a run stands, for whoever looks on.
+"""The live line: the progress of a run, for an operator who watches it.
 
-The hook gathers the numbers, and only when somebody is to see them: reading a loss makes the CPU wait
+The hook gathers the numbers, and only when they are to be shown: reading a loss makes the CPU wait
 for the device. What becomes of them is up to a function: drawn on a terminal, a line in the log, or
 gauges of Prometheus.
 """
@@ -52,7 +52,7 @@ class TrainStatus:
     metrics: Mapping[str, float]
     """By "head/metric", over the latest examples; those that have nothing to say are left out."""
     lag_seconds: float | None
-    """How far the newest example trained on is behind the clock; None where the data has no event times, or
+    """How far the newest example trained on is behind the clock; None if the data has no event times, or
     was there already, as files are."""
     event_time: int = 0
     """The newest event trained on, in Unix seconds; 0 where the data has no event times."""
@@ -337,7 +337,7 @@ def gauge_status(metrics: Metrics) -> Callable[[TrainStatus], None]:
     return show
 
 
-# How long a run will still take: by its steps, and by its data where somebody knows how much is read.
+# How long a run will still take: by its steps, and by its data if it is known how much is read.
 
 
 class Ahead(NamedTuple):
@@ -348,7 +348,7 @@ class Ahead(NamedTuple):
     data_read: float | None
     """Which part of the data is done, from 0 to 1, over all epochs; None where nobody knows."""
     seconds_left: float | None
-    """To the last step or the end of the data, whichever comes first; None where neither is known."""
+    """To the last step or the end of the data, whichever comes first; None if neither is known."""
 
 
 class Outlook:
@@ -379,7 +379,7 @@ class Outlook:
         """When the data was first asked how much of it is done, and what it said."""
 
     def begin(self, step: int) -> None:
-        """Hear at which step the run begins."""
+        """Count from the step at which the run begins."""
         self._first_step, self._began, self._first_read = step, self._timer(), None
 
     def look(self, step: int) -> Ahead:
@@ -405,7 +405,7 @@ class Outlook:
         return (1 - part) * (now - then) / (part - first) if part > first else math.inf
 
 
-# Counts of a worker's steps, for whoever looks from another thread: `monolith status watch`.
+# Counts of a worker's steps, for readers on another thread: `monolith status watch`.
 #
 # Counting costs a few additions a step. Nothing here reads a loss or asks a server.
 

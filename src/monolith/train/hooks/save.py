@@ -1,9 +1,9 @@
 """The save hook: checkpoints by the clock or by the step, on demand, and at the end.
 
 How a checkpoint is written is the business of a `Snapshots`. It cuts a `Snapshot`, quickly,
-which holds the state of this step fast while training may go on; the moment then writes, as
+which holds the state of this step fast while training may continue; the moment then writes, as
 slowly as it must. Saving asynchronously, the training thread waits for the cut only, and one
-thread beside it does the rest.
+background thread does the rest.
 
 What a failed save means follows from its error:
 
@@ -12,7 +12,7 @@ What a failed save means follows from its error:
     the run outlives it           the checkpoint is dropped, the next one is made as usual (a lost server)
     anything else                 is tried once more, then ends the run
 
-Two kinds of listeners hear of a save. Listeners belong to it: an error of theirs is an error of
+Two kinds of listeners are told of a save. Listeners belong to it: an error of theirs is an error of
 the save. Guards do not: they hold workers back while a state is cut, and are undone, in reverse,
 whatever happens.
 """
@@ -56,10 +56,10 @@ FILES_ATTEMPTS = 50
 FILES_PAUSE = 0.1
 """Seconds between attempts while the process has no file left."""
 NEVER_STEPS = 100_000_000
-"""How many steps lie between saves where nobody said."""
+"""How many steps there are between saves if no interval is set."""
 LONGEST_RETRY_SECS = 300.0
 """Pauses between saves that fail double up to this: space that returns is used within five minutes, and the
-ten failures of the default take about 35 minutes, in which somebody can be called."""
+ten failures of the default take about 35 minutes, in which an operator can be called."""
 FIRST_LAST_RETRY_SECS = 0.5
 """Pauses before the last save of a run is retried double from here."""
 _BUCKETS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
@@ -76,11 +76,11 @@ class Snapshot(Protocol):
         """Write it and return where: the prefix of its files. May be called again after a failure."""
 
     def close(self, *, saved: bool) -> None:
-        """Let go of it. Always called, once, on the thread that wrote."""
+        """Release it. Always called, once, on the thread that wrote."""
 
 
 class Snapshots(Protocol):
-    """Whoever knows what the state is."""
+    """Takes snapshots of the state of a model."""
 
     def snapshot(self, step: int) -> Snapshot:
         """Hold the state of this step fast. Quick, and called on the training thread."""
@@ -91,7 +91,7 @@ class SaveConfig:
     """How often to save, and what an error means. With neither interval only the end is saved."""
 
     secs: float | None = None
-    """Seconds between saves; not beside `steps`."""
+    """Seconds between saves; not together with `steps`."""
     steps: int | None = None
     """Steps between saves."""
     hours: DailyHours | None = None
@@ -99,9 +99,9 @@ class SaveConfig:
     secs_outside_hours: float | None = None
     """Seconds between saves outside of the daily window."""
     ignore_errors: bool = False
-    """Whether training goes on when a save failed; a request for a save has a setting of its own."""
+    """Whether training continues after a failed save; a request for a save has a setting of its own."""
     asynchronous: bool = False
-    """Whether a checkpoint is written while training goes on."""
+    """Whether a checkpoint is written while training continues."""
     max_failures: int = 10
     """The run ends after so many saves in a row that failed for a reason that may pass: a full disk, a
     used-up quota, no free file descriptor. Until then it trains on and retries; 0 ends it with the first."""
@@ -140,7 +140,7 @@ class SaveConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """Somebody wants a save, and waits for it."""
+    """A request for a save, whose caller waits for it."""
 
     ignore_errors: bool
     done: Future[str | None] = field(default_factory=Future)
@@ -168,7 +168,7 @@ class _Save:
 
 @dataclass(slots=True, eq=False)
 class _Writing:
-    """A save that is written beside the training."""
+    """A save that is written while training continues."""
 
     save: _Save
     thread: threading.Thread
@@ -190,8 +190,8 @@ class SaveHook(Hook):
         always_final: Save at the end even if no step was taken; a step that is on disk is not written again.
         resumed: Whether others have trained on before this process came back to them: then the step it begins
             with may be in no checkpoint, and the end saves it.
-        together: Holds back whoever else trains, from before the step is read until the state is cut.
-        outlives: Whether training goes on although a save failed with an error: the checkpoint is dropped,
+        together: Pauses the other processes that train, from before the step is read until the state is cut.
+        outlives: Whether training continues although a save failed with an error: the checkpoint is dropped,
             with a warning, and the next one is made as usual. The last one of a run is tried again.
         on_saved: Called with the step and prefix of what is on disk, to note it in a state file. An error
             of this is logged: the checkpoint is good.
@@ -292,7 +292,7 @@ class SaveHook(Hook):
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is being written beside the training."""
+        """Whether a save is being written while training continues."""
         with self._turn:
             return self._is_writing()
 
@@ -470,7 +470,7 @@ class SaveHook(Hook):
         self.timer.rearm(self.config.retry_secs)
 
     def _save_here(self, run: TrainingRun, held: ExitStack, *, timed: bool, wait_for_it: bool) -> None:
-        """Save, and let go of what is `held` once the state is cut."""
+        """Save, and release what is `held` once the state is cut."""
         with self._lock:
             requests, self._requests = self._requests, []
             on_disk = self._saved
@@ -652,7 +652,7 @@ class SaveHook(Hook):
         step = self._first_step if self._saved is None else self._saved[0]
         return f"The newest checkpoint is of step {step}." if step else "No checkpoint was saved yet."
 
-    # Beside the training
+    # Writing while training continues
 
     def _start_writing(self, run: TrainingRun, save: _Save, moment: Snapshot) -> None:
         def write() -> None:

@@ -124,7 +124,7 @@ class SaveTimer:
 
 
 class SaveListener:
-    """A listener that does nothing; override what it should hear of."""
+    """A listener that does nothing; override the events it should receive."""
 
     trouble = ""
     """What failed in its last attempt, for a person; empty if nothing did. The next save tries it again, or
@@ -151,7 +151,7 @@ class SaveListener:
 
 
 class BeforeSaveListener(SaveListener):
-    """Lets a listener hear of the time before a save only."""
+    """Tells a listener only of the time before a save."""
 
     def __init__(self, listener: SaveListener) -> None:
         self._listener = listener
@@ -167,7 +167,7 @@ class BeforeSaveListener(SaveListener):
 
 
 class AfterSaveListener(SaveListener):
-    """Lets a listener hear of the time after a save only."""
+    """Tells a listener only of the time after a save."""
 
     def __init__(self, listener: SaveListener) -> None:
         self._listener = listener
@@ -203,7 +203,7 @@ class SaveMemory:
             self._full_step = step
 
     def note_writing(self, step: int | None) -> None:
-        """A full checkpoint of this step is being written, perhaps beside the training; None: no more."""
+        """A full checkpoint of this step is being written, perhaps during training; None: no more."""
         with self._lock:
             self._being_written = step
 

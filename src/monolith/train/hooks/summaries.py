@@ -22,7 +22,7 @@ from monolith.train.hooks.config import TrackingConfig
 
 
 class Measured(Protocol):
-    """Whoever knows the metrics of a run, such as a `MetricSet`."""
+    """Has the metrics of a run, such as a `MetricSet`."""
 
     def values(self) -> Mapping[str, float]: ...
 
@@ -38,7 +38,7 @@ class SummaryHook(Hook):
     Args:
         metrics: Is only read: those of the session, which a hook before this one keeps up to date.
         stats: What the tables hold, by name: `store.stats`.
-        sinks: Open those who take the scalars; by default files of TensorBoard in the model folder.
+        sinks: Open the sinks of the scalars; by default files of TensorBoard in the model folder.
         clock: Seconds that never run backwards.
     """
 
@@ -112,7 +112,7 @@ class SummaryHook(Hook):
 
 # Trackers: MLflow and W&B, which are told what TensorBoard is told.
 #
-# A run that is taken up again goes on in the run of the tracker that it began: its id is kept in the
+# A run that is resumed continues in the run of the tracker that it began: its id is kept in the
 # model_dir. What a tracker does not take is no reason not to train: it is logged once, counted, and said
 # again at the end.
 
@@ -124,10 +124,10 @@ FOLDER = "summaries"
 
 
 class ScalarSink(Protocol):
-    """Whoever takes the numbers of a run."""
+    """Takes the numbers of a run."""
 
     def start(self, step: int) -> None:
-        """Say that training goes on after `step`."""
+        """Say that training resumes after `step`."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Take numbers of one step, by tag."""
@@ -137,7 +137,7 @@ class ScalarSink(Protocol):
 
 
 OpenSink = Callable[[TrainingRun], ScalarSink | None]
-"""Opens a sink when a run begins; None where there is nowhere to write."""
+"""Opens a sink when a run begins; None if there is nowhere to write."""
 
 
 class _Tracker(ABC):

@@ -43,7 +43,7 @@ class HeadMetrics:
         """Batches that are not measured, because a prediction is not finite."""
 
     def update(self, predictions: Mapping[str, Tensor], batch: Batch) -> None:
-        """Take in a batch as it was predicted; labels that are not predicted are passed over. A batch with a
+        """Take in a batch as it was predicted; labels that are not predicted are skipped. A batch with a
         prediction that is not finite is left out, said and counted."""
         heads = [head for head in predictions if head in batch.labels]
         if self._set is None and heads:

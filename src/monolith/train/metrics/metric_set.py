@@ -5,7 +5,7 @@ example is an unseen one once; `StepResult.predictions` are those. `Windowed` cu
 stream into windows and gives a row for each, which shows a model getting better, or stale.
 
 The state of a metric is plain numbers, texts, lists and tensors, so that it commits
-with a checkpoint and a run that goes on counts no example twice.
+with a checkpoint and a resumed run counts no example twice.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Metric(Protocol):
         """Return everything that `restore` needs, detached from this metric."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of a metric of the same kind.
+        """Resume from a state of a metric of the same kind.
 
         Raises:
             RestoreError: It is not one. The metric is as it was.
@@ -489,7 +489,7 @@ class MetricSet:
         return {name: metric.state() for name, metric in self._named().items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state. A metric that is new begins empty; the state of one that is gone is let go."""
+        """Resume from a state. A metric that is new begins empty; the state of one that is gone is let go."""
         for name, metric in self._named().items():
             if name in state:
                 metric.restore(state[name])

@@ -1,7 +1,7 @@
-"""Metrics of the examples seen last, for whoever looks on.
+"""Metrics of the examples seen last, for live displays.
 
 Windows that follow each other are compared with each other; but the last one that ended may be long ago. Here
-the window slides: the latest examples are kept, and a metric is computed of them when somebody asks.
+the window slides: the latest examples are kept, and a metric is computed of them on request.
 
     closed windows   [-------][-------][-----      what a report and a checkpoint have
     sliding                       [-------]        what the live line and TensorBoard show
@@ -55,7 +55,7 @@ class SlidingMetrics:
         groups: Tensor | None = None,
         event_time: int = 0,
     ) -> None:
-        """Take in a batch, and let go of what has left the window."""
+        """Take in a batch, and drop the batches that have left the window."""
         if not self._names or not len(predictions):
             return
         self._seen.append(
@@ -104,6 +104,6 @@ def _kept(values: Tensor) -> Tensor:
 
 
 def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Lay parts end to end; None where one of them has nothing."""
+    """Lay parts end to end; None if one of them is None."""
     found = [part for part in parts if part is not None]
     return torch.cat(found) if len(found) == len(parts) else None

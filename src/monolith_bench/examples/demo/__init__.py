@@ -1,1 +1,1 @@
-"""`monolith demo`: a stream, a model that goes on learning, a kill and a resume."""
+"""`monolith demo` shows a stream, a model that keeps learning, a kill and a resume."""

@@ -1,15 +1,15 @@
-"""`monolith demo`: the whole story on one machine, in a minute and a half.
+"""`monolith demo` tells the whole story on one machine, in a minute and a half.
 
     learn       a process trains a DeepFM on clicks as they happen, publishes and saves
-    serve       a checkpoint of it is exported; a server begins with that, and follows the run
-    freeze      a copy of the same checkpoint learns no more: what a server says that does not follow
-    new item    an item that nobody has seen appears in the stream, until its served score moves
-    kill        the process that trains gets a kill -9; another goes on, and the server answers all the while
+    serve       a checkpoint is exported; a server starts from the export, and follows the run
+    freeze      a copy of the same checkpoint learns no more, like a server that does not follow
+    new item    a never-seen item appears in the stream; the scene ends when its served score moves
+    kill        the training process gets a kill -9; another resumes, and the server answers all the while
     poison      labels are wrong for a while: publishing is paused, and resumes when the model has recovered
 
-Nothing is taken on trust: somebody asks the server all the time and takes down what it answers, the ledger
-compares record by record what both training processes did, and the demo fails where any of it is not so.
-Each scene waits until the one before has been seen, however slow the machine is.
+Nothing is taken on trust: a prober queries the server all the time and records its answers, the ledger
+compares the work of both training processes record by record, and the demo fails if any claim is false.
+Each scene waits until the previous one has been seen, however slow the machine is.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ LEAST_JUDGED = 3
 LEAST_ASKED = 3
 """Answers before the new item appears."""
 AHEAD_SECONDS = 1.0
-"""From a cue to its record: nobody may have read that by then."""
+"""Seconds from a cue to its record: no process may have read the record before the cue is given."""
 CATCH_UP = 0.5
 """For so much of the demo labels stay right, until the trainer that came back has caught up."""
 LOOK_EVERY = 0.1
@@ -144,14 +144,14 @@ def run(options: DemoOptions) -> int:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on: the trainer that comes back must have the same."""
+    """Return a free port: the restarted trainer must listen on the same port as the killed one."""
     with bound_socket("127.0.0.1", 0, whose="demo") as held:
         return int(held.getsockname()[1])
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Predict with one thread: this process looks on, and the others should have the cores."""
+    """Predict with one thread: this process only watches, and leaves the cores to training and serving."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -252,10 +252,10 @@ class Demo:
         )
 
     def _kill(self, process: TrainingProcess) -> TrainingProcess:
-        """Kill the process that trains, and return one that goes on."""
+        """Kill the training process, and return the process that resumes training."""
         self._follow(process, "steps to take again", self._may_kill)
         killed_at = process.kill()
-        for event in process.events():  # what it had done, and we had not heard of yet
+        for event in process.events():  # steps from before the kill whose events were not read yet
             self._take(event)
         self.ledger.killed(killed_at)
         self.times = replace(self.times, killed=killed_at, killed_step=self.ledger.step)
@@ -340,7 +340,7 @@ class Demo:
     def _take(self, event: Event) -> None:
         self.ledger.add(event)
         match event:
-            case Started():  # what was lost is measured again
+            case Started():  # windows after the checkpoint are measured again
                 for points in (self.points, self._fresh):
                     points[:] = [point for point in points if point.window.end <= event.next_record]
             case WindowEnded():
@@ -353,9 +353,9 @@ class Demo:
     def _freeze(self) -> str:
         """Let the last checkpoint be the batch-trained model; return its prefix."""
         state = read_checkpoint_state(self.plan.job.model_dir)
-        assert state is not None  # somebody waited for it
+        assert state is not None  # an earlier scene waited for a checkpoint
         step = _step_of(state.model_checkpoint_path)
-        since = step * self._script.batch  # of a step that we may not have heard of yet
+        since = step * self._script.batch  # the event of this step may not have been read yet
         self.judge.rival = FrozenRival(self.plan.job, state.model_checkpoint_path, since)
         self._note(
             f"[magenta]batch-trained[/]: a copy of step {step:,} learns no more, from record {since:,} on"
@@ -463,7 +463,7 @@ def conclude(demo: Demo, console: Console) -> int:
 
 
 def is_calm(point: Point, demo: Demo) -> bool:
-    """Whether nothing was wrong with the labels of a window, and what was learned from it was published."""
+    """Return whether a window ends before the wrong labels, or begins after publishing resumed."""
     poison, released = demo.cues.poison, demo.times.released
     if poison is None or point.window.end <= poison:
         return True
@@ -471,7 +471,7 @@ def is_calm(point: Point, demo: Demo) -> bool:
 
 
 def is_good(calm: Sequence[Point], told: Sequence[Claim]) -> bool:
-    """Whether every claim is true, and the model that goes on learning beats the one that stopped."""
+    """Return whether every claim is true, and the model that keeps learning beats the one that stopped."""
     gains = [point.online - point.frozen for point in calm if point.frozen is not None]
     return all(claim.true for claim in told) and bool(gains) and mean(gains) > 0
 

@@ -26,7 +26,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 class Screen:
-    """Shows the demo while it goes on: lines, and notes where something happened."""
+    """Shows the demo while it runs: lines of numbers, and a note when something happens."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -126,7 +126,7 @@ def intro(seconds: float, folder: str) -> str:
 
 
 def resumed_text(resume: Resume) -> str:
-    """Say where a process went on from the one that was killed."""
+    """Say at which record a process resumed after the kill."""
     right = resume.next_record == resume.expected_record
     found = "the one after that step" if right else f"[red]not {resume.expected_record:,}[/]"
     return (

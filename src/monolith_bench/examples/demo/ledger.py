@@ -1,7 +1,7 @@
-"""The demo's ledger: which record was trained on by which process, so that nobody has to be believed.
+"""The demo's ledger records which process trained on which record, so that its claims can be checked.
 
-A process that is killed takes with it what it did since its last checkpoint; the next one does
-that again. So the steps that count are those of the first process up to the checkpoint and
+A killed process loses its steps since its last checkpoint; the next process takes them
+again. So the steps that count are those of the first process up to the checkpoint and
 those of the second. Each must begin with the record after the last of the step before: then
 none was lost and none counts twice. The steps that were taken twice show more: their loss,
 before and after the kill, must be the same to the last bit.
@@ -17,7 +17,7 @@ from monolith_bench.examples.demo.process import Event, Started, Stepped, Window
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """How the second process went on from the first."""
+    """How the second process resumed after the first was killed."""
 
     killed_step: int
     """The last step of the first process."""
@@ -53,7 +53,7 @@ class Ledger:
         self._save_steps = save_steps
         self._steps: dict[int, Stepped] = {}  # those that count
         self._windows: dict[int, WindowEnded] = {}  # by where they end
-        self._before: dict[int, Stepped] = {}  # what was lost in the kill
+        self._before: dict[int, Stepped] = {}  # the steps lost in the kill
         self._starts: list[Started] = []
         self._killed_at = 0.0
         self._killed: Stepped | None = None
@@ -124,7 +124,7 @@ class Ledger:
         )
 
     def resume(self) -> Resume | None:
-        """Return how the second process went on; None before its first step."""
+        """Return how the second process resumed; None before its first step."""
         if len(self._starts) < 2 or self._killed is None:
             return None
         start = self._starts[1]

@@ -1,14 +1,14 @@
 """The demo's live stream: clicks at the pace of the clock, and what is staged in them.
 
 Event time is wall time. Record n happens n / rate seconds after the stream began and cannot be read before;
-who is behind, as a process that was killed and came back, reads on without waiting until it has caught up.
+a reader that is behind, such as a restarted process, reads without waiting until it has caught up.
 
     drift       users and items come and go, within a minute instead of a day
-    new item    from some record on, every few show an item that nobody has seen, and it is clicked
-    poison      for a while the labels are turned around: whoever learns from them ranks the wrong way round
+    new item    from some record on, every hundredth shows an item never seen before, and it is clicked
+    poison      for a while the labels are inverted: a model that learns from them ranks the wrong way round
 
-Whoever directs the demo gives the cues, in a file, each before its record happens: what is staged waits for
-processes that take long to start, and a record is the same for whoever reads it again.
+The demo command writes the cues to a file, each before its record happens. So a scene can wait for processes
+that take long to start, and a record is the same for every process that reads it again.
 """
 
 from __future__ import annotations

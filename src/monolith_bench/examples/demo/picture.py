@@ -17,15 +17,15 @@ class Marks:
     stopped: float
     """The batch-trained model stopped learning."""
     checkpoint: float
-    """Where the second process went on."""
+    """The position at which the second process resumed."""
     killed: float
-    """Where the first had been."""
+    """The position of the first process when it was killed."""
     appeared: float
     """A new item was seen first."""
     held: float
     """Publishing was paused."""
     released: float
-    """It went on."""
+    """Publishing resumed."""
 
 
 def draw_picture(path: Path, points: Sequence[Point], marks: Marks) -> None:

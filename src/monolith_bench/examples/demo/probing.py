@@ -14,10 +14,10 @@ from monolith_bench.examples.demo.live_stream import NEW_ITEM
 from monolith_bench.examples.demo.story import ProbeAnswer
 
 AskScores = Callable[[], tuple[float, float, int]]
-"""Returns the served scores of the new item and of one nobody knows, and the step they were learned up to."""
+"""Returns the served scores of the new item and of an unknown one, and the step they were learned up to."""
 UNKNOWN_ITEM = NEW_ITEM + 1
 _STRANGER = {"user": NEW_ITEM + 2, "context": NEW_ITEM + 3}
-"""Who is asked about: nothing but the item is known of the request."""
+"""The other features of a request: unknown ids, so that only the item can move the score."""
 
 
 def ask_scores(asker: Client, model: str) -> tuple[float, float, int]:
@@ -32,7 +32,7 @@ class Prober:
     """Asks in a thread of its own, and takes down every answer and every failure. Used by one other thread.
 
     Args:
-        ask: Raises a MonolithError or an OSError where there is no answer.
+        ask: Raises a MonolithError or an OSError if there is no answer.
         every: Seconds from an answer to the next request.
         clock: Returns Unix seconds.
     """
@@ -49,7 +49,7 @@ class Prober:
 
     @property
     def answers(self) -> list[ProbeAnswer]:
-        """What was answered until now, in order."""
+        """All answers and failures until now, in order."""
         return self._answers.copy()
 
     def __enter__(self) -> Self:

@@ -1,8 +1,8 @@
 """The process that the demo trains in, and kills.
 
-It is a run as `monolith train` has it, with metrics, a control server, and publishing. It tells
-what it does on its standard output, a line of JSON for each event, at once: what it had told when it
-died is what it had done. Its log goes to a file. When nobody reads what it tells any more, it ends.
+It is a run as `monolith train` has it, with metrics, a control server, and publishing. It reports
+each event on its standard output at once, as a line of JSON: the events reported before it died are the
+work it had done. Its log goes to a file. When its standard output has no reader any more, it ends.
 
     python -m monolith_bench.examples.demo.process JOB      # JOB: the fields of a DemoJob, as JSON
 """
@@ -137,7 +137,7 @@ class TrainingProcess:
         return self._process.pid
 
     def events(self) -> Iterator[Event]:
-        """Yield what it tells, until it ends. May be begun again after a break."""
+        """Yield the events of the process until it ends. May be called again after a `break`."""
         assert self._process.stdout is not None
         while line := self._process.stdout.readline():
             event = from_line(line)

@@ -1,4 +1,4 @@
-"""The process that the demo serves from: `monolith serve`, which also ends with whoever started it.
+"""The process that the demo serves from: `monolith serve`, which also ends with its parent process.
 
 python -m monolith_bench.examples.demo.serving clicks=DIR --follow URL ...      # as `monolith serve` takes it
 """
@@ -21,7 +21,7 @@ GRACE_SECONDS = 20.0
 
 
 class ServingProcess:
-    """A process that serves an export, and follows whoever trains it. One thread uses it.
+    """A process that serves an export, and follows the trainer. One thread uses it.
 
     Args:
         folder: Of exported versions.

@@ -1,7 +1,7 @@
 """The demo's story: what must be seen from outside for it to be true.
 
-Somebody asks the server for a score of the new item, again and again, and takes down every answer. What the
-demo claims is read from these answers and from when things happened, and from nothing else:
+A prober asks the server for the score of the new item, again and again, and records every answer. The claims
+of the demo are checked only against these answers and the times of the events:
 
     new item        its served score moved, so long after it first appeared in the stream
     kill            the server answers without a trainer, and follows the restarted one
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MOVED = 0.01
-"""How far the score of the new item must be from that of an item nobody knows, to have moved."""
+"""The score of the new item has moved if it differs by more than this from that of an unknown item."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class ProbeAnswer:
     at: float
     """Unix seconds at which it came, or failed to."""
     score: float | None
-    """None where there was no answer."""
+    """The score of the new item; None if there was no answer."""
     unknown: float = 0.0
     """The score, in the same answer, of an item that never appears: what moves both is no news of one."""
     step: int = 0
@@ -64,7 +64,7 @@ def seconds_to_moved(answers: Sequence[ProbeAnswer], appeared: float) -> float |
     """Return how long after its first event an item was served as one that is known; None if it never was.
 
     Raises:
-        ValueError: Nobody asked before it appeared, so that nobody knows whether it was news.
+        ValueError: There is no answer from before it appeared, or it was known by then.
     """
     asked = [one for one in answers if one.at < appeared and one.score is not None]
     if not asked or any(map(_moved, asked)):

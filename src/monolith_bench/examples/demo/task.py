@@ -22,7 +22,7 @@ from monolith_bench.examples.demo.live_stream import CueSheet, LiveClicks, LiveS
 
 HEAD = "click"
 LEARNING_RATE = 0.15
-"""Of rows. They have little time: whoever appears is gone a minute later."""
+"""The learning rate of rows. They must learn fast: a user or item is gone a minute after it appears."""
 GUARD_WINDOWS = 4
 """Windows of the guard that it only watches, after each start."""
 
@@ -39,12 +39,12 @@ class DemoJob:
     window: int = 6_000
     """Examples that an AUC is measured on: about; it is whole batches."""
     guard_window: int = 2_000
-    """Latest examples that decide whether publishing goes on."""
+    """The number of latest examples that decide whether publishing continues or pauses."""
     save_steps: int = 100
 
     @property
     def cues(self) -> CueSheet:
-        """What is staged, in a file beside the model."""
+        """The cues of the demo, in a file next to the model directory."""
         return CueSheet(Path(self.model_dir).parent / "cues.json")
 
     @property
@@ -57,7 +57,7 @@ class DemoJob:
             model_dir=self.model_dir,
             seed=self.script.seed,
             metric_window=max(1, round(self.window / batch)) * batch,
-            # By steps, not by the clock: whoever takes a step again does the same before and after it.
+            # By steps, not by the clock: a process that repeats a step saves at the same steps as before.
             save=SaveConfig(steps=self.save_steps, asynchronous=True),
             # An export of the first ones may take long on a machine that is busy.
             keep=KeepConfig(max_to_keep=500, every=None),
