@@ -96,7 +96,7 @@ class LocalBarrier:
     """A barrier for the threads of one process.
 
     Args:
-        callbacks: Called with the action by the thread that places it, and once for each barrier by every
+        callbacks: Called with the action by the thread that places the barrier, and once for each barrier by every
             worker that meets it.
     """
 

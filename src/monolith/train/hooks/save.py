@@ -190,7 +190,7 @@ class SaveHook(Hook):
         always_final: Save at the end even if no step was taken; a step that is on disk is not written again.
         resumed: Whether others have trained on before this process came back to them: then the step it begins
             with may be in no checkpoint, and the end saves it.
-        together: Pauses the other processes that train, from before the step is read until the state is cut.
+        together: Quiesces the other processes, from before the step is read until the snapshot is taken.
         outlives: Whether training continues although a save failed with an error: the checkpoint is dropped,
             with a warning, and the next one is made as usual. The last one of a run is tried again.
         on_saved: Called with the step and prefix of what is on disk, to note it in a state file. An error
