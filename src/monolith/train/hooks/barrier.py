@@ -96,8 +96,8 @@ class LocalBarrier:
     """A barrier for the threads of one process.
 
     Args:
-        callbacks: Called with the action by the thread that places the barrier, and once for each barrier by every
-            worker that meets it.
+        callbacks: Called with the action by the thread that places the barrier, and once for each barrier by
+            every worker that meets it.
     """
 
     def __init__(self, capacity: int, callbacks: Sequence[Callback] = ()) -> None:
