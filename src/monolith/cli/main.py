@@ -74,11 +74,20 @@ def answer(words: Sequence[str]) -> int:
             raise
         said = own if TRACEBACK in words else f"{own} ({TRACEBACK} shows the whole traceback)"
         found = error
-    with suppress(OSError):  # a log on the disk that is full must not change the exit status
-        if TRACEBACK in words:
-            traceback.print_exception(found)
-        sys.stderr.write(f"monolith: {said}\n")
+    shown = "".join(traceback.format_exception(found)) if TRACEBACK in words else ""
+    write_error(f"{shown}monolith: {said}\n")
     return retryable_status(words) if isinstance(found, RetryableError) else 2
+
+
+def write_error(text: str) -> None:
+    """Write to standard error; if that is a file on a full disk, the exit status must not change."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        # What is left in the buffer would be an error again when the interpreter ends: status 120.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def retryable_status(words: Sequence[str]) -> int:
@@ -99,8 +108,7 @@ def run(argv: Sequence[str]) -> int:
     if (renamed := new_words(rest)) != rest:
         count = next(n for n in (2, 1) if " ".join(rest[:n]) in RENAMED)
         old = " ".join(rest[:count])
-        with suppress(OSError):  # standard error may be a file on a full disk
-            sys.stderr.write(f"monolith: `monolith {old}` is now `monolith {RENAMED[old]}`\n")
+        write_error(f"monolith: `monolith {old}` is now `monolith {RENAMED[old]}`\n")
         rest = renamed
     if rest[-1] in ("-h", "--help") and (begun := commands_under(rest[:-1])):
         if " ".join(rest[:-1]) not in all_commands():
