@@ -30,16 +30,21 @@ SHOWN_COLUMNS = 6
 """Columns of a row that the table shows next to its predictions."""
 
 
-def run(options: AskOptions) -> int:
-    """Ask, and print a table, or JSON."""
-    rows = read_rows(options)
-    security = SecurityConfig(
+def client_security(options: AskOptions | FreshnessOptions) -> SecurityConfig:
+    """Return the credentials that the flags of a client name."""
+    return SecurityConfig(
         cert=options.tls_cert,
         key=options.tls_key,
         ca=options.tls_ca,
         server_name=options.tls_server_name,
         token_file=options.token_file,
     )
+
+
+def run(options: AskOptions) -> int:
+    """Ask, and print a table, or JSON."""
+    rows = read_rows(options)
+    security = client_security(options)
     context = ssl_context(security, server=False)
     with open_client(options.url, guard_caller(security), context=context, timeout=options.timeout) as asker:
         answered = asker.ask(options.model or asker.only_model(), rows, options.version)
@@ -142,13 +147,7 @@ def freshness(options: FreshnessOptions) -> int:
             "monolith serve; with --source, labels included"
         )
     row = read_row(options.row, f"freshness: --row {options.row[:60]!r}")
-    security = SecurityConfig(
-        cert=options.tls_cert,
-        key=options.tls_key,
-        ca=options.tls_ca,
-        server_name=options.tls_server_name,
-        token_file=options.token_file,
-    )
+    security = client_security(options)
     context = ssl_context(security, server=False)
     with open_client(options.url, guard_caller(security), context=context) as asker:
         model = options.model or asker.only_model()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ class Role:
     """How many processes of each kind there are, if the scheduler says so."""
 
 
-class Scheduler:
+class Scheduler(ABC):
     """A system that starts all processes of a run and tells each its role and the addresses of its peers.
 
     A package adds one by an entry point of the group `monolith.schedulers`, whose name is a value of
@@ -65,21 +66,21 @@ class Scheduler:
     with the registries that they open.
     """
 
+    @abstractmethod
     def has_started(self, environ: Mapping[str, str]) -> bool:
         """Whether the environment says that this scheduler started the process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def role(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> Role:
         """Return the role of this process.
 
         Raises:
             ConfigError: The scheduler did not start this process, or contradicts itself.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def open(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> AbstractContextManager[Discovery]:
         """Return the registry with the addresses of all processes."""
-        raise NotImplementedError
 
     def listen_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str | None:
         """Return the address at which the other processes look for this one, if the scheduler sets it."""
@@ -91,7 +92,8 @@ class Scheduler:
         Raises:
             ConfigError: The scheduler names none.
         """
-        raise NotImplementedError
+        del config, environ
+        raise ConfigError(f"{type(self).__name__} names no data service; set its address in the config")
 
     def extra_data_workers(self, environ: Mapping[str, str], count: int) -> tuple[int, list[int]]:
         """Return the first index and the ports of data workers that this worker starts; port 0 is any."""
@@ -102,6 +104,7 @@ class Scheduler:
         self, stop: threading.Event, environ: Mapping[str, str], check: CheckPort | None = None
     ) -> None:
         """Set `stop` when the chief ends, if the scheduler itself does not end its helper processes."""
+        del stop, environ, check  # by default the scheduler ends them
 
 
 CheckPort = Callable[[str, int, timedelta], bool]

@@ -36,7 +36,7 @@ from monolith.errors import ConfigError
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems, refused
 from monolith.runtime.context import Launch, MakeTask, RunContext, RunResult
-from monolith.runtime.discovery import Scheduler, listen_address, scheduler_of
+from monolith.runtime.discovery import listen_address, scheduler_of
 
 if TYPE_CHECKING:
     from monolith.train import Task
@@ -372,8 +372,8 @@ def extra_members(
     count = 0 if config.data_service is None else config.data_service.extra_workers
     if not count:
         return []
-    scheduler = scheduler_of(config.discovery) or Scheduler()
-    first, ports = scheduler.extra_data_workers(environ, count)
+    scheduler = scheduler_of(config.discovery)
+    first, ports = (0, [0] * count) if scheduler is None else scheduler.extra_data_workers(environ, count)
     host, _ = listen_address(config, environ)
     # They are told everything they need: no scheduler knows of them, so its variables must not count.
     ranks = (*MPI_VARIABLES, *PMI_VARIABLES, *TORCHRUN_VARIABLES)
