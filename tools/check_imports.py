@@ -1,6 +1,6 @@
 """Checks, without running them, what the packages import, what they do while being imported, and their names.
 
-Five rules; the first three have a table each below:
+Six rules; the first three have a table each below:
 
 1. A room imports only rooms on the rows above its own (`ROWS`), wherever the
    import stands: at the top, inside a function, under TYPE_CHECKING. The packages
@@ -15,6 +15,8 @@ Five rules; the first three have a table each below:
    doors offer (`__init__.py` or its stub), are called the same.
 5. No ambient state: no ContextVar, no thread-local that no object owns, no
    `global`, and nothing at module level that functions of the module change.
+6. A package that coordinates processes (`COORDINATING`) takes threads, locks, queues and
+   clocks from `monolith.concurrency`, so that a simulation can replace them.
 
 Prints `path:line: message` for each finding and exits with 1 if there is one.
 """
@@ -57,6 +59,38 @@ STRANGERS = {("serve", "train")}
 
 AMBIENT = "concurrency"
 """The one room with ambient state, on which simulated machine a thread runs: docs/decisions/0064."""
+
+COORDINATING = {
+    "checkpoint",
+    "cluster",
+    "data",
+    "model",
+    "observe",
+    "runtime",
+    "serve",
+    "store",
+    "sync",
+    "train",
+    "wire",
+}
+"""Rooms that run in a simulation."""
+REAL_CONCURRENCY = {
+    "threading": "Thread Timer Lock RLock Condition Event Semaphore BoundedSemaphore Barrier current_thread",
+    "time": "monotonic time sleep",
+    "queue": "Queue SimpleQueue LifoQueue PriorityQueue Empty Full",
+    "concurrent.futures": "Future ThreadPoolExecutor wait as_completed",
+    "secrets": "token_hex",
+    "uuid": "uuid1 uuid4",
+}
+"""Names of the standard library that coordinating rooms take from `monolith.concurrency`."""
+REAL_ONLY = {
+    "cluster.launch": "starts real processes and reads their signals",
+    "cluster.ray_discovery": "runs in an actor of Ray",
+    "observe.stacks": "looks at the threads of the interpreter",
+    "train.hooks.feature_dump": "names files of one process",
+    "train.hooks.summaries": "names a report of one process",
+}
+"""Modules of coordinating rooms that only run in a real process, with the reason."""
 
 ROOT = "the package itself"
 """The room of `monolith/__init__.py`: above every row, so it imports no room but `front_door`."""
@@ -157,6 +191,7 @@ def check(*packages: Path) -> list[Finding]:
             check_packages(module),
             check_effects(module, frozen),
             check_ambient_state(module),
+            check_concurrency(module),
         )
         for finding in found
     ]
@@ -452,6 +487,28 @@ def check_ambient_state(module: Module) -> Iterator[Finding]:
     for function in outermost_functions(module.tree):
         for node, name in changes(function, names):
             yield module.finding(node, f"ambient state: `{headline(node)}` changes {name} of the module")
+
+
+# 6. Threads and clocks come from monolith.concurrency
+
+
+def check_concurrency(module: Module) -> Iterator[Finding]:
+    within = plain_name(module).removeprefix("monolith.")
+    real_only = any(within == one or within.startswith(f"{one}.") for one in REAL_ONLY)
+    if module.room not in COORDINATING or real_only:
+        return
+    real = {f"{origin}.{name}" for origin, names in REAL_CONCURRENCY.items() for name in names.split()}
+    imported = [
+        (node, f"{node.module}.{alias.name}")
+        for node in module.imports
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    used = [(node, dotted(node)) for node in module.nodes if isinstance(node, ast.Attribute)]
+    for node, name in (*imported, *used):
+        if name in real:
+            last = name.split(".")[-1]
+            yield module.finding(node, f"`{name}` cannot be simulated; use monolith.concurrency.{last}")
 
 
 def given_to_self(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:

@@ -36,6 +36,7 @@ __all__ = [
     "SimpleQueue",
     "Thread",
     "ThreadPoolExecutor",
+    "current_thread",
     "machine",
     "monotonic",
     "run_on",
@@ -64,6 +65,7 @@ class Machine(Protocol):
         kwargs: dict[str, Any] | None = None,
         daemon: bool | None = None,
     ) -> Any: ...
+    def current_thread(self) -> Any: ...
     def lock(self) -> Any: ...
     def rlock(self) -> Any: ...
     def condition(self, lock: Any) -> Any: ...
@@ -122,6 +124,13 @@ def sleep(seconds: float) -> None:
 def token_hex(size: int) -> str:
     """Return `size` random bytes as hexadecimal text, as `secrets.token_hex` does."""
     return secrets.token_hex(size) if (here := _this_thread.machine) is None else here.token_hex(size)
+
+
+def current_thread() -> threading.Thread:
+    """Return the thread that calls, as `threading.current_thread` does."""
+    if (here := _this_thread.machine) is None:
+        return threading.current_thread()
+    return here.current_thread()  # type: ignore[no-any-return]
 
 
 if TYPE_CHECKING:

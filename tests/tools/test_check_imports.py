@@ -278,6 +278,29 @@ def test_what_a_function_or_an_object_owns_is_not_ambient(findings: Findings) ->
     assert findings(table__a=source) == []
 
 
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import threading\ndef f(): return threading.Lock()", "threading.Lock"),
+        ("import time\ndef f(): time.sleep(1)", "time.sleep"),
+        ("from time import monotonic", "time.monotonic"),
+        ("from concurrent.futures import ThreadPoolExecutor", "concurrent.futures.ThreadPoolExecutor"),
+        ("import time\ndef f(clock=time.time): return clock()", "time.time"),
+    ],
+)
+def test_coordinating_rooms_take_threads_and_clocks_from_one_module(
+    findings: Findings, source: str, name: str
+) -> None:
+    (found,) = findings(sync__a=source)
+    assert f"`{name}` cannot be simulated; use monolith.concurrency." in found
+    assert findings(sync__a="from monolith.concurrency import Lock, monotonic") == []
+
+
+def test_rooms_that_no_simulation_runs_may_use_any_clock(findings: Findings) -> None:
+    source = "import time\ndef f(): return time.monotonic()"
+    assert findings(cli__a=source, cluster__launch__a=source, table__a=source) == []
+
+
 def test_findings_are_printed_and_exit_with_one(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,14 +31,12 @@ refused. A chain never has more than `full_every` members, and retention deletes
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, write_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists
 from monolith.checkpoint.folder.state_files import CkptInfo, write_ckpt_info
@@ -103,7 +101,7 @@ class Checkpointer:
         parts: Sequence[Part],
         *,
         full_every: int = 1,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
     ) -> None:
         if full_every < 1:
             raise ConfigError(f"full_every must be at least 1, got {full_every}")
@@ -117,7 +115,7 @@ class Checkpointer:
         # Guards `_tip` and `_open`. Held while parts take their snapshots, which may wait for a lost
         # parameter server; so `_newest`, which the server's replacement asks for meanwhile, is read without
         # it.
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._tip: _Tip | None = None
         self._open: PendingCheckpoint | None = None
         self._newest: str | None = None

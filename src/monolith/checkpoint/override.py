@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint.folder.manifest import needs_of, read_manifest
 from monolith.checkpoint.folder.retention import exempt_paths
 from monolith.checkpoint.folder.saver import (
@@ -78,7 +77,7 @@ def resolve_restore(
     restore_ckpt: str | None = None,
     mode: Mode = "train",
     latest_filename: str = CHECKPOINT_FILE,
-    sleep: Sleep = time.sleep,
+    sleep: Sleep = concurrency.sleep,
 ) -> CheckpointState | None:
     """Return the state of a folder with the checkpoint to restore as its latest; None if it has none.
 
@@ -269,8 +268,8 @@ def start_from(
     restore_ckpt: str | None = None,
     *,
     required: bool = False,
-    clock: Callable[[], float] = time.time,
-    sleep: Sleep = time.sleep,
+    clock: Callable[[], float] = concurrency.time,
+    sleep: Sleep = concurrency.sleep,
 ) -> str | None:
     """Start the run in `model_dir` from a checkpoint of another folder. For the chief.
 
@@ -315,9 +314,9 @@ def wait_for_start(
     model_dir: str,
     timeout: timedelta = timedelta(minutes=30),
     *,
-    clock: Callable[[], float] = time.time,
-    timer: Callable[[], float] = time.monotonic,
-    sleep: Sleep = time.sleep,
+    clock: Callable[[], float] = concurrency.time,
+    timer: Callable[[], float] = concurrency.monotonic,
+    sleep: Sleep = concurrency.sleep,
 ) -> None:
     """Wait until the chief has done `start_from`. For the other workers.
 

@@ -7,8 +7,9 @@ has a flag in its own process, which is lost with it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
+
+from monolith import concurrency
 
 
 class RestoreListener:
@@ -65,7 +66,7 @@ class InitializedShards:
         flags: Device -> the flag of its server, which is not set when the server starts.
     """
 
-    def __init__(self, flags: Mapping[str, threading.Event]) -> None:
+    def __init__(self, flags: Mapping[str, concurrency.Event]) -> None:
         self._flags = dict(flags)
 
     def uninitialised(self, device: str) -> bool:

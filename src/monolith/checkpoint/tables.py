@@ -18,8 +18,6 @@ state, then its event time. Example:
 from __future__ import annotations
 
 import contextlib
-import secrets
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from monolith import filesystem, native
+from monolith import concurrency, filesystem, native
 from monolith.checkpoint.part import Changes, Entry, RestoreOptions, RestoreReport, SavedPart, aligned
 from monolith.checkpoint.saved_tables import (
     WHOLE,
@@ -365,7 +363,7 @@ class TablesSnapshot:
         self._workers = workers
         self._progress = progress
         self._shard = shard
-        self._stamp = secrets.token_hex(8)  # a second attempt reuses the complete files of the first
+        self._stamp = concurrency.token_hex(8)  # a second attempt reuses the complete files of the first
 
     def write(self, prefix: str, *, full: bool) -> Entry:
         """Write all rows, or the changes; see `PartSnapshot.write`.
@@ -460,7 +458,7 @@ class _Slots:
 
     def __init__(self) -> None:
         self._counts = np.zeros(MAX_SLOTS_V2, np.int64)
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
 
     def __call__(self, ids: Tensor) -> None:
         # No sorting: it would hold the GIL, and block the training thread.

@@ -11,14 +11,14 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Self, TypeVar
 
+from monolith import concurrency
+from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import AddressError, ClusterError, DeadlineExceededError, NodeAliveCheckerError
 
 Resolve = Callable[..., list[Any]]
@@ -40,8 +40,8 @@ def poll(
     *,
     timeout: timedelta | None,
     every: timedelta,
-    clock: Clock = time.monotonic,
-    sleep: Sleep = time.sleep,
+    clock: Clock = concurrency.monotonic,
+    sleep: Sleep = concurrency.sleep,
 ) -> T | None:
     """Ask until the answer is not None and return it; return None when `timeout` is over.
 
@@ -175,8 +175,8 @@ def check_port(
     port: int,
     timeout: timedelta = timedelta(seconds=1),
     *,
-    clock: Clock = time.monotonic,
-    sleep: Sleep = time.sleep,
+    clock: Clock = concurrency.monotonic,
+    sleep: Sleep = concurrency.sleep,
 ) -> bool:
     """Whether a port accepts a connection before `timeout` is over. A refusal is asked again until then.
 
@@ -198,8 +198,8 @@ def wait_for_port(
     *,
     every: timedelta = timedelta(milliseconds=500),
     connect_timeout: timedelta = timedelta(seconds=1),
-    clock: Clock = time.monotonic,
-    sleep: Sleep = time.sleep,
+    clock: Clock = concurrency.monotonic,
+    sleep: Sleep = concurrency.sleep,
 ) -> None:
     """Return once a process listens at `address`.
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from monolith import concurrency
 from monolith.cluster.addresses import Address, Clock, Sleep, concat_ip_and_port, poll
 from monolith.cluster.consul_client import (
     LOOKUP_TIMEOUT,
@@ -51,15 +50,15 @@ class ConsulDiscovery(Closing):
         consul_id: str,
         config: ConsulConfig,
         *,
-        sleep: Sleep = time.sleep,
-        clock: Clock = time.time,
+        sleep: Sleep = concurrency.sleep,
+        clock: Clock = concurrency.time,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._id = consul_id
         self._config = config
         self._sleep, self._clock, self._uniform = sleep, clock, uniform
         self._client = ConsulClient(config)
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = concurrency.Lock()  # guards the two below
         self._mine: dict[tuple[str, int], str] = {}
         self._closed = False
         self._watch = PollingWatch(self._query_once, config.watch_every, f"consul-watch-{consul_id}")

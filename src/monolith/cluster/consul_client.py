@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import ssl
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import quote, urlsplit
 
+from monolith import concurrency
 from monolith.cluster.addresses import Clock, concat_ip_and_port
 from monolith.cluster.discovery import (
     Closing,
@@ -148,14 +147,14 @@ class ConsulClient(Closing):
         MissingExtraError: httpx is not installed.
     """
 
-    def __init__(self, config: ConsulConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: ConsulConfig, clock: Clock = concurrency.monotonic) -> None:
         try:
             import httpx
         except ImportError as cause:
             raise MissingExtraError("httpx", "consul", "discovery through Consul") from cause
         self._config = config
         self._clock = clock
-        self._lock = threading.Lock()  # guards the two below, and is never held during a call
+        self._lock = concurrency.Lock()  # guards the two below, and is never held during a call
         self._cache: dict[str, tuple[float, list[ConsulService]]] = {}
         self._hearts: dict[str, _Heart] = {}
         scheme = "http" if config.tls is None else "https"
@@ -415,8 +414,8 @@ class _Heart:
         self._beat, self._revive = beat, revive
         self._replaced, self._leave = replaced, leave
         self._every, self._retry = every, retry
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopped = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()

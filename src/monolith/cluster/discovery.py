@@ -10,8 +10,6 @@ Roles in use are `ps` and `worker`, where worker 0 is the chief, and `dataservic
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, Self
 
+from monolith import concurrency
 from monolith.cluster.addresses import Address, Clock
 from monolith.errors import ConfigError, DiscoveryError, RetryableError, UnavailableError
 
@@ -155,7 +154,7 @@ class Watchers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = concurrency.Lock()  # guards the two below
         self._callbacks: dict[int, tuple[str, Callback]] = {}
         self._told: dict[int, dict[int, str]] = {}
         self._next = 0
@@ -205,16 +204,16 @@ class PollingWatch:
         self._every = every
         self._name = name
         self._watchers = Watchers()
-        self._lock = threading.Lock()  # guards _thread
-        self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
+        self._lock = concurrency.Lock()  # guards _thread
+        self._thread: concurrency.Thread | None = None
+        self._wake = concurrency.Event()
         self._stopped = False
 
     def add(self, role: str, callback: Callback) -> Callable[[], None]:
         cancel = self._watchers.add(role, callback)
         with self._lock:
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = concurrency.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         self._wake.set()
         return cancel
@@ -244,7 +243,7 @@ class MemoryRegistry:
     """Registrations of the discoveries of one process: what several `MemoryDiscovery` share."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # guards all below, and makes callbacks come one at a time
+        self.lock = concurrency.RLock()  # guards all below, and makes callbacks come one at a time
         self.entries: dict[tuple[str, int], tuple[Registration, object]] = {}
         """(role, index) -> the entry, and whose it is."""
         self.watchers = Watchers()
@@ -258,7 +257,7 @@ class MemoryDiscovery(Closing):
     """A plain dict: the reference for all other implementations, and the fake for tests. Callbacks run in
     the thread that makes the change, before its call returns."""
 
-    def __init__(self, registry: MemoryRegistry | None = None, clock: Clock = time.time) -> None:
+    def __init__(self, registry: MemoryRegistry | None = None, clock: Clock = concurrency.time) -> None:
         self._registry = MemoryRegistry() if registry is None else registry
         self._clock = clock
         self._closed = False

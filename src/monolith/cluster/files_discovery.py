@@ -14,15 +14,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from monolith import concurrency
 from monolith.cluster.addresses import Address, Clock
 from monolith.cluster.discovery import (
     Callback,
@@ -70,19 +68,19 @@ class FilesDiscovery(Closing):
     """Entries in a folder. The process that made one touches it from a thread until it is closed."""
 
     def __init__(
-        self, config: FilesConfig, clock: Clock = time.time, *, timer: Clock = time.monotonic
+        self, config: FilesConfig, clock: Clock = concurrency.time, *, timer: Clock = concurrency.monotonic
     ) -> None:
         self._config = config
         self._clock = clock
         self._sightings = Sightings(clock, timer)
-        self._looking = threading.Lock()  # guards the sightings
+        self._looking = concurrency.Lock()  # guards the sightings
         self._folder = Path(config.folder)
-        self._owner = secrets.token_hex(8)
-        self._lock = threading.Lock()  # guards _mine and _closed
+        self._owner = concurrency.token_hex(8)
+        self._lock = concurrency.Lock()  # guards _mine and _closed
         self._mine: dict[tuple[str, int], Registration] = {}
         self._closed = False
-        self._stop = threading.Event()
-        self._heart: threading.Thread | None = None
+        self._stop = concurrency.Event()
+        self._heart: concurrency.Thread | None = None
         self._watch = PollingWatch(self.query, config.watch_every, f"files-watch-{self._folder.name}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +97,7 @@ class FilesDiscovery(Closing):
                 self._write(role, registration)
             self._mine[role, index] = registration
             if self._heart is None:
-                self._heart = threading.Thread(
+                self._heart = concurrency.Thread(
                     target=self._beat, name=f"files-heartbeat-{self._folder.name}", daemon=True
                 )
                 self._heart.start()

@@ -21,13 +21,13 @@ import socket
 import stat
 import struct
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from monolith import concurrency
 from monolith.errors import MonolithError, RequestError, UnavailableError
 
 _log = logging.getLogger(__name__)
@@ -86,8 +86,8 @@ def listening(about: LocalProcess, answer: Answer, environ: Mapping[str, str]) -
         yield
         return
     path = Path(server.getsockname())
-    stop = threading.Event()
-    thread = threading.Thread(
+    stop = concurrency.Event()
+    thread = concurrency.Thread(
         target=_accept, args=(server, about, answer, stop), name="job-socket", daemon=True
     )
     thread.start()
@@ -161,13 +161,13 @@ def _check_private(folder: Path) -> None:
         )
 
 
-def _accept(server: socket.socket, about: LocalProcess, answer: Answer, stop: threading.Event) -> None:
+def _accept(server: socket.socket, about: LocalProcess, answer: Answer, stop: concurrency.Event) -> None:
     while not stop.is_set():
         try:
             caller, _ = server.accept()
         except OSError:
             return  # closed
-        threading.Thread(
+        concurrency.Thread(
             target=_serve, args=(caller, about, answer), name="job-socket-call", daemon=True
         ).start()
 

@@ -11,12 +11,12 @@ other workers are left out, and a worker that moves changes nothing for the othe
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+from monolith import concurrency
 from monolith.cluster.addresses import Clock, Sleep, poll
 from monolith.cluster.discovery import Discovery
 from monolith.errors import (
@@ -125,8 +125,8 @@ class ClusterManager:
         *,
         metrics: Metrics | None = None,
         on_waiting: OnWaiting | None = None,
-        clock: Clock = time.monotonic,
-        sleep: Sleep = time.sleep,
+        clock: Clock = concurrency.monotonic,
+        sleep: Sleep = concurrency.sleep,
     ) -> None:
         self._discovery = discovery
         self._config = config
@@ -313,8 +313,8 @@ def fetch_ps_cluster(
     timeout: timedelta = timedelta(0),
     *,
     every: timedelta = timedelta(seconds=5),
-    clock: Clock = time.monotonic,
-    sleep: Sleep = time.sleep,
+    clock: Clock = concurrency.monotonic,
+    sleep: Sleep = concurrency.sleep,
 ) -> list[str]:
     """Return the chosen servers; none when the file is missing or empty until `timeout` is over."""
 

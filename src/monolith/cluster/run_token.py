@@ -9,14 +9,13 @@ no common folder; they share one token per user.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.cluster.security import SecurityConfig
 from monolith.config import Secret
 from monolith.errors import ConfigError
@@ -123,7 +122,7 @@ def read_token(path: Path, *, make: bool = False) -> Secret:
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         own = Path(filesystem.temporary(path))
-        write_token(own, Secret(secrets.token_hex(32)))
+        write_token(own, Secret(concurrency.token_hex(32)))
         with suppress(FileExistsError):
             os.link(own, path)
         own.unlink()

@@ -25,13 +25,12 @@ import hmac
 import ipaddress
 import logging
 import ssl
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from monolith import concurrency
 from monolith.config import Checked, Problem, Secret, looks_secret
 from monolith.errors import ConfigError, ListenError, MissingExtraError
 from monolith.wire.proof import CallerProof, PortProof
@@ -338,11 +337,11 @@ class _MessageWaits:
         """Yield the messages of a call."""
         key = object()
         while True:
-            self._waiting[key] = (time.monotonic() + self._seconds, context)
+            self._waiting[key] = (concurrency.monotonic() + self._seconds, context)
             # After the line above: `_watch` looks once more after it says that it watches no longer.
             if not self._watched:
                 self._watched = True
-                threading.Thread(target=self._watch, name="grpc-messages", daemon=True).start()
+                concurrency.Thread(target=self._watch, name="grpc-messages", daemon=True).start()
             try:
                 message = next(messages)
             except StopIteration:
@@ -353,9 +352,9 @@ class _MessageWaits:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(self._seconds / 4)
+            concurrency.sleep(self._seconds / 4)
             for deadline, context in list(self._waiting.values()):
-                if deadline > time.monotonic():
+                if deadline > concurrency.monotonic():
                     break
                 context.cancel()
             if not self._waiting:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import MonolithError, RequestError, TransientFilesystemError
 from monolith.filesystem.backends import errors_as
 from monolith.observe import Doublings
@@ -203,7 +201,7 @@ class StatusBoard:
             return self._read(self._path(role, index))
         return None
 
-    def read(self, clock: Callable[[], float] = time.time) -> JobStatus:
+    def read(self, clock: Callable[[], float] = concurrency.time) -> JobStatus:
         """Return what is known of all processes.
 
         Raises:
@@ -264,7 +262,7 @@ class StatusWriter:
         look: Callable[[], ProcessStatus],
         *,
         every: timedelta | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
     ) -> None:
         self._board = board
         self._look = look
@@ -272,8 +270,8 @@ class StatusWriter:
         self._clock = clock
         self._restarts = 0
         self._failures, self._worth_saying = 0, Doublings()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._write_on, name="status", daemon=True)
+        self._stop = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._write_on, name="status", daemon=True)
 
     def now(self) -> ProcessStatus:
         """Return how the process stands."""
@@ -332,14 +330,14 @@ class StatusPage:
         own: Callable[[], ProcessStatus],
         *,
         at_most_every: float = 1.0,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._board = board
         self._own = own
         self._keep = at_most_every
         self._clock, self._timer = clock, timer
-        self._lock = threading.Lock()  # guards what follows, and lets one caller gather at a time
+        self._lock = concurrency.Lock()  # guards what follows, and lets one caller gather at a time
         self._page = b""
         self._gathered = -math.inf
 
@@ -370,7 +368,9 @@ class Rates:
         clock: Seconds that only grow.
     """
 
-    def __init__(self, span: float = SPAN_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, span: float = SPAN_SECONDS, clock: Callable[[], float] = concurrency.monotonic
+    ) -> None:
         self._span = span
         self._clock = clock
         self._seen: deque[_Seen] = deque()

@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from monolith import concurrency
 from monolith.cluster.addresses import Clock, concat_ip_and_port
 from monolith.cluster.discovery import (
     Callback,
@@ -129,8 +128,8 @@ class ZooKeeperDiscovery(Closing):
         self._config = config
         self._prefix = f"{BASE}/{job}"
         self._watchers = Watchers()
-        self._writing = threading.Lock()  # held while nodes are written; taken before _changed, never after
-        self._changed = threading.Condition()  # guards all below; never held during a call to ZooKeeper
+        self._writing = concurrency.Lock()  # held while nodes are written; taken before _changed, never after
+        self._changed = concurrency.Condition()  # guards all below; never held during a call to ZooKeeper
         self._nodes: dict[str, _Node] = {}
         self._mine: dict[str, str] = {}
         self._writes: dict[str, int] = {}
@@ -143,7 +142,7 @@ class ZooKeeperDiscovery(Closing):
         self._failure: ClusterError | None = None
         self._closed = False
         self._client = _connect(config)
-        self._thread = threading.Thread(target=self._run, name=f"zookeeper-{job}", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name=f"zookeeper-{job}", daemon=True)
         try:
             self._errors = _Errors()
             self._acl = self._make_acl()
@@ -172,7 +171,7 @@ class ZooKeeperDiscovery(Closing):
             self._retried(lambda: self._claim(name, address, take=True))
             with self._changed:
                 self._mine[name] = address
-                self._nodes[name] = _Node(role, index, address, time.time())
+                self._nodes[name] = _Node(role, index, address, concurrency.time())
                 self._wrote(name)
                 self._read_again.add(name)
                 self._changed.notify_all()
@@ -254,7 +253,7 @@ class ZooKeeperDiscovery(Closing):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work, max(0.0, self._repair_at - time.monotonic()))
+                self._changed.wait_for(self._has_work, max(0.0, self._repair_at - concurrency.monotonic()))
                 if self._closed:
                     return
                 tell, self._tell_again = self._tell_again, False
@@ -262,11 +261,11 @@ class ZooKeeperDiscovery(Closing):
                 self._watchers.tell(self._known)
             try:
                 if self._client.connected:
-                    start = time.monotonic()
+                    start = concurrency.monotonic()
                     self._read()
                     self._repair()
                     # Many changes at once are read at once: no more than half of the time is spent reading.
-                    self._pause(min(MAX_PAUSE_S, time.monotonic() - start))
+                    self._pause(min(MAX_PAUSE_S, concurrency.monotonic() - start))
             except self._errors.passing as error:
                 _log.info("ZooKeeper: reading again, after %r", error)
             except Exception as error:
@@ -354,7 +353,7 @@ class ZooKeeperDiscovery(Closing):
     def _repair(self) -> None:
         """Put the entries made here right, if it is time to."""
         with self._changed:
-            if time.monotonic() < self._repair_at:
+            if concurrency.monotonic() < self._repair_at:
                 return
             names = list(self._mine)
         for name in names:
@@ -365,7 +364,7 @@ class ZooKeeperDiscovery(Closing):
                         self._read_again.add(name)
         with self._changed:
             # Not before all went well: what failed is tried again as soon as there is a connection.
-            self._repair_at = time.monotonic() + self._config.reregister_every.total_seconds()
+            self._repair_at = concurrency.monotonic() + self._config.reregister_every.total_seconds()
 
     # Nodes
 
@@ -471,7 +470,7 @@ class ZooKeeperDiscovery(Closing):
 
 
 def clear_zk_path(
-    job: str, config: ZooKeeperConfig, *, force: bool = False, clock: Clock = time.time
+    job: str, config: ZooKeeperConfig, *, force: bool = False, clock: Clock = concurrency.time
 ) -> None:
     """Make room for a job's nodes, and remove the nodes that old jobs left behind.
 

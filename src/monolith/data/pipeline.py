@@ -23,13 +23,13 @@ transform, whose state is part of the position."""
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.data.batches import ColumnBatches, SpecBatches
 from monolith.data.buffering import Rebatched, Shuffled, Taken
 from monolith.data.records import LINE_ID, BatchSpec, Records
@@ -95,8 +95,8 @@ class Pipeline(Stage[Records, Records]):
         label: str = "Reading",
         *,
         every: timedelta = timedelta(seconds=30),
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
         event_time: str = LINE_ID + "req_time",
         stream: TextIO | None = None,
     ) -> Pipeline:

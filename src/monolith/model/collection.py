@@ -17,7 +17,6 @@ them; `EmbeddingOptimizer` does.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from monolith import native
+from monolith import concurrency, native
 from monolith.cuda import Device, Transfers, device_of
 from monolith.errors import FeatureError
 from monolith.feature import (
@@ -148,7 +147,7 @@ class EmbeddingCollection(nn.Module):
         self._gatherer: Gatherer | DeviceGatherer | HostRowGatherer = Gatherer(
             self._plan({name: c.dim for name, c in self.slot_tables.configs.items()}), self._workers
         )
-        self._changing = threading.Lock()  # held while who reads a batch changes `_gatherer`
+        self._changing = concurrency.Lock()  # held while who reads a batch changes `_gatherer`
         self._there: Device | None = None
         self._store: Store | None = None
         self.device = torch.device(device)

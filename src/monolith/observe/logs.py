@@ -15,13 +15,12 @@ import logging
 import os
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TextIO
 
+from monolith import concurrency
 from monolith.errors import ConfigError
 
 _PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -127,10 +126,10 @@ class OncePerCause(logging.Filter):
     MOST = 1000
     """Causes that are told apart; warnings beyond them pass, so that texts without end do not fill memory."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = concurrency.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards what follows
         self._seen: dict[tuple[str, str], _Repeats] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
+from monolith import concurrency
 from monolith.observe.metrics import Metrics
 from monolith.observe.progress import describe_bytes
 
@@ -130,14 +131,14 @@ class MemoryWatch:
         self,
         read: Callable[[], MemoryUse | None] = memory_use,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._read = read
         self._clock = clock
         self._next_look = clock()
         self._next_warning = clock()
         self._last: MemoryUse | None = None
-        self._looking = threading.Lock()
+        self._looking = concurrency.Lock()
         self.warnings = 0
         """How many were given."""
 
@@ -204,16 +205,16 @@ class ClockWatch:
         metrics: Metrics | None = None,
         *,
         every: float = 2.0,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._every = every
         self._clock, self._timer = clock, timer
         metrics = Metrics() if metrics is None else metrics
         self._count = metrics.counter("clock_jumps", "Times that the wall clock of this machine was set")
         self._drift = self._look_at_both()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="clock-watch", daemon=True)
+        self._stop = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._watch, name="clock-watch", daemon=True)
 
     def look(self) -> float | None:
         """Return by how many seconds the wall clock jumped since the last look, and warn; None if not."""
@@ -264,7 +265,9 @@ class Sightings:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.time, timer: Callable[[], float] = time.monotonic
+        self,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._clock, self._timer = clock, timer
         self._drift = clock() - timer()
@@ -330,7 +333,7 @@ class Resting:
         share: float,
         *,
         clock: Callable[[], float] = time.thread_time,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = concurrency.sleep,
         rests: Callable[[], bool] = has_yielded,
     ) -> None:
         self._rest = 1 / share - 1

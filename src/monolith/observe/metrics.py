@@ -11,12 +11,12 @@ import errno
 import logging
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from socketserver import TCPServer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
+from monolith import concurrency
 from monolith.errors import ConfigError, ListenError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Metrics:
 
         self._prefix = re.sub(r"[.-]", "_", prefix)
         self._registry = CollectorRegistry()
-        self._lock = threading.Lock()  # guards _known
+        self._lock = concurrency.Lock()  # guards _known
         self._known: dict[str, tuple[tuple[object, ...], _Metric]] = {}
 
     def counter(self, name: str, description: str, labels: Sequence[str] = ()) -> Counter:
@@ -241,7 +241,7 @@ class MetricsServer:
         self.port = int(server.server_address[1])
         host = f"[{self.address}]" if ":" in self.address else self.address
         self.url = f"{scheme}://{host}:{self.port}/metrics"
-        self._thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        self._thread = concurrency.Thread(target=server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
+from monolith import concurrency
 from monolith.observe.logs import only_warnings
 
 Clock = Callable[[], float]
@@ -43,7 +42,7 @@ def progress(
     unit: str = "",
     *,
     stream: TextIO | None = None,
-    clock: Clock = time.monotonic,
+    clock: Clock = concurrency.monotonic,
     every: timedelta | None = timedelta(seconds=30),
     fraction: Fraction | None = None,
 ) -> AbstractContextManager[Progress]:
@@ -88,7 +87,7 @@ class Lines:
         self._clock = clock
         self._every = every
         self._fraction = fraction
-        self._lock = threading.Lock()  # guards all below
+        self._lock = concurrency.Lock()  # guards all below
         self._done = 0.0
         self._began = self._printed = clock()
         self._spoke = False

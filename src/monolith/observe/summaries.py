@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from monolith import concurrency
 from monolith.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 import errno
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
@@ -329,8 +329,8 @@ class SummaryWriter:
         self,
         folder: str,
         *,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         try:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]

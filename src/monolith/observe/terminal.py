@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, TextIO
@@ -17,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from monolith import concurrency
 from monolith.observe.progress import Clock, Fraction, describe_amount, describe_part, describe_rate
 
 ASK_EVERY = 0.1
@@ -54,7 +54,7 @@ class Bar:
     ) -> None:
         self._clock = clock
         self._fraction = None if total is not None else fraction
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards what follows
         self._done = 0.0
         self._began = self._asked = clock()
         self._rich = RichProgress(

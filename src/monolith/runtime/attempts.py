@@ -10,12 +10,12 @@ A retry counts only if a server was replaced meanwhile. If all servers are the s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+from monolith import concurrency
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import get_local_host
 from monolith.cluster.mpi import is_restarted_by_launcher, keys_are_named, world_from_environment
@@ -65,7 +65,7 @@ class Retries:
         *,
         say: Callable[[str], None],
         pause: Callable[[float], bool],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._max_retries = config.max_retries
         self._wait = config.wait.total_seconds()
@@ -157,7 +157,7 @@ class SharedTraining:
             ready = self.metrics.gauge(
                 "container_ready_seconds", "Seconds from the job's submission until its servers were there."
             )
-            ready.set(time.time() - config.train.submitted_at)
+            ready.set(concurrency.time() - config.train.submitted_at)
         return fleet
 
     def train_as_rank(self, attempt: Attempt, discovery: Discovery | None) -> TrainReport:
@@ -203,7 +203,7 @@ class SharedTraining:
                     self.on_lost()
                     if is_restarted_by_launcher(environ):
                         if isinstance(error, FailedPeerError):
-                            time.sleep(CAUSE_ENDS_WITHIN)
+                            concurrency.sleep(CAUSE_ENDS_WITHIN)
                         raise
                     self.retries.lost(error)
         finally:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint import (
     BestCheckpoint,
     Checkpointer,
@@ -88,7 +86,7 @@ class RunCheckpoints:
         clock: Callable[[], float],
         more: Sequence[Part] = (),
         *,
-        timer: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._session = session
         self._placement = session.coordinator.placement
@@ -112,7 +110,7 @@ class RunCheckpoints:
         """The hook that saves, once there is one."""
         self.alert: AlertHook | None = None
         """The hook that watches the loss, where one was asked for."""
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards what follows
         self._safe: Position | None = None
         self._began_from: LastCheckpoint | None = None
         self._best: BestCheckpoint | None = None

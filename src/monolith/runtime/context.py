@@ -9,13 +9,13 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from monolith import concurrency
 from monolith.runtime.config import RunConfig
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class RunContext:
         self.config, self.task, self.launch = config, task, launch
         self.output, self.environ = output, environ
         self.control, self.profile = control, profile
-        self._lock = threading.Lock()  # guards the two fields below
+        self._lock = concurrency.Lock()  # guards the two fields below
         self._stop: Stop | None = None
         """Stops what runs now; None before it can be stopped."""
         self._reason: str | None = None

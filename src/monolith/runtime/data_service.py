@@ -12,7 +12,6 @@ and under MLP its port is closed.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, locator
 from monolith.cluster.addresses import Address, connect_error, poll
 from monolith.cluster.run_token import TOKEN_FILE, read_token, run_security, shared_security, user_security
@@ -101,7 +100,7 @@ def read_for_workers(task: Task, config: RunConfig, run: RunContext, status: Own
     from monolith.runtime.task_data import data_of
 
     data = data_of(task)
-    stop = threading.Event()
+    stop = concurrency.Event()
     with ExitStack() as open_things:
         open_things.enter_context(run.stopped_by(lambda _: stop.set()))
         stop_with_chief(stop, run.environ)
@@ -116,7 +115,7 @@ def dispatch(
     run: RunContext,
     *,
     status: OwnStatus,
-    stop: threading.Event,
+    stop: concurrency.Event,
     open_things: ExitStack,
 ) -> None:
     """Assign the files of a run to its data workers until asked to stop."""
@@ -151,7 +150,7 @@ def read_splits(
     run: RunContext,
     *,
     status: OwnStatus,
-    stop: threading.Event,
+    stop: concurrency.Event,
     open_things: ExitStack,
 ) -> None:
     """Read files for the workers of a run until asked to stop."""
@@ -182,7 +181,7 @@ def read_splits(
     run.output.say(f"data worker {config.cluster.index} ended")
 
 
-def show_dispatched(running: Dispatcher, stop: threading.Event) -> None:
+def show_dispatched(running: Dispatcher, stop: concurrency.Event) -> None:
     """Show how many records were dispatched, until told to stop."""
     known = 0
     with progress("Data dispatched", unit="records") as bar:
@@ -192,7 +191,7 @@ def show_dispatched(running: Dispatcher, stop: threading.Event) -> None:
             known = records
 
 
-def dispatcher_answers(where: Callable[[], str], patience: timedelta, stop: threading.Event) -> bool:
+def dispatcher_answers(where: Callable[[], str], patience: timedelta, stop: concurrency.Event) -> bool:
     """Wait until the dispatcher is found and its port is open; return False when told to stop before.
 
     Raises:
@@ -247,8 +246,8 @@ def state_folder(run: RunConfig) -> str:
 
 @contextmanager
 def stopped_with_chief(
-    stop: threading.Event, model_dir: str, every: float = CHECK_EVERY
-) -> Iterator[threading.Thread]:
+    stop: concurrency.Event, model_dir: str, every: float = CHECK_EVERY
+) -> Iterator[concurrency.Thread]:
     """Set an event when the chief of a run has said how it stands, and says no more: then it has ended."""
     board = StatusBoard(model_dir)
     seen = False
@@ -266,7 +265,7 @@ def stopped_with_chief(
                 stop.set()
             seen = seen or there
 
-    thread = threading.Thread(target=look, name="chief-watch", daemon=True)
+    thread = concurrency.Thread(target=look, name="chief-watch", daemon=True)
     thread.start()
     yield thread
 
@@ -288,7 +287,7 @@ def dispatcher_of(run: RunConfig, environ: Mapping[str, str], open_things: ExitS
 
 
 def stop_with_chief(
-    stop: threading.Event, environ: Mapping[str, str], check: CheckPort | None = None
+    stop: concurrency.Event, environ: Mapping[str, str], check: CheckPort | None = None
 ) -> None:
     """Set `stop` when the chief ends, if a scheduler started this process as its helper and does not end
     it."""

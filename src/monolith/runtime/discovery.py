@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import shutil
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.cluster.addresses import Address, get_local_host
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.consul_client import ConsulConfig
@@ -101,7 +100,7 @@ class Scheduler(ABC):
         return 0, [0] * count
 
     def stop_with_chief(
-        self, stop: threading.Event, environ: Mapping[str, str], check: CheckPort | None = None
+        self, stop: concurrency.Event, environ: Mapping[str, str], check: CheckPort | None = None
     ) -> None:
         """Set `stop` when the chief ends, if the scheduler itself does not end its helper processes."""
         del stop, environ, check  # by default the scheduler ends them

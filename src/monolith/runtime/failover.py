@@ -26,13 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
-import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from monolith import concurrency
 from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.checkpoint.folder.manifest import read_chain
 from monolith.checkpoint.part import changes_to_json
@@ -94,8 +92,8 @@ class KeepGoing:
     """The standbys that keep copies of the shards, as the chief; None if there are none."""
     metrics: Metrics | None = None
     """Where losses are counted."""
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = concurrency.monotonic
+    sleep: Callable[[float], None] = concurrency.sleep
 
 
 class WorkerReturn:
@@ -227,7 +225,7 @@ class ServerRecovery:
         self._count_seconds = metrics.counter(
             "recovery_seconds", "Seconds that lost servers were waited for."
         )
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = concurrency.Condition()  # guards what follows
         self._away: set[int] = set()
         self._losses = 0
         self._commits = 0
@@ -235,7 +233,7 @@ class ServerRecovery:
         self._rows: dict[int, int] = {}
         self._lost_servers: list[LostServer] = []
         self._lost_workers: tuple[LostWorker, ...] = ()
-        self._counting: list[threading.Thread] = []
+        self._counting: list[concurrency.Thread] = []
         self._no_standby: dict[int, str] = {}
         """By server: why no standby took over. Each key belongs to the thread that attends to its server."""
         self._closed = False
@@ -410,7 +408,7 @@ class ServerRecovery:
                 self._no_standby.pop(server, "it is not known of any"),
             )
             self._how.standbys.restored(server)
-        incarnation = secrets.token_hex(8)
+        incarnation = concurrency.token_hex(8)
         rows, halt = self.restore_share(place, incarnation, last)
         updates = self._serve(server, place, Served(address, incarnation, halt))
         found = LostServer(
@@ -435,7 +433,7 @@ class ServerRecovery:
         missed_for = self._how.clock() - lost_at
         refusals = []
         for address in addresses:
-            incarnation = secrets.token_hex(8)
+            incarnation = concurrency.token_hex(8)
             with contextlib.closing(self._how.connect(address)) as place:
                 try:
                     asked = TakeOverShard(self._run, lost, incarnation, standbys.before(server))
@@ -525,7 +523,7 @@ class ServerRecovery:
         def count() -> None:
             self._report(found, self._count_others(incarnation))
 
-        thread = threading.Thread(target=count, name="count-lost", daemon=True)
+        thread = concurrency.Thread(target=count, name="count-lost", daemon=True)
         self._counting.append(thread)
         thread.start()
 

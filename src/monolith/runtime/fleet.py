@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
+from monolith import concurrency
 from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.data import WorkQueueSource
 from monolith.data.source import Position
@@ -140,7 +139,7 @@ class Fleet:
         spares: Spares | None = None,
         keep_going: KeepGoing | None = None,
         news_every: timedelta = NEWS_EVERY,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         timeouts = timeouts or TimeoutsConfig()
         self.index = cluster.index
@@ -148,7 +147,7 @@ class Fleet:
         self.max_workers = cluster.max_workers or cluster.num_workers
         self.group = group
         self.spares = spares
-        self._member = secrets.token_hex(8)
+        self._member = concurrency.token_hex(8)
         self._start_timeout = timeouts.start
         self._finish_timeout = timeouts.finish
         self._news_every = news_every.total_seconds()
@@ -270,7 +269,7 @@ class Fleet:
         if self.spares is not None:
             self.spares.keep()
         if self._how is None or not self._resume(hands_out=hands_out):
-            self._run = secrets.token_hex(8)
+            self._run = concurrency.token_hex(8)
             self._tell_servers("server.begin", BeginServer(self._run))
             self.group.expect(self._run)
             self._begin_meeting(self.group, {})
@@ -308,7 +307,7 @@ class Fleet:
         )
         self.group.expect(run)
         for place in self.fresh:
-            incarnation = secrets.token_hex(8)
+            incarnation = concurrency.token_hex(8)
             self._tell("server.begin", BeginServer(run, incarnation), place)
             served[str(place)] = Served(self.group.addresses[place], incarnation, saved)
         servers = {int(place): one for place, one in served.items()}

@@ -13,12 +13,11 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from monolith import concurrency
 from monolith.data import WorkQueueSource
 from monolith.data.source import Position
 from monolith.errors import BarrierAlreadyPlacedError, ClusterError, ConfigError, RetryableError
@@ -52,7 +51,7 @@ class FleetBarrier:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._lock = threading.Lock()  # guards `_placed`, and that one barrier is placed at a time
+        self._lock = concurrency.Lock()  # guards `_placed`, and that one barrier is placed at a time
         self._placed: PlacedBarrier | None = None
 
     @property
@@ -250,7 +249,7 @@ class FleetCoordinator:
         self._deadline = None
         if not fleet.has_departing:
             return Stop(reason=DATA_ENDED)
-        time.sleep(LOOK_EVERY)  # the last steps of a departed worker are being saved
+        concurrency.sleep(LOOK_EVERY)  # the last steps of a departed worker are being saved
         return Continue(save=self._save_wanted)
 
     @contextmanager

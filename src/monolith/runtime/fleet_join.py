@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from monolith import concurrency
 from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
 from monolith.cluster.security import guard_caller
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
@@ -217,7 +217,7 @@ def _answering(
     Args:
         find: Returns the addresses by shard.
     """
-    began = time.monotonic()
+    began = concurrency.monotonic()
     while True:
         addresses: list[str] = []
         answered = 0
@@ -235,7 +235,7 @@ def _answering(
                 group.close()
                 raise
         except RetryableError as cause:
-            elapsed = timedelta(seconds=time.monotonic() - began)
+            elapsed = timedelta(seconds=concurrency.monotonic() - began)
             if elapsed >= timeout:
                 raise DeadlineExceededError(
                     f"waited {timeout} for {num_ps} parameter servers to answer: {cause}"
@@ -249,4 +249,4 @@ def _answering(
                 else "servers to choose"
             )
             on_waiting(Waiting(what, answered, num_ps, elapsed))
-        time.sleep(ASK_EVERY)
+        concurrency.sleep(ASK_EVERY)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from monolith import concurrency
 from monolith.errors import DeadlineExceededError, MonolithError, RetryableError, UnavailableError
 from monolith.runtime.coordinator import WorkerState
 from monolith.runtime.messages import (
@@ -140,7 +139,7 @@ class FleetNews:
         self.examples = 0
         """Examples this worker has trained on, as it reports; set by the training thread."""
         self._changed = (
-            threading.Condition()
+            concurrency.Condition()
         )  # guards every field below: threads set them, training reads them
         self.halt: int | None = None
         self.stop_reason: str | None = None
@@ -178,10 +177,10 @@ class FleetNews:
 
     def wait_for_end(self, timeout: float) -> bool:
         with self._changed:
-            limit = time.monotonic() + timeout
+            limit = concurrency.monotonic() + timeout
             while not self._over:
                 self._check()
-                if time.monotonic() >= limit:
+                if concurrency.monotonic() >= limit:
                     raise DeadlineExceededError(
                         f"the chief did not save within {timeout:.0f} s after this worker finished; see its "
                         "log"
@@ -206,7 +205,7 @@ class FleetNews:
             raise self._error
 
     def _start(self, run: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=run, args=args, name="fleet-news", daemon=True).start()
+        concurrency.Thread(target=run, args=args, name="fleet-news", daemon=True).start()
 
     def _listen(self) -> None:
         seen = -1
@@ -244,7 +243,7 @@ class FleetNews:
         if mending is not None and isinstance(error, RetryableError):
             try:
                 mend(mending, error)
-                time.sleep(_RETRY_NEWS_AFTER)  # others may not have noticed yet
+                concurrency.sleep(_RETRY_NEWS_AFTER)  # others may not have noticed yet
                 return not self._closed
             except Exception as worse:
                 error = worse

@@ -7,7 +7,6 @@ and writes them itself.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.checkpoint import Part, RestoreOptions, SavedPart, merge_entries
 from monolith.checkpoint.part import Entry, PartSnapshot, RestoreReport
 from monolith.errors import ClusterError, ConfigError
@@ -176,7 +176,7 @@ class ServedTables:
         self._servers = servers
 
     def snapshot(self, step: int) -> PartSnapshot:
-        cut = _ServedCut(self._servers, secrets.token_hex(8))
+        cut = _ServedCut(self._servers, concurrency.token_hex(8))
         self._servers.note_cut(step)
         try:
             self._servers.tables.cut(cut.name)

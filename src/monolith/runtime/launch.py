@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import queue
-import secrets
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.cluster.launch import Member, job_members, run_members, run_members_on_ray
 from monolith.cluster.launch.processes import Events, StopRequest
 from monolith.cluster.mpi import MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLES
@@ -91,7 +88,7 @@ def run_launched(run: RunContext) -> RunResult:
         launch = replace(launch, command=written_command(run, config))
     report = ChiefReport()
     # Requests to stop go through this queue, which a signal handler may put into: it takes no lock.
-    events: Events = queue.SimpleQueue()
+    events: Events = concurrency.SimpleQueue()
 
     def ask(reason: str) -> None:
         events.put(StopRequest(signal.Signals.__members__.get(reason, signal.SIGTERM)))
@@ -156,7 +153,7 @@ class ChiefReport:
     """Takes the chief's report out of its lines. The report of a restarted chief replaces the first."""
 
     def __init__(self) -> None:
-        self.mark = secrets.token_hex(16)
+        self.mark = concurrency.token_hex(16)
         self.found: dict[str, Any] | None = None
 
     def take(self, name: str, line: str) -> bool:
@@ -175,10 +172,10 @@ def members_of(
     words = without_flags(launch.command, "launch", "ray_address")
     shared = ["--cluster.port", "0"]
     # By a variable, since every user of the machine can read command lines.
-    environment = {MARK: mark, RUN_TOKEN: secrets.token_hex(32)}
+    environment = {MARK: mark, RUN_TOKEN: concurrency.token_hex(32)}
     if cluster.mode == "sync":  # ranks report a lost rank by errors, which torch would also log at length
         environment["TORCH_CPP_LOG_LEVEL"] = environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")
-    named = [] if job.id else ["--job.id", secrets.token_hex(8)]
+    named = [] if job.id else ["--job.id", concurrency.token_hex(8)]
     if launch.kind == "ray":
         shared += ["--discovery.kind", "ray", "--discovery.ray", "auto"]
         members = job_members(
@@ -340,7 +337,7 @@ def extra_data_workers(run: RunContext, config: RunConfig, dispatcher: Callable[
     if not members:
         yield
         return
-    events: Events = queue.SimpleQueue()
+    events: Events = concurrency.SimpleQueue()
 
     def look_after() -> None:
         outcome = run_members(
@@ -353,7 +350,7 @@ def extra_data_workers(run: RunContext, config: RunConfig, dispatcher: Callable[
         if outcome.failed is not None:
             run.output.warn(f"{outcome.text}; this worker continues with the data of other data workers")
 
-    thread = threading.Thread(target=look_after, name="extra-data-workers")
+    thread = concurrency.Thread(target=look_after, name="extra-data-workers")
     thread.start()
     try:
         yield

@@ -6,12 +6,12 @@ Nothing here needs torch until the first profile is asked for: serving commands 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monolith import concurrency
 from monolith.cluster.local_jobs import GivenUp, LocalProcess, listening
 from monolith.errors import RequestError
 
@@ -60,7 +60,7 @@ def profiled_by_user(
         name=name,
         folder=absolute_folder(model_dir),
         serves=tuple(absolute_folder(str(folder)) for folder in serves),
-        started=time.time(),
+        started=concurrency.time(),
     )
     return listening(about, answer, environ)
 

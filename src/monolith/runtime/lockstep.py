@@ -11,14 +11,13 @@ batch, all ranks tell each other whether theirs is ready (one small all-gather):
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Callable, Generator, Iterator
 from enum import IntEnum
 from typing import Generic, TypeVar
 
 import torch
 
+from monolith import concurrency
 from monolith.runtime.prefetch import SILENT, Silence
 from monolith.store.rank_groups import Collective
 
@@ -44,9 +43,9 @@ class _Reader(Generic[Item]):
 
     def __init__(self, items: Iterator[Item]) -> None:
         self._items = items
-        self._found: queue.Queue[Item | BaseException | None] = queue.Queue(maxsize=1)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="reader", daemon=True)
+        self._found: concurrency.Queue[Item | BaseException | None] = concurrency.Queue(maxsize=1)
+        self._closed = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._read, name="reader", daemon=True)
         self._thread.start()
 
     def poll(self, timeout: float) -> tuple[Readiness, Item | None]:
@@ -57,7 +56,7 @@ class _Reader(Generic[Item]):
         """
         try:
             found = self._found.get(timeout=timeout)
-        except queue.Empty:
+        except concurrency.Empty:
             return Readiness.WAITING, None
         if isinstance(found, BaseException):
             raise found
@@ -89,7 +88,7 @@ class _Reader(Generic[Item]):
         while not self._closed.is_set():
             try:
                 self._found.put(found, timeout=0.1)
-            except queue.Full:
+            except concurrency.Full:
                 continue
             return True
         return False

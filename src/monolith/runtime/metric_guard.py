@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.errors import MetricError
 from monolith.sync.guard import LookUp
 from monolith.sync.messages import Delta
@@ -97,10 +96,10 @@ class MetricGuard:
         clock: Seconds that only grow.
     """
 
-    def __init__(self, config: GuardConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: GuardConfig, *, clock: Callable[[], float] = concurrency.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards what follows
         self._heads: dict[str, _Head] = {}
         self._reasons: dict[str, str] = {}
         """Head and metric -> why publishing is paused."""

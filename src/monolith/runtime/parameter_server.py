@@ -21,8 +21,6 @@ shard meanwhile; see `standbys`.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint import CustomRestore, RestoreOptions, SavedPart, TablesPart
 from monolith.checkpoint.part import PartSnapshot, changes_from_json
 from monolith.cluster import Discovery
@@ -120,7 +118,7 @@ class PublishedShard:
         self._stale = (0, 0)
         """The steps that were told and pushed last before rows were restored, and say nothing of these."""
         self._weights: Mapping[str, Tensor] | None = None
-        self._lock = threading.Lock()  # guards the publisher
+        self._lock = concurrency.Lock()  # guards the publisher
         self._publisher: ShardPublisher | None = None
         self._over = False
 
@@ -228,7 +226,7 @@ def serve_parameters(
     discovery: Discovery,
     *,
     port: ServerPort | None = None,
-    stop: threading.Event | None = None,
+    stop: concurrency.Event | None = None,
     linger: timedelta = LINGER,
     on_serving: OnServing | None = None,
     publish: PublishPlan | None = None,
@@ -261,7 +259,7 @@ def serve_parameters(
         copies=CopyPlan(interval=cluster.standby_interval.total_seconds()),
     )
     port = port or ServerPort()
-    stop = threading.Event() if stop is None else stop
+    stop = concurrency.Event() if stop is None else stop
     with shard.serve(port.host, port.port, port.guard, config.limits) as server:
         discovery.register("ps", index, server.address)
         try:
@@ -333,7 +331,7 @@ class ServedShard:
         lost_after: timedelta = LOST_AFTER,
         publish: PublishPlan | None = None,
         copies: CopyPlan | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         index, num_ps = cluster.index, cluster.num_ps
         self._holds_weights = cluster.mode == "async"  # otherwise every rank has all of them
@@ -357,8 +355,8 @@ class ServedShard:
             "dense.restore": self._restore_dense,
         }
         self._jobs = Jobs(typed_calls(WORK, work))
-        self._over = threading.Event()
-        self._lock = threading.Lock()  # guards the fields below: the shard, its run and its copies
+        self._over = concurrency.Event()
+        self._lock = concurrency.Lock()  # guards the fields below: the shard, its run and its copies
         self._share = (index, num_ps) if index < num_ps else None
         self._held = None if self._share is None else self._make(self._share)
         self._run: str | None = None
@@ -452,7 +450,7 @@ class ServedShard:
 
     def wait(
         self,
-        stop: threading.Event,
+        stop: concurrency.Event,
         *,
         linger: timedelta = LINGER,
         start_timeout: timedelta = START_TIMEOUT,
@@ -844,7 +842,7 @@ class _Attendance:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards what follows
         self._calls = 0
         self._since = clock()
 

@@ -37,13 +37,14 @@ same place on every rank: updates are done before it, `idle` is called, and read
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Generic, Self, TypeVar
+
+from monolith import concurrency
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
         # Guards all fields below. Invariant: rows are read or written by one thread at a time, by the
         # pipeline's own in PREPARING and UPDATING, by the training thread only while that is IDLE or READING
         # and `_paused` keeps it from leaving these phases.
-        self._changed = threading.Condition()
+        self._changed = concurrency.Condition()
         self._todo: deque[Work | None] = deque()  # in order; None is a lookup
         self._ready: deque[_Entry[Item, Rows]] = deque()
         self._phase = _Phase.IDLE
@@ -156,7 +157,9 @@ class PrefetchPipeline(Generic[Item, Rows]):
         self._begun = False
         self._asked = False
         threaded = waiting.threaded or ahead > 0
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True) if threaded else None
+        self._thread = (
+            concurrency.Thread(target=self._run, name="prefetch", daemon=True) if threaded else None
+        )
 
     def next(self) -> tuple[Item, Rows] | None:
         """Return the next item and its rows; None at the end, after an `interrupt` instead of waiting, and if

@@ -8,7 +8,6 @@ its work to the other workers, which a work queue allows, ends well while they c
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint import read_checkpoint_state
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.mpi import keys_are_named
@@ -209,7 +208,7 @@ def serve_rows(process: Process, discovery: Discovery) -> RunResult:
     config = process.config
     host, port = listen_address(config, process.environ)
     guard = guard_listener(host, config.security)
-    stop = threading.Event()
+    stop = concurrency.Event()
     reasons: list[str] = []
 
     def ask(reason: str) -> None:
@@ -247,10 +246,10 @@ class Stopper:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._lock = threading.Lock()  # guards the two fields below: requests come from any thread
+        self._lock = concurrency.Lock()  # guards the two fields below: requests come from any thread
         self._trainer: Trainer | None = None
         self._reason: str | None = None
-        self.asked = threading.Event()
+        self.asked = concurrency.Event()
         self._said = (-1, timedelta(0))
         """How many processes were found, and after how long, when the wait was last reported."""
 

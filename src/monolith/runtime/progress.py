@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from monolith import concurrency
 from monolith.data import Stream
 from monolith.data.source import Position
 from monolith.errors import DivergedError, NonFiniteError, NothingTrainedError, RestoreError
@@ -195,7 +195,7 @@ class RowExpiry:
         self,
         config: ExpiryConfig,
         *,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = concurrency.time,
         metrics: Metrics | None = None,
     ) -> None:
         self._config = config

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.errors import MonolithError
 from monolith.observe import Doublings
 from monolith.runtime.metric_guard import BadSince, MetricGuard
@@ -62,13 +61,13 @@ class PublishSupervisor:
         self._metric = metric
         self._every = every
         self._pause_file = pause_file
-        self._closed = threading.Event()
+        self._closed = concurrency.Event()
         self._failed = Doublings()
         self._failures = 0
-        self._turn = threading.Lock()  # one order at a time: an order of an operator never meets a check
+        self._turn = concurrency.Lock()  # one order at a time: an order of an operator never meets a check
         self.statuses: Sequence[ShardPublishStatus] = ()
         """The status of each shard at the latest check; replaced as a whole."""
-        self._thread = threading.Thread(target=self._run, name="publish-supervisor", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="publish-supervisor", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -151,7 +150,7 @@ class PublishHook(Hook):
         leads: bool,
         pause_file: PauseFile | None = None,
         refresh: Callable[[], None] = lambda: None,
-        timer: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self.publishers = publishers
         self._model = model

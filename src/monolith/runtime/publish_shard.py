@@ -16,8 +16,6 @@ subscriber and never raises an error into a training step.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import MonolithError, UnavailableError
 from monolith.feature import FeatureIds
@@ -54,7 +53,7 @@ class PublishPlan:
     pause_file: PauseFile | None = None
     """The file that records a pause; without one a pause ends with the run."""
     metrics: Metrics = field(default_factory=Metrics)
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = concurrency.time
     """Unix seconds."""
 
 
@@ -75,7 +74,7 @@ class _Opened(NamedTuple):
 
     publisher: Publisher
     writer: CountedWriter
-    thread: threading.Thread
+    thread: concurrency.Thread
 
 
 class ShardPublisher:
@@ -100,20 +99,20 @@ class ShardPublisher:
         self._share = share
         self._plan = plan
         self._interval = plan.config.interval.total_seconds()
-        self._news = threading.Event()
+        self._news = concurrency.Event()
         self.learning = Learning(on_note=self._news.set)
         self._learned = self.learning.now if learned is None else learned
         self._rows = RowGuard(plan.config.guard)
         self._guard = AllGuards([self._rows, *guards])
         self._weights: Mapping[str, Tensor] | None = None
         # Taken while a delta is published and while rows are restored: a delta never has rows of two states.
-        self._turn = threading.Lock()
+        self._turn = concurrency.Lock()
         self._opened: _Opened | None = None
         self._by_operator = False
         self._first_bad_step: int | None = None
         """While publishing is paused, the first step whose rows are not trusted; None: not decided yet."""
         self._failures, self._failed = 0, Doublings()
-        self._closed = threading.Event()
+        self._closed = concurrency.Event()
 
     @property
     def place(self) -> LogPosition | None:
@@ -163,7 +162,7 @@ class ShardPublisher:
                 *self._share,
                 kept.describe(),
             )
-        thread = threading.Thread(target=self._run, name="publish", daemon=True)
+        thread = concurrency.Thread(target=self._run, name="publish", daemon=True)
         self._opened = _Opened(publisher, writer, thread)
         thread.start()
 
@@ -271,17 +270,17 @@ class ShardPublisher:
         # A step that changed rows wakes this thread, so a delta does not wait for the clock. Two deltas are
         # still an interval or more apart, or a fast run would publish every step. The wait ends by itself
         # after an interval: a parameter server receives pushed rows and no steps.
-        due = time.monotonic() + self._interval
+        due = concurrency.monotonic() + self._interval
         while True:
             self._news.wait(self._interval)
-            if self._closed.wait(max(0.0, due - time.monotonic())):
+            if self._closed.wait(max(0.0, due - concurrency.monotonic())):
                 return
             self._news.clear()
-            began, deltas = time.monotonic(), self._deltas()
+            began, deltas = concurrency.monotonic(), self._deltas()
             if self.publish():
                 self._news.set()
             elif self._deltas() != deltas:  # an empty publication delays nothing
-                due = began + seconds_between(time.monotonic() - began, self._interval)
+                due = began + seconds_between(concurrency.monotonic() - began, self._interval)
 
     def _deltas(self) -> int:
         return 0 if self._opened is None else self._opened.writer.deltas
@@ -340,7 +339,7 @@ class CountedWriter:
         share: int,
         *,
         problem: Callable[[Message], str | None] = lambda _: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
     ) -> None:
         self._inner = inner
         self._problem = problem

@@ -8,12 +8,12 @@ publishers what they cannot see (dense weights, the step and watermark of the ru
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.errors import MonolithError
 from monolith.observe import Doublings
 from monolith.runtime.publish_shard import Learning, ShardPublisher
@@ -111,7 +111,7 @@ class RankPublishers:
     def __init__(self, groups: RankGroups, share: ShardPublisher) -> None:
         self._groups = groups
         self._share = share
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = concurrency.Lock()  # guards the fields below
         self._statuses: dict[int, ShardPublishStatus] = {}
         groups.calls.offer({_EXECUTE: self._answer})
 
@@ -173,12 +173,12 @@ class ServerPublishers:
         self._run = run
         self._every = every
         self._learning = Learning()
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = concurrency.Lock()  # guards the fields below
         self._weights: Mapping[str, Tensor] | None = None
         self._statuses: dict[int, ShardPublishStatus] = {}
         self._failures, self._failed = 0, Doublings()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run_thread, name="publish-progress", daemon=True)
+        self._closed = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._run_thread, name="publish-progress", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

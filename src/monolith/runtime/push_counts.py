@@ -9,10 +9,10 @@ A worker that leaves tells all of this, so that it can be counted without it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from monolith import concurrency
 from monolith.runtime.messages import CopiedPushes, PlacePushes, PushesTold, Served
 from monolith.store import ServerGroup
 from monolith.store.server_group import PushProgress
@@ -63,7 +63,7 @@ class PushCounts:
 
     def __init__(self, group: ServerGroup) -> None:
         self._group = group
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards what follows
         self._places = [_PlaceCounts() for _ in range(len(group))]
 
     def mark(self, halt: int) -> None:

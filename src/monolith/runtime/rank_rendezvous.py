@@ -10,12 +10,11 @@ all have:
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 
+from monolith import concurrency
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import Address
 from monolith.cluster.security import is_loopback
@@ -80,7 +79,7 @@ class RankRendezvous:
         self._start = start.total_seconds()
         self._options = options
         self._on_waiting = on_waiting
-        self._process = secrets.token_hex(8)
+        self._process = concurrency.token_hex(8)
         self._left: set[str] = set()
         """Attempts that are over for this rank."""
         self._registered: str | None = None
@@ -96,7 +95,7 @@ class RankRendezvous:
             DeadlineExceededError: Not all ranks signed in in time.
             UnavailableError: A rank was lost meanwhile; join again.
         """
-        began = time.monotonic()
+        began = concurrency.monotonic()
         while True:
             keys = self._find(began)
             if keys.attempt in self._left:
@@ -182,7 +181,7 @@ class RankRendezvous:
             self._wait(began, len(there))
 
     def _wait(self, began: float, found: int) -> None:
-        elapsed = time.monotonic() - began
+        elapsed = concurrency.monotonic() - began
         if elapsed >= self._start:
             trouble = f". The last attempt to join: {self._trouble}" if self._trouble else ""
             raise DeadlineExceededError(
@@ -191,4 +190,4 @@ class RankRendezvous:
             )
         what = "rank 0" if found == 0 and self._rank else "ranks"
         self._on_waiting(Waiting(what, found, self._size, timedelta(seconds=elapsed)))
-        time.sleep(ASK_EVERY)
+        concurrency.sleep(ASK_EVERY)

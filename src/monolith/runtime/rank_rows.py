@@ -8,15 +8,13 @@ rows on servers   rank 0 starts a run on all servers, restores it, tells the oth
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint import Part, RestoreOptions, SavedPart, TablesPart, merge_entries
 from monolith.checkpoint.part import Entry, PartSnapshot, RestoreReport, changes_from_json, changes_to_json
 from monolith.errors import (
@@ -230,7 +228,7 @@ class RowsOnServers:
         self._group = group
         self._stores: list[ServedRankStore] = []
         self._run = ""
-        self._closed = threading.Event()
+        self._closed = concurrency.Event()
 
     @property
     def servers(self) -> Sequence[str]:
@@ -291,11 +289,13 @@ class RowsOnServers:
         return MachineHealth(HealthStatus(found.status), found.message)
 
     def begin(self) -> str:
-        run = secrets.token_hex(8)
+        run = concurrency.token_hex(8)
         on_each(self.fresh, lambda server: tell(self._group, server, "server.begin", BeginServer(run)))
         self.join(run)
         for server in self.fresh:
-            threading.Thread(target=self._attend, args=(server,), name="attends-server", daemon=True).start()
+            concurrency.Thread(
+                target=self._attend, args=(server,), name="attends-server", daemon=True
+            ).start()
         return run
 
     def join(self, run: str) -> None:
@@ -406,7 +406,7 @@ class RankTables:
         self._calls = calls
 
     def snapshot(self, step: int) -> PartSnapshot:  # noqa: ARG002
-        cut = _RankCut(self._calls, secrets.token_hex(8))
+        cut = _RankCut(self._calls, concurrency.token_hex(8))
         try:
             self._calls.ask_all("tables.cut", write_message(SnapshotRank(cut=cut.name)))
         except BaseException:

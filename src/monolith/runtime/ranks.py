@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,6 +24,7 @@ from typing import TypeVar
 
 import torch
 
+from monolith import concurrency
 from monolith.data import WorkQueueSource
 from monolith.data.source import Position
 from monolith.errors import BarrierAlreadyPlacedError, RetryableError, UnavailableError
@@ -91,7 +90,7 @@ class RankBarrier:
 
     def __init__(self, groups: RankGroups) -> None:
         self._groups = groups
-        self._lock = threading.Lock()  # guards `_placed` and `_generation`
+        self._lock = concurrency.Lock()  # guards `_placed` and `_generation`
         self._placed: PlacedBarrier | None = None
         self._generation = 0
 
@@ -197,7 +196,7 @@ class RankCoordinator:
             if interrupted():
                 return None
             self._groups.check()
-            time.sleep(START_POLL_S)
+            concurrency.sleep(START_POLL_S)
         if not self.membership.is_chief:
             self._placement.rows.join(begun)
         self._joined = True

@@ -6,7 +6,6 @@ import json
 import math
 import platform
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monolith import __version__, filesystem
+from monolith import __version__, concurrency, filesystem
 from monolith.config import masked, masked_words, to_dict
 from monolith.errors import CorruptFileError
 from monolith.runtime.losses import Lost
@@ -99,12 +98,12 @@ class FirstAndLastSteps(Hook):
 
     def __init__(self) -> None:
         self.first_at: float | None = None
-        """By `time.monotonic`; None before there was one."""
+        """By `concurrency.monotonic`; None before there was one."""
         self._losses: deque[Tensor] = deque(maxlen=LOSS_STEPS)
 
     def before_step(self, run: TrainingRun) -> None:  # noqa: ARG002
         if self.first_at is None:
-            self.first_at = time.monotonic()
+            self.first_at = concurrency.monotonic()
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
         self._losses.append(result.loss.detach())

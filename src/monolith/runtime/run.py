@@ -22,11 +22,11 @@ process trains, so that a launcher starts at once.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from monolith import concurrency
 from monolith.cluster.status import ProcessStatus, StatusBoard
 from monolith.errors import ConfigError, DeadlineExceededError
 from monolith.runtime.config import RunConfig, settle
@@ -80,8 +80,8 @@ class Run:
             control=control,
             profile=profile,
         )
-        self._begun = threading.Lock()  # taken by the first call of `start` or `run`, and never released
-        self._thread: threading.Thread | None = None
+        self._begun = concurrency.Lock()  # taken by the first call of `start` or `run`, and never released
+        self._thread: concurrency.Thread | None = None
         self._result: RunResult | BaseException | None = None
 
     @property
@@ -92,7 +92,7 @@ class Run:
     def start(self) -> Run:
         """Run on a thread of its own, and return at once. `wait` returns the result, or raises the error."""
         self._begin()
-        self._thread = threading.Thread(target=self._execute_and_keep, name="run", daemon=True)
+        self._thread = concurrency.Thread(target=self._execute_and_keep, name="run", daemon=True)
         self._thread.start()
         return self
 

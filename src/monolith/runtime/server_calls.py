@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from monolith import concurrency
 from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.checkpoint.part import changes_to_json
 from monolith.cluster.security import Guard
+from monolith.concurrency import Future, ThreadPoolExecutor, wait
 from monolith.errors import ClusterError, DeadlineExceededError, UnavailableError
 from monolith.runtime.messages import (
     AssignShard,
@@ -57,7 +56,7 @@ def tell(group: ServerGroup, server: int, name: str, request: object) -> None:
 
 def run_job(group: ServerGroup, server: int, work: WorkName, request: object, kind: type[A]) -> A:
     """Have a server do what takes longer than a call may; return its answer when it is done."""
-    job = secrets.token_hex(8)
+    job = concurrency.token_hex(8)
     tell(group, server, "job.start", StartJob(work, write_message(request), job))
     while True:
         result = ask(group, server, "job.wait", WaitForJob(job, POLL), JobResult)
@@ -171,7 +170,7 @@ def on_each(servers: Collection[int], call: Callable[[int], A]) -> list[A]:
 
     # Threads of a pool would keep a process from ending that no longer waits for them.
     for server in servers:
-        threading.Thread(target=ask, args=(server,), name="fleet-work", daemon=True).start()
+        concurrency.Thread(target=ask, args=(server,), name="fleet-work", daemon=True).start()
     wait(asked.values())
     return [future.result() for future in asked.values()]
 
@@ -189,7 +188,7 @@ class Jobs:
 
     def __init__(self, work: Mapping[str, Call]) -> None:
         self._work = dict(work)
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards what follows
         self._running: dict[str, Future[dict[str, Json]]] = {}
 
     @property
@@ -207,13 +206,13 @@ class Jobs:
                 done.set_exception(error)
 
         # Asked twice, because the first answer was lost on the way, it is started once.
-        job = body.job or secrets.token_hex(8)
+        job = body.job or concurrency.token_hex(8)
         with self._lock:
             if job in self._running:
                 return JobStarted(job)
             self._forget()
             self._running[job] = done
-        threading.Thread(target=run, name=f"job-{body.work}", daemon=True).start()
+        concurrency.Thread(target=run, name=f"job-{body.work}", daemon=True).start()
         return JobStarted(job)
 
     def _forget(self) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import statistics
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from monolith import concurrency
 from monolith.cluster import ClusterManager, fetch_ps_cluster, save_ps_cluster
 from monolith.cluster.security import Guard
+from monolith.concurrency import ThreadPoolExecutor, wait
 from monolith.errors import ClusterError, ConfigError, MonolithError, UnavailableError
 from monolith.runtime.messages import EndRun, StandbyStatus
 from monolith.runtime.server_calls import ServerCalls
@@ -53,7 +52,7 @@ class ServerChoice:
         candidates: int | None = None,
         choose: Choose | None = None,
         spare_after: timedelta = timedelta(0),
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._spare_after = spare_after.total_seconds()
         self._clock = clock
@@ -216,8 +215,8 @@ class Spares:
         self._used = used
         self._calls = calls
         self._every = every.total_seconds()
-        self._stop = threading.Event()
-        self._keeper: threading.Thread | None = None
+        self._stop = concurrency.Event()
+        self._keeper: concurrency.Thread | None = None
 
     def addresses(self) -> list[str]:
         """Return the registered spares, by index; some may be lost."""
@@ -227,7 +226,7 @@ class Spares:
     def keep(self) -> None:
         """Tell the spares from now on, until `close`, that there is a chief: a spare without one gives up."""
         if self._keeper is None:
-            self._keeper = threading.Thread(target=self._keep, name="spares", daemon=True)
+            self._keeper = concurrency.Thread(target=self._keep, name="spares", daemon=True)
             self._keeper.start()
 
     def end(self, run: str, *, finished: bool) -> None:
@@ -391,7 +390,7 @@ class StepMeasure:
         seconds: timedelta,
         guard: Guard | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
         done_within: timedelta = DONE_WITHIN,
     ) -> None:
         self._seconds = seconds.total_seconds()
@@ -422,7 +421,7 @@ class _MeasuredLine:
     def __init__(self, address: str, guard: Guard | None) -> None:
         self._address = address
         self._caller = Caller(SERVICE, address, guard=guard, timeout=READY_WITHIN)
-        self._lock = threading.Lock()  # guards the stream, which two threads end
+        self._lock = concurrency.Lock()  # guards the stream, which two threads end
         self._stream: CallStream | None = None
         self._gradient = sample_gradient()
         self._took: list[float] = []

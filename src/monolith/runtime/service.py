@@ -62,14 +62,13 @@ No call waits longer than it asked for.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import Protocol, TypeVar
 
+from monolith import concurrency
 from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.runtime.coordinator import Start, WorkerState
 from monolith.runtime.messages import (
@@ -366,7 +365,7 @@ class CoordinationService:
         max_workers: int | None = None,
         lost_after: timedelta = LOST_AFTER,
         raise_step: Callable[[int], object] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         if num_workers < 1:
             raise ConfigError(f"coordination: num_workers must be at least 1, got {num_workers}")
@@ -376,7 +375,7 @@ class CoordinationService:
         self._raise_step = raise_step
         self._clock = clock
         # Guards all fields below. Notified at every change, so that calls that wait look again.
-        self._changed = threading.Condition()
+        self._changed = concurrency.Condition()
         self._run: _Run | None = None
         self._halts = 0
         self._checked = clock()

@@ -6,11 +6,11 @@ of its coordinator (`coordinator.py`). `Trainer` makes it and runs the loop.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, assert_never
 
+from monolith import concurrency
 from monolith.checkpoint import Part, StatePart
 from monolith.data import Stream
 from monolith.data.source import Position
@@ -62,7 +62,7 @@ class Session:
         config: TrainConfig,
         *,
         report: Callable[[str, WindowRow], None] | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
         metrics: Metrics | None = None,
     ) -> None:
         assert model.sparse is not None

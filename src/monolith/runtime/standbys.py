@@ -16,16 +16,16 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.checkpoint.saved_tables import IdShard
+from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import ClusterError, ConfigError, RequestError, RestoreError
 from monolith.observe import Metrics
 from monolith.runtime.messages import CopyOpened, FollowShard, OfRun, StandbyStatus
@@ -95,7 +95,7 @@ class Standbys:
         metrics: Metrics | None = None,
         say: Callable[[str], None] = _log.info,
         every: float = LOOK_FOR_STANDBYS,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._registered = registered
         self._used = used
@@ -115,10 +115,10 @@ class Standbys:
             "Seconds since a shard has fewer standbys than it should; 0 while it has all.",
             ("shard",),
         )
-        self._stop = threading.Event()
-        self._keeper: threading.Thread | None = None
+        self._stop = concurrency.Event()
+        self._keeper: concurrency.Thread | None = None
         self._run = ""
-        self._turn = threading.Lock()  # held by a look
+        self._turn = concurrency.Lock()  # held by a look
         # Replaced as a whole. Addresses by shard, those with a whole copy first.
         self._keeping: dict[int, tuple[str, ...]] = {}
         self._whole: dict[int, tuple[str, ...]] = {}
@@ -131,7 +131,7 @@ class Standbys:
         """See to it from now on, until `close`: the shares of this run are made or restored."""
         self._run = run
         if self._keeper is None:
-            self._keeper = threading.Thread(target=self._keep, name="standbys", daemon=True)
+            self._keeper = concurrency.Thread(target=self._keep, name="standbys", daemon=True)
             self._keeper.start()
 
     def of(self, place: int) -> tuple[str, ...]:
@@ -415,7 +415,7 @@ class StandbyCopy(Generic[H]):
         follows: FollowShard,
         *,
         guard: PortGuard | None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self.held = held
         self.follows = follows
@@ -501,7 +501,7 @@ class StandbyCopy(Generic[H]):
 
     def _close_soon(self) -> None:
         # A read of a silent server takes a while to end, and must delay no caller.
-        threading.Thread(target=self._subscriber.close, name="standby-close", daemon=True).start()
+        concurrency.Thread(target=self._subscriber.close, name="standby-close", daemon=True).start()
 
 
 class _CopyTarget(TableTarget):
@@ -509,7 +509,7 @@ class _CopyTarget(TableTarget):
 
     def __init__(self, tables: Mapping[str, Any]) -> None:
         super().__init__(tables)
-        self._lock = threading.Lock()  # held while tables change
+        self._lock = concurrency.Lock()  # held while tables change
         self._over = False
 
     def end(self) -> None:

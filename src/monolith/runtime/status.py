@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from monolith import concurrency
 from monolith.cluster.status import EVERY, ProcessStatus, Rates, StatusBoard, StatusPage, StatusWriter
 from monolith.errors import MonolithError
 from monolith.runtime.config import RunConfig
@@ -39,8 +38,8 @@ class OwnStatus:
         self,
         run: RunConfig,
         *,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         cluster, every = run.cluster, run.metrics.status_every
         self._clock = clock
@@ -62,7 +61,7 @@ class OwnStatus:
             num_ps=cluster.num_ps if run.distributed else 0,
             num_workers=cluster.num_workers,
         )
-        self._lock = threading.Lock()  # guards the fields below; held during a call of _look
+        self._lock = concurrency.Lock()  # guards the fields below; held during a call of _look
         self._look: Look = lambda status: status
         self.control: Callable[[], str] = lambda: ""
         """Says where this process is controlled; empty while it is not."""

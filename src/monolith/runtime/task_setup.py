@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint import read_manifest, saved_spec
 from monolith.checkpoint.part import FEATURES
 from monolith.data import as_stream
@@ -111,8 +110,8 @@ def with_learned_features(
     *,
     trains: bool,
     say: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = concurrency.monotonic,
+    sleep: Callable[[float], None] = concurrency.sleep,
 ) -> Task:
     """Return the task with the means and quantiles of its run, learned now unless an earlier process did.
 

@@ -15,8 +15,6 @@ import contextlib
 import logging
 import random
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -24,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint import (
     Checkpointer,
     CustomRestore,
@@ -103,7 +101,7 @@ class LocalRun:
         self.evaluate: EvaluateHook | None = None
         """Evaluates while the run trains; None if that is not asked for, or another process does it."""
         self._model_dir = model_dir
-        self._lock = threading.Lock()  # guards the reason
+        self._lock = concurrency.Lock()  # guards the reason
         self._stop_reason: str | None = None
         self._interrupted = False
 
@@ -171,8 +169,8 @@ class Trainer:
         coordinator: Coordinator | None = None,
         listeners: Sequence[SaveListener] = (),
         publish: PublishPlan | None = None,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
         accelerator: Accelerator | None = None,
     ) -> None:
         self.task = task
@@ -211,7 +209,7 @@ class Trainer:
             CorruptFileError: The checkpoint is damaged.
         """
         config = self.config
-        began = time.monotonic()
+        began = concurrency.monotonic()
         windows: dict[str, list[WindowRow]] = {}
 
         def tell(name: str, row: WindowRow) -> None:
@@ -330,7 +328,7 @@ class Trainer:
                 skipped=progress.total_skipped - first_skipped,
                 bad_records=session.batches.stream.bad_records(),
                 dense_staleness=None if status.staleness is None else status.staleness.most,
-                seconds=(ended := time.monotonic()) - began,
+                seconds=(ended := concurrency.monotonic()) - began,
                 start_seconds=(ends.first_at or ended) - began,
                 save_seconds=0.0 if keeper is None else keeper.waited_seconds,
                 evaluate_seconds=0.0 if run.evaluate is None else run.evaluate.seconds,
@@ -733,7 +731,10 @@ class _SessionHook(Hook):
             run.request_stop(f"{config.steps} steps were taken")
         if config.max_steps is not None and run.step >= config.max_steps:
             run.request_stop(f"max_steps of {config.max_steps} was reached")
-        if config.max_time is not None and time.monotonic() - self._began >= config.max_time.total_seconds():
+        if (
+            config.max_time is not None
+            and concurrency.monotonic() - self._began >= config.max_time.total_seconds()
+        ):
             run.request_stop(f"max_time of {config.max_time} was reached")
 
     def end(self, run: TrainingRun) -> None:  # noqa: ARG002

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from monolith import filesystem, native
+from monolith import concurrency, filesystem, native
 from monolith.checkpoint import read_chain
 from monolith.checkpoint.offline.reading import SavedTables
 from monolith.config import config_from_mapping, to_dict
@@ -190,7 +189,7 @@ class Exporter:
         restore: Callable[[str], object],
         *,
         withhold: Callable[[int, float], Withheld | None] = lambda _step, _saved_at: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
     ) -> None:
         self._model = model
         self._how = how

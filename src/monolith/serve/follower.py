@@ -16,10 +16,9 @@ load.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 
+from monolith import concurrency
 from monolith.checkpoint.saved_tables import WHOLE, IdShard
 from monolith.observe.metrics import Metrics
 from monolith.serve.config import ServeFollowConfig
@@ -62,8 +61,8 @@ class ModelFollower:
         metrics: Metrics,
         go_to: GoTo,
         share: IdShard = WHOLE,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._model = model
         self._open_reader = open_reader
@@ -71,7 +70,7 @@ class ModelFollower:
         self._clock, self._timer = clock, timer
         self._metrics = FollowMetrics(metrics, model)
         self.target = FollowTarget(model, FollowedTables(share), self._metrics, go_to)
-        self._lock = threading.Lock()  # guards all below
+        self._lock = concurrency.Lock()  # guards all below
         self._subscriber: Subscriber | None = None
         self._base: Servable | None = None
         self._listens_since = 0.0
@@ -89,8 +88,8 @@ class ModelFollower:
         with an earlier generation; its rows no longer change, and it keeps its own cell."""
         self._claims_of = -1
         """The generation that `_claims` belongs to."""
-        self._stop = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._stop = concurrency.Event()
+        self._watcher: concurrency.Thread | None = None
 
     # Versions
 
@@ -182,7 +181,7 @@ class ModelFollower:
             self._subscriber.start()
             self._listens_since = self._timer()
             if self._watcher is None:
-                self._watcher = threading.Thread(
+                self._watcher = concurrency.Thread(
                     target=self._watch, name=f"follow-{self._model}", daemon=True
                 )
                 self._watcher.start()
@@ -363,7 +362,7 @@ class ModelFollower:
         """Stop following. The overlay stays. Closing again does nothing."""
         self._stop.set()
         self._leave()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
+        if self._watcher is not None and self._watcher is not concurrency.current_thread():
             self._watcher.join()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.data import KafkaSink
 from monolith.errors import ConfigError, DeadlineExceededError
 from monolith.serve.client import ClientAnswer
@@ -46,7 +46,7 @@ class FolderEvents:
         self._folder = folder
 
     def write(self, row: Row) -> None:
-        path = filesystem.join(self._folder, f"probe-{time.time_ns()}-{secrets.token_hex(4)}.jsonl")
+        path = filesystem.join(self._folder, f"probe-{time.time_ns()}-{concurrency.token_hex(4)}.jsonl")
         with filesystem.atomic_write(path) as file:
             file.write(json.dumps(dict(row)).encode() + b"\n")
 
@@ -122,9 +122,9 @@ class FreshnessProbe:
         *,
         event_time: str | None = None,
         pause: float = 0.01,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
+        sleep: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         if column not in row:
             raise ConfigError(f"freshness: the row has no column {column!r}; it has {', '.join(row)}")
@@ -174,7 +174,7 @@ def _unseen_like(value: Any) -> Any:
     if isinstance(value, list):
         return [_unseen_like(value[0] if value else "")]
     if isinstance(value, str):
-        return f"probe-{secrets.token_hex(8)}"
+        return f"probe-{concurrency.token_hex(8)}"
     return secrets.randbits(47)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 from collections.abc import Callable
 
+from monolith import concurrency
 from monolith.observe.metrics import Metrics
 from monolith.serve.rows import ServedUpTo
 from monolith.sync.messages import PublishState
@@ -136,7 +136,7 @@ class AccessLog:
         self._fraction = fraction
         self._random = generator
         self._clock = clock
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = concurrency.Lock()  # guards the two below
         self._second = 0
         self._refused = 0
 

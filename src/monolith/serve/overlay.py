@@ -20,7 +20,6 @@ loaded predictors. If the trainer rolls servers back, the named version is serve
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -28,6 +27,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.checkpoint.saved_tables import WHOLE, IdShard, check_shard
 from monolith.errors import MonolithError, RestoreError, TableArgumentError
 from monolith.serve.metrics import FollowMetrics
@@ -57,7 +57,7 @@ class FollowedTables:
         # Taken by every writer of the overlay, and guards all below. The subscriber's thread applies
         # messages, other threads attach versions and compact: a delta must never be applied between the
         # tables that `attach` returns and the claims that its caller makes for them. Lookups do not take it.
-        self.write_lock = threading.RLock()
+        self.write_lock = concurrency.RLock()
         self._overlay: RowOverlay | None = None
         self._current: OverlaidTables | None = None
         self._snapshot: tuple[IdShard, Tensor | None, dict[str, list[Tensor]]] | None = None
@@ -267,8 +267,8 @@ class FollowTarget:
         self.rows = tables
         self._metrics = metrics
         self._go_to = go_to
-        self._going = threading.Lock()  # one thread changes the served version at a time
-        self._lock = threading.Lock()  # guards the two below
+        self._going = concurrency.Lock()  # one thread changes the served version at a time
+        self._lock = concurrency.Lock()  # guards the two below
         self._predictors: weakref.WeakSet[Predictor] = weakref.WeakSet()
         self._dense: Mapping[str, Tensor] | None = None
         self._refused = ""

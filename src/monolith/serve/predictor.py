@@ -16,7 +16,6 @@ Tables are mapped, so that predictors of one machine share the memory of a table
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from typing import Any, Protocol, Self, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from monolith import filesystem, native
+from monolith import concurrency, filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.feature import Batch, Gatherer
 from monolith.observe import Progress, progress
@@ -115,7 +114,7 @@ class Predictor:
         folder: str,
         *,
         rows: RowSource | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
         **options: Unpack[LoadOptions],
     ) -> None:
         if unknown := options.keys() - LoadOptions.__optional_keys__:
@@ -238,7 +237,7 @@ class Predictor:
             columns: By name, as `signature` lists them; their forms are in `monolith.serve.request_reader`.
                 Or a DataFrame of pandas or polars, or an Arrow table. Labels, and columns of a frame that the
                 model does not read, are ignored.
-            deadline: When the client stops waiting, by `time.monotonic`.
+            deadline: When the client stops waiting, by `concurrency.monotonic`.
 
         Raises:
             RequestError: A column or a value does not fit the model; names the column and the row.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from monolith import concurrency
 from monolith.errors import ConfigError, RestoreError, ServingTableError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection
@@ -115,7 +116,7 @@ class _BetweenBatches:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = concurrency.Condition()
         # Both are guarded by the condition: running batches, and swaps that wait or run.
         self._batches = 0
         self._swaps = 0

@@ -30,13 +30,13 @@ the answer: a time between two clocks that differ is never reported as if it wer
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.store import TableIds
 from monolith.sync.messages import LearnedUpTo
 from monolith.table import FrozenTable, FrozenTables, OverlaidTables
@@ -127,7 +127,7 @@ class ClaimCell:
     """
 
     def __init__(self, base: RowsClaim, unknown: str = "") -> None:
-        self._lock = threading.Lock()  # guards all below but `now`, which is replaced in one assignment
+        self._lock = concurrency.Lock()  # guards all below but `now`, which is replaced in one assignment
         self._base = base
         self._shares: dict[int, RowsClaim] = {}
         self._total = 0
@@ -312,7 +312,7 @@ class RowSource(Protocol):
         """Return the rows of some IDs; an ID without a row reads as zeros.
 
         Args:
-            deadline: When the client stops waiting, by `time.monotonic`.
+            deadline: When the client stops waiting, by `concurrency.monotonic`.
 
         Raises:
             DeadlineExceededError: The deadline passed before the rows were found.

@@ -19,7 +19,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, ExportError, FileMissingError, FilesystemError, MonolithError
 from monolith.serve.manifest import MANIFEST_NAME, Servable, read_servable
 
@@ -396,7 +395,7 @@ def remove_versions(roots: Sequence[str], versions: Collection[str]) -> tuple[li
                 in_use.append(version)
                 continue
             for folder in folders:
-                hidden = folder.with_name(f".{version}{_REMOVED}{secrets.token_hex(4)}")
+                hidden = folder.with_name(f".{version}{_REMOVED}{concurrency.token_hex(4)}")
                 folder.rename(hidden)  # from here on no process finds it
                 shutil.rmtree(hidden, ignore_errors=True)
         removed.append(version)

@@ -9,12 +9,11 @@ is late and closes connections that are idle.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from monolith import concurrency
 from monolith.wire.flight import Caller, CallStream
 
 Kind = Literal["bulk", "stateful", "small"]
@@ -61,22 +60,22 @@ class ConnectionPool:
         stop: Set before the pool is closed.
     """
 
-    def __init__(self, connect: Connect, shortest: float, stop: threading.Event) -> None:
+    def __init__(self, connect: Connect, shortest: float, stop: concurrency.Event) -> None:
         self._connect = connect
         self._check_every = min(shortest, _IDLE) / 4
         self._stop = stop
         # Guards the three fields below, and `deadline` and `dropped` of every connection. Connections are
         # closed after it was released, because closing may wait for the network.
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._idle: dict[tuple[int, Kind], list[ServerConnection]] = {}
         self._busy: set[ServerConnection] = set()
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
 
     def take(self, server: int, kind: Kind, *, retry: bool = False) -> ServerConnection:
         """Return an idle connection, or a new one."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="server-connections", daemon=True)
+                self._thread = concurrency.Thread(target=self._watch, name="server-connections", daemon=True)
                 self._thread.start()
             idle = self._idle.get((server, kind))
             if idle:
@@ -91,7 +90,7 @@ class ConnectionPool:
         with self._lock:
             self._busy.discard(connection)
             connection.deadline = None
-            connection.idle_since = time.monotonic()
+            connection.idle_since = concurrency.monotonic()
             idle = self._idle.setdefault((connection.server, connection.kind), [])
             unused = self._stop.is_set() or (connection.kind == "bulk" and connection.stream is None)
             if connection.dropped or (unused and not connection.is_broken):
@@ -108,7 +107,7 @@ class ConnectionPool:
         """Cancel the stream unless `answered` is called within `limit` seconds; False if it was dropped."""
         with self._lock:
             connection.limit = limit
-            connection.deadline = time.monotonic() + limit
+            connection.deadline = concurrency.monotonic() + limit
             return not connection.dropped
 
     def answered(self, connection: ServerConnection) -> None:
@@ -150,7 +149,7 @@ class ConnectionPool:
     def _watch(self) -> None:
         """Cancel late streams and close idle connections, until `stop` is set."""
         while not self._stop.wait(self._check_every):
-            now = time.monotonic()
+            now = concurrency.monotonic()
             with self._lock:
                 for busy in self._busy:
                     if busy.deadline is not None and now >= busy.deadline and busy.stream is not None:

@@ -12,7 +12,6 @@ trains it; the copies on the other servers are never read. No weight is split, s
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from monolith import concurrency
 from monolith.errors import FeatureError, RestoreError
 from monolith.nn.optimizers import rule_of
 from monolith.tensors.files import dump_tensors, load_tensors
@@ -116,7 +116,7 @@ class DenseShard:
         self._schedule = schedule
         self._shard = shard
         # Guards the weights, optimizer, schedule and _step: a push changes all of them as one.
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._step = 0
 
     @property

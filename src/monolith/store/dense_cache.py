@@ -18,7 +18,6 @@ lack at most max_staleness of the worker's own pushes. It waits before it sends 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from monolith import concurrency
 from monolith.errors import FeatureError
 from monolith.store.dense import pack_tensors, partition_weights, rates_of, unpack_tensors
 from monolith.store.dense_config import DenseConfig
@@ -54,12 +54,12 @@ class BackgroundQueue:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._changed = threading.Condition()  # guards all below
+        self._changed = concurrency.Condition()  # guards all below
         self._waiting: deque[Work] = deque()
         self._under_way = False
         self._error: BaseException | None = None
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
 
     def give(self, work: Work) -> None:
         """Queue some work.
@@ -71,7 +71,7 @@ class BackgroundQueue:
             self._raise()
             self._waiting.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._what, daemon=True)
+                self._thread = concurrency.Thread(target=self._run, name=self._what, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -173,7 +173,7 @@ class DenseCache:
         """The global step of the caller's weights."""
         self._ready: _Fetched | None = None
         # Guards the fields below, which the background thread writes. The fields above belong to the caller.
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._fetched: _Fetched | None = None
         self._answered = 0
         self._known_step = 0

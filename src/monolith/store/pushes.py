@@ -14,12 +14,12 @@ less than a megabyte, because in practice only a few numbers are missing.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from monolith import concurrency
 from monolith.errors import ClusterError, MonolithError, RequestError
 
 REMEMBERED = 4096
@@ -65,7 +65,7 @@ class AppliedPushes:
         self._most = senders
         # Guards all senders. Released while a push is applied: `under_way` makes a retry of the same push
         # wait for the first one, while pushes of other numbers run at the same time.
-        self._changed = threading.Condition()
+        self._changed = concurrency.Condition()
         self._senders: OrderedDict[str, _Sender] = OrderedDict()
 
     def once(self, sender: str, number: int, apply: Callable[[], T], again: Callable[[], T]) -> T:

@@ -10,13 +10,12 @@ the token, and certificates if there are some. Its address is a signed key; see 
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from monolith import concurrency
 from monolith.cluster.security import Guard
 from monolith.errors import (
     ClusterError,
@@ -88,9 +87,9 @@ class RankCalls:
         self._timeout = timeout
         self._calls: dict[str, Call] = {}
         self._lost: RetryableError | None = None
-        self._over = threading.Event()
+        self._over = concurrency.Event()
         self._addresses: dict[int, str] = {}
-        self._lock = threading.Lock()  # guards the one below
+        self._lock = concurrency.Lock()  # guards the one below
         self._free: dict[int, list[Caller]] = defaultdict(list)
         """Rank -> idle connections. Several per rank, so that a stats call does not wait for a long write."""
         self._server: Server | None = None
@@ -117,10 +116,12 @@ class RankCalls:
             MonolithError: The error of the first rank that raised one.
             RetryableError: A rank is gone, or does not answer in time.
         """
-        answers: queue.SimpleQueue[tuple[int, dict[str, Json] | MonolithError]] = queue.SimpleQueue()
+        answers: concurrency.SimpleQueue[tuple[int, dict[str, Json] | MonolithError]] = (
+            concurrency.SimpleQueue()
+        )
         for rank in self._addresses:
             # Not from a pool, which the interpreter joins at exit: a rank that hangs never answers.
-            threading.Thread(
+            concurrency.Thread(
                 target=lambda rank=rank: answers.put((rank, self._ask(rank, name, body))),
                 name="rank-ask",
                 daemon=True,
@@ -133,7 +134,7 @@ class RankCalls:
                 try:
                     rank, answer = answers.get(timeout=CHECK_EVERY)
                     found[rank] = answer
-                except queue.Empty:
+                except concurrency.Empty:
                     if self._lost is not None:
                         raise self._lost from None
                     if self._over.is_set():
@@ -151,7 +152,7 @@ class RankCalls:
         self._over.set()
         self._close_free()
         if self._server is not None:
-            ending = threading.Thread(target=self._server.close, name="rank-calls-close", daemon=True)
+            ending = concurrency.Thread(target=self._server.close, name="rank-calls-close", daemon=True)
             ending.start()
             ending.join(CLOSE_WITHIN)
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from monolith import concurrency
 from monolith.cuda import CudaDevice
 from monolith.errors import (
     ClusterError,
@@ -73,7 +72,7 @@ class Collective:
         self._device = torch.device(device)
         self._traffic = TrafficMeter() if traffic is None else traffic
         self._reason: Callable[[], RetryableError | None] = lambda: None
-        self._closing_thread: threading.Thread | None = None
+        self._closing_thread: concurrency.Thread | None = None
         self.rank: int = group.rank()
         self.size: int = group.size()
 
@@ -159,7 +158,7 @@ class Collective:
             # other ranks have closed theirs, too: so a thread drops the reference.
             last = [group]
             del group
-            self._closing_thread = threading.Thread(target=last.clear, name="close-group", daemon=True)
+            self._closing_thread = concurrency.Thread(target=last.clear, name="close-group", daemon=True)
             self._closing_thread.start()
 
     def close(self, within: float) -> None:
@@ -280,15 +279,15 @@ class Heartbeat:
         self._collective = collective
         self._lost = lost
         self._every = every.total_seconds()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._over = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._beat, name="pulse", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End. Closing again does nothing."""
         self._over.set()
         self._collective.abort()
-        if self._thread is not threading.current_thread():
+        if self._thread is not concurrency.current_thread():
             self._thread.join(10)
 
     def _beat(self) -> None:
@@ -357,7 +356,7 @@ class RankGroups:
         self.size = size
         self._keys = keys
         self._traffic = TrafficMeter()
-        self._lock = threading.Lock()  # guards the three fields below; any thread may notice a lost rank
+        self._lock = concurrency.Lock()  # guards the three fields below; any thread may notice a lost rank
         self._lost: RetryableError | None = None
         self._closed = self._finishing = False
         self._collectives: list[Collective] = []
@@ -446,9 +445,9 @@ class RankGroups:
         self._abort()
         self._heartbeat.close()
         self.calls.close()
-        deadline = time.monotonic() + CLOSE_WITHIN
+        deadline = concurrency.monotonic() + CLOSE_WITHIN
         for collective in self._collectives:
-            collective.close(max(0.0, deadline - time.monotonic()))
+            collective.close(max(0.0, deadline - concurrency.monotonic()))
 
     def __enter__(self) -> Self:
         return self

@@ -25,15 +25,14 @@ import contextlib
 import hmac
 import json
 import logging
-import secrets
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
 
+from monolith import concurrency
 from monolith.config import Secret
 from monolith.errors import FailedPeerError, ListenError, UnavailableError
 
@@ -106,16 +105,16 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
     def wait(self, keys: Sequence[str], timeout: timedelta = REACH_WITHIN) -> None:
         # Not the wait of the store itself, which ignores reported failures: a rank that leaves before all are
         # connected would block the other ranks for as long as `timeouts.silence`.
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = concurrency.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if (failure := self.failure()) is not None:
                 raise failure
-            if time.monotonic() >= deadline:
+            if concurrency.monotonic() >= deadline:
                 missing = [key for key in keys if not self.check([key])]
                 raise UnavailableError(
                     f"no rank has written the key {', '.join(missing)!r} within {timeout.total_seconds():g} s"
                 )
-            time.sleep(POLL_EVERY)
+            concurrency.sleep(POLL_EVERY)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value if the key has the expected one, or "" for none; return the value it then has.
@@ -228,7 +227,7 @@ def reach_keys(host: str, port: int) -> Keys:
 
 def begin_attempt(inner: Keys, token: Secret) -> RankKeys:
     """Name a new attempt; return its keys. Rank 0 does this."""
-    attempt = secrets.token_hex(8)
+    attempt = concurrency.token_hex(8)
     RankKeys(inner, token, "").set(ATTEMPT, attempt)
     return RankKeys(inner, token, attempt)
 

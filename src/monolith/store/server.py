@@ -6,9 +6,6 @@ A server knows its own shard and no other server. Rows travel as bytes in one bu
 
 from __future__ import annotations
 
-import secrets
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -19,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith import errors
+from monolith import concurrency, errors
 from monolith.errors import (
     ClusterError,
     ConfigError,
@@ -173,7 +170,7 @@ class WorkerBuffers:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._lock = threading.Lock()  # guards _buffers
+        self._lock = concurrency.Lock()  # guards _buffers
         self._buffers: dict[int, ModuleBuffers] = {}
 
     def put(self, given: ModuleBuffers) -> None:
@@ -307,11 +304,11 @@ class ParameterServer:
     ) -> None:
         _check_shard(shard)
         self._shard = shard
-        self.process = secrets.token_hex(8)
+        self.process = concurrency.token_hex(8)
         """A random ID of this server process."""
         extra = extra or Handlers()
         # One reference that `replace` swaps at once; each request reads it once, so no lock is needed.
-        self._state = self._state_of(secrets.token_hex(8), stores, dense, shard)
+        self._state = self._state_of(concurrency.token_hex(8), stores, dense, shard)
         self._limits = limits or Limits()
         own: dict[str, Call] = {
             "hello": typed(StateRequest, self._hello),
@@ -406,7 +403,7 @@ class ParameterServer:
         """
         _check_shard(shard)
         shard = shard or self._shard
-        state = self._state_of(incarnation or secrets.token_hex(8), stores, dense, shard)
+        state = self._state_of(incarnation or concurrency.token_hex(8), stores, dense, shard)
         state.applied.adopt(applied or {})
         self._state = state
         self._shard = shard
@@ -508,7 +505,7 @@ class ParameterServer:
             step = max(
                 about.step, before.step
             )  # two threads at once may lose one of them; the next corrects it
-            state.newest = NewestPush(step, max(event_time, before.event_time), time.time())
+            state.newest = NewestPush(step, max(event_time, before.event_time), concurrency.time())
 
         state.applied.once(about.sender, about.number, apply, lambda: None)
         return pack_answer(RowFlags.NONE, 0), b""

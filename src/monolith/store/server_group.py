@@ -25,11 +25,7 @@ a failover cannot train rows which others have restored in the meantime.
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +35,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from monolith import concurrency
+from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import ClusterError, ConfigError, LostStateError, MonolithError, UnavailableError
 from monolith.store.connections import ConnectionPool, Kind, ServerConnection
 from monolith.store.dense import dump_dense, load_dense_states, partition_weights, read_dense
@@ -157,11 +155,11 @@ class ServerGroup:
         self.on_lost: OnLost | None = None
         """Called with a lost server and the error: once per loss, from any thread, as soon as an exchange or
         a stateful call notices. The server may have been replaced, or answer again, by then."""
-        self.sender = secrets.token_hex(8)
+        self.sender = concurrency.token_hex(8)
         """Names this process to servers: pushes are numbered per sender."""
         # Guards all fields up to _pool. Held only for short reads and writes, never while a request is under
         # way: `replace` and `give_up` must get in while other threads wait for a lost server.
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._endpoints = [_Endpoint(address) for address in addresses]
         self._runs = 0
         """Counts the runs this process has worked on: a request of an earlier run is not retried."""
@@ -175,7 +173,7 @@ class ServerGroup:
         self._processes: tuple[str, ...] = ()
         self._step = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._stop = threading.Event()
+        self._stop = concurrency.Event()
         shortest = min(self._timeout, self._lookup_timeout).total_seconds()
         self._connections = ConnectionPool(self._connect, shortest, self._stop)
         self._connect(0, "small", False).close()  # raises now if pyarrow is missing
@@ -419,7 +417,7 @@ class ServerGroup:
                 break
             # Time counts from the first failure of any server, so the whole exchange ends in bounded time
             # even if servers fail one after the other.
-            now = time.monotonic()
+            now = concurrency.monotonic()
             first_failure = first_failure if retry else now
             retry = True
             last |= failures

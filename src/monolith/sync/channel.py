@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import MonolithError, UnavailableError
 from monolith.observe import Doublings
@@ -149,7 +149,7 @@ class DeltaLog:
 
     def __init__(self, limit_bytes: int = LOG_BYTES) -> None:
         self._limit = limit_bytes
-        self._changed = threading.Condition()
+        self._changed = concurrency.Condition()
         # Everything below is guarded by the condition.
         self._log: ShardLog | None = None
         self._snapshot: TakeSnapshot | None = None
@@ -297,7 +297,7 @@ class MemoryChannel:
         self, limit_bytes: int = LOG_BYTES, *, faults: ChannelFaults | None = None, seed: int = 0
     ) -> None:
         self._limit = limit_bytes
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._logs: dict[int, DeltaLog] = {}  # guarded by the lock
         self._late: defaultdict[int, list[Message]] = defaultdict(list)
         self._random = random.Random(seed)
@@ -463,11 +463,11 @@ class SnapshotMaker:
         self._write = write
         self._asked = asked
         self._check_every = check_every
-        self._changed = threading.Condition()  # guards everything below
+        self._changed = concurrency.Condition()  # guards everything below
         self._take: TakeSnapshot | None = None
         self._wanted = self._closed = False
         self._epoch = 0
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
 
     def begin(self, take: TakeSnapshot) -> None:
         """Write snapshots of a new epoch from now on, the first at once; one in progress is abandoned."""
@@ -476,7 +476,7 @@ class SnapshotMaker:
             self._epoch += 1
             self._wanted = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
+                self._thread = concurrency.Thread(target=self._run, name="snapshots", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 

@@ -20,9 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -30,6 +27,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
+from monolith import concurrency
 from monolith.cluster.discovery import Discovery
 from monolith.errors import (
     ConfigError,
@@ -196,8 +194,8 @@ class DeltaPort:
         guard: PortGuard | None = None,
         limits: Limits | None = None,
         reader_limits: ReaderLimits | None = None,
-        clock: Clock = time.monotonic,
-        wall: Clock = time.time,
+        clock: Clock = concurrency.monotonic,
+        wall: Clock = concurrency.time,
     ) -> None:
         limits = (limits or Limits()).for_readers()
         self._wire = BulkMessages(import_arrow("the delta channel"))
@@ -205,7 +203,7 @@ class DeltaPort:
         self._most = reader_limits or ReaderLimits()
         self._clock, self._wall = clock, wall
         # Guards everything below; never held while frames are made or waited for, which may take seconds.
-        self._lock = threading.Lock()
+        self._lock = concurrency.Lock()
         self._writers: list[FlightDeltaWriter] = []
         self._readers: dict[str, float] = {}
         """Reader -> time of its latest request."""
@@ -267,7 +265,7 @@ class DeltaPort:
             writer.close()
         # The server waits for requests in progress: without end, if a reader was stopped in the middle of an
         # answer. So it ends in a thread that this process waits for `_LINGER_S` at most.
-        ending = threading.Thread(target=self._server.close, name="delta-port-close", daemon=True)
+        ending = concurrency.Thread(target=self._server.close, name="delta-port-close", daemon=True)
         ending.start()
         ending.join(_LINGER_S)
 
@@ -434,12 +432,12 @@ class _SnapshotStream:
     """A snapshot that is made while it is fetched. The last chunk is stored, as its answer may get lost."""
 
     def __init__(self, writer: FlightDeltaWriter, messages: Iterator[Message], clock: Clock) -> None:
-        self.name = secrets.token_hex(16)
+        self.name = concurrency.token_hex(16)
         self.writer = writer
         self.asked_at = clock()
         self._clock = clock
         self._messages = messages
-        self._lock = threading.Lock()  # guards what follows, and the making of chunks
+        self._lock = concurrency.Lock()  # guards what follows, and the making of chunks
         self._number = -1
         self._frames: list[bytes] = []
         self._more = True

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.cluster.addresses import Address
 from monolith.errors import (
     CorruptMessageError,
@@ -60,8 +59,8 @@ class FlightDeltaReader:
         guard: PortGuard | None = None,
         in_a_row: bool = False,
         limit: int = FRAME_LIMIT,
-        clock: Clock = time.monotonic,
-        wall: Clock = time.time,
+        clock: Clock = concurrency.monotonic,
+        wall: Clock = concurrency.time,
     ) -> None:
         self._addresses = addresses if callable(addresses) else lambda: addresses
         self._model = model
@@ -69,7 +68,7 @@ class FlightDeltaReader:
         self._in_a_row = in_a_row
         self._limit = limit
         self._clock, self._wall = clock, wall
-        self._name = secrets.token_hex(16)
+        self._name = concurrency.token_hex(16)
         self._callers: dict[str, Caller] = {}
         self._where: dict[int, str] = {}
         """Shard -> address of its publisher."""

@@ -27,8 +27,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,7 +35,7 @@ from urllib.parse import quote
 
 from torch import Tensor
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import (
     ConfigError,
     CorruptMessageError,
@@ -88,7 +86,7 @@ class FolderDeltaWriter:
         log_bytes: int = LOG_BYTES,
         log_files: int = LOG_FILES,
         check_every: float = 1.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
     ) -> None:
         if min(log_bytes, log_files) < 1:
             raise ConfigError("delta folder: log_bytes and log_files must be at least 1")
@@ -97,7 +95,7 @@ class FolderDeltaWriter:
         self._limit_bytes, self._limit_files = log_bytes, log_files
         self._clock = clock
         self._maker = SnapshotMaker(self._write_snapshot, asked=self._is_asked, check_every=check_every)
-        self._lock = threading.Lock()  # guards everything below
+        self._lock = concurrency.Lock()  # guards everything below
         self._newest = LogPosition("", 0)
         self._deltas: deque[tuple[str, int]] = deque()
         """Path and bytes of each delta, the oldest first."""
@@ -284,8 +282,8 @@ class FolderDeltaReader:
         poll_every: float = 0.1,
         patience: float = 60.0,
         limit: int = FRAME_LIMIT,
-        clock: Clock = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = concurrency.monotonic,
+        sleep: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         self._root = folder
         self._poll_every = poll_every

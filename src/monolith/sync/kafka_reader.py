@@ -21,16 +21,14 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import struct
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from monolith import native
+from monolith import concurrency, native
 from monolith.data.kafka.config import OURS, ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError, CorruptMessageError, RequestError, UnavailableError
 from monolith.sync.channel import ShardLog
@@ -215,8 +213,8 @@ class KafkaDeltaReader:
         patience: float = 30.0,
         answer_within: float = 10.0,
         limit: int = FRAME_LIMIT,
-        clock: Clock = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = concurrency.monotonic,
+        sleep: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         check_settings(settings or {}, OURS)
         self._kafka = import_kafka()
@@ -234,7 +232,7 @@ class KafkaDeltaReader:
         chosen = {
             **(settings or {}),
             "bootstrap.servers": ",".join(servers),
-            "group.id": f"monolith-{secrets.token_hex(8)}",  # a group of its own: partitions are assigned
+            "group.id": f"monolith-{concurrency.token_hex(8)}",  # a group of its own: partitions are assigned
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "auto.offset.reset": "error",

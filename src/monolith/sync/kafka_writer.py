@@ -17,14 +17,12 @@ topic's own retention bounds it.
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from monolith import concurrency
 from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError, UnavailableError
 from monolith.sync.channel import LOG_BYTES, ShardLog, SnapshotMaker, TakeSnapshot
@@ -75,7 +73,7 @@ class KafkaDeltaWriter:
         delivery_timeout: timedelta = timedelta(seconds=30),
         answer_within: float = 30.0,
         settings: Settings | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
     ) -> None:
         if min(log_bytes, message_bytes) < 1:
             raise ConfigError("delta topic: log_bytes and message_bytes must be at least 1")
@@ -92,7 +90,7 @@ class KafkaDeltaWriter:
         """Snapshots have a producer of their own: a delta does not wait until they are delivered."""
         self._maker = SnapshotMaker(self._write_snapshot)
         self._sending = (
-            threading.Lock()
+            concurrency.Lock()
         )  # held while a delta, a state or a mark is sent: guards everything below
         self._envelope: Envelope | None = None
         """The envelope of the next message."""
@@ -108,7 +106,7 @@ class KafkaDeltaWriter:
         began_at = self._begins_at(log.shard[1])
         with self._sending:
             state = None if self._envelope is None else self._envelope.state
-            self._envelope = Envelope(log, began_at, secrets.token_hex(8), 0, 0, 0, state=state)
+            self._envelope = Envelope(log, began_at, concurrency.token_hex(8), 0, 0, 0, state=state)
             self._fresh = 0
             begin = SnapshotAt("begin", self._send(None), log.newest.sequence)
             self._envelope = replace(self._opened(), before=begin)
@@ -167,7 +165,7 @@ class KafkaDeltaWriter:
     def _write_snapshot(self, messages: Iterator[Message]) -> None:
         with self._sending:
             # Step 1 (see above): before the first row is read.
-            offset, envelope, stream = self._send(None), self._opened(), secrets.token_hex(8)
+            offset, envelope, stream = self._send(None), self._opened(), concurrency.token_hex(8)
         position: LogPosition | None = None
         for number, message in enumerate(messages):
             if isinstance(message, SnapshotBegin):

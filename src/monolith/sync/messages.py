@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint.saved_tables import IdShard
 from monolith.table import Rows
 from monolith.table import digests as table_digests
@@ -194,7 +193,7 @@ def run_identity(folder: str, *, make: bool = False) -> str:
         if make and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             own = Path(filesystem.temporary(path))
-            own.write_text(secrets.token_hex(8))
+            own.write_text(concurrency.token_hex(8))
             with suppress(FileExistsError):
                 os.link(own, path)  # atomic, and never replaces an existing id
             own.unlink()

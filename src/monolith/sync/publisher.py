@@ -17,9 +17,7 @@ read; a bucket with a row that changed since is left out.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.checkpoint.saved_tables import WHOLE, IdShard, check_shard
 from monolith.errors import TableClosedError, UnavailableError
 from monolith.sync.channel import DeltaWriter, ShardLog, delta_bytes
@@ -133,8 +132,8 @@ class Publisher:
         dense: Callable[[], Mapping[str, Tensor] | None] | None = None,
         learned: Callable[[], LearnedUpTo] | None = None,
         check_delta: CheckDelta | None = None,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         check_shard("publisher: shard", config.shard)
         self._tables = dict(tables)
@@ -146,23 +145,23 @@ class Publisher:
         self._clock, self._timer = clock, timer
         capacity = {} if config.touched_capacity is None else {"capacity": config.touched_capacity}
         self._touched = {name: TouchedKeySet(**capacity, name_suffix=f"_{name}") for name in self._tables}
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._stop = concurrency.Event()
+        self._thread: concurrency.Thread | None = None
         # Snapshots read these without the lock, from other threads; each is replaced in one assignment. A
         # snapshot that sees an old `_position` is still right: its reader applies some deltas again.
-        self._position = LogPosition(uuid.uuid4().hex, 0)  # of the newest published delta
+        self._position = LogPosition(concurrency.token_hex(16), 0)  # of the newest published delta
         self._making = self._position  # of the delta being made, else of the newest
         self._state = replace(
             PublishState() if config.initial_state is None else config.initial_state,
             number=int(clock() * 1000),
-            publisher=uuid.uuid4().hex,
+            publisher=concurrency.token_hex(16),
         )
         self._dense: Mapping[str, Tensor] | None = None
-        self._counting = threading.Lock()  # guards `_stats`; snapshots count without the lock below
+        self._counting = concurrency.Lock()  # guards `_stats`; snapshots count without the lock below
         self._stats = PublishStats(epochs=1)
         # Everything below is guarded by this lock. It is reentrant: a guard's reason pauses inside a
         # publication, and a full set starts an epoch there.
-        self._lock = threading.RLock()
+        self._lock = concurrency.RLock()
         self._opened = False
         self._state_sent = False
         self._failing = ""
@@ -203,7 +202,7 @@ class Publisher:
     def start(self) -> None:
         """Publish every interval from now on, in a thread of its own."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep_publishing, name="publisher", daemon=True)
+            self._thread = concurrency.Thread(target=self._keep_publishing, name="publisher", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -280,7 +279,7 @@ class Publisher:
             self._opened = False
             self._sent_at = self._dense_at = float("-inf")
             self._cursors = dict.fromkeys(self._tables, 0)
-            self._position = self._making = LogPosition(uuid.uuid4().hex, 0)
+            self._position = self._making = LogPosition(concurrency.token_hex(16), 0)
             self._count(epochs=1)
             self._reaches_channel()
 
@@ -319,14 +318,14 @@ class Publisher:
     def _keep_publishing(self) -> None:
         delay = 0.0
         while not self._stop.wait(delay):
-            began = time.monotonic()
+            began = concurrency.monotonic()
             try:
                 self._try_to_publish()
             except TableClosedError:
                 return
             with self._lock:
                 more = self._split and not (self._failing or self._state.paused)
-            delay = 0.0 if more else max(0.0, self._config.interval - (time.monotonic() - began))
+            delay = 0.0 if more else max(0.0, self._config.interval - (concurrency.monotonic() - began))
 
     def _try_to_publish(self) -> None:
         """Publish; log and count any failure, so that training continues."""
@@ -522,7 +521,7 @@ class Publisher:
         if not self._opened:
             raise UnavailableError("a new epoch is about to start; retry")
         self._count(snapshots=1)
-        position, name, number = self._position, uuid.uuid4().hex, 0
+        position, name, number = self._position, concurrency.token_hex(16), 0
         dense = None
         if buckets is None:
             dense = self._dense if self._ask_dense is None else self._ask_dense()

@@ -32,14 +32,13 @@ when that changes, all positions are forgotten and every shard starts with a sna
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from monolith import concurrency
 from monolith.checkpoint.saved_tables import IdShard
 from monolith.errors import ConfigError, MonolithError
 from monolith.sync.channel import DeltaReader, OpenReader, ShardLog
@@ -120,7 +119,7 @@ class Subscriber:
         *,
         positions: Mapping[int, LogPosition] | None = None,
         wait: float = 1.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
         on_applying: Callable[[IdShard, LearnedUpTo | None], None] = lambda _shard, _learned: None,
         on_applied: Callable[[ShardProgress], None] = lambda _: None,
         refuse: RefuseRun | None = None,
@@ -130,8 +129,8 @@ class Subscriber:
         self._target = _SharedTarget(target, clock, on_applying, on_applied)
         self._positions = dict(positions or {})
         self._wait = wait
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._stop = concurrency.Event()
+        self._thread: concurrency.Thread | None = None
         self._reader: DeltaReader | None = None
         # Replaced as a whole by one thread, so that other threads read it without a lock.
         self._followers: dict[int, _Follower] = {}
@@ -154,7 +153,7 @@ class Subscriber:
     def start(self) -> None:
         """Follow from now on, in threads: one that looks for shards, and one for each shard."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep_following, name="subscriber", daemon=True)
+            self._thread = concurrency.Thread(target=self._keep_following, name="subscriber", daemon=True)
             self._thread.start()
 
     def catch_up(self, *, wait: float = 0.0) -> None:
@@ -290,7 +289,7 @@ class _LogLimit:
     A publisher that does not answer, or fails differently each time, would flood the log of a server.
     """
 
-    def __init__(self, every: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, every: float = 1.0, clock: Callable[[], float] = concurrency.monotonic) -> None:
         self._every = every
         self._clock = clock
         self._last: str | None = None
@@ -318,11 +317,11 @@ class _SharedTarget:
         self.clock = clock
         self.on_applying = on_applying
         self.on_applied = on_applied
-        self.turn = threading.Lock()
+        self.turn = concurrency.Lock()
         """Locked from the start of a snapshot to its end: the target takes one at a time."""
         self.generation = target.generation
         """The target's generation when it was passed in: the positions passed in with it are of that one."""
-        self._changed = threading.Condition()
+        self._changed = concurrency.Condition()
         # The state of each shard, and the combined one that the target knows: guarded by the condition.
         self._states: dict[int, PublishState] = {}
         self._told: PublishState | None = None
@@ -385,7 +384,7 @@ class _Follower:
         position: LogPosition | None,
         open_reader: OpenReader,
         target: _SharedTarget,
-        stop: threading.Event,
+        stop: concurrency.Event,
         *,
         refuse: RefuseRun,
     ) -> None:
@@ -400,8 +399,8 @@ class _Follower:
         self._stop = stop
         self._refuse = refuse
         self._log_limit = _LogLimit()
-        self._left = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._left = concurrency.Event()
+        self._thread: concurrency.Thread | None = None
         self._reader: DeltaReader | None = None
         self._snapshot: _Snapshot | None = None
         self._generation = target.generation  # the target's, when the position was reached
@@ -411,7 +410,7 @@ class _Follower:
     def start(self, wait: float) -> None:
         if self._thread is None:
             name = f"subscriber-{self.shard[0]}"
-            self._thread = threading.Thread(target=self._keep_reading, args=(wait,), name=name, daemon=True)
+            self._thread = concurrency.Thread(target=self._keep_reading, args=(wait,), name=name, daemon=True)
             self._thread.start()
 
     def _keep_reading(self, wait: float) -> None:

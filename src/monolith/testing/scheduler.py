@@ -177,6 +177,9 @@ class SimMachine:
         chosen = name or f"thread-{len(self.threads)}"
         return SimThread(self, chosen, lambda: target(*args, **(kwargs or {})), daemon=bool(daemon))
 
+    def current_thread(self) -> SimThread:
+        return self.simulation.current
+
     def lock(self) -> SimLock:
         return SimLock(self.simulation)
 

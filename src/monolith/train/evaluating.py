@@ -15,7 +15,6 @@ import difflib
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from monolith import concurrency
 from monolith.checkpoint import BestCheckpoint
 from monolith.data import Stream, as_stream
 from monolith.errors import ConfigError
@@ -287,7 +287,7 @@ class EvaluateHook(Hook):
         keeper: KeepsBest | None = None,
         log: EvaluationLog | None = None,
         epochs: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._session = session
         self._epochs = epochs or 1

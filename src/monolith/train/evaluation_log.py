@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import CorruptFileError, FileMissingError, TransientFilesystemError
 from monolith.observe.summaries import SummaryWriter
 
@@ -63,7 +62,7 @@ class EvaluationLog:
         clock: Unix seconds, which lines are stamped with.
     """
 
-    def __init__(self, model_dir: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, model_dir: str, *, clock: Callable[[], float] = concurrency.time) -> None:
         self._folder = filesystem.join(model_dir, FOLDER)
         self._path = filesystem.join(self._folder, LINES)
         self._clock = clock

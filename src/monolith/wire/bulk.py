@@ -5,12 +5,12 @@ pyarrow copies neither sent nor received bytes if they are declared as a column 
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monolith import concurrency
 from monolith.errors import RequestError
 
 Bytes = NDArray[np.uint8]
@@ -93,7 +93,7 @@ class TrafficMeter:
     """Counts the bytes of all connections of a server, or of a group of callers. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the counts
+        self._lock = concurrency.Lock()  # guards the counts
         self._received = self._sent = 0
 
     def count(self, *, received: int = 0, sent: int = 0) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from monolith import concurrency
 from monolith.concurrency import BoundedSemaphore, Condition, Event, Lock
 from monolith.errors import MonolithError, RequestError
 from monolith.wire.bulk import Bytes, TrafficMeter
@@ -154,7 +154,7 @@ class Endpoint:
         except MonolithError as error:
             return _error(type(error).__name__, str(error))
         except Exception:  # a bug in a handler must not stop the server
-            number = secrets.token_hex(4)
+            number = concurrency.token_hex(4)
             _log.exception("%s: %.60s failed (error %s)", self.service.name, name, number)
             return _error("", f"{self.service.name}: {name:.60} failed; see error {number} in its log")
 

@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import math
 import re
-import threading
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -33,6 +32,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from monolith import concurrency
 from monolith.errors import RequestError
 
 B = TypeVar("B")
@@ -159,7 +159,7 @@ def _plain(value: object) -> Json:
     return value
 
 
-_PREPARING = threading.Lock()
+_PREPARING = concurrency.Lock()
 """Held while msgspec analyses a type for the first time. It stores the analysis on the type before it is
 complete, and another thread that reads a message of that type meanwhile crashes the process."""
 

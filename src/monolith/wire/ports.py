@@ -26,8 +26,6 @@ import socket
 import stat
 import struct
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +33,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from urllib.parse import unquote
 
+from monolith import concurrency
 from monolith.errors import ConfigError, ListenError
 
 _log = logging.getLogger(__name__)
@@ -196,7 +195,7 @@ class ConnectionGuard:
         *,
         bounds_bytes: bool = True,
         every: float = CHECK_EVERY,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._port = port
         self._limits = limits
@@ -205,7 +204,7 @@ class ConnectionGuard:
         self._most_bytes = limits.stranger_bytes if bounds_bytes else None
         self._every = every
         self._clock = clock
-        self._lock = threading.Lock()  # guards _admitted
+        self._lock = concurrency.Lock()  # guards _admitted
         self._admitted: dict[str, tuple[_Peer, float]] = {}
         """Peer in gRPC's spelling -> its address, and when it was admitted."""
         self._connections: dict[int, _Connection] = {}
@@ -215,8 +214,8 @@ class ConnectionGuard:
         self._closed: Counter[str] = Counter()
         """Reasons for which connections were closed since the last log line."""
         self._log_at = self._tidy_at = clock()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="connection-guard", daemon=True)
+        self._closing = concurrency.Event()
+        self._thread = concurrency.Thread(target=self._watch, name="connection-guard", daemon=True)
         # Opened in advance: the guard must be able to close connections when the process has no file left.
         self._null = self._handle = -1
         if sys.platform == "linux":

@@ -28,14 +28,13 @@ from __future__ import annotations
 
 import hmac
 import logging
-import secrets
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
+
+from monolith import concurrency
 
 _log = logging.getLogger(__name__)
 
@@ -82,11 +81,13 @@ class PortProof:
         tokens: Those of the roles that may call.
     """
 
-    def __init__(self, service: str, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, service: str, tokens: Tokens, clock: Callable[[], float] = concurrency.monotonic
+    ) -> None:
         self._service = service
         self._tokens = {role: token.encode() for role, token in tokens.items()}
         self._clock = clock
-        self._lock = threading.Lock()  # guards the sessions; the one used longest ago is first
+        self._lock = concurrency.Lock()  # guards the sessions; the one used longest ago is first
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     def challenge(self, hello: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
@@ -101,13 +102,13 @@ class PortProof:
         role = next((one for one in words[1].split(",") if one in self._tokens), None)
         if role is None:
             raise UnprovedError("the caller has a token of none of the roles that this port takes")
-        about = (self._service, role, words[2], secrets.token_hex(_NONCE_BYTES))
+        about = (self._service, role, words[2], concurrency.token_hex(_NONCE_BYTES))
         token = self._tokens[role]
 
         def admit(proof: bytes) -> bytes:
             if not hmac.compare_digest(proof, _mac(token, "caller", *about).encode()):
                 raise UnprovedError("the caller has another token")
-            name = secrets.token_hex(_NONCE_BYTES)
+            name = concurrency.token_hex(_NONCE_BYTES)
             key = bytes.fromhex(_mac(token, "session", *about))
             with self._lock:
                 now = self._clock()
@@ -212,7 +213,7 @@ class CallerProof:
         Raises:
             UnprovedError: It has not proved it. Nothing secret was sent.
         """
-        nonce = secrets.token_hex(_NONCE_BYTES)
+        nonce = concurrency.token_hex(_NONCE_BYTES)
         send(f"{_HELLO} {','.join(self._tokens)} {nonce}".encode())
         words = _words(receive())
         if len(words) != 3 or words[0] not in self._tokens or len(words[1]) != 2 * _NONCE_BYTES:

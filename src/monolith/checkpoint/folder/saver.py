@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.checkpoint.folder.retention import Retention, Saved, exempt_paths
 from monolith.checkpoint.folder.state_files import (
     CHECKPOINT_FILE,
@@ -141,8 +140,8 @@ class Saver:
         max_to_keep: int | None = 10,
         keep_every: timedelta | None = timedelta(hours=24),
         exempt: Iterable[str] = (),
-        clock: Callable[[], float] = time.time,
-        sleep: Sleep = time.sleep,
+        clock: Callable[[], float] = concurrency.time,
+        sleep: Sleep = concurrency.sleep,
         table_kind: TableKind = TableKind.MULTI_CUCKOO_HASH_MAP,
     ) -> None:
         basename, latest_filename = naming.basename, naming.latest_filename

@@ -20,8 +20,6 @@ import logging
 import math
 import os
 import re
-import threading
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +28,7 @@ from typing import Any
 
 from google.protobuf import text_format  # type: ignore[import-untyped]
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, FilesystemError
 from monolith.wire.checkpoint_state_pb2 import CheckpointState as CheckpointStateProto
 from monolith.wire.ckpt_info_pb2 import CkptInfo as CkptInfoProto
@@ -79,7 +77,7 @@ class CheckpointState:
 
 
 def read_checkpoint_state(
-    folder: str, latest_filename: str = CHECKPOINT_FILE, *, sleep: Sleep = time.sleep
+    folder: str, latest_filename: str = CHECKPOINT_FILE, *, sleep: Sleep = concurrency.sleep
 ) -> CheckpointState | None:
     """Return the checkpoints of a folder, or None if it has no state file.
 
@@ -161,7 +159,7 @@ class LatestState:
 
     def __init__(self, read: Callable[[str], CheckpointState | None] = read_checkpoint_state) -> None:
         self._read = read
-        self._lock = threading.Lock()  # guards _seen
+        self._lock = concurrency.Lock()  # guards _seen
         self._seen: dict[str, tuple[int, CheckpointState]] = {}
 
     def get(self, folder: str, step: int) -> CheckpointState | None:

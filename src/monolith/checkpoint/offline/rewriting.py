@@ -23,7 +23,6 @@ replaced.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import safetensors.torch
 
-from monolith import filesystem, native
+from monolith import concurrency, filesystem, native
 from monolith.checkpoint.dense.state import EXTRA
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import (
@@ -255,7 +254,7 @@ class _Rewriting:
         self._progress = progress
         self._tables = SavedTables(chain)
         self._slots: Counter[int] = Counter()
-        self._lock = threading.Lock()  # guards _slots
+        self._lock = concurrency.Lock()  # guards _slots
 
     def write(self) -> None:
         """Write everything, the manifest last."""

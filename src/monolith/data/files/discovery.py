@@ -12,11 +12,11 @@ Both ends belong to a range. Several ranges in one pattern give all combinations
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, date, datetime, timedelta
 from itertools import product
 
+from monolith import concurrency
 from monolith.errors import ConfigError, DataError
 from monolith.filesystem import glob, is_temporary, join
 
@@ -137,8 +137,8 @@ class Watch:
         every: timedelta | None = None,
         grows: bool = False,
         stop_after: timedelta | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = concurrency.monotonic,
+        pause: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         self.patterns = [patterns] if isinstance(patterns, str) else list(patterns)
         for pattern in self.patterns:

@@ -12,11 +12,10 @@ dies between 2 and 3, its successor is restored under its name, takes its leases
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 
+from monolith import concurrency
 from monolith.data.files.cursors import FileCursor, FormerWorker, RemainingFile
 from monolith.data.files.order import FileOrder, Step
 from monolith.data.files.work_queue import FileQueue, Lease
@@ -39,13 +38,13 @@ class LeasedFiles(FileOrder):
     def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
         self._queue = queue
         self._is_named = False
-        self._worker = f"unnamed {secrets.token_hex(8)}"
+        self._worker = f"unnamed {concurrency.token_hex(8)}"
         if worker is not None:
             self._set_name(worker)
         self._begun = False
         self.auto_commit = auto_commit
         self._deferred = self._interrupted = False
-        self._lock = threading.RLock()  # guards all below: one thread reads, another may commit
+        self._lock = concurrency.RLock()  # guards all below: one thread reads, another may commit
         self._leases: dict[int, Lease] = {}  # by number, in the order in which they were taken
         self._reported: tuple[int, int] | None = None
         self._ended = False

@@ -7,7 +7,6 @@ below; `growing` has files that are appended to while they are read, and `leased
 from __future__ import annotations
 
 import logging
-import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,7 +15,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.data.files.cursors import FileCursor, FormerWorker, RemainingFile
 from monolith.data.files.discovery import Watch
 from monolith.data.format import Chunk
@@ -452,7 +451,7 @@ class ReadProgress:
 
     def __init__(self, files: ListedFiles) -> None:
         self._files = files
-        self._lock = threading.Lock()  # guards all below: one thread reads, and any may ask
+        self._lock = concurrency.Lock()  # guards all below: one thread reads, and any may ask
         self._marks: deque[_ChunkMark] = deque(maxlen=MOST_CHUNKS)
         self._unknown = False
         """Whether the format does not say where chunks end, or the sizes are unknown."""

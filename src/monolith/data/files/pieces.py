@@ -26,7 +26,6 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -38,6 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
+from monolith.concurrency import ThreadPoolExecutor
 from monolith.data.format import Chunk, Format
 from monolith.data.records import Records, concat
 from monolith.data.shuffling import Block, ShuffleConfig, permutation

@@ -15,8 +15,6 @@ import json
 import logging
 import math
 import os
-import threading
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -24,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+from monolith import concurrency
 from monolith.data.files.work_queue import LEASE, Clock, FileQueue, Lease, LeaseLedger, are_strings, short
 from monolith.errors import CorruptFileError, DataError, RestoreError, TransientFilesystemError
 from monolith.filesystem import atomic_write
@@ -66,9 +65,9 @@ class SharedFileQueue(FileQueue):
         folder: str,
         *,
         lease: timedelta = LEASE,
-        clock: Clock = time.time,
-        timer: Clock = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
+        clock: Clock = concurrency.time,
+        timer: Clock = concurrency.monotonic,
+        pause: Callable[[float], None] = concurrency.sleep,
         patience: timedelta = PATIENCE,
     ) -> None:
         super().__init__(lease, clock, pause)
@@ -78,7 +77,7 @@ class SharedFileQueue(FileQueue):
         with errors_as("make the folder of a file queue,", folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         # flock is per process, so the threads of this one need their own lock. Always taken before flock.
-        self._thread = threading.Lock()
+        self._thread = concurrency.Lock()
         self._names: list[str] = []
         self._names_bytes = 0
         # Guarded by _thread:

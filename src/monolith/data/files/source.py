@@ -14,12 +14,12 @@ their order, blocks of records are shuffled as they come; see `monolith.data.shu
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 
+from monolith import concurrency
 from monolith.data.files.bad_records import BadRecordPolicy, RecordChecks, locate_empty_cell
 from monolith.data.files.cursors import (
     FileCursor,
@@ -98,7 +98,7 @@ class FileSource(Source, WorkQueueSource):
         auto_commit: bool = False,
         max_wait: timedelta | None = None,
         metrics: Metrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"file source: batch_size must be at least 1, got {batch_size}")

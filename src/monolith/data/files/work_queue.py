@@ -10,9 +10,6 @@ read again. This order makes each record count exactly once."""
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -21,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeGuard, TypeVar
 
+from monolith import concurrency
 from monolith.errors import ConfigError, DataError, RestoreError
 
 _log = logging.getLogger(__name__)
@@ -55,7 +53,7 @@ class StrQueue:
             raise ConfigError(f"a string queue's capacity must be at least 1, got {capacity}")
         self._capacity = capacity
         self._refill = refill
-        self._lock = threading.Lock()  # guards all below
+        self._lock = concurrency.Lock()  # guards all below
         self._values: deque[str] = deque()
         self._ended = False
         self.enqueue_many(values)
@@ -162,7 +160,7 @@ class LeaseLedger:
             self.leased_files += 1
             self.waiting[number] = (name, {})
         path, progress = self.waiting.pop(number)
-        lease = Lease(number, path, worker, secrets.token_hex(8), expires, progress)
+        lease = Lease(number, path, worker, concurrency.token_hex(8), expires, progress)
         self.leases[number] = lease
         return lease
 
@@ -404,12 +402,12 @@ class LocalFileQueue(FileQueue):
         names: Sequence[str] | StrQueue,
         *,
         lease: timedelta = LEASE,
-        clock: Clock = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
+        clock: Clock = concurrency.monotonic,
+        pause: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         super().__init__(lease, clock, pause)
         self._names = names if isinstance(names, StrQueue) else StrQueue(names, capacity=max(len(names), 1))
-        self._lock = threading.Lock()  # guards _leases
+        self._lock = concurrency.Lock()  # guards _leases
         self._leases = LeaseLedger()
 
     def state(self) -> dict[str, Any]:

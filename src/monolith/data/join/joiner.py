@@ -30,7 +30,6 @@ import hashlib
 import heapq
 import json
 import logging
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
@@ -41,7 +40,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.data.join.store import BLOCK_RECORDS, Arrays, JoinStore, StoredBlock, pack, unpack
 from monolith.data.records import LABEL, LINE_ID, Records, concat, timely
 from monolith.errors import ConfigError, CorruptFileError, DataError, FileMissingError, RestoreError
@@ -674,7 +673,7 @@ class Joiner:
         # of names is the order in which they were written.
         snapshots = self._snapshots()
         number = int(snapshots[-1].split("-")[1]) + 1 if snapshots else 0
-        name = f"{_STATE}{number:012}-{secrets.token_hex(4)}"
+        name = f"{_STATE}{number:012}-{concurrency.token_hex(4)}"
         with filesystem.atomic_write(filesystem.join(folder, name)) as file:
             file.write(pack(about, arrays))
         self._pin()

@@ -18,7 +18,6 @@ counts from there. Old snapshots are deleted when a position with a later one is
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.data.join.joiner import NOTHING_JOINED, Joiner, JoinerConfig
 from monolith.data.records import Records, concat
 from monolith.data.source import Position, Shard, Source, as_stream
@@ -74,7 +73,7 @@ class JoinedSource(Source):
             raise ConfigError("joined source: its position needs a folder for snapshots; set folder")
         self._inputs = {_IMPRESSIONS: _Input(impressions), _ACTIONS: _Input(actions)}
         self._close_at_end = close_at_end
-        self._lock = threading.Lock()  # guards the joiner and what follows: commits come from any thread
+        self._lock = concurrency.Lock()  # guards the joiner and what follows: commits come from any thread
         self._config = config
         self._metrics = metrics
         self.joiner = Joiner(config, metrics=metrics)

@@ -17,7 +17,6 @@ name and the offending byte."""
 from __future__ import annotations
 
 import json
-import secrets
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from monolith import filesystem, native
+from monolith import concurrency, filesystem, native
 from monolith.data.records import Records, column_from_arrays, concat
 from monolith.errors import CorruptFileError, FileMissingError, RestoreError
 from monolith.feature import ColumnKind
@@ -177,7 +176,7 @@ class JoinStore:
     ) -> None:
         self._folder = folder
         self._limits = (memory_records, memory_bytes)
-        self._run = secrets.token_hex(4)  # no two processes give a file the same name
+        self._run = concurrency.token_hex(4)  # no two processes give a file the same name
         self._files = 0
         self._blocks: dict[int, _Block] = {}
         self._next = 0

@@ -10,11 +10,10 @@ import difflib
 import logging
 import math
 import re
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from monolith import concurrency
 from monolith.data.kafka.config import ClientLog, KafkaConfig, import_kafka
 from monolith.data.kafka.positions import Offsets, Partition
 from monolith.errors import ConfigError, DataError, RestoreError
@@ -123,7 +122,7 @@ class KafkaClient:
         begin, answered = self._clock(), math.inf
         patience_s = self._config.connect_timeout.total_seconds()
         # Before anything is assigned a poll returns no message, but lets the client report errors.
-        pause = consumer.poll if self.consumer is None else time.sleep
+        pause = consumer.poll if self.consumer is None else concurrency.sleep
         while True:
             found: dict[str, int] = {}
             try:
@@ -215,7 +214,7 @@ class KafkaClient:
                 raise DataError(
                     f"kafka: asked {self._servers} for {what} for {patience_s:g} s, without success: {reason}"
                 )
-            time.sleep(PAUSE_S)
+            concurrency.sleep(PAUSE_S)
 
     def answers(self) -> bool:
         """Return whether a broker answers now."""
@@ -277,7 +276,7 @@ class OffsetCommits:
         self._config = config
         self._describe = describe
         self._clock = clock
-        self._lock = threading.Lock()  # guards the four below: any thread commits
+        self._lock = concurrency.Lock()  # guards the four below: any thread commits
         self._saved: Offsets = {}
         """Offsets that a checkpoint contains and the broker has not confirmed."""
         self._sent: Offsets | None = None
@@ -370,9 +369,9 @@ class OffsetCommits:
 
         Messages that arrive meanwhile are dropped: they were not yielded.
         """
-        give_up = time.monotonic() + COMMIT_ANSWER_S
+        give_up = concurrency.monotonic() + COMMIT_ANSWER_S
         self.send(client, consumer)
-        while self._saved and time.monotonic() < give_up:
+        while self._saved and concurrency.monotonic() < give_up:
             consumer.poll(PAUSE_S / 4)
             self.send(client, consumer)  # those added while others were on their way, and those that failed
         if self._saved:

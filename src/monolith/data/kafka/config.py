@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from monolith import concurrency
 from monolith.config import Secret
 from monolith.errors import ConfigError, MissingExtraError
 
@@ -212,10 +211,10 @@ class ClientLog:
         clock: Seconds that only grow.
     """
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = concurrency.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._lock = threading.Lock()  # guards the moments
+        self._lock = concurrency.Lock()  # guards the moments
         self._shown_at: dict[str, float] = {}
 
     def log(self, level: int, message: str, *args: str) -> None:

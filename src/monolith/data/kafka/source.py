@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from monolith import concurrency
 from monolith.data.bad_values import BadTally
 from monolith.data.format import BadRecord
 from monolith.data.kafka.client import ANSWER_S, KafkaClient, OffsetCommits, partition_name
@@ -87,7 +86,7 @@ class KafkaSource(Source, WorkQueueSource):
         on_bad: Callable[[BadRecord], None] | None = None,
         on_revoke: Callable[[Position], None] | None = None,
         metrics: Metrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         """
         Args:
@@ -697,7 +696,7 @@ class KafkaSource(Source, WorkQueueSource):
         It waits for commits that are on their way, and has been seen to wait for ever without a broker.
         """
         troubled = self._commits.is_unsettled
-        closing = threading.Thread(target=consumer.close, name="kafka-close", daemon=True)
+        closing = concurrency.Thread(target=consumer.close, name="kafka-close", daemon=True)
         closing.start()
         closing.join(wait_s if troubled or not wait_s else None)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from monolith import concurrency
 from monolith.data.records import Records
 from monolith.data.service.messages import (
     POLL,
@@ -38,7 +36,7 @@ class _Settings:
     patience: timedelta
     clock: Clock
 
-    def caller(self, address: Address, stop: threading.Event | None, patience: timedelta) -> DataCaller:
+    def caller(self, address: Address, stop: concurrency.Event | None, patience: timedelta) -> DataCaller:
         return DataCaller(address, guard=self.guard, patience=patience, stop=stop, clock=self.clock)
 
 
@@ -68,7 +66,7 @@ class DataServiceSource(Source, WorkQueueSource):
         guard: PortGuard | None = None,
         prefetch: int = 4,
         patience: timedelta = timedelta(minutes=5),
-        clock: Clock = time.monotonic,
+        clock: Clock = concurrency.monotonic,
     ) -> None:
         if not trainer or prefetch < 1:
             raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
@@ -84,7 +82,7 @@ class DataServiceSource(Source, WorkQueueSource):
         )
         self._job: str | None = None
         self._turn = 0
-        self._interrupted = threading.Event()
+        self._interrupted = concurrency.Event()
 
     def read_shard(self, shard: Shard) -> None:
         """Become one of several trainers, which together get all chunks."""
@@ -242,7 +240,9 @@ def _check(position: Position) -> None:
 class _Fetcher:
     """One iteration: a thread that prefetches chunks, and the chunks that are ready."""
 
-    def __init__(self, settings: _Settings, job: str | None, turn: int, interrupted: threading.Event) -> None:
+    def __init__(
+        self, settings: _Settings, job: str | None, turn: int, interrupted: concurrency.Event
+    ) -> None:
         self._settings = settings
         self._interrupted = interrupted
         self._trainer = settings.trainer
@@ -250,8 +250,8 @@ class _Fetcher:
         self._prefetch = settings.prefetch
         self._patience = settings.patience.total_seconds()
         self._clock = settings.clock
-        self._stop = threading.Event()
-        self._ready: queue.Queue[Records | Exception | None] = queue.Queue(settings.prefetch)
+        self._stop = concurrency.Event()
+        self._ready: concurrency.Queue[Records | Exception | None] = concurrency.Queue(settings.prefetch)
         self._workers: dict[str, DataCaller] = {}
         self._dispatcher = settings.caller(settings.address, self._stop, settings.patience)
         try:
@@ -261,14 +261,14 @@ class _Fetcher:
             raise
         self.job = str(answer["job"])
         self._session = answer["session"]
-        self._thread = threading.Thread(target=self._run, name=f"fetch-{settings.trainer}")
+        self._thread = concurrency.Thread(target=self._run, name=f"fetch-{settings.trainer}")
         self._thread.start()
 
     def __iter__(self) -> Iterator[Records]:
         while not self._interrupted.is_set():
             try:
                 one = self._ready.get(timeout=POLL)
-            except queue.Empty:
+            except concurrency.Empty:
                 continue
             if one is None:
                 return
@@ -291,7 +291,7 @@ class _Fetcher:
         except Exception as error:  # raised again by the iteration
             end = error
         while not self._stop.is_set():
-            with suppress(queue.Full):
+            with suppress(concurrency.Full):
                 self._ready.put(end, timeout=POLL)
                 break
 
@@ -311,7 +311,7 @@ class _Fetcher:
             try:
                 self._ready.put(records, timeout=POLL)
                 return
-            except queue.Full:  # the trainer takes its time; the dispatcher should know that it lives
+            except concurrency.Full:  # the trainer takes its time; the dispatcher should know that it lives
                 self._ask("turns", session=self._session, turn=self._turn, most=0, wait=0.0)
         raise StoppedError
 

@@ -6,13 +6,12 @@ returns one (`monolith.cluster.locator` makes one of a discovery), or by the var
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from monolith import concurrency
 from monolith.data.service.job import DataJobConfig, Job
 from monolith.data.service.messages import (
     AcknowledgeBody,
@@ -67,9 +66,9 @@ class Dispatcher:
         port: int = 0,
         guard: PortGuard | None = None,
         limits: Limits | None = None,
-        clock: Clock = time.monotonic,
+        clock: Clock = concurrency.monotonic,
     ) -> None:
-        self._changed = threading.Condition()  # guards _job and _closing
+        self._changed = concurrency.Condition()  # guards _job and _closing
         self._closing = False
         self._job = Job(config, folder, clock=clock)
         self._longest = (limits or Limits()).wait.total_seconds()
@@ -165,10 +164,10 @@ class Dispatcher:
 
     def _wait(self, look: Callable[[], Any], seconds: float) -> Any:
         """Return the result of `look` as soon as it is not None; None after so many seconds."""
-        until = time.monotonic() + min(seconds, self._longest)
+        until = concurrency.monotonic() + min(seconds, self._longest)
         while True:
             found = look()
-            left = until - time.monotonic()
+            left = until - concurrency.monotonic()
             if found is not None or left <= 0 or self._closing:
                 return found
             self._changed.wait(min(left, _LOOK_AGAIN))

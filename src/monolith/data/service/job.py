@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sqlite3
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.wire.flight import Clock
@@ -132,7 +130,7 @@ class Job:
         DataError: Another dispatcher uses the folder.
     """
 
-    def __init__(self, config: DataJobConfig, folder: str, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: DataJobConfig, folder: str, *, clock: Clock = concurrency.monotonic) -> None:
         self.config = config
         self._clock = clock
         filesystem.make_dirs(folder)
@@ -174,7 +172,7 @@ class Job:
             with _Transaction(self._db):
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
-                self._tell("id", secrets.token_hex(8))
+                self._tell("id", concurrency.token_hex(8))
                 self._begin_epoch(0)
         self.id = str(self._told("id"))
         splits = tuple(
@@ -219,7 +217,7 @@ class Job:
             epoch, number, split, place, chunks = row
             # The prefix keeps the text a text in job files of before, whose column is of integers: SQLite
             # would store one of digits alone as a number.
-            lease = f"lease-{secrets.token_hex(16)}"
+            lease = f"lease-{concurrency.token_hex(16)}"
             self._db.execute(
                 "UPDATE splits SET lease = ?, worker = ? WHERE epoch = ? AND number = ?",
                 (lease, worker, epoch, number),
@@ -323,7 +321,7 @@ class Job:
                 since.
         """
         self._check_turn(trainer, job, turn)
-        session = secrets.token_hex(8)
+        session = concurrency.token_hex(8)
         with _Transaction(self._db):
             self._db.execute(
                 "INSERT INTO trainers (trainer, session) VALUES (?, ?) "

@@ -10,8 +10,6 @@ Any reader of Arrow sees what each record contains.
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from monolith import concurrency
 from monolith.data.records import Records
 from monolith.data.service.job import Place
 from monolith.errors import ConfigError, DataError, RestoreError
@@ -189,8 +188,8 @@ class DataCaller(flight.Caller):
         *,
         guard: PortGuard | None = None,
         patience: timedelta = timedelta(),
-        stop: threading.Event | None = None,
-        clock: Clock = time.monotonic,
+        stop: concurrency.Event | None = None,
+        clock: Clock = concurrency.monotonic,
     ) -> None:
         super().__init__(SERVICE, address, guard=guard, patience=patience, stop=stop, clock=clock)
 

@@ -9,7 +9,6 @@ another worker cut it, is read again from its place.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+from monolith import concurrency
 from monolith.data.records import Records, concat
 from monolith.data.service.job import Place
 from monolith.data.service.messages import (
@@ -150,8 +150,8 @@ class DataWorker:
         self._open_split = open_split
         self._buffer_chunks = buffer_chunks
         self._chunk_records = chunk_records
-        self._stop = threading.Event()
-        self._changed = threading.Condition()  # guards _buffer, _leases, _renew_every and _failure
+        self._stop = concurrency.Event()
+        self._changed = concurrency.Condition()  # guards _buffer, _leases, _renew_every and _failure
         self._buffer = _Buffer()
         self._leases: set[str] = set()
         self._renew_every = POLL
@@ -173,7 +173,7 @@ class DataWorker:
             self._server.close()
             raise
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name)
+            concurrency.Thread(target=self._guarded, args=(work,), name=name)
             for name, work in [
                 ("renew", self._renew),
                 *((f"read-{one}", self._read) for one in range(readers)),

@@ -14,7 +14,6 @@ single flows must each have a thread.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from monolith import concurrency
 from monolith.data.records import Records, concat
 from monolith.data.source import Position, Shard, Source, as_stream
 from monolith.data.transforms.columns import (
@@ -88,7 +88,7 @@ class SplitFlow:
         self.config = config
         self._keys = torch.tensor([flow_key(name) for name in config.flows], dtype=torch.int64)
         self._patience = patience.total_seconds()
-        self._changed = threading.Condition()  # guards all below, but for the source while `_reading`
+        self._changed = concurrency.Condition()  # guards all below, but for the source while `_reading`
         self._reader = _Reader(source)
         self._queues: dict[str, deque[Records]] = {name: deque() for name in config.flows}
         self._unknown: Counter[int | None] = Counter()

@@ -22,7 +22,6 @@ told to lead.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from monolith import concurrency
 from monolith.errors import DeadlineExceededError, OverloadedError, RetryableError, UnavailableError
 from monolith.serve.config import BatchingConfig, ServeLimits
 from monolith.serve.predictor import Prediction
@@ -51,7 +51,7 @@ class Quotas:
     def __init__(self, limits: ServeLimits) -> None:
         self._most_bytes = limits.in_flight_bytes
         self._most_requests = limits.peer_requests
-        self._lock = threading.Lock()  # guards the two counters below
+        self._lock = concurrency.Lock()  # guards the two counters below
         self._bytes = 0
         self._requests: dict[str, int] = {}
 
@@ -156,7 +156,7 @@ class _Waiting:
         self.error: BaseException | None = None
         self.leads = False
         self.gone = False
-        self.wake = threading.Lock()
+        self.wake = concurrency.Lock()
         self.wake.acquire()
 
     @property
@@ -187,8 +187,8 @@ class RequestBatcher:
         self._most = queue
         self._clock = clock
         self._report = report
-        self._lock = threading.Lock()  # guards all below; never held while the model runs
-        self._came = threading.Condition(self._lock)
+        self._lock = concurrency.Lock()  # guards all below; never held while the model runs
+        self._came = concurrency.Condition(self._lock)
         self._queue: deque[_Waiting] = deque()
         self._leaders = 0
 

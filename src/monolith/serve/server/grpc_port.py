@@ -6,16 +6,15 @@ core, Python's loop for gRPC took a quarter more time for a request (docs/decisi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
 
-from monolith import __version__
+from monolith import __version__, concurrency
 from monolith.cluster.security import HEADER, Guard, add_grpc_port, grpc_interceptors
+from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import (
     ForbiddenError,
     MissingExtraError,
@@ -97,7 +96,7 @@ class GrpcPort:
         self._peers = peers
         self._quotas = quotas
         self._most_typed = min(config.limits.json_bytes, config.limits.request_bytes)
-        self._working = threading.BoundedSemaphore(config.threads)
+        self._working = concurrency.BoundedSemaphore(config.threads)
         self._grpc = grpc
         self._doorkeeper: ConnectionGuard | None = None
         self._types = message_types()

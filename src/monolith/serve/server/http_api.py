@@ -15,7 +15,6 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -25,6 +24,7 @@ from urllib.parse import unquote
 
 from monolith import __version__
 from monolith.cluster.security import REFUSAL, Guard
+from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import (
     ForbiddenError,
     MonolithError,

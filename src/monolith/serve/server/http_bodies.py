@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from monolith import concurrency
 from monolith.errors import RequestError, RequestTooLargeError
 from monolith.serve.config import ServeLimits
 from monolith.serve.server.batching import JSON_COST, Reservation
@@ -73,7 +73,7 @@ class JsonReader:
         self._most_bytes = min(limits.json_bytes, limits.request_bytes)
         # Rows may be lists, of a few inputs. Texts with brackets count as well, which does no harm.
         self._most_brackets = 4 * limits.rows + 1024
-        self._one_large = threading.Lock()  # Python can do nothing else while it parses; see `read`
+        self._one_large = concurrency.Lock()  # Python can do nothing else while it parses; see `read`
 
     def read(self, body: bytes | memoryview, reservation: Reservation) -> Any:
         """Return what a body says.

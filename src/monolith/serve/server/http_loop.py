@@ -17,11 +17,11 @@ import json
 import logging
 import re
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from monolith import concurrency
 from monolith.cluster.security import is_loopback
 from monolith.errors import MissingExtraError
 from monolith.serve.config import ServeLimits
@@ -157,10 +157,10 @@ class HttpLoop:
         self._config = config
         self._sockets = sockets
         self._peer_socket = peer_socket
-        self._ready = threading.Event()
+        self._ready = concurrency.Event()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
         self._ready.wait()
         if self._failure is not None:

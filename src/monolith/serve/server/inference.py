@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 
+from monolith import concurrency
+from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -243,7 +242,7 @@ class Inference:
         metrics: ServeMetrics,
         *,
         attach: Callable[[str, Predictor], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
         generator: random.Random | None = None,
     ) -> None:
         draw = generator or random.Random()
@@ -260,8 +259,8 @@ class Inference:
             folders, catalog, self._batcher, attach=attach, pinned=self.traffic.pinned(), clock=clock
         )
         # Guards the three counters below. Held for a few instructions only, never while a model runs.
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
+        self._lock = concurrency.Lock()
+        self._idle = concurrency.Condition(self._lock)
         self._in_flight = 0
         self._shadows_waiting = 0
         self._draining = False

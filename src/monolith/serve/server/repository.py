@@ -14,11 +14,11 @@ the newest version that is not withheld replaces it.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from monolith import concurrency
 from monolith.errors import MonolithError, UnavailableError, UnknownModelError
 from monolith.serve.config import ServedFolder
 from monolith.serve.predictor import Predictor
@@ -43,7 +43,7 @@ class LoadedVersion:
         self.batcher = batcher
         self.plans: dict[tuple[bytes, ...], ColumnsPlan] = {}
         """Decoding plans by the encoded description of a request's inputs."""
-        self._lock = threading.Lock()  # guards the two below; closing happens outside of it
+        self._lock = concurrency.Lock()  # guards the two below; closing happens outside of it
         self._leases = 1  # the repository
         self._retired = False
 
@@ -137,7 +137,7 @@ class Repository:
         self._attach = attach
         self._clock = clock
         # One thread loads and unloads at a time. Requests never take this lock: they read `_serving`.
-        self._changing = threading.RLock()
+        self._changing = concurrency.RLock()
         self._serving: dict[str, dict[str, LoadedVersion]] = {name: {} for name in self._folders}
         """Model -> version -> loaded version, oldest first. The inner dict is replaced, never changed, so
         that requests read it without a lock."""

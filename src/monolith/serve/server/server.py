@@ -13,8 +13,6 @@ import logging
 import shutil
 import ssl
 import tempfile
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from monolith import concurrency
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError
 from monolith.observe.metrics import Metrics
@@ -96,8 +95,8 @@ class InferenceServer:
             ServeMetrics(self._metrics),
             attach=None if follow is None else self._attach,
         )
-        self._stop = threading.Event()
-        self._poller: threading.Thread | None = None
+        self._stop = concurrency.Event()
+        self._poller: concurrency.Thread | None = None
         self._folder: Path | None = None
         self._grpc: GrpcPort | None = None
         self._http: HttpPort | None = None
@@ -109,18 +108,18 @@ class InferenceServer:
         except BaseException:
             self.close()
             raise
-        self._poller = threading.Thread(target=self._poll, name="versions", daemon=True)
+        self._poller = concurrency.Thread(target=self._poll, name="versions", daemon=True)
         self._poller.start()
 
     def close(self) -> None:
         """Stop, and return when the requests in flight have ended or the drain time is over. Again does
         nothing."""
-        end = time.monotonic() + self.config.drain.total_seconds()
+        end = concurrency.monotonic() + self.config.drain.total_seconds()
         self.inference.stop_being_ready()
         self._stop.set()
         ports = [one for one in (self._grpc, self._http) if one is not None]
         if self.config.port is None:
-            threads = [threading.Thread(target=one.close, args=(_left(end),)) for one in ports]
+            threads = [concurrency.Thread(target=one.close, args=(_left(end),)) for one in ports]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -218,7 +217,7 @@ class InferenceServer:
 
 def _left(end: float) -> float:
     """Return the seconds until a time, at least one, so that a finished thread can be joined."""
-    return max(1.0, end - time.monotonic())
+    return max(1.0, end - concurrency.monotonic())
 
 
 def _by_version(config: ServeConfig, model: str) -> bool:

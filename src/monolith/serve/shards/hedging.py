@@ -11,15 +11,14 @@ the line may already belong to another request.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monolith import concurrency
+from monolith.concurrency import Future
 from monolith.serve.rows import RowsClaim
 from monolith.serve.shards.replicas import Replica, ShardLine, ShardReplicas
 from monolith.wire.bulk import Bytes
@@ -70,13 +69,13 @@ class Leg:
         self.late = False
         """Whether the wait was ended at the deadline."""
         self.done = False
-        self.lock = threading.Lock()  # guards line, hedge, answer, late and done
+        self.lock = concurrency.Lock()  # guards line, hedge, answer, late and done
 
     def begin(self, line: ShardLine) -> None:
         """Note that the request was sent over a line."""
         with self.lock:
             self.line = line
-        self.sent_at = time.monotonic()
+        self.sent_at = concurrency.monotonic()
         self.hedge_at = self.sent_at + self.shard.hedge.seconds if self.hedged else NEVER
         line.replica.in_flight += 1
 
@@ -133,11 +132,11 @@ class Minder:
 
     def __init__(self, hedge: Callable[[Leg], None]) -> None:
         self._hedge = hedge
-        self._changed = threading.Condition()  # guards all below
+        self._changed = concurrency.Condition()  # guards all below
         self._legs: set[Leg] = set()
         self._wakes_at = NEVER
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="shards-minder", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="shards-minder", daemon=True)
         self._thread.start()
 
     def watch(self, leg: Leg) -> None:
@@ -167,7 +166,7 @@ class Minder:
     def _run(self) -> None:
         while True:
             with self._changed:
-                now = time.monotonic()
+                now = concurrency.monotonic()
                 self._wakes_at = min((min(leg.hedge_at, leg.deadline) for leg in self._legs), default=NEVER)
                 if self._stopped:
                     return

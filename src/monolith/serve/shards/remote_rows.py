@@ -16,9 +16,7 @@ request (a leg) to each shard, and sends all of them before it waits for the fir
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -26,7 +24,9 @@ from typing import Self
 import numpy as np
 import torch
 
+from monolith import concurrency
 from monolith.cluster import Discovery, open_discovery_url
+from monolith.concurrency import ThreadPoolExecutor
 from monolith.errors import (
     ClusterError,
     ConfigError,
@@ -296,14 +296,14 @@ class RemoteRows:
         try:
             return self._receive(leg)
         except ClusterError as error:
-            if self._missing_default and (deadline is None or time.monotonic() < deadline):
+            if self._missing_default and (deadline is None or concurrency.monotonic() < deadline):
                 return None
             if leg.late:
                 raise DeadlineExceededError(f"{leg.shard.name} did not answer before the deadline") from error
             raise
 
     def _until(self, deadline: float | None) -> float:
-        now = time.monotonic()
+        now = concurrency.monotonic()
         if deadline is None:
             return now + self._limit
         left = deadline - now
@@ -319,7 +319,7 @@ class RemoteRows:
     def _send_to(self, leg: Leg, replica: Replica) -> bool:
         """Send a leg to a replica; return False if that failed, which marks the replica as down."""
         for make in (replica.line, replica.new_line):
-            left = leg.deadline - time.monotonic()
+            left = leg.deadline - concurrency.monotonic()
             if left <= 0:
                 leg.late = True
                 break
@@ -350,7 +350,7 @@ class RemoteRows:
         one, else by another replica; the loop ends when no replica is left or the deadline has passed.
         """
         while (line := leg.line) is not None:
-            leg.wait_from(time.monotonic())
+            leg.wait_from(concurrency.monotonic())
             self._minder.watch(leg)
             try:
                 rows = self._checked(line.stream.receive(), leg)
@@ -362,7 +362,7 @@ class RemoteRows:
                     return leg.answer
                 if leg.late:
                     line.close()
-                    self._map.lost_race(line.replica, time.monotonic() - leg.sent_at)
+                    self._map.lost_race(line.replica, concurrency.monotonic() - leg.sent_at)
                     raise
                 if not _may_fail_over(line.stream.broken, error):
                     line.give_back()
@@ -377,7 +377,7 @@ class RemoteRows:
                 leg.finish(keep_line=True)
                 self._end_hedge(leg)
                 line.replica.races_lost = 0
-                leg.shard.hedge.note(time.monotonic() - leg.sent_at)
+                leg.shard.hedge.note(concurrency.monotonic() - leg.sent_at)
                 return rows
         if leg.late:
             raise DeadlineExceededError(f"{leg.shard.name} did not answer before the deadline")
@@ -417,7 +417,7 @@ class RemoteRows:
             if line is None or leg.done or self._closed:
                 return
             longest = leg.sent_at + self._config.hedge_most.total_seconds()
-            patient = time.monotonic() < longest
+            patient = concurrency.monotonic() < longest
             replica = leg.shard.choose(leg.tried | {line.replica}, only_up=patient)
             if replica is None or (patient and line.replica.state == "up" and not self._budget.spend()):
                 leg.hedge_at = longest if patient else NEVER
@@ -440,7 +440,7 @@ class RemoteRows:
         except MonolithError as error:
             second.finish(keep_line=False)
             if second.late:
-                self._map.lost_race(replica, time.monotonic() - second.sent_at)
+                self._map.lost_race(replica, concurrency.monotonic() - second.sent_at)
             else:
                 self._map.failed(replica, error)
             raise
@@ -449,7 +449,7 @@ class RemoteRows:
         second.finish(keep_line=True)
         if leg.answer_with(rows):
             self.counts.hedges_won += 1
-            self._map.lost_race(slow, time.monotonic() - leg.sent_at)
+            self._map.lost_race(slow, concurrency.monotonic() - leg.sent_at)
         return rows
 
     def _end_hedge(self, leg: Leg) -> None:
@@ -458,7 +458,9 @@ class RemoteRows:
         It is not cancelled at once: cancelling closes its connection, which is worth more than the answer.
         """
         if (second := leg.second) is not None and not second.done:
-            second.deadline = min(second.deadline, time.monotonic() + self._config.hedge_most.total_seconds())
+            second.deadline = min(
+                second.deadline, concurrency.monotonic() + self._config.hedge_most.total_seconds()
+            )
             self._minder.watch(second)
 
     def _hedged(self, leg: Leg) -> ShardAnswer | None:
@@ -466,7 +468,7 @@ class RemoteRows:
         if leg.hedge is None:
             return None
         try:
-            return leg.hedge.result(max(0.0, leg.deadline - time.monotonic()))
+            return leg.hedge.result(max(0.0, leg.deadline - concurrency.monotonic()))
         except (MonolithError, TimeoutError):
             return None
 

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Set
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+from monolith import concurrency
 from monolith.cluster import Discovery
+from monolith.concurrency import Future, ThreadPoolExecutor, wait
 from monolith.errors import MonolithError, UnavailableError
 from monolith.serve.config import ShardsConfig
 from monolith.serve.shards.protocol import SERVICE, ShardAbout, misfit, shard_part, shard_role
@@ -151,7 +150,7 @@ class Replica:
         self.probing: Future[None] | None = None
         self._wanted = wanted
         self._guard = guard
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards what follows
         self._idle: list[ShardLine] = []
         self._closed = False
 
@@ -185,7 +184,7 @@ class Replica:
 
     def keep(self, line: ShardLine) -> None:
         """Take a connection back."""
-        line.idle_since = time.monotonic()
+        line.idle_since = concurrency.monotonic()
         with self._lock:
             if not (line.stream.broken or self._closed):
                 self._idle.append(line)
@@ -271,13 +270,13 @@ class ReplicaMap:
             for shard in range(wanted.shards)
         ]
         self._said: dict[str, str] = {}
-        self._wake = threading.Event()
+        self._wake = concurrency.Event()
         self._stopped = False
         self._probers = ThreadPoolExecutor(_PROBERS, "shards-probe")
         self._within = max(config.deadline, config.retry).total_seconds()
         self.refresh()
         wait(self._probe(), timeout=self._within)
-        self._thread = threading.Thread(target=self._keep, name="shards-map", daemon=True)
+        self._thread = concurrency.Thread(target=self._keep, name="shards-map", daemon=True)
         self._thread.start()
 
     @property
@@ -287,11 +286,11 @@ class ReplicaMap:
 
     def wait_ready(self, seconds: float) -> bool:
         """Wait until `ready`; False if it is not by then."""
-        until = time.monotonic() + seconds
+        until = concurrency.monotonic() + seconds
         while not self.ready:
-            if self._stopped or time.monotonic() >= until:
+            if self._stopped or concurrency.monotonic() >= until:
                 return False
-            time.sleep(0.02)
+            concurrency.sleep(0.02)
         return True
 
     def failed(self, replica: Replica, error: Exception) -> None:
@@ -307,7 +306,7 @@ class ReplicaMap:
         if replica.state == "up" and replica.races_lost >= _RACES:
             replica.state = "slow"
             replica.why = f"it had not answered after {1000 * seconds:.0f} ms"
-            replica.probe_at = time.monotonic() + self._config.retry.total_seconds()
+            replica.probe_at = concurrency.monotonic() + self._config.retry.total_seconds()
 
     def refresh(self) -> None:
         """Query the registry. The map's thread calls it."""
@@ -326,7 +325,7 @@ class ReplicaMap:
                 )
                 # A server that is stopping waits for its idle connections to close.
                 for replica in shard.by_address.values():
-                    replica.drop_idle(time.monotonic() - self._config.refresh.total_seconds())
+                    replica.drop_idle(concurrency.monotonic() - self._config.refresh.total_seconds())
                 continue
             self._said.pop(shard.role, None)
             if found == shard.by_address.keys():
@@ -354,17 +353,17 @@ class ReplicaMap:
 
     def _keep(self) -> None:
         refresh, retry = self._config.refresh.total_seconds(), self._config.retry.total_seconds()
-        refresh_at = time.monotonic() + refresh
+        refresh_at = concurrency.monotonic() + refresh
         while not self._stopped:
             self._wake.wait(min(retry, refresh))
             self._wake.clear()
-            now = time.monotonic()
+            now = concurrency.monotonic()
             if now >= refresh_at:
                 try:
                     self.refresh()
                 except Exception:  # whatever a registry raises, requests continue
                     _log.exception("sharded serving: cannot refresh the map, retrying")
-                refresh_at = time.monotonic() + refresh
+                refresh_at = concurrency.monotonic() + refresh
             self._probe()
             for shard in self.shards:
                 for replica in shard.by_address.values():
@@ -372,7 +371,7 @@ class ReplicaMap:
 
     def _probe(self) -> list[Future[None]]:
         """Probe all replicas that are not up, each on a thread of the pool."""
-        begun, now = [], time.monotonic()
+        begun, now = [], concurrency.monotonic()
         for shard in self.shards:
             for replica in shard.by_address.values():
                 busy = replica.probing is not None and not replica.probing.done()
@@ -387,7 +386,7 @@ class ReplicaMap:
         except Exception as error:
             replica.state, replica.why = "down", str(error)
             self._say(replica.address, f"{shard.name}: {replica.address} cannot be used: {error}")
-            replica.probe_at = time.monotonic() + self._config.retry.total_seconds()
+            replica.probe_at = concurrency.monotonic() + self._config.retry.total_seconds()
         else:
             replica.state, replica.why, replica.races_lost = "up", "", 0
             self._said.pop(replica.address, None)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from monolith import concurrency
 from monolith.cluster import Discovery
 from monolith.errors import (
     ConfigError,
@@ -167,9 +167,9 @@ class ServingServer:
         self._discovery = discovery
         self._look_every = config.check_every.total_seconds()
         self._lookups = 0
-        self._ended = threading.Event()
+        self._ended = concurrency.Event()
         self._ready = False
-        self._watcher: threading.Thread | None = None
+        self._watcher: concurrency.Thread | None = None
         calls = {"hello": self._hello, "status": lambda _: self.status()}
         try:
             self._server = Server(
@@ -249,10 +249,10 @@ class ServingServer:
         self._ready = True
         if self.follower is not None:
             self.follower.begin()
-        self._watcher = threading.Thread(target=self._watch, name=f"serving-{self.shard}", daemon=True)
+        self._watcher = concurrency.Thread(target=self._watch, name=f"serving-{self.shard}", daemon=True)
         self._watcher.start()
 
-    def serve(self, stop: threading.Event | None = None) -> None:
+    def serve(self, stop: concurrency.Event | None = None) -> None:
         """`start`, wait until `stop` is set or `close` was called, and `close`."""
         self.start()
         ended = self._ended if stop is None else stop

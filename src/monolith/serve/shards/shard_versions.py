@@ -8,13 +8,12 @@ least recently used one is closed.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
 
 from torch import Tensor
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import CorruptFileError, FileMissingError, LostStateError
 from monolith.observe import Progress
 from monolith.serve.manifest import MANIFEST_NAME, Servable
@@ -91,7 +90,7 @@ class ShardVersions:
         self._serve_withheld = frozenset(serve_withheld)
         self.withheld: dict[str, str] = {}
         """Version -> why it is withheld, as of the last call of `newest`."""
-        self._lock = threading.Lock()  # one thread opens a version at a time; guards all below
+        self._lock = concurrency.Lock()  # one thread opens a version at a time; guards all below
         self._uses = 0
         self._by_name: dict[str, ShardVersion] = {}
         self._by_key: dict[bytes, ShardVersion] = {}  # replaced as a whole: lookups take no lock

@@ -9,13 +9,12 @@ value with a generation, so that a slow worker never reads the action of a later
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from monolith import concurrency
 from monolith.errors import BarrierAlreadyPlacedError, ConfigError
 from monolith.observe import memory_use
 from monolith.train.hook import Hook, TrainingRun
@@ -105,7 +104,7 @@ class LocalBarrier:
             raise ConfigError(f"barrier: capacity must be at least 1, got {capacity}")
         self._capacity = capacity
         self._callbacks = tuple(callbacks)
-        self._changed = threading.Condition()  # guards what is below
+        self._changed = concurrency.Condition()  # guards what is below
         self._placed: PlacedBarrier | None = None
         self._generation = 0
         self._blocked: set[int] = set()
@@ -179,7 +178,7 @@ class BarrierHook(Hook):
         *,
         idle: Sequence[Callable[[TrainingRun], None]] = (),
         poll: float = 1.0,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         self._barrier = barrier
         self._idle = tuple(idle)
@@ -249,8 +248,8 @@ class BarrierSaveListener(SaveListener):
         wait_seconds: float = 1.0,
         max_pending_seconds: float = 30.0,
         announce: Callable[[int], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = concurrency.monotonic,
+        sleep: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         self._barrier = barrier
         self._wait_seconds = wait_seconds
@@ -376,13 +375,13 @@ class PsHealthHook(Hook):
         self._name = name
         self._interval = interval
         self._placed = False
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._closed = concurrency.Event()
+        self._thread: concurrency.Thread | None = None
 
     def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
         if self._thread is None:
             # A daemon: a start that fails elsewhere must not be kept alive by this.
-            self._thread = threading.Thread(target=self._watch, name="ps-health", daemon=True)
+            self._thread = concurrency.Thread(target=self._watch, name="ps-health", daemon=True)
             self._thread.start()
 
     def end(self, run: TrainingRun) -> None:  # noqa: ARG002

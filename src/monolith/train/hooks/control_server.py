@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +20,7 @@ from typing import Any, NoReturn, Self
 
 from google.protobuf.message import Message  # type: ignore[import-untyped]
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.cluster.run_token import is_guarded, read_token
 from monolith.cluster.security import (
     MESSAGE_WITHIN,
@@ -34,6 +31,7 @@ from monolith.cluster.security import (
     guard_caller,
     guard_listener,
 )
+from monolith.concurrency import Future, ThreadPoolExecutor, wait
 from monolith.config import Secret
 from monolith.errors import (
     BarrierAlreadyPlacedError,
@@ -121,7 +119,7 @@ class ControlServer:
         self._message_within = message_within
         self._server: Any = None
         self._doorkeeper: ConnectionGuard | None = None
-        self.closing = threading.Event()
+        self.closing = concurrency.Event()
         """Set when calls that wait should give up."""
         self.address: str | None = None
         """host:port while it serves."""
@@ -201,7 +199,7 @@ class ControlServer:
                     context.abort(getattr(grpc.StatusCode, error.code), str(error))
                     raise AssertionError("abort raises") from error
                 except Exception as error:  # whatever it is, the server stays up, and its log has the rest
-                    number = secrets.token_hex(4)
+                    number = concurrency.token_hex(4)
                     _log.exception("the controller failed (error %s)", number)
                     context.abort(grpc.StatusCode.INTERNAL, f"{_said(error)} (error {number})")
                     raise AssertionError("abort raises") from error
@@ -248,7 +246,7 @@ class ControlServerHook(Hook):
         self._barrier = barrier
         self._trigger_save = trigger_save
         self._limits = limits or Limits()
-        self._saves = threading.BoundedSemaphore(self._limits.saves)
+        self._saves = concurrency.BoundedSemaphore(self._limits.saves)
         self._run: TrainingRun | None = None
         self._path: str | None = None
         calls: dict[str, Call] = {
@@ -369,7 +367,7 @@ def control_token(model_dir: str) -> Secret:
             "security.token_file.",
             model_dir,
         )
-        return Secret(secrets.token_hex(32))
+        return Secret(concurrency.token_hex(32))
     return read_token(Path(model_dir) / TOKEN_FILE, make=True)
 
 

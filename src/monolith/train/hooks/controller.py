@@ -7,13 +7,11 @@ a flag, and the training thread acts on it after its step.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 
 from google.protobuf import text_format  # type: ignore[import-untyped]
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import FileMissingError
 from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.barrier import STOP, Barrier, try_place, wait_until_blocked
@@ -41,8 +39,8 @@ class ControllerHook(Hook):
         *,
         wait_seconds: float = 30.0,
         poll: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = concurrency.monotonic,
+        sleep: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         self._trigger_save = trigger_save
         self._barrier = barrier
@@ -50,8 +48,8 @@ class ControllerHook(Hook):
         self._poll = poll
         self._clock = clock
         self._sleep = sleep
-        self._stop = threading.Event()
-        self._save = threading.Event()
+        self._stop = concurrency.Event()
+        self._save = concurrency.Event()
 
     def request_stop(self) -> None:
         """End the run after its current step, all workers together."""
@@ -96,13 +94,13 @@ class ActionFileHook(Hook):
     def __init__(self, controller: ControllerHook, *, interval: float = 60.0) -> None:
         self._controller = controller
         self._interval = interval
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._closed = concurrency.Event()
+        self._thread: concurrency.Thread | None = None
 
     def after_create(self, run: TrainingRun) -> None:
         if run.model_dir and self._thread is None:
             self._closed.clear()
-            self._thread = threading.Thread(
+            self._thread = concurrency.Thread(
                 target=self._watch, args=(run.model_dir,), name="action-file", daemon=True
             )
             self._thread.start()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.data.kafka.config import ClientLog, check_settings, import_kafka
 from monolith.errors import ConfigError
 from monolith.feature import Batch
@@ -417,7 +417,7 @@ class FileMetricHook(Hook):
         idle: timedelta = timedelta(hours=24),
         sweep: timedelta = timedelta(seconds=600),
         capacity: int = 100_000,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._files = DayFiles(
             base, model_name, worker, batch_lines=batch_lines, part_lines=part_lines, clock=clock
@@ -544,7 +544,9 @@ class KafkaMetricHook(Hook):
         self._producer = producer
         self._open = True
         self._timeout = flush_timeout
-        self._queue = MessageQueue("kafka-metrics", self._send, capacity=capacity, clock=time.monotonic)
+        self._queue = MessageQueue(
+            "kafka-metrics", self._send, capacity=capacity, clock=concurrency.monotonic
+        )
 
     @property
     def counts(self) -> MessageCounts:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+from monolith import concurrency
 from monolith.errors import ConfigError
 from monolith.train.hook import Hook, TrainingRun
 
@@ -79,7 +79,7 @@ class StopOutsideHoursHook(Hook):
         clock: Unix seconds.
     """
 
-    def __init__(self, window: DailyHours | None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, window: DailyHours | None, *, clock: Callable[[], float] = concurrency.time) -> None:
         self._window = window
         self._clock = clock
 
@@ -138,9 +138,9 @@ class SlowStartHook(Hook):
         hours: DailyHours | None = None,
         max_wait: timedelta = timedelta(minutes=10),
         grace: timedelta = timedelta(minutes=30),
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
+        sleep: Callable[[float], None] = concurrency.sleep,
         rng: random.Random | None = None,
     ) -> None:
         self._target_step = target_step

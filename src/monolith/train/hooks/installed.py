@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 from torch import nn
 
+from monolith import concurrency
 from monolith.errors import ConfigError
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
@@ -59,8 +59,8 @@ def installed_hooks(
     metrics: Metrics,
     others: Others | None = None,
     rest: Sequence[Hook] = (),
-    clock: Callable[[], float] = time.time,
-    timer: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = concurrency.time,
+    timer: Callable[[], float] = concurrency.monotonic,
 ) -> list[Hook]:
     """Return the hooks that `config.hooks` asks for; they go before the rest.
 

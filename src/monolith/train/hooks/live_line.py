@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.observe import Metrics
 from monolith.observe.progress import (
     describe_amount,
@@ -115,8 +115,8 @@ class LiveLineHook(Hook):
         read: Callable[[], float | None] = lambda: None,
         epochs: int = 1,
         live: bool = True,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._show = show
         self._every = every.total_seconds()
@@ -367,7 +367,7 @@ class Outlook:
         steps: int | None = None,
         max_steps: int | None = None,
         read: Callable[[], float | None] = lambda: None,
-        timer: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._steps = steps
         self._max_steps = max_steps

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import re
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
@@ -201,10 +199,10 @@ class MessageQueue:
         self._tick = tick
         self._tick_secs = tick_secs
         self._clock = clock
-        self._queue: queue.Queue[str | None] = queue.Queue(capacity)
-        self._lock = threading.Lock()  # guards _counts
+        self._queue: concurrency.Queue[str | None] = concurrency.Queue(capacity)
+        self._lock = concurrency.Lock()  # guards _counts
         self._counts = MessageCounts()
-        self._thread: threading.Thread | None = None
+        self._thread: concurrency.Thread | None = None
 
     @property
     def counts(self) -> MessageCounts:
@@ -213,7 +211,7 @@ class MessageQueue:
 
     def start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = concurrency.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
 
     def put(self, messages: Sequence[str]) -> None:
@@ -222,7 +220,7 @@ class MessageQueue:
         for message in messages:
             try:
                 self._queue.put_nowait(message)
-            except queue.Full:
+            except concurrency.Full:
                 dropped += 1
         self._count(total=len(messages), dropped=dropped)
 
@@ -239,7 +237,7 @@ class MessageQueue:
             try:
                 self._queue.put(None, timeout=1.0)
                 break
-            except queue.Full:
+            except concurrency.Full:
                 continue
         thread.join()
         counts = self.counts
@@ -263,7 +261,7 @@ class MessageQueue:
         while True:
             try:
                 message = self._queue.get(timeout=self._tick_secs)
-            except queue.Empty:
+            except concurrency.Empty:
                 pass  # time to tick all the same
             else:
                 if message is None:
@@ -302,17 +300,17 @@ class HeartBeatHook(Hook):
         *,
         every: timedelta = timedelta(seconds=30),
         tags: Mapping[str, object] | None = None,
-        stop: threading.Event | None = None,
+        stop: concurrency.Event | None = None,
     ) -> None:
         self._client = client
         self._every = every.total_seconds()
         self._tags = dict(tags or {})
-        self._stop = threading.Event() if stop is None else stop
-        self._thread: threading.Thread | None = None
+        self._stop = concurrency.Event() if stop is None else stop
+        self._thread: concurrency.Thread | None = None
 
     def after_create(self, run: TrainingRun) -> None:  # noqa: ARG002
         if self._thread is None:
-            self._thread = threading.Thread(target=self._beat, name="heart-beat", daemon=True)
+            self._thread = concurrency.Thread(target=self._beat, name="heart-beat", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -352,8 +350,8 @@ class ThroughputHook(Hook):
         cluster_type: str,
         started_at: float,
         every: timedelta = timedelta(seconds=30),
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._client = client
         self._tags = {"model_name": model_name, "cluster_type": cluster_type}

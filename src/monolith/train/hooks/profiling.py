@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, ProfilerBusyError, TrainingError
 from monolith.train.hook import Hook, StepResult, TrainingRun
 
@@ -79,7 +79,7 @@ class ProfilerHook(Hook):
         save_steps: int | None = None,
         save_secs: float | None = None,
         make: Callable[[], Profiler] = torch_profiler,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         begin, end = init_step_range
         if begin < 0 or end <= begin:
@@ -233,14 +233,14 @@ class Tracer:
         *,
         steps: Callable[[], int] | None = None,
         make: Callable[[], Profiler] = all_threads_profiler,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._folder = folder
         self._name = name
         self._steps = steps
         self._make = make
         self._clock = clock
-        self._busy = threading.Lock()  # held while a trace is recorded
+        self._busy = concurrency.Lock()  # held while a trace is recorded
 
     def trace(
         self,
@@ -296,7 +296,7 @@ class Tracer:
                 while self._clock() - began < seconds and not (steps and count() - first >= steps):
                     if given_up():
                         raise TrainingError("the profile was given up: nobody waits for it any more")
-                    time.sleep(_LOOK_SECONDS)
+                    concurrency.sleep(_LOOK_SECONDS)
         finally:
             recorder.stop()
         took, taken = self._clock() - began, count() - first
@@ -321,7 +321,7 @@ class StackSampler:
 
     def __init__(self, every: float = SAMPLE_SECONDS) -> None:
         self._every = every
-        self._stop = threading.Event()
+        self._stop = concurrency.Event()
         self._open: dict[int, list[tuple[str, str, int]]] = {}
         """By thread, from the outermost on: function, file, and since when in ns."""
         self._bars: list[tuple[int, str, str, int, int]] = []
@@ -335,11 +335,11 @@ class StackSampler:
         self._cpu: list[dict[int, float]] = []
         """CPU seconds of each thread of the system, at the beginning and at the end."""
         self._seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name="stack-sampler", daemon=True)
+        self._thread = concurrency.Thread(target=self._run, name="stack-sampler", daemon=True)
 
     def __enter__(self) -> StackSampler:
         self._cpu = [_cpu_seconds()]
-        self._seconds = -time.monotonic()
+        self._seconds = -concurrency.monotonic()
         self._thread.start()
         return self
 
@@ -347,7 +347,7 @@ class StackSampler:
         self._stop.set()
         self._thread.join()
         self._cpu.append(_cpu_seconds())
-        self._seconds += time.monotonic()
+        self._seconds += concurrency.monotonic()
 
     def summary(self) -> tuple[ThreadTime, ...]:
         """Return where each thread spent its time, after the block."""

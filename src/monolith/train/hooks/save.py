@@ -22,15 +22,14 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
+from monolith.concurrency import Future
 from monolith.errors import (
     ConfigError,
     MonolithError,
@@ -126,7 +125,9 @@ class SaveConfig:
                 raise ConfigError(f"save: {name} must not be negative, got {getattr(self, name)}")
 
     def timer(
-        self, clock: Callable[[], float] = time.time, timer: Callable[[], float] = time.monotonic
+        self,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> SaveTimer:
         return SaveTimer(
             every_secs=self.secs,
@@ -171,7 +172,7 @@ class _Writing:
     """A save that is written while training continues."""
 
     save: _Save
-    thread: threading.Thread
+    thread: concurrency.Thread
     error: Exception | None = None
     """Set before the thread ends."""
 
@@ -219,9 +220,9 @@ class SaveHook(Hook):
         outlives: Callable[[Exception], bool] = lambda _: False,
         on_saved: Callable[[int, str | None], None] | None = None,
         metrics: Metrics | None = None,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
+        sleep: Callable[[float], None] = concurrency.sleep,
     ) -> None:
         self.config = config or SaveConfig()
         self.timer = self.config.timer(clock, timer)
@@ -252,7 +253,7 @@ class SaveHook(Hook):
         self._failures_in_a_row = metrics.gauge(
             "save_checkpoint_failures_in_a_row", "Saves that failed since the last one that did not", ["mode"]
         )
-        self._turn = threading.RLock()  # guards what is below: several threads may step
+        self._turn = concurrency.RLock()  # guards what is below: several threads may step
         self._run: TrainingRun | None = None
         self._trainer: int | None = None
         self._first_step: int | None = None
@@ -262,7 +263,7 @@ class SaveHook(Hook):
         self._late_error: Exception | None = None
         self._dropped: Exception | None = None
         self._told_postponed = False
-        self._lock = threading.Lock()  # guards what is below, which the writing thread uses too
+        self._lock = concurrency.Lock()  # guards what is below, which the writing thread uses too
         self._saved: tuple[int, str | None] | None = None
         self._saved_at: float | None = None
         self._saved_when = timer()  # the same moment on the monotonic clock; the start before the first
@@ -664,7 +665,7 @@ class SaveHook(Hook):
                 _answer(save.requests, writing.error)
 
         # A daemon, so that a save that hangs can be given up.
-        writing = _Writing(save, threading.Thread(target=write, name="save-checkpoint", daemon=True))
+        writing = _Writing(save, concurrency.Thread(target=write, name="save-checkpoint", daemon=True))
         try:
             writing.thread.start()
         except BaseException:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, FileMissingError
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.hours import DailyHours
@@ -31,8 +29,8 @@ class SaveTimer:
         every_steps: int | None = None,
         hours: DailyHours | None = None,
         secs_outside_hours: float | None = None,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.time,
+        timer: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         if (every_secs is None) == (every_steps is None):
             found = "neither" if every_secs is None else "both"
@@ -188,9 +186,9 @@ class AfterSaveListener(SaveListener):
 class SaveMemory:
     """What is on disk or on its way there, and how long training waited for it. Thread-safe."""
 
-    def __init__(self, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timer: Callable[[], float] = concurrency.monotonic) -> None:
         self._timer = timer
-        self._lock = threading.Lock()  # guards all below
+        self._lock = concurrency.Lock()  # guards all below
         self._waited = 0.0
         self._since: float | None = None
         self._full_step: int | None = None
@@ -336,7 +334,7 @@ class ForceDumpHook(Hook):
         *,
         step_interval: int = 100,
         window: DailyHours | None = NIGHTLY,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = concurrency.time,
     ) -> None:
         self._timer = timer
         self._every = Every(step_interval, "operator files: step_interval")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from monolith import filesystem
+from monolith import concurrency, filesystem
 from monolith.errors import ConfigError, MissingExtraError
 from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
@@ -53,7 +52,7 @@ class SummaryHook(Hook):
         metrics: Measured | None = None,
         stats: Callable[[], Mapping[str, TableStats]] | None = None,
         sinks: Sequence[OpenSink] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._open = sink_openers(TrackingConfig(), "") if sinks is None else sinks
         self._every = Every(every_steps, "summaries: every_steps")
@@ -227,7 +226,7 @@ class MlflowSink(_Tracker):
         self.run_id = str(run_id)
 
     def _send(self, values: Mapping[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
+        now = int(concurrency.time() * 1000)
         metrics = [self._metric(name, float(value), now, step) for name, value in values.items()]
         self._pending = self._client.log_batch(self.run_id, metrics=metrics, synchronous=False)
 
@@ -350,7 +349,7 @@ class TableInfoHook(Hook):
         stats: Callable[[], Mapping[str, TableStats]],
         *,
         every_secs: float = 600.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._stats = stats
         self._every_secs = every_secs
