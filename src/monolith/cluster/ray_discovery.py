@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
+import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from monolith import concurrency
 from monolith.cluster.addresses import Address, Clock, check_port
 from monolith.cluster.discovery import (
     Callback,
@@ -107,17 +109,17 @@ class RayDiscovery(Closing):
         check_role(job)
         self._config = RayDiscoveryConfig() if config is None else config
         self.job = job
-        self._owner = concurrency.token_hex(8)
+        self._owner = secrets.token_hex(8)
         self._watchers = Watchers()
-        self._events: concurrency.SimpleQueue[Any] = concurrency.SimpleQueue()
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """Answers of the actor to calls that wait there, and None to wake up the waiting thread."""
-        self._stop = concurrency.Event()
+        self._stop = threading.Event()
         # Held while entries are written: Ray does not promise that calls arrive in their order.
-        self._writing = concurrency.Lock()  # taken before _lock, never after
-        self._lock = concurrency.Lock()  # guards all below
+        self._writing = threading.Lock()  # taken before _lock, never after
+        self._lock = threading.Lock()  # guards all below
         self._mine: dict[Key, Registration] = {}
         self._actor: Any = None
-        self._thread: concurrency.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._closed = False
         self._connection = ExitStack()
         self._ray = self._connection.enter_context(connected(_PURPOSE, self._config.address))
@@ -192,7 +194,7 @@ class RayDiscovery(Closing):
     def _keep_from_now(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = concurrency.Thread(target=self._keep, name=f"ray-{self.job}", daemon=True)
+                self._thread = threading.Thread(target=self._keep, name=f"ray-{self.job}", daemon=True)
                 self._thread.start()
 
     def _keep(self) -> None:
@@ -201,7 +203,7 @@ class RayDiscovery(Closing):
         quiet_until = 0.0
         while not self._closed:
             wait_s = self._config.heartbeat.total_seconds()
-            left_s = quiet_until - concurrency.monotonic()
+            left_s = quiet_until - time.monotonic()
             try:
                 answer = self._stay(known, min(wait_s, left_s) if left_s > 0 else wait_s)
                 if answer is None:
@@ -211,8 +213,8 @@ class RayDiscovery(Closing):
                 self._put_back(missing)
                 if before is not None and before[0] != known[0]:
                     # A new actor. It has our entries again; other processes may need more time for theirs.
-                    quiet_until = concurrency.monotonic() + self._config.settle.total_seconds()
-                if concurrency.monotonic() >= quiet_until:
+                    quiet_until = time.monotonic() + self._config.settle.total_seconds()
+                if time.monotonic() >= quiet_until:
                     self._tell(addresses)
                 if before != known:
                     self._stop.wait(_GATHER_S)
@@ -246,12 +248,12 @@ class RayDiscovery(Closing):
 
     def _stay(self, known: State | None, wait_s: float) -> Answer | None:
         """Return the actor's answer; None if another event woke this thread up."""
-        end = concurrency.monotonic() + wait_s + self._config.timeout.total_seconds()
+        end = time.monotonic() + wait_s + self._config.timeout.total_seconds()
         actor, future = self._begin_stay(known, wait_s)
         while True:
             try:
-                event = self._events.get(timeout=max(0.0, end - concurrency.monotonic()))
-            except concurrency.Empty:
+                event = self._events.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
                 raise self._too_late() from None
             if event is None:
                 return None
@@ -292,7 +294,7 @@ class RayDiscovery(Closing):
             except self._ray.exceptions.RayActorError as error:
                 cause = error
                 self._forget(actor)
-                concurrency.sleep(0.1 * attempt)
+                time.sleep(0.1 * attempt)
         raise UnavailableError(
             f"discovery of {self.job!r} through Ray: its actor died {_TRIES} times in a row: {cause} "
             "`ray list actors --detail` and `ray logs actor` say more."
@@ -343,18 +345,18 @@ class _Held:
 class _Registry:
     """The entries of a job: runs in an actor, one call at a time except where it waits."""
 
-    def __init__(self, linger_s: float, clock: Clock = concurrency.monotonic) -> None:
+    def __init__(self, linger_s: float, clock: Clock = time.monotonic) -> None:
         self._linger_s = linger_s
         self._clock = clock
         self._held: dict[Key, _Held] = {}
-        self._state: State = (concurrency.token_hex(8), 0)
+        self._state: State = (secrets.token_hex(8), 0)
         self._changed = asyncio.Event()
         """Of the next change; each has its own."""
         self._end: asyncio.TimerHandle | None = None
 
     async def register(self, owner: str, lease_s: float, role: str, index: int, address: str) -> float:
         self._heard()
-        registered_at = concurrency.time()
+        registered_at = time.time()
         self._put(owner, lease_s, role, Registration(index, address, registered_at))
         return registered_at
 

@@ -18,8 +18,7 @@ import resource
 import selectors
 import signal
 import sys
-
-from monolith import concurrency
+import time
 
 NOT_STARTED = 127
 """Exit status of a command that could not be started, as shells have it."""
@@ -57,7 +56,7 @@ def main(arguments: list[str]) -> None:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             break
-        left = None if deadline is None else max(0.0, deadline - concurrency.monotonic())
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if left == 0.0 or told > 1:
             _signal_group(child, signal.SIGKILL)
             if not killed:
@@ -77,7 +76,7 @@ def main(arguments: list[str]) -> None:
         if len(asked) > told:
             told = len(asked)
             _signal_group(child, signal.SIGTERM)
-            deadline = deadline or concurrency.monotonic() + grace
+            deadline = deadline or time.monotonic() + grace
     _signal_group(child, signal.SIGKILL)  # what it has left behind
     _end_like(status)
 
@@ -121,5 +120,5 @@ def _end_like(status: int) -> None:
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        concurrency.sleep(1.0)
+        time.sleep(1.0)
     os._exit(os.waitstatus_to_exitcode(status))

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, TextIO
 
-from monolith import concurrency
 from monolith.cluster.launch.guardian import PROCESS_ID
 from monolith.errors import ConfigError, WrongThreadError
 
@@ -135,7 +136,7 @@ def launch(
         raise WrongThreadError(
             "launch must be called from the main thread, which receives signals; elsewhere use run_members"
         )
-    events: Events = concurrency.SimpleQueue()
+    events: Events = queue.SimpleQueue()
     with signals_into(events):
         return run_members(
             members,
@@ -165,7 +166,7 @@ class MemberEnded:
     status: int
 
 
-Events = concurrency.SimpleQueue["StopRequest | MemberEnded"]
+Events = queue.SimpleQueue["StopRequest | MemberEnded"]
 
 Tap = Callable[[str, str], bool]
 """Is given each line after the name of its member; one that it takes, by returning True, is not shown."""
@@ -208,9 +209,7 @@ def run_members(
         raise ConfigError(f"cannot launch: need at least one member, with unique names; got {names}")
     stream = sys.stdout if output is None else output
     lines = MemberLines(stream, names, stream.isatty() if color is None else color, tap)
-    running = _Running(
-        members, lines, concurrency.SimpleQueue() if events is None else events, grace, restarts
-    )
+    running = _Running(members, lines, queue.SimpleQueue() if events is None else events, grace, restarts)
     try:
         return running.until_done(followers, chief)
     finally:
@@ -231,7 +230,7 @@ class _Running:
         """Who is to be started again, and when."""
         self._lines = lines
         self._alive: dict[str, subprocess.Popen[bytes]] = {}
-        self._threads: list[concurrency.Thread] = []
+        self._threads: list[threading.Thread] = []
         # Guardians read from the one end, which ends when this process does, whatever ends it.
         self._pipe, self._lifeline = os.pipe()
         try:
@@ -250,9 +249,9 @@ class _Running:
         while self._alive or self._due:
             try:
                 event = self._events.get(timeout=self._left(deadline))
-            except concurrency.Empty:
+            except queue.Empty:
                 self._start_due()
-                if deadline is not None and concurrency.monotonic() >= deadline:
+                if deadline is not None and time.monotonic() >= deadline:
                     self._ask(self._alive)
                     deadline = None
                 continue
@@ -284,14 +283,14 @@ class _Running:
                 # Leaders tell followers to end, and the chief tells all members; the launcher tells the rest.
                 self._due.clear()
                 patience = LEAVE_WITHIN if finished else self._grace
-                deadline = concurrency.monotonic() + patience.total_seconds()
+                deadline = time.monotonic() + patience.total_seconds()
                 outcome = LaunchOutcome(status=0)
         return outcome or LaunchOutcome(status=0)
 
     def _left(self, deadline: float | None) -> float | None:
         """Return the seconds until something is to be done, whatever happens."""
         times = [when for when, _ in self._due.values()] + ([] if deadline is None else [deadline])
-        return max(0.0, min(times) - concurrency.monotonic()) if times else None
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _may_start_again(self, event: MemberEnded) -> bool:
         """Plan the restart of a member that has ended, if a restart may help."""
@@ -306,11 +305,11 @@ class _Running:
             self._restarted[name],
             self._restarts,
         )
-        self._due[name] = concurrency.monotonic() + RESTART_AFTER.total_seconds(), event.member
+        self._due[name] = time.monotonic() + RESTART_AFTER.total_seconds(), event.member
         return True
 
     def _start_due(self) -> None:
-        now = concurrency.monotonic()
+        now = time.monotonic()
         for name, (when, member) in list(self._due.items()):
             if now >= when:
                 del self._due[name]
@@ -351,13 +350,13 @@ class _Running:
         )
         assert child.stdout is not None
         self._alive[member.name] = child
-        copier = concurrency.Thread(target=self._lines.copy, args=(member.name, child.stdout), daemon=True)
-        waiter = concurrency.Thread(target=self._wait, args=(member, child, copier), daemon=True)
+        copier = threading.Thread(target=self._lines.copy, args=(member.name, child.stdout), daemon=True)
+        waiter = threading.Thread(target=self._wait, args=(member, child, copier), daemon=True)
         self._threads += [copier, waiter]
         copier.start()
         waiter.start()
 
-    def _wait(self, member: Member, child: subprocess.Popen[bytes], copier: concurrency.Thread) -> None:
+    def _wait(self, member: Member, child: subprocess.Popen[bytes], copier: threading.Thread) -> None:
         status = child.wait()
         # Its last lines come before the event of its end, unless a process outside its group keeps the pipe.
         copier.join(LATE.total_seconds())
@@ -371,7 +370,7 @@ class MemberLines:
         width = max(map(len, names))
         self._stream = stream
         self._tap = tap
-        self._lock = concurrency.Lock()  # one line at a time
+        self._lock = threading.Lock()  # one line at a time
         self._pads = {name: " " * (width - len(name)) for name in names}
         self._codes: dict[str, int] = {}
         if color:

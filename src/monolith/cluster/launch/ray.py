@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import queue
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +27,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from monolith import concurrency
 from monolith.cluster.launch.processes import (
     GUARD,
     LATE,
@@ -115,7 +116,7 @@ def launch_on_ray(
             "launch_on_ray must be called from the main thread, which receives signals; elsewhere use "
             "run_members_on_ray"
         )
-    events: Events = concurrency.SimpleQueue()
+    events: Events = queue.SimpleQueue()
     with signals_into(events):
         return run_members_on_ray(
             members,
@@ -193,7 +194,7 @@ def run_members_on_ray(
             members,
             placements=by_role,
             lines=lines,
-            events=concurrency.SimpleQueue() if events is None else events,
+            events=queue.SimpleQueue() if events is None else events,
             grace=grace,
         )
         try:
@@ -221,7 +222,7 @@ class _Life:
     actor: Any
     predecessor: Home | None
     """Where an earlier life may not have ended yet, since its actor was lost."""
-    thread: concurrency.Thread = field(init=False)
+    thread: threading.Thread = field(init=False)
     home: Home | None = None
     """Where its command runs, once it does."""
 
@@ -263,14 +264,14 @@ class _RayRun:
             self._groups[role] = placement_group(
                 [placement.bundle for _ in names], strategy=placement.strategy
             )
-        begun = said = concurrency.monotonic()
+        begun = said = time.monotonic()
         for role, group in self._groups.items():
             while not group.wait(_LOOK_EVERY_S):
-                with suppress(concurrency.Empty):
+                with suppress(queue.Empty):
                     event = self._events.get_nowait()
                     assert isinstance(event, StopRequest)  # no member runs yet, so no other event can come
                     return _stopped(event)
-                now = concurrency.monotonic()
+                now = time.monotonic()
                 needs = f"{group.bundle_count} x {self._placements[role].bundle} for {role}"
                 if now - begun > timeout.total_seconds():
                     raise DeadlineExceededError(
@@ -293,10 +294,8 @@ class _RayRun:
         while self._alive:
             due, late = self._due
             try:
-                event = self._events.get(
-                    timeout=None if due is None else max(0.0, due - concurrency.monotonic())
-                )
-            except concurrency.Empty:
+                event = self._events.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+            except queue.Empty:
                 late()
                 continue
             if isinstance(event, StopRequest):
@@ -320,7 +319,7 @@ class _RayRun:
                 self._ask(self._alive)
             elif not leaders and outcome is None:
                 # Leaders tell followers to end; the launcher tells the rest.
-                self._due = (concurrency.monotonic() + self._grace.total_seconds(), self._ask_all)
+                self._due = (time.monotonic() + self._grace.total_seconds(), self._ask_all)
                 outcome = LaunchOutcome(status=0)
         return outcome or LaunchOutcome(status=0)
 
@@ -330,9 +329,9 @@ class _RayRun:
 
         if self._alive:
             self._ask(self._alive, at_once=True)
-            end = concurrency.monotonic() + LATE.total_seconds()
+            end = time.monotonic() + LATE.total_seconds()
             for life in self._alive.values():
-                life.thread.join(max(0.0, end - concurrency.monotonic()))
+                life.thread.join(max(0.0, end - time.monotonic()))
             self._kill_all()
         for group in self._groups.values():
             remove_placement_group(group)
@@ -356,12 +355,12 @@ class _RayRun:
             if at_once and life.home is None:  # it may be waiting for a machine
                 self._ray.kill(life.actor)
         patience = LATE if at_once else self._grace + LATE
-        self._due = (concurrency.monotonic() + patience.total_seconds(), self._kill_all)
+        self._due = (time.monotonic() + patience.total_seconds(), self._kill_all)
 
     def _kill_all(self) -> None:
         for life in self._alive.values():
             self._ray.kill(life.actor)
-        self._due = (concurrency.monotonic() + LATE.total_seconds(), self._give_up)
+        self._due = (time.monotonic() + LATE.total_seconds(), self._give_up)
 
     def _give_up(self) -> None:
         _log.error("Ray does not confirm that these have ended: %s", ", ".join(self._alive))
@@ -387,7 +386,7 @@ class _RayRun:
             .remote(member.name, member.command, dict(member.environment), self._grace.total_seconds())
         )
         life = _Life(member, actor, predecessor)
-        life.thread = concurrency.Thread(
+        life.thread = threading.Thread(
             target=self._follow, args=(life,), name=f"ray-{member.name}", daemon=True
         )
         self._alive[member.name] = life
@@ -397,7 +396,7 @@ class _RayRun:
         """Copy a member's output until it ends, then say so."""
         reader, writer = os.pipe()
         source = os.fdopen(reader, "rb", buffering=0)
-        copier = concurrency.Thread(target=self._lines.copy, args=(life.member.name, source), daemon=True)
+        copier = threading.Thread(target=self._lines.copy, args=(life.member.name, source), daemon=True)
         copier.start()
         status: int | None = None
         try:
@@ -424,7 +423,7 @@ class _Host:
         self._command = command
         self._environment = environment
         self._grace_s = grace_s
-        self._lock = concurrency.Lock()  # held while starting and stopping
+        self._lock = threading.Lock()  # held while starting and stopping
         self._stopped = False
         self._process: subprocess.Popen[bytes] | None = None
         self._guardian = 0
@@ -470,7 +469,7 @@ class _Host:
             self._stopped = True
             if self._process is not None and self._process.poll() is None:
                 for pause_s in (0.0, 0.1) if at_once else (0.0,):  # two at the same time count as one
-                    concurrency.sleep(pause_s)
+                    time.sleep(pause_s)
                     with suppress(ProcessLookupError):
                         os.kill(self._guardian, signal.SIGTERM)
 
@@ -518,13 +517,13 @@ print(os.waitstatus_to_exitcode(status), file=report)
 
 def _wait_until_gone(process: int, timeout_s: float) -> None:
     """Wait for a guardian whose host has died, which is ending its command: two of a member must not meet."""
-    end = concurrency.monotonic() + timeout_s
-    while concurrency.monotonic() < end:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
         try:
             os.kill(process, 0)
         except ProcessLookupError:
             return
-        concurrency.sleep(0.05)
+        time.sleep(0.05)
 
 
 def _stopped(event: StopRequest) -> LaunchOutcome:
