@@ -108,7 +108,7 @@ OWNERS = {
     "httpx": {"cluster"},
     "kazoo": {"cluster"},
     "matplotlib": {"monolith_bench"},
-    "mpi4py": {"cluster"},
+    "mpi4py": {"monolith_compat"},
     "msgspec": {"config", "wire"},
     "prometheus_client": {"observe"},
     "pyarrow": {"data", "store", "sync"},

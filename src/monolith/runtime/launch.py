@@ -26,14 +26,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from monolith import concurrency, filesystem
 from monolith.cluster.launch import Member, job_members, run_members, run_members_on_ray
 from monolith.cluster.launch.processes import Events, StopRequest
-from monolith.cluster.mpi import MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLES
 from monolith.cluster.run_token import RUN_TOKEN
 from monolith.config import differences, to_dict
 from monolith.errors import ConfigError
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems, refused
 from monolith.runtime.context import Launch, MakeTask, RunContext, RunResult
-from monolith.runtime.discovery import listen_address, scheduler_of
+from monolith.runtime.discovery import (
+    TORCHRUN_VARIABLES,
+    installed_schedulers,
+    listen_address,
+    scheduler_of,
+)
 
 if TYPE_CHECKING:
     from monolith.train import Task
@@ -373,8 +377,12 @@ def extra_members(
     first, ports = (0, [0] * count) if scheduler is None else scheduler.extra_data_workers(environ, count)
     host, _ = listen_address(config, environ)
     # They are told everything they need: no scheduler knows of them, so its variables must not count.
-    ranks = (*MPI_VARIABLES, *PMI_VARIABLES, *TORCHRUN_VARIABLES)
-    cleared = [name for name in environ if name.startswith("MLP_") or name in ranks]
+    known = installed_schedulers().values()
+    cleared = [
+        name
+        for name in environ
+        if name in TORCHRUN_VARIABLES or any(scheduler.sets_variable(name) for scheduler in known)
+    ]
     words = without_flags(command, *_NOT_OF_DATA_WORKERS)
     token = {} if config.security.token is None else {RUN_TOKEN: config.security.token.reveal()}
     members = []

@@ -19,7 +19,6 @@ from typing import Any, Literal
 from monolith import concurrency, filesystem
 from monolith.checkpoint import read_checkpoint_state
 from monolith.cluster import Discovery, Waiting
-from monolith.cluster.mpi import keys_are_named
 from monolith.cluster.security import guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
 from monolith.errors import ConfigError, MonolithError
@@ -33,7 +32,7 @@ from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output, RunContext, RunResult
 from monolith.runtime.control import ControlPlace, control_hooks, control_place, profiled_on_demand, tracer_of
 from monolith.runtime.data_service import data_security, read_for_workers, secured, served_task
-from monolith.runtime.discovery import listen_address, open_discovery
+from monolith.runtime.discovery import keys_are_named, listen_address, open_discovery
 from monolith.runtime.launch import MARK
 from monolith.runtime.local_profile import profiled_by_user
 from monolith.runtime.publish import publish_plan
