@@ -197,7 +197,6 @@ class MLPEnv:
         every: timedelta = timedelta(seconds=10),
         probe_timeout: timedelta = timedelta(seconds=60),
         check: CheckPort = check_port,
-        clock: Clock = time.monotonic,
         sleep: Sleep = time.sleep,
     ) -> None:
         """Wait until a peer answers and then until it no longer does, and exit with status 0: helpers end so.
@@ -215,7 +214,7 @@ class MLPEnv:
                 f"MLP_{role.upper()}_{index}_PRIMARY_HOST"
             )
         port = self._probe_port(role, index, use_ssh)
-        self.wait(role, index, None, use_ssh, check=check, clock=clock, sleep=sleep)
+        self.wait(role, index, None, use_ssh, check=check, sleep=sleep)
         while check(host, port, probe_timeout):
             sleep(every.total_seconds())
         _log.info("MLP: %s %d is gone; this process stops, too", role, index)

@@ -68,7 +68,7 @@ class TwoTower(nn.Module):
         options: See `ModelOptions`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords that users write; see decision 0065
         self,
         features: Sequence[Feature | str] | FeatureSpec,
         *,

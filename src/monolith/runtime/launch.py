@@ -24,7 +24,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from monolith import concurrency, filesystem
-from monolith.cluster.launch import Member, job_members, run_members, run_members_on_ray
+from monolith.cluster.launch import (
+    LaunchOptions,
+    Member,
+    RayLaunch,
+    job_members,
+    run_members,
+    run_members_on_ray,
+)
 from monolith.cluster.launch.processes import Events, StopRequest
 from monolith.cluster.run_token import RUN_TOKEN
 from monolith.config import differences, to_dict
@@ -101,25 +108,15 @@ def run_launched(run: RunContext) -> RunResult:
         members_of(config, launch, run.environ, report.mark) as members,
         run.stopped_by(ask),
     ):
+        options = LaunchOptions(output=run.lines, grace=GRACE, tap=report.take)
         if launch.kind == "local":
             outcome = run_members(
                 members,
-                output=run.lines,
-                grace=GRACE,
-                restarts=config.failover.max_retries,
-                chief="worker 0",
-                tap=report.take,
-                events=events,
+                replace(options, restarts=config.failover.max_retries, chief="worker 0"),
+                events,
             )
         else:
-            outcome = run_members_on_ray(
-                members,
-                address=launch.ray_address,
-                output=run.lines,
-                grace=GRACE,
-                tap=report.take,
-                events=events,
-            )
+            outcome = run_members_on_ray(members, RayLaunch(address=launch.ray_address), options, events)
     status = outcome.status
     if report.found is not None:
         run.output.report(report.found)
@@ -346,10 +343,8 @@ def extra_data_workers(run: RunContext, config: RunConfig, dispatcher: Callable[
     def look_after() -> None:
         outcome = run_members(
             members,
-            output=run.lines,
-            grace=DATA_WORKER_GRACE,
-            restarts=config.failover.max_retries,
-            events=events,
+            LaunchOptions(output=run.lines, grace=DATA_WORKER_GRACE, restarts=config.failover.max_retries),
+            events,
         )
         if outcome.failed is not None:
             run.output.warn(f"{outcome.text}; this worker continues with the data of other data workers")

@@ -78,6 +78,7 @@ from monolith.runtime.standbys import CopiedShard, CopyPlan, StandbyCopy
 from monolith.store import DenseShard, LocalStore, ParameterServer
 from monolith.store.dense import unpack_tensors
 from monolith.store.server import NewestPush
+from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.messages import LearnedUpTo
 from monolith.sync.publish_messages import (
     PublishedWeights,
@@ -695,9 +696,7 @@ class ServedShard:
                     incarnation=self._server.incarnation,
                     pushes=self._server.known_pushes,
                     plan=self._copies,
-                    host=host,
-                    guard=guard,
-                    limits=limits,
+                    port=DeltaPort(host=host, guard=guard, limits=limits),
                 )
             return held.copied.opened
 

@@ -40,7 +40,7 @@ from monolith.runtime.status import OwnStatus
 from monolith.runtime.task_setup import prepared_task, set_threads
 from monolith.train import Hook, Task, TrainConfig
 from monolith.train.hooks import LiveLineHook, ProfilerHook, TrainStatus
-from monolith.train.hooks.live_line import gauge_status
+from monolith.train.hooks.live_line import LiveValues, Outlook, gauge_status
 from monolith.train.hooks.profiling import FIRST_STEP, WINDOW_STEPS
 from monolith.train.hooks.save_timing import SaveListener
 
@@ -440,15 +440,15 @@ def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta
     coordinator = local.session.coordinator
     return LiveLineHook(
         show,
+        LiveValues(
+            stats=local.session.model.stats,
+            metrics=local.session.metrics.values,
+            skipped=lambda: local.session.progress.total_skipped,
+            staleness=lambda: None if (found := coordinator.status().staleness) is None else found.last,
+            evaluated=lambda: last.metrics if local.evaluate and (last := local.evaluate.latest) else {},
+        ),
+        Outlook(steps=config.steps, max_steps=config.max_steps, read=local.session.fraction_read),
         every=every,
-        stats=local.session.model.stats,
-        metrics=local.session.metrics.values,
-        skipped=lambda: local.session.progress.total_skipped,
-        staleness=lambda: None if (found := coordinator.status().staleness) is None else found.last,
-        evaluated=lambda: last.metrics if local.evaluate and (last := local.evaluate.latest) else {},
-        steps=config.steps,
-        max_steps=config.max_steps,
-        read=local.session.fraction_read,
         epochs=config.epochs or 1,
         live=local.session.batches.live,
     )

@@ -159,7 +159,7 @@ class Trainer:
             they are on servers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords that users write; see decision 0065
         self,
         task: Task,
         config: TrainConfig | None = None,
@@ -649,7 +649,6 @@ class Trainer:
         return installed_hooks(
             self.config,
             run,
-            run.session.model.module,
             self.task.name,
             metrics=self._metrics,
             others=self._coordinator.placement.others,

@@ -271,7 +271,6 @@ def _some(column: Column, chosen: Tensor) -> Column:
 # goes on begins a new part beside those it finds.
 
 
-DEFAULT_BASE = "deep_insight"
 _PART = re.compile(r"part_(\d{6,})\.txt")
 
 Layout = Callable[[str], tuple[str, str]]
@@ -316,11 +315,11 @@ class DayFiles:
         self,
         base: str,
         model: str,
-        worker: int,
+        worker: int = 0,
         *,
-        batch_lines: int,
-        part_lines: int,
-        clock: Callable[[], float],
+        batch_lines: int = 1024,
+        part_lines: int = 1_000_000,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         if batch_lines < 1 or part_lines < 1:
             raise ConfigError(
@@ -396,9 +395,10 @@ class DayFiles:
 class FileMetricHook(Hook):
     """Writes messages to files of their day while a run lasts, from a thread of its own.
 
-    A message that cannot be laid out as a line is counted as failed and stops nobody.
+    A message that cannot be laid out as a line is counted as failed; the others are written.
 
     Args:
+        files: The files, which only this hook writes.
         layout: Of messages; by default that of deep insight.
         idle: How long a day may go without a line before it is forgotten.
         sweep: How often lines of unfinished batches are written and idle days are looked for.
@@ -407,21 +407,15 @@ class FileMetricHook(Hook):
 
     def __init__(
         self,
+        files: DayFiles,
         *,
-        base: str = DEFAULT_BASE,
-        model_name: str,
-        worker: int = 0,
-        batch_lines: int = 1024,
-        part_lines: int = 1_000_000,
         layout: Layout = insight_line,
         idle: timedelta = timedelta(hours=24),
         sweep: timedelta = timedelta(seconds=600),
         capacity: int = 100_000,
         clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
-        self._files = DayFiles(
-            base, model_name, worker, batch_lines=batch_lines, part_lines=part_lines, clock=clock
-        )
+        self._files = files
         self._layout = layout
         self._queue = MessageQueue(
             "file-metrics",
