@@ -133,7 +133,7 @@ def offered(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def defined_in(module: str, name: str) -> str | None:
-    """Follow imports to the module that defines a class, function or constant; None where there is none."""
+    """Follow imports to the module that defines a class, function or constant; None if there is none."""
     place = ROOT.joinpath("src", *module.split("."))
     if not place.is_dir() and not place.with_suffix(".py").exists():
         return None  # of the compiled core

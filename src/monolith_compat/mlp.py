@@ -447,7 +447,7 @@ class MlpScheduler(Scheduler):
             known = [name for name in environ if name.startswith("MLP_")]
             near = difflib.get_close_matches(missing, known, n=1)
             raise ConfigError(
-                f"data service: MLP's environment has no {missing}, so nobody can find the dispatcher"
+                f"data service: MLP's environment has no {missing}, so no process can find the dispatcher"
                 + (f"; it has {near[0]}" if near else "")
             )
         return address

@@ -32,7 +32,7 @@ def test_discoveries_without_a_registry_in_common_do_not_meet():
 def test_a_locator_says_where_an_entry_is_now_or_that_nobody_has_it():
     discovery = MemoryDiscovery()
     locate = locator(discovery, "ps", 1)
-    with pytest.raises(UnavailableError, match=r"nobody is registered as ps 1$"):
+    with pytest.raises(UnavailableError, match=r"no process is registered as ps 1$"):
         locate()
     discovery.register("ps", 0, A)
     with pytest.raises(UnavailableError, match=r"as ps 1; registered are \[0\]"):

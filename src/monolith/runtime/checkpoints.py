@@ -151,7 +151,7 @@ class RunCheckpoints:
         clocks = concurrency.Clocks(wall=self._clock, timer=self._timer)
         save = SaveHook(
             self,
-            replace(config.save, asynchronous=config.saves_beside),
+            replace(config.save, asynchronous=config.saves_in_background),
             plan=SavePlan(
                 resumed=lambda: self._session.rejoined,
                 together=self._session.quiesced,

@@ -819,7 +819,7 @@ class ServedShard:
         model = Model(self._task, Mode.TRAIN, seed=config.seed, rates=config.schedule, tables=config.tables)
         part = model.tables_part(
             incremental=self._config.keep.full_every > 1,
-            beside=self._config.saves_beside,
+            background=self._config.saves_in_background,
             share=share,
         )
         stores = [store for store in model.stores if isinstance(store, LocalStore)]

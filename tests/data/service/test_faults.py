@@ -92,14 +92,16 @@ def test_an_unknown_dispatcher_is_waited_for_and_then_given_up(stack, tmp_path, 
     registry = MemoryDiscovery()
     where = locator(registry, DATA_DISPATCHER)
     with pytest.raises(
-        DataError, match="lost the dispatcher: nobody is registered as dataservice_dispatcher 0"
+        DataError, match="lost the dispatcher: no process is registered as dataservice_dispatcher 0"
     ):
         list(DataServiceSource(where, "one", patience=timedelta()))
-    with pytest.raises(DataError, match="nobody is registered as"):
+    with pytest.raises(DataError, match="no process is registered as"):
         DataWorker(where, open_split, DataWorkerConfig(patience=timedelta()))
     with ThreadPoolExecutor(1) as pool:
         share = pool.submit(read, DataServiceSource(where, "one", patience=SOON))
-        until(lambda: "nobody is registered as dataservice_dispatcher 0; retrying for 20 s" in caplog.text)
+        until(
+            lambda: "no process is registered as dataservice_dispatcher 0; retrying for 20 s" in caplog.text
+        )
         dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path)))
         registry.register(DATA_DISPATCHER, 0, dispatcher.address)
         stack.enter_context(DataWorker(where, open_split, DataWorkerConfig(chunk_records=5)))

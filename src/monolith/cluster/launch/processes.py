@@ -265,7 +265,7 @@ class _Running:
                 outcome = failure_of(event)
                 restarted = self._restarted[event.member.name]
                 after = f" after {restarted} restarts" if restarted else ""
-                _log.error("%s%s; stopping the others", outcome.text, after)
+                _log.error("%s%s; stopping the other processes", outcome.text, after)
                 leaders -= self._due.keys()
                 self._due.clear()
                 self._ask(leaders or self._alive)

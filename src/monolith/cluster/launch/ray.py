@@ -284,7 +284,7 @@ class _RayRun:
             leaders.discard(event.member.name)
             if event.status != 0 and outcome is None:
                 outcome = _failed(event, self._restarts[event.member.name])
-                _log.error("%s; stopping the others", outcome.text)
+                _log.error("%s; stopping the other processes", outcome.text)
                 self._ask(leaders or self._alive)
                 stopping = True
             elif not leaders and stopping and event.member.role not in followers:

@@ -1,4 +1,4 @@
-"""Deep insight: what was predicted for single examples, for people who look at single examples.
+"""Deep insight: the predictions of single examples, for people who look at single examples.
 
 A sample of each batch becomes messages, one JSON object an example. Version 1 tells of one
 target; version 2, when targets are named, of several, and of further fields of the example:
@@ -43,7 +43,7 @@ SAMPLE_RATE = "sample_rate"
 Column = Tensor | Sequence[str]
 """One value for each example: float or int64 of shape (n,), or texts."""
 ReadField = Callable[[Batch, str], Column | None]
-"""Reads a field of a batch; None where the batch does not have it."""
+"""Reads a field of a batch; None if the batch does not have it."""
 
 
 def read_field(batch: Batch, name: str) -> Column | None:
@@ -262,13 +262,13 @@ def _some(column: Column, chosen: Tensor) -> Column:
     return [column[place] for place in chosen.tolist()]
 
 
-# Messages of a training run in files, by day, for whoever reads them tomorrow.
+# Messages of a training run in files, by day.
 #
 #     <base>/<model>/<date>/worker_<i>/part_000000.txt
 #
 # The date is that of the request, in UTC. A line is `req_time;gid;uid;<json predict>;<json label>`.
 # Lines are written in batches, and a part that is full is followed by the next; a run that
-# goes on begins a new part beside those it finds.
+# resumes starts a new part next to the existing ones.
 
 
 _PART = re.compile(r"part_(\d{6,})\.txt")
@@ -395,7 +395,7 @@ class DayFiles:
 class FileMetricHook(Hook):
     """Writes messages to files of their day while a run lasts, from a thread of its own.
 
-    A message that cannot be laid out as a line is counted as failed; the others are written.
+    A message that cannot be laid out as a line is counted as failed; other messages are written.
 
     Args:
         files: The files, which only this hook writes.
@@ -465,14 +465,14 @@ class Producer(Protocol):
     """Sends messages to one topic; used by one thread at a time."""
 
     def send(self, payload: bytes, done: Callable[[bool], None]) -> None:
-        """Take a message; `done` hears later, from any call, whether it was delivered."""
+        """Take a message; `done` is called later, from any call, with whether it was delivered."""
 
     def flush(self, timeout: timedelta) -> int:
-        """Wait for what is on its way; return how many messages nothing was heard of."""
+        """Wait for what is on its way; return how many messages have no outcome yet."""
 
 
 class KafkaProducer:
-    """A producer of confluent-kafka, from which each message's own end can be heard.
+    """A producer of confluent-kafka that reports the outcome of each message.
 
     Args:
         delivery_timeout: How long a message may wait for a broker to take it.

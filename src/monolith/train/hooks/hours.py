@@ -99,7 +99,7 @@ def stop_outside(run: TrainingRun, window: DailyHours | None, now: float) -> boo
 # Slow start: workers join a young model one after another.
 #
 # Many workers on fresh parameters push gradients that contradict each other. So worker i takes
-# its first step only when the others have brought the model to a step that grows with i, or
+# its first step only when the other workers have brought the model to a step that grows with i, or
 # when it has waited long enough.
 
 

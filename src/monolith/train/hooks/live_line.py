@@ -42,7 +42,7 @@ class TrainStatus:
 
     step: int
     last_step: int | None
-    """The step at which the run ends; None where only the data, the time or a person ends it."""
+    """The step at which the run ends; None if only the data, the time or a person ends it."""
     seconds_left: float | None
     examples: int
     """Examples trained on since this run began."""
@@ -76,7 +76,7 @@ class TrainStatus:
     evaluated: Mapping[str, float] = field(default_factory=dict)
     """By "head/metric", what the last evaluation found; none before there was one."""
     data_read: float | None = None
-    """Which part of the data is done, from 0 to 1, over all epochs; None where nobody knows."""
+    """Which part of the data is done, from 0 to 1, over all epochs; None if that is unknown."""
     epochs: int = 1
     """How often the data is read."""
 
@@ -344,9 +344,9 @@ class Ahead(NamedTuple):
     """What lies ahead of a run."""
 
     last_step: int | None
-    """The step at which it ends; None where only the data, the time or a person ends it."""
+    """The step at which it ends; None if only the data, the time or a person ends it."""
     data_read: float | None
-    """Which part of the data is done, from 0 to 1, over all epochs; None where nobody knows."""
+    """Which part of the data is done, from 0 to 1, over all epochs; None if that is unknown."""
     seconds_left: float | None
     """To the last step or the end of the data, whichever comes first; None if neither is known."""
 

@@ -364,7 +364,7 @@ class SaveHook(Hook):
             self._closed = True
             left, self._requests = self._requests, []
         for request in left:
-            request.answer(TrainingError("the run ended before it could save what was asked"))
+            request.answer(TrainingError("the run ended before it could save as requested"))
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.thread.join(self.config.close_secs)
@@ -466,7 +466,7 @@ class SaveHook(Hook):
 
     def _drop(self, step: int, error: Exception) -> None:
         self._dropped = error
-        _log.warning("dropped the checkpoint of step %d, and training goes on: %s", step, error)
+        _log.warning("dropped the checkpoint of step %d, and training continues: %s", step, error)
         self.timer.stamp(step)
         self.timer.rearm(self.config.retry_secs)
 
@@ -709,7 +709,7 @@ class SaveHook(Hook):
             raise error
 
     def _look_back(self, step: int) -> None:
-        """Forget what was saved ahead of this step: the run was taken back to an earlier state."""
+        """Forget the saves ahead of this step: the run was taken back to an earlier state."""
         with self._lock:
             if self._saved is None or step >= self._saved[0]:
                 return
