@@ -125,13 +125,10 @@ class Counted:
     """Number of records that the dense weight counted."""
 
     def check_exactly_once(self, task: Counting) -> None:
-        wrong = {
-            record: times
-            for record in range(1, task.records + 1)
-            if (times := self.times.get(record, 0)) != 1
-        }
+        counts = {record: self.times.get(record, 0) for record in range(1, task.records + 1)}
+        wrong = {record: times for record, times in counts.items() if times != 1}
         assert not wrong, f"records that were not trained exactly once: {wrong}"
-        assert set(self.times) == set(range(1, task.records + 1)), f"unknown rows: {self.times}"
+        assert self.times.keys() == counts.keys(), f"unknown rows: {self.times}"
         assert self.trained == task.records, f"the dense weight counted {self.trained} of {task.records}"
 
 

@@ -1,4 +1,4 @@
-"""The world of a fleet: parameter servers and workers that train each record exactly once, whatever happens."""
+"""The world of a fleet: parameter servers and workers that train each record exactly once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fleet(seed: int, *, traced: bool = False) -> SimCluster:
             cluster.start(f"ps-{index}", lambda index=index: serve(index))
         for index in range(num_workers):
             cluster.start(f"worker-{index}", lambda index=index: work(index))
-        cluster.wait()
+        cluster.wait(chief="worker-0")
         counted = read_counts(task, FOLDER)
         assert counted is not None, "the run finished without a checkpoint"
         counted.check_exactly_once(task)

@@ -1,4 +1,4 @@
-"""Every world, with as many seeds as a minute allows: `make soak` and `python -m simulation` run many more."""
+"""Every world, with some seeds; `make soak` and `python -m simulation` run many more."""
 
 from __future__ import annotations
 

@@ -41,6 +41,8 @@ from monolith.testing.scheduler import MachineKilled, SimMachine, SimThread, Sim
 
 RETRYABLE = (RetryableError, TransientFilesystemError)
 """Errors after which a process is started again."""
+_LEAVE_WITHIN = 30.0
+"""Seconds that processes have to end once the chief has finished."""
 REGISTRY = "registry"
 """The name of the machine with the addresses of processes, for `SimNetwork.cut`."""
 
@@ -207,13 +209,17 @@ class SimCluster:
 
     # Faults. Called on the stage, the machine of `play`.
 
-    def wait(self, done: Callable[[], bool] | None = None) -> None:
+    def wait(self, *, chief: str | None = None, done: Callable[[], bool] | None = None) -> None:
         """Let faults happen, restart what dies, and return when every process has finished.
 
         Args:
+            chief: A process whose clean exit finishes the run: as `monolith.cluster.launch` does, the others
+                then have some time to end and are stopped, and processes that had ended are started again if
+                the chief has to be.
             done: Return when this is true instead.
         """
         until = done or (lambda: all(process.finished for process in self.processes.values()))
+        stop_at: float | None = None
         faults = self._chosen_faults()
         restarts: dict[str, float] = {}
         heal_at: float | None = None
@@ -227,6 +233,13 @@ class SimCluster:
                     if now >= due:
                         del restarts[process.name]
                         process.start()
+                        if process.name == chief:
+                            for ended in self.processes.values():
+                                ended.finished = False
+            if chief is not None and self.processes[chief].finished:
+                stop_at = now + _LEAVE_WITHIN if stop_at is None else stop_at
+                if now >= stop_at:
+                    return
             if heal_at is not None and now >= heal_at:
                 self.network.heal()
                 heal_at = None
