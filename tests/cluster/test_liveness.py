@@ -46,7 +46,7 @@ def test_exactly_those_that_refuse_are_dead(nodes, count):
     assert checker.all_nodes_alive() == (count == 0)
 
 
-def test_nobody_to_ask_is_everybody_alive():
+def test_without_processes_to_check_all_are_alive():
     assert NodeAliveChecker([]).all_nodes_alive()
 
 

@@ -116,7 +116,7 @@ def test_closing_wakes_waiting_threads() -> None:
     assert isinstance(getting(), QueueClosedError)
 
 
-def test_closing_may_drop_what_is_held() -> None:
+def test_closing_may_drop_queued_items() -> None:
     queue: PrefetchQueue[int] = PrefetchQueue(1)
     queue.put(1)
     queue.close(discard=True)
