@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from monolith.cuda.kernels import CudaKernels, Headers, Kernels
+from monolith.cuda.kernels import Headers, Kernels, compiled_kernels
 from monolith.errors import AcceleratorError
 
 
@@ -228,6 +228,6 @@ def device_of(device: torch.device | Device | None) -> Device:
 
 
 @functools.cache
-def _kernels(source: str, name: str, headers: Headers, device: torch.device) -> CudaKernels:
+def _kernels(source: str, name: str, headers: Headers, device: torch.device) -> Kernels:
     """Return the compiled kernels of a source: once in a process, since tables of equal rows share them."""
-    return CudaKernels(source, name, device, headers)
+    return compiled_kernels(source, name, device, headers)

@@ -11,7 +11,6 @@ table by table, of every id of a batch: also of those by whose gradients nothing
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -349,7 +348,7 @@ class FusedTables:
             seconds, second, times = second, 0, torch.empty(n, dtype=torch.int32, device=device)
         arrays, stream = work.known.arrays, work.stream.handle
         width = "_wide" if plan.wide else ""
-        filled = batch.ids, seconds, ctypes.c_uint32(second), order, made, times, found
+        filled = batch.ids, seconds, second, order, made, times, found
         for one in plan.claims:
             self._index.launch(f"claim_tables{width}", one.blocks, arrays, one.cells, *filled, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
@@ -383,11 +382,11 @@ class FusedTables:
                 writes,
                 batch.gradients,
                 batch.latest,
-                ctypes.c_int64(batch.step),
+                batch.step,
                 runs,
                 sums,
-                ctypes.c_int(batch.dedup),
-                ctypes.c_int(planned.per_tile),
+                batch.dedup,
+                planned.per_tile,
                 stream=stream,
             )
 
@@ -415,8 +414,7 @@ class FusedTables:
             return
         many = len(self._fused) * COUNTERS
         counters = torch.empty(self._answer.shape, dtype=torch.int64, device=self.device.torch_device)
-        sizes_of = ctypes.c_int(len(self._fused)), ctypes.c_int(COUNTERS)
-        given = work.known.arrays, *sizes_of, counters
+        given = work.known.arrays, len(self._fused), COUNTERS, counters
         self._index.launch("collect_counters", blocks_for(many), *given, stream=work.stream.handle)
         self._answer.copy_(counters, non_blocking=True)
         written = [0 if table is None else table._rows.usage.written for table in self._fused]

@@ -244,6 +244,7 @@ class DeviceMemory:
                 f"{places:,} places; give the table a capacity_bytes, or spread it over several devices"
             ) from cause
         self._times, self._values, self._states = self._at.times, self._at.values, self._at.states
+        self._struct = _Table(*self.words())  # the arrays of a memory never move
         self._flags: Tensor | None = None
         self._index = index_kernels().on(device)
         self._rows = layout.rows.on(device)
@@ -274,14 +275,14 @@ class DeviceMemory:
     def find(self, ids: Tensor) -> Tensor:
         """Return the int32 place of each id, or NONE."""
         places = torch.empty(len(ids), dtype=torch.int32, device=self._device)
-        n = _i64(len(ids))
+        n = len(ids)
         self._launch(self._index, "find_all", blocks_for(len(ids)), *self._head(), ids, n, places)
         return places
 
     def lookup(self, ids: Tensor, scalars: ctypes.Structure, out: Tensor) -> None:
         """Fill `out` with what training or serving sees of each id."""
         blocks = min(self._lookup_blocks, blocks_for(len(ids), per_block=4 * 256 // KEYS))
-        self._launch(self._rows, "lookup", blocks, self._table(), ids, _i64(len(ids)), scalars, out)
+        self._launch(self._rows, "lookup", blocks, self._table(), ids, len(ids), scalars, out)
 
     def read(self, places: Tensor, at: RowArrays | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return event times (int64), values and state of rows by their int32 places; zeros for NONE.
@@ -295,7 +296,7 @@ class DeviceMemory:
         states = torch.empty((n, self.layout.state_dim), dtype=torch.float32, device=device)
         blocks = blocks_for(n, per_block=8)
         table = self._table(at)
-        self._launch(self._rows, "read_rows", blocks, table, places, _i64(n), times, values, states)
+        self._launch(self._rows, "read_rows", blocks, table, places, n, times, values, states)
         return times, values, states
 
     def listed(
@@ -336,7 +337,7 @@ class DeviceMemory:
             wanted,
             hashes,
             places,
-            ctypes.c_uint64(room),
+            room,
         )
         taken = min(found, room)
         if not ordered:
@@ -366,9 +367,8 @@ class DeviceMemory:
             number, total: Of the ids that are, as unsigned numbers, `number` modulo `total`.
         """
         sums = torch.zeros(count, dtype=torch.int64, device=self._device)
-        share = ctypes.c_uint64(number), ctypes.c_uint64(total)
         blocks = blocks_for(self.places + EXTRA_PLACES)
-        self._launch(self._rows, "digest_rows", blocks, self._table(), into, *share, sums)
+        self._launch(self._rows, "digest_rows", blocks, self._table(), into, number, total, sums)
         return sums
 
     def times_at(self, places: Tensor) -> Tensor:
@@ -381,7 +381,7 @@ class DeviceMemory:
         """Return a uint8 for each gradient, UNUSABLE where nothing is trained by it, and count those."""
         n = len(gradients)
         skip = torch.empty(n, dtype=torch.uint8, device=self._device)
-        self._launch(self._rows, "find_unusable", self._blocks(n), gradients, _i64(n), skip, self.counters)
+        self._launch(self._rows, "find_unusable", self._blocks(n), gradients, n, skip, self.counters)
         return skip
 
     def claim(self, ids: Tensor, times: Times, skip: Tensor | None, *, clock: bool = True) -> Claimed:
@@ -399,10 +399,10 @@ class DeviceMemory:
             blocks_for(n),
             *self._head(),
             ids,
-            _i64(n),
+            n,
             skip,
             times.each if clock else None,
-            ctypes.c_uint32(times.all if clock else 0),
+            times.all if clock else 0,
             places,
             made,
             self.counters,
@@ -417,7 +417,7 @@ class DeviceMemory:
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
         blocks = blocks_for(n)
-        self._launch(self._index, "claim_absent", blocks, *self._head(), ids, _i64(n), places, self.counters)
+        self._launch(self._index, "claim_absent", blocks, *self._head(), ids, n, places, self.counters)
         return places
 
     def put(
@@ -430,7 +430,7 @@ class DeviceMemory:
         scalars: ctypes.Structure,
     ) -> None:
         """Set values; `whole` rows with their own time, and their state or a new one."""
-        self._write("put_rows", claimed, values, states, ctypes.c_int(whole), scalars)
+        self._write("put_rows", claimed, values, states, whole, scalars)
 
     def add(self, claimed: Claimed, values: Tensor, scalars: ctypes.Structure) -> None:
         self._write("add_rows", claimed, values, scalars)
@@ -472,11 +472,11 @@ class DeviceMemory:
             gradients,
             latest,
             scalars,
-            _i64(step),
+            step,
             runs,
             sums,
-            ctypes.c_int(summed),
-            ctypes.c_int(per_tile),
+            summed,
+            per_tile,
         )
 
     def per_tile(self, positions: int) -> int:
@@ -493,7 +493,7 @@ class DeviceMemory:
     def note_writes(self, claimed: Claimed) -> None:
         """Flag the rows of a batch that is about to be written."""
         n = len(claimed.places)
-        arguments = claimed.places, claimed.made, _i64(n), self._flags
+        arguments = claimed.places, claimed.made, n, self._flags
         self._launch(self._index, "note_writes", blocks_for(n), *arguments)
 
     def capture(
@@ -511,7 +511,7 @@ class DeviceMemory:
             *self._head(),
             *source,
             places,
-            _i64(n),
+            n,
             self._flags,
             *target,
         )
@@ -520,7 +520,7 @@ class DeviceMemory:
 
     def drop(self, places: Tensor) -> int:
         """Drop the rows at int64 places; return how many there were."""
-        return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, _i64(len(places)))
+        return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, len(places))
 
     def tidy(self) -> None:
         """Clear marks away, where rows lie: those that are not at home are pulled nearer to it."""
@@ -581,7 +581,7 @@ class DeviceMemory:
     def _places_of(self, hashes: Tensor) -> Tensor:
         """Return the int64 places of rows by their hashes; all must be there."""
         places = torch.empty(len(hashes), dtype=torch.int32, device=self._device)
-        n = _i64(len(hashes))
+        n = len(hashes)
         self._launch(self._index, "find_hashes", blocks_for(len(hashes)), *self._head(), hashes, n, places)
         return places.to(torch.int64)
 
@@ -590,8 +590,8 @@ class DeviceMemory:
     ) -> None:
         kernels.launch(kernel, blocks, *arguments, stream=self.stream, threads=threads)
 
-    def _head(self) -> tuple[Tensor, ctypes.c_uint64]:
-        return self._keys, ctypes.c_uint64(self.places // KEYS)
+    def _head(self) -> tuple[Tensor, int]:
+        return self._keys, self.places // KEYS
 
     def _widths(self) -> _Widths:
         return _Widths(self.layout.row_bytes // 4, self.layout.state_dim)
@@ -613,7 +613,7 @@ class DeviceMemory:
         ]
 
     def _table(self, at: RowArrays | None = None) -> _Table:
-        return _Table(*self.words(at))
+        return self._struct if at is None else _Table(*self.words(at))
 
     def _blocks(self, rows: int) -> int:
         return blocks_for(rows * self.layout.lanes)
@@ -626,7 +626,3 @@ class DeviceMemory:
         self.counters[FOUND] = 0
         self._launch(self._index, kernel, blocks, *arguments, self.counters)
         return int(self.counters[FOUND].item())
-
-
-def _i64(number: int) -> ctypes.c_int64:
-    return ctypes.c_int64(number)
