@@ -33,7 +33,6 @@ from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
 from monolith.front_door import module_when_used
 from monolith.table.config import TableConfig
-from monolith.table.rows import Rows
 from monolith.table.shard_files import (
     Description,
     RowLayout,
@@ -44,7 +43,7 @@ from monolith.table.shard_files import (
     write_shard,
 )
 from monolith.table.sharded_files import StopTogether, find_sharded, in_parallel, parse, sharded_names
-from monolith.table.table import Table, TableSnapshot, iterate
+from monolith.table.table import Rows, Table, TableSnapshot, iterate
 
 if TYPE_CHECKING:
     import torch

@@ -27,8 +27,7 @@ from monolith.table import arguments
 from monolith.table.config import TableConfig, merge
 from monolith.table.cuda.fused import FusedBatch, FusedTables, common_device
 from monolith.table.native_table import NativeTable
-from monolith.table.rows import TableStats
-from monolith.table.table import Table
+from monolith.table.table import Table, TableStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from monolith.errors import CorruptFileError, RestoreError
 from monolith.front_door import module_when_used
 from monolith.table.dumps import inspect_dump, kept_ids, removed_ids
 from monolith.table.hashing import mix, mix_one
-from monolith.table.rows import Rows
 from monolith.table.shard_files import Description, ShardInfo, ShardReader
+from monolith.table.table import Rows
 
 if TYPE_CHECKING:
     import torch

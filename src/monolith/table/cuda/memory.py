@@ -1,7 +1,19 @@
-"""The memory of a device table: an index, its rows, and what is counted on the device.
+"""The memory of a device table: an index, its rows, and the counters on the device.
 
-Everything here goes to the current stream, and little is waited for: what returns a number waits,
-the rest does not. Callers see to it that calls follow one another.
+    place      0 ... 15 | 16 ... 31 | ...      | P, P + 1        P places in buckets of 16, and 2 extra ones
+    keys       hash, FREE or MARK              | FREE or HELD    int64; see places.cuh
+    times      event time of the row                             int32 (the bits of a uint32)
+    values     the embedding, float32 or compressed              (places, row_bytes / 4) int32
+    states     optimizer state                                   (places, state_dim) float32
+
+A row is stored at the place of its key. A batch of n ids is written in two launches and a sort between them:
+
+    claim      find or create the place of each id               places (n,), made (n,)
+    sort       positions by place, so that equal ids follow one another: a run is one row
+    work       put, add, reset or train, one tile of threads per run: no two threads write one float
+
+Every call launches on the current stream and returns; only methods that return a number wait for the device.
+Callers make sure that calls follow one another: nothing here locks.
 """
 
 from __future__ import annotations
@@ -29,13 +41,14 @@ RECENCY_BYTES = 4
 """More for a place of a table that remembers when its rows were written."""
 
 USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES = range(7)
-"""What the device counts, by its place among the counters. Places in use, and of those the marked."""
+"""Positions of the counters on the device. USED counts places that are not free, MARKS those of them that are
+marked: a table has USED - MARKS rows."""
 
 TAKEN, CHANGED, BEFORE = 1, 2, 4
-"""What is known of a place, as bits: see index.cu."""
+"""Flags of a place: see index.cu."""
 
 UNUSABLE, TURNED_AWAY, ELSEWHERE = 1, 2, 4
-"""Why a position of a batch is skipped; an id elsewhere is written by another part of its batch."""
+"""Why a position of a batch is skipped. ELSEWHERE: another part of the batch writes this id."""
 
 COUNTERS = 8
 """Of a table."""
@@ -166,14 +179,14 @@ class RowArrays:
 
 
 class Recency:
-    """The last batch of each place. Nothing here waits for the device, but `idle`. Not thread-safe.
+    """The last batch that wrote each place, for spilling. Only `idle` waits for the device. Not thread-safe.
 
     Args:
         places: All there are, those behind the buckets too.
     """
 
     def __init__(self, places: int, device: torch.device) -> None:
-        # One more, for ids that have no place.
+        # One more: ids that have no place write there, so that a batch needs no filtering.
         self._used = torch.zeros(places + 1, dtype=torch.int32, device=device)
         self._batch = 0
 
@@ -349,8 +362,10 @@ class DeviceMemory:
     def idle(self, count: int, besides: Tensor) -> Tensor:
         """Return the hashes of the rows not written for longest, `count` at most, none of `besides`."""
         assert self.recency is not None
+        # Keys are unsigned hashes in an int64 tensor: those from 2^63 on are negative. Behind the buckets a
+        # key is not a hash but FREE or HELD.
         held = self._keys > _MARK
-        held |= self._keys < 0  # hashes are unsigned
+        held |= self._keys < 0
         held[self.places :] = self._keys[self.places :] != _FREE
         return self.hashes_at(self.recency.idle(held, count, self.find(besides)))
 
@@ -385,10 +400,14 @@ class DeviceMemory:
         return skip
 
     def claim(self, ids: Tensor, times: Times, skip: Tensor | None, *, clock: bool = True) -> Claimed:
-        """Give a place to every id that is not skipped. There must be enough free places.
+        """Give a place to every id that is not skipped.
+
+        There must be enough free places for all ids that have none, which `ResidentRows` makes sure of: the
+        kernel cannot grow the table, and would leave an id without a row.
 
         Args:
-            clock: Whether the times of the batch move the table's clock on; training does that by itself.
+            clock: Whether the times of the batch advance the table's clock; training does that by itself,
+                since it knows which gradients are left out.
         """
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
@@ -409,6 +428,7 @@ class DeviceMemory:
         )
         if self.recency is not None:
             self.recency.note(places)
+        # Stable: gradients of equal ids are added in the order of the batch, on every device the same.
         sorted_places, order = torch.sort(places, stable=True)
         return Claimed(places, sorted_places, order, made, times)
 
@@ -456,6 +476,8 @@ class DeviceMemory:
         """
         n, device = len(claimed.places), self._device
         runs = sums = None
+        # A batch this large may have a run that is too long for one tile. Its sum is computed by a launch
+        # before, one block per stretch; blocks that find no long run return at once.
         if summed and n >= LONG_RUN:
             stretches = n // STRETCH
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
@@ -523,7 +545,7 @@ class DeviceMemory:
         return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, len(places))
 
     def tidy(self) -> None:
-        """Clear marks away, where rows lie: those that are not at home are pulled nearer to it."""
+        """Turn marks into free places, in place; rows move nearer to their home buckets. See index.cu."""
         buckets, blocks = self.places // KEYS, blocks_for(self.places)
         away = torch.empty(8 * blocks, dtype=torch.int32, device=self._device)
         rows = self._times, self._values, self._states, self._flags, self._widths()
@@ -542,6 +564,7 @@ class DeviceMemory:
             self._launch(self._index, "drop_copied", blocks, *self._head())
             free()
         if self.recency is not None and hashes is not None and before is not None:
+            # Rows changed their places; the recency of each follows its hash.
             self.recency = self.recency.moved(before, self._places_of(hashes), self.places + EXTRA_PLACES)
 
     def empty(self, places: int) -> DeviceMemory:
@@ -549,7 +572,11 @@ class DeviceMemory:
         return DeviceMemory(self.layout, self.counters, places, device=self._owner, stream=self.stream)
 
     def moved(self, new: DeviceMemory) -> DeviceMemory:
-        """Return an empty memory with all rows of this one moved there, without marks."""
+        """Move all rows to `new`, an empty memory, without marks, and return it.
+
+        This memory stays as it was: its kernels may still run on other streams. The caller keeps it alive for
+        them (`keep_for`) and drops it.
+        """
         new.stream = self.stream
         if self._flags is not None:
             new.watch(on=True)

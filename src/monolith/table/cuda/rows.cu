@@ -25,7 +25,7 @@ enum Compressor { FP32, FP16, FIXED_R8, ONE_BIT };
 
 #include "layout.h"
 
-// The numbers of a table that change from step to step, by segment: step_scalars.py fills them.
+// The numbers of a table that change from step to step, by segment: layout.py fills them.
 struct Scalars {
   float rate[SEGMENTS];
   float scale[SEGMENTS];
