@@ -65,7 +65,6 @@ from monolith.table.frozen_table import (
     FrozenTable,
     FrozenTables,
     FrozenTableWriter,
-    TableIdsLike,
     open_frozen_writer,
     write_frozen_table,
 )
@@ -175,7 +174,6 @@ __all__ = [
     "StochasticRounding",
     "Table",
     "TableConfig",
-    "TableIdsLike",
     "TableSnapshot",
     "TableStats",
     "TouchedKeySet",
