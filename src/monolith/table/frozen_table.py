@@ -173,7 +173,8 @@ class FrozenTable:
 
     Header, sizes and the checksums of both are always checked, so that a file that is foreign, cut or
     unfinished is refused; a row number that makes no sense is, when it is met. A file is never changed in
-    place: to replace one, write another under its name, or delete it. A process that has it mapped keeps the old rows.
+    place: to replace one, write another under its name, or delete it. A process that has it mapped keeps the
+    old rows.
 
     Args:
         path: On a local disk.
