@@ -59,7 +59,7 @@ class RayCluster:
                     *("--dashboard-agent-listen-port=0", "--include-dashboard=false"),
                     *("--disable-usage-stats", f"--object-store-memory={80 << 20}"),
                 ],
-                # Ray starts its workers at niceness 15: on a busy machine they would wait for everything else.
+                # Ray starts workers at niceness 15: on a busy machine they would wait for all other tests.
                 env={**os.environ, **self.environment, "RAY_worker_niceness": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
