@@ -65,7 +65,7 @@ def test_streams_wait_for_each_other_and_events_tell_when_and_how_long(device: D
     assert doubled.unique().tolist() == [20]
 
 
-def test_its_tensors_lie_where_torch_puts_them(device: Device) -> None:
+def test_its_tensors_are_on_the_device_of_torch(device: Device) -> None:
     here = torch.zeros(3, dtype=torch.int64, device=device.torch_device)
     assert device.holds(here)
     assert not device.holds(torch.zeros(3, device="meta"))

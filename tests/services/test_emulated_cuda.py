@@ -115,7 +115,7 @@ def test_a_block_and_its_warps_vote() -> None:
     assert run("votes", zeros(96), threads=96) == [402] * 64 + [401] * 32
 
 
-def test_who_has_returned_is_not_waited_for() -> None:
+def test_a_thread_that_has_returned_is_not_waited_for() -> None:
     assert run("some_leave", zeros(20)) == [(1 << 20) - 1] * 20
 
 

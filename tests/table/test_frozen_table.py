@@ -303,7 +303,7 @@ def test_after_closing_there_is_an_error_and_others_read_on(path: str) -> None:
         tables.lookup(ids(7), ids(1))
 
 
-def test_a_file_that_is_replaced_or_deleted_stays_with_who_has_it(path: str) -> None:
+def test_a_file_that_is_replaced_or_deleted_stays_open_for_its_readers(path: str) -> None:
     old = FrozenTable(path)
     write_frozen_table(path, [FrozenSegment(2)], [chunk({7: [9, 9]})], rows=1)
     assert (old.lookup(ids(7)).tolist(), FrozenTable(path).lookup(ids(7)).tolist()) == ([[1, 2]], [[9, 9]])

@@ -65,7 +65,7 @@ def tables(tmp_path: Path) -> OverlaidTables:
     return overlaid(frozen(tmp_path, {1: [1, 2], 2: [3, 4], -3: [5, 6]}))
 
 
-def test_a_row_that_came_counts_and_the_others_are_those_of_the_file(tables: OverlaidTables) -> None:
+def test_an_overlay_row_counts_and_all_others_are_those_of_the_file(tables: OverlaidTables) -> None:
     tables.above.put("item", ids(2, 9), floats([7, 8], [9, 10]))
     assert read(tables, 1, 2, 9, 4) == [[1, 2], [7, 8], [9, 10], [0, 0]]
 
