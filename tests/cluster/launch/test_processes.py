@@ -121,7 +121,7 @@ def test_followers_are_asked_to_stop_when_all_other_members_are_done():
         shell("ps", 0, "exec sleep 100"), shell("worker", 0, "exit 0"), grace=timedelta(seconds=0.5)
     )
     assert (outcome.status, outcome.failed) == (0, None)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
 
 
 def test_a_follower_that_ends_by_itself_is_not_a_failure():
@@ -210,7 +210,7 @@ def test_a_member_that_does_not_stop_when_asked_is_killed_after_the_grace_period
     begun = time.monotonic()
     outcome, lines = run(stubborn, shell("worker", 0, "sleep 0.5; exit 1"), grace=timedelta(seconds=1))
     assert outcome.status == 1
-    assert 1 < time.monotonic() - begun < 20
+    assert 1 < time.monotonic() - begun < 60
     assert any("still runs 1 s after it was asked to stop; killing it" in line for line in lines)
 
 
@@ -237,7 +237,7 @@ def test_a_stop_request_stops_all_and_a_second_one_at_once():
     begun = time.monotonic()
     outcome = run_members([stubborn], output=Watched(), grace=timedelta(seconds=60), events=events)
     assert (outcome.status, outcome.failed) == (130, None)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 50  # less than the grace period
 
 
 SAVES = "trap 'sleep 0.3; [ -e {0}/served ] && echo saved; exit 0' TERM; touch {0}/up; {1}"

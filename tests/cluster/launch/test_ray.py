@@ -305,7 +305,7 @@ def test_a_second_stop_request_ends_the_stubborn_at_once(run):
         events=events,
     )
     assert (outcome.status, outcome.failed) == (130, None)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 50  # less than the grace period
 
 
 # Room

@@ -43,7 +43,7 @@ from monolith.train.hooks.profiling import Tracer
 from monolith.wire.ports import Limits
 
 grpc = pytest.importorskip("grpc")
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class NoTrace:

@@ -29,7 +29,7 @@ from monolith.train.hooks import (
 )
 from monolith.train.hooks.save import FILES_PAUSE
 
-SECONDS = 10.0
+SECONDS = 60.0
 """The most that a test waits for a thread; none should."""
 
 
