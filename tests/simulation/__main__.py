@@ -41,8 +41,8 @@ def main(world: str, first: int, end: int | None = None) -> int:
     took, runs = time.monotonic() - began, end - first
     say(
         f"{world}: {runs} runs with {faults:,} faults, {len(failed)} failed; {took / runs:.3f} s a run, "
-        f"of which {(time.process_time() - worked) / runs:.3f} s on the processor; {virtual / took:,.0f} virtual "
-        f"seconds and {switches / took:,.0f} changes of threads a second"
+        f"of which {(time.process_time() - worked) / runs:.3f} s on the processor; {virtual / took:,.0f} "
+        f"virtual seconds and {switches / took:,.0f} changes of threads a second"
     )
     return bool(failed)
 
