@@ -47,6 +47,12 @@ class EvaluateConfig:
 
     Off unless every_steps, every_epochs or every is given. Training pauses meanwhile; `monolith evaluate
     --follow` is another process that evaluates checkpoints while the run trains.
+
+    Examples:
+        >>> from monolith import EvaluateConfig, TrainConfig
+        >>> evaluate = EvaluateConfig(every_steps=1000, metric="auc", patience=3)
+        >>> TrainConfig(model_dir="run", evaluate=evaluate).evaluate.keep_best
+        True
     """
 
     every_steps: int | None = None

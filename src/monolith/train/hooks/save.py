@@ -87,7 +87,13 @@ class Snapshots(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveConfig:
-    """How often to save, and what an error means. With neither interval only the end is saved."""
+    """How often to save, and what an error means. With neither interval only the end is saved.
+
+    Examples:
+        >>> from monolith import SaveConfig, TrainConfig
+        >>> TrainConfig(model_dir="run", save=SaveConfig(secs=600, asynchronous=True)).save.secs
+        600
+    """
 
     secs: float | None = None
     """Seconds between saves; not together with `steps`."""
