@@ -19,7 +19,6 @@ from monolith.checkpoint import list_checkpoints, named_checkpoint, read_best, r
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
 from monolith.runtime import LocalRun, Trainer, TrainReport
-from monolith.runtime.evaluate_hook import EvaluateHook
 from monolith.train import (
     EvaluateConfig,
     Hook,
@@ -31,7 +30,7 @@ from monolith.train import (
     TrainConfig,
     TrainingRun,
 )
-from monolith.train.evaluating import BestSoFar
+from monolith.train.evaluating import BestSoFar, EvaluateHook
 
 TASK = Clicks(batch_size=16)
 

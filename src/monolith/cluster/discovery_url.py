@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Protocol, Self
 
 from monolith.cluster.addresses import Address
 from monolith.cluster.consul import ConsulDiscovery
@@ -30,9 +31,19 @@ _LOOKUP = "?api=lookup"
 """Ends the URL of a Consul agent that answers the original system's lookup API."""
 
 
+class OpenDiscovery(Discovery, Protocol):
+    """A discovery that can be used in a `with`, which closes it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 def open_discovery_url(
     url: str, environ: Environment | None = None, *, connect_timeout: timedelta = timedelta(seconds=15)
-) -> Discovery:
+) -> OpenDiscovery:
     """Open the registry that a URL names. Close it, or use it in a `with`.
 
     Args:

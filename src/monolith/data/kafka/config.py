@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from monolith import concurrency
 from monolith.config import Secret
@@ -27,9 +27,11 @@ TAKEN = {"bootstrap.servers": "servers", "group.id": "group"}
 """Settings that have a field of their own."""
 
 
-Decode = Callable[[list[bytes]], "tuple[Records, Sequence[BadRecord]]"]
-"""Turns the payloads of messages into records, in order; the `place` of an unreadable record is its position
-among the payloads."""
+class Decode(Protocol):
+    """Turns the payloads of messages into records."""
+
+    def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
+        """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
