@@ -100,6 +100,10 @@ STOP_WITHIN = 60.0
 """Seconds that a worker has to stop once it was told to."""
 
 
+_SNAPSHOT, _BARRIER = "a snapshot is taken", "a barrier is in place"
+"""Why the chief holds the other workers."""
+
+
 OLD_NEWS = 60.0
 """Seconds after which the failure of an earlier chief does not stop a worker that joins: it may restart."""
 
@@ -154,8 +158,12 @@ class Fleet:
         self._how = keep_going
         self._clock = clock
         self._stores = 0
-        self._held = False
         self._run = ""
+        # Guards `_holds`. The training thread pauses the workers for a snapshot, and a control port for an
+        # operator, each at any time: they stay paused until both have released them. Held during the call
+        # that pauses or releases, or a release could overtake the next pause.
+        self._holding = concurrency.Lock()
+        self._holds: set[str] = set()
         self._pushes = PushCounts(group)
         self._halts: dict[int, int] = {}
         """Step -> the pause at which its snapshot was taken, as the chief."""
@@ -514,7 +522,7 @@ class Fleet:
         """
         if self._recovery is not None:
             self._recovery.wait_until_whole(self._start_timeout.total_seconds())
-        number = self._halt()
+        number = self._hold(_SNAPSHOT)
         try:
             gathered = self._gather(number, stopped)
             states = self._by_worker(gathered)
@@ -523,8 +531,7 @@ class Fleet:
             departing = {int(worker): one for worker, one in gathered.departing.items()}
             yield QuiescedFleet(number, states, gathered.here, departing)
         finally:
-            if not self._held:
-                self._release()
+            self._release(_SNAPSHOT)
 
     def note_cut(self, step: int) -> None:
         """Note, as the chief, that the snapshot of the pause in force is taken: its own updates are done."""
@@ -533,13 +540,11 @@ class Fleet:
 
     def pause(self) -> int:
         """Pause the other workers, as the chief, until `resume`; return its number. From any thread."""
-        self._held = True
-        return self._halt()
+        return self._hold(_BARRIER)
 
     def resume(self) -> None:
-        """End a `pause`."""
-        self._held = False
-        self._release()
+        """End a `pause`; workers stay quiesced while a snapshot is taken. From any thread."""
+        self._release(_BARRIER)
 
     def quiesced_workers(self) -> list[int]:
         """Return the other workers that are quiesced at the pause in force, or have left, as the chief."""
@@ -554,10 +559,10 @@ class Fleet:
         """
         if (stood := self._stood.get(halt)) is not None:
             known = {str(worker): one for worker, one in stood.items()}
-            self._safe |= self._departures.still_said(known, halt)
+            self._safe = self._safe | self._departures.still_said(known, halt)
         self._departures.note_saved(halt)
         if state is not None:
-            self._safe |= self._departures.still_said({"0": state}, halt)
+            self._safe = self._safe | self._departures.still_said({"0": state}, halt)
         self._stood = {number: states for number, states in self._stood.items() if number > halt}
         self._halts = {step: number for step, number in self._halts.items() if number >= halt}
         self._pushes.forget_before(halt)
@@ -628,7 +633,7 @@ class Fleet:
                 continue
             _log.info("worker %d has left; its unfinished work goes to the other workers", worker)
             left = replace(state, position=give_back(state.position), event_time=None)
-            self._safe[str(worker)] = left
+            self._safe = {**self._safe, str(worker): left}
             self._departures.note_given(worker, left, self._last_halt)
             self._surely("meeting.given_back", GivenBack(self._run, worker, departure.number, left))
         return any(state is not None for _, _, state in found)
@@ -657,7 +662,8 @@ class Fleet:
     @property
     def deal_wanted(self) -> bool:
         """Whether a worker has joined that has no work, or left with some, as the chief."""
-        if self._held or self.stop_reason is not None or self._listener is None:
+        # With a barrier in place no work is moved: the deal waits until it is removed.
+        if _BARRIER in self._holds or self.stop_reason is not None or self._listener is None:
             return False
         return bool(self._departing()) or not self._asked.issuperset(self._listener.present)
 
@@ -694,11 +700,11 @@ class Fleet:
             return None
         _log.info("the work was assigned anew, to workers %s", ", ".join(map(str, states)))
         self._dealt = {worker: DealtPosition(halt.number, state.position) for worker, state in states.items()}
-        self._safe |= {str(worker): state for worker, state in states.items()}
+        self._safe = self._safe | {str(worker): state for worker, state in states.items()}
         self._departures.note_heard(halt.departing)
         self._departures.note_dealt(states, halt.number)
         for worker, left in gone.items():
-            self._safe[str(worker)] = left
+            self._safe = {**self._safe, str(worker): left}
             self._departures.note_given(worker, left, halt.number)
         return states[0].position
 
@@ -846,12 +852,20 @@ class Fleet:
                 self.check()
                 self._how.sleep(LOOK_EVERY)
 
-    def _halt(self) -> int:
-        self._last_halt = self._ask("meeting.halt", OfRun(self._run), PauseNumber).halt
-        return self._last_halt
+    def _hold(self, why: str) -> int:
+        """Pause the other workers, or keep them paused, for a reason; return the number of the pause."""
+        with self._holding:
+            # Noted only after the call: a pause that the service never heard of is not to be released.
+            self._last_halt = self._ask("meeting.halt", OfRun(self._run), PauseNumber).halt
+            self._holds.add(why)
+            return self._last_halt
 
-    def _release(self) -> None:
-        self._surely("meeting.release", OfRun(self._run))
+    def _release(self, why: str) -> None:
+        """Resume the other workers, unless they are held for another reason."""
+        with self._holding:
+            self._holds.discard(why)
+            if not self._holds:
+                self._surely("meeting.release", OfRun(self._run))
 
     def _gather(self, halt: int, stopped: Callable[[], bool]) -> GatheredStates:
         """Wait until all other workers are quiesced; one that has not joined yet is waited for, too."""

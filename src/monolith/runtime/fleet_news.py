@@ -24,9 +24,14 @@ from monolith.store import ServerGroup
 
 
 class Departures:
-    """The departures of one run, by number. Used by the training thread.
+    """The departures of one run, by number, as the chief knows them.
 
     departed ──in a snapshot──► cut ──on disk──► saved ──work given back──► past
+
+    The training thread takes a departure from step to step. The thread that brings back server 0 also notes
+    and reads what is due, for the new coordination service. So a departure enters `_past` before it leaves
+    `_due`: in the other order that thread could find it in neither, note it again, and its work would be
+    given back twice.
     """
 
     def __init__(self) -> None:
@@ -71,9 +76,10 @@ class Departures:
 
     def note_given(self, worker: int, left: WorkerState, halt: int) -> None:
         """Note that the work of a worker was given back, after the pause of this number."""
-        self._past.add(self._due.pop(worker).number)
+        self._past.add(self._due[worker].number)
+        del self._due[worker]
         self._since[str(worker)] = halt
-        self.gone[str(worker)] = left
+        self.gone = {**self.gone, str(worker): left}  # replaced as a whole: see `Fleet._begin_meeting`
 
     def note_dealt(self, workers: Iterable[int], halt: int) -> None:
         """Note that these workers were assigned other work, at the pause of this number."""
@@ -205,7 +211,15 @@ class FleetNews:
             raise self._error
 
     def _start(self, run: Callable[..., None], *args: Any) -> None:
-        concurrency.Thread(target=run, args=args, name="fleet-news", daemon=True).start()
+        def run_and_report() -> None:
+            # The training thread waits for what this one learns. An error that nobody expected must reach it,
+            # or it would wait for a release that never comes.
+            try:
+                run(*args)
+            except Exception as error:
+                self._note(error=error)
+
+        concurrency.Thread(target=run_and_report, name="fleet-news", daemon=True).start()
 
     def _listen(self) -> None:
         seen = -1
