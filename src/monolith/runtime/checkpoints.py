@@ -104,14 +104,18 @@ class RunCheckpoints:
         self._checkpointer = Checkpointer(
             saver, [*session.parts(), *more], full_every=config.keep.full_every, clock=clock
         )
-        self._positions: dict[int, Position] = {}
         self._memory = SaveMemory()
         self.save: SaveHook | None = None
         """The hook that saves, once there is one."""
         self.alert: AlertHook | None = None
         """The hook that watches the loss, where one was asked for."""
-        self._lock = concurrency.Lock()  # guards what follows
+        # Guards what follows. The training thread takes snapshots and commits positions; the thread that
+        # writes a checkpoint notes that it is on disk; one that replaces a lost server asks for the newest.
+        self._lock = concurrency.Lock()
+        self._positions: dict[int, Position] = {}
+        """Step -> the position of this process in its snapshot, until that is on disk."""
         self._safe: Position | None = None
+        """The position of the last checkpoint on disk, until the training thread commits it."""
         self._began_from: LastCheckpoint | None = None
         self._best: BestCheckpoint | None = None
         """Becomes the best checkpoint once it is on disk."""
@@ -136,7 +140,8 @@ class RunCheckpoints:
         self._session.drain()
         self._session.check_weights()
         moment = self._checkpointer.snapshot(step)
-        self._positions[step] = self._session.batches.position
+        with self._lock:
+            self._positions[step] = self._session.batches.position
         return moment
 
     def hooks(self, metrics: Metrics, listeners: Sequence[SaveListener] = ()) -> list[Hook]:

@@ -546,7 +546,7 @@ class ServedShard:
     def _raise_step(self, step: int) -> None:
         """Count from a step that a worker knows of, if that is higher."""
         assert self._server is not None
-        self._server.step = max(self._server.step, step)
+        self._server.raise_step(step)
 
     def _attend(self, body: Attend, gone: Gone) -> Attended:
         """Keep the chief's call for a while, by which both sides know that the other is there."""

@@ -108,6 +108,9 @@ class ShardPublisher:
         # Taken while a delta is published and while rows are restored: a delta never has rows of two states.
         self._turn = concurrency.Lock()
         self._opened: _Opened | None = None
+        # Guards the two below. On a server, orders of an operator and questions for the status come from
+        # different threads: a status in the middle of a resume would keep the first bad step of that pause.
+        self._ordering = concurrency.Lock()
         self._by_operator = False
         self._first_bad_step: int | None = None
         """While publishing is paused, the first step whose rows are not trusted; None: not decided yet."""
@@ -175,19 +178,20 @@ class ShardPublisher:
         if self._opened is None:
             return ()
         publisher = self._opened.publisher
-        if order.action == "hold":
-            self._pause(publisher, order)
-        elif order.action == "resume":
-            if not order.by_guard:
-                self._guard.accept()
-            self._by_operator = False
-            publisher.resume()
-            self._first_bad_step = None
-        elif order.action == "rollback":
-            assert order.version is not None, "a rollback names the version"
-            self._by_operator = True
-            publisher.rollback(order.version)
-        return (self._status(self._opened),)
+        with self._ordering:
+            if order.action == "hold":
+                self._pause(publisher, order)
+            elif order.action == "resume":
+                if not order.by_guard:
+                    self._guard.accept()
+                self._by_operator = False
+                publisher.resume()
+                self._first_bad_step = None
+            elif order.action == "rollback":
+                assert order.version is not None, "a rollback names the version"
+                self._by_operator = True
+                publisher.rollback(order.version)
+            return (self._status(self._opened),)
 
     def _status(self, opened: _Opened) -> ShardPublishStatus:
         publisher, writer = opened.publisher, opened.writer

@@ -363,6 +363,10 @@ class ParameterServer:
     def step(self, value: int) -> None:
         self._state.dense.step = value
 
+    def raise_step(self, least: int) -> None:
+        """Count from `least` on, unless more steps were counted here."""
+        self._state.dense.raise_step(least)
+
     @property
     def newest_push(self) -> NewestPush:
         """The newest update of the rows that it holds now."""
