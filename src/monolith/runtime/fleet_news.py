@@ -144,9 +144,10 @@ class FleetNews:
         self._mending = mending
         self.examples = 0
         """Examples this worker has trained on, as it reports; set by the training thread."""
-        self._changed = (
-            concurrency.Condition()
-        )  # guards every field below: threads set them, training reads them
+        # Guards every field below. The threads set them, all of one answer together (`_note`); the training
+        # thread reads single ones without it. Only a wait needs it: after `wait_for_release` the fields are
+        # those of one answer, so a worker that was released knows what it was assigned.
+        self._changed = concurrency.Condition()
         self.halt: int | None = None
         self.stop_reason: str | None = None
         self.present: tuple[int, ...] = ()
@@ -196,6 +197,8 @@ class FleetNews:
 
     def wait_for_release(self, halt: int) -> None:
         with self._changed:
+            # Without a limit of its own: the chief takes a snapshot meanwhile. If the chief is lost, the run
+            # fails, which is news; if the run keeps going, the chief that rejoins ends every pause.
             while self.halt == halt:
                 self._check()
                 self._changed.wait(1.0)
@@ -230,9 +233,11 @@ class FleetNews:
             except Exception as error:
                 if not self._mended(error, lambda mending, cause: mending.find_meeting(cause)):
                     return
-                seen = -1
+                seen = -1  # another service counts its own versions
                 continue
             seen = news.version
+            # New servers before the rest: the training thread may act on a release at once, and must not wait
+            # for a server that is known to be lost.
             if self._mending is not None:
                 self._mending.take(news.servers)
                 self._mending.note_returned(news.returned)
