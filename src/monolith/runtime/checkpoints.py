@@ -135,6 +135,8 @@ class RunCheckpoints:
 
     def snapshot(self, step: int) -> PendingCheckpoint:
         """Take a snapshot, once every update of a row is done."""
+        # Expired rows go first, behind the updates that are queued; then all of it is done. Weights are
+        # checked before the snapshot: a checkpoint that diverged must not replace a good one.
         if self._config.keep.evict:
             self._session.evict()
         self._session.drain()
@@ -254,6 +256,7 @@ class RunCheckpoints:
 
     def commit(self) -> None:
         """Commit the position of the last checkpoint on disk."""
+        # On the training thread: the source is read by the pipeline, and its commit is queued there in order.
         with self._lock:
             safe, self._safe = self._safe, None
         if safe is not None:
@@ -265,10 +268,11 @@ class RunCheckpoints:
         self._session.drain()
 
     def _note(self, step: int, prefix: str | None) -> None:
+        """Note that a checkpoint is on disk. On the thread that wrote it."""
         with self._lock:
             self.newest = prefix
             self._safe = self._positions.pop(step, self._safe)
-            for earlier in [one for one in self._positions if one < step]:
+            for earlier in [one for one in self._positions if one < step]:  # of saves that failed
                 del self._positions[earlier]
             best = self._best if self._best is not None and self._best.step == step else None
         if best is not None:

@@ -587,8 +587,8 @@ class ServedShard:
         return ServerHealth(int(health.status), health.message)
 
     def _cut(self, body: OfSnapshot) -> None:
-        # Under the lock, which a snapshot needs for microseconds only: all workers are paused until every
-        # server has answered this call.
+        # All workers are paused until every server has answered this call, so it must be short: tables copy
+        # rows before they change, and nothing is written yet.
         with self._lock:
             held = self._held_for(body.run)
             if body.cut not in held.cuts:  # otherwise it was asked again, because an answer was lost

@@ -104,8 +104,8 @@ class ShardPublisher:
         self._learned = self.learning.now if learned is None else learned
         self._rows = RowGuard(plan.config.guard)
         self._guard = AllGuards([self._rows, *guards])
-        self._weights: Mapping[str, Tensor] | None = None
-        # Taken while a delta is published and while rows are restored: a delta never has rows of two states.
+        self._weights: Mapping[str, Tensor] | None = None  # replaced as a whole, by the training thread
+        # Held while a delta is published and while rows are restored: a delta never has rows of two states.
         self._turn = concurrency.Lock()
         self._opened: _Opened | None = None
         # Guards the two below. On a server, orders of an operator and questions for the status come from
@@ -262,8 +262,9 @@ class ShardPublisher:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._news.set()
+        self._news.set()  # wakes the thread, which looks at `_closed` next
         if self._opened is not None:
+            # Not for longer: a channel that hangs must not keep a run from ending. The thread is a daemon.
             self._opened.thread.join(10)
             with self._turn:
                 self._try(self._opened.publisher.close)
