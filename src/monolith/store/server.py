@@ -408,6 +408,7 @@ class ParameterServer:
         _check_shard(shard)
         shard = shard or self._shard
         state = self._state_of(incarnation or concurrency.token_hex(8), stores, dense, shard)
+        # Complete before it is visible: a push that is sent again must find that it was applied.
         state.applied.adopt(applied or {})
         self._state = state
         self._shard = shard
@@ -504,11 +505,11 @@ class ParameterServer:
                 event_time=about.event_time if request.times is None else torch.from_numpy(request.times),
                 latest_values=None if request.latest is None else torch.from_numpy(request.latest),
             )
+            # Without a lock: of two threads at once one may be overwritten, and the next push corrects it. It
+            # only tells subscribers how new the rows are.
             times, before = request.times, state.newest
             event_time = about.event_time if times is None or not len(times) else int(times.max())
-            step = max(
-                about.step, before.step
-            )  # two threads at once may lose one of them; the next corrects it
+            step = max(about.step, before.step)
             state.newest = NewestPush(step, max(event_time, before.event_time), concurrency.time())
 
         state.applied.once(about.sender, about.number, apply, lambda: None)

@@ -132,7 +132,8 @@ class Subscriber:
         self._stop = concurrency.Event()
         self._thread: concurrency.Thread | None = None
         self._reader: DeltaReader | None = None
-        # Replaced as a whole by one thread, so that other threads read it without a lock.
+        # Replaced as a whole by the thread that looks for shards; read by any thread, without a lock. The
+        # `progress` of a follower is likewise one value that its own thread replaces.
         self._followers: dict[int, _Follower] = {}
         self._log_limit = _LogLimit()
         self.error = ""
