@@ -34,7 +34,6 @@ ROWS = (
     {"errors", "front_door", "concurrency"},
     {"observe"},
     {"config", "wire", "filesystem"},
-    {"testing"},
     {"native"},
     {"cuda"},
     {"tensors"},
@@ -51,6 +50,7 @@ ROWS = (
     {"serve"},
     {"ui"},
     {"runtime"},
+    {"testing"},
     {"cli"},
     {"monolith_bench", "monolith_compat"},
 )

@@ -38,7 +38,7 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
         assert set(result) - {"note"} == {"case", "metric", "value", "unit", "baseline", "ratio"}
 
 
-def test_saving_and_restoring_stand_beside_plain_files(report: dict[str, Any]) -> None:
+def test_saving_and_restoring_are_compared_with_plain_files(report: dict[str, Any]) -> None:
     beside = {
         r["case"]: r["baseline"] for r in report["results"] if r["metric"] == "bytes_per_s" and r["ratio"]
     }
@@ -55,7 +55,7 @@ def test_an_increment_is_about_as_large_as_what_was_touched(report: dict[str, An
     assert sizes["increment, 1.0% of the rows touched"] < 0.03
 
 
-def test_training_stands_beside_itself_alone(report: dict[str, Any]) -> None:
+def test_training_while_saving_is_compared_with_training_alone(report: dict[str, Any]) -> None:
     cases = {(r["case"], r["metric"]) for r in report["results"] if str(r["baseline"]).startswith("alone")}
     for name in ("DeepFM, Zipf ids", "DeepFM, uniform ids", "rows only, uniform ids"):
         assert (f"saving, {name}, 1 thread", "examples_per_s") in cases

@@ -25,7 +25,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found | {"picture": picture}
 
 
-def test_a_row_for_each_id_stands_beside_three_hashed_vocabularies(report: dict[str, Any]) -> None:
+def test_a_row_for_each_id_is_compared_with_three_hashed_vocabularies(report: dict[str, Any]) -> None:
     names = [curve["name"] for curve in report["curves"]]
     assert names == [COLLISIONLESS, "hashed to 100%", "hashed to 50%", "hashed to 25%"]
     rows = [curve["rows"] for curve in report["curves"]]

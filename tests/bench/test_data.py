@@ -37,7 +37,7 @@ def test_every_format_is_measured(report: dict[str, Any]) -> None:
     assert found["csv"]["baseline"] == "csv module, csv"
 
 
-def test_features_of_raw_columns_are_measured_beside_the_columns_alone(report: dict[str, Any]) -> None:
+def test_features_of_raw_columns_are_compared_with_reading_the_columns_alone(report: dict[str, Any]) -> None:
     found = {result["case"]: result for result in report["results"]}
     for kind in ("parquet", "csv"):
         for case, baseline in (

@@ -24,7 +24,7 @@ def found(results: list[Result], case: str, metric: str) -> list[Result]:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_lookups_and_steps_stand_beside_torch_at_every_load(results: list[Result], load: float) -> None:
+def test_lookups_and_steps_are_compared_with_torch_at_every_load(results: list[Result], load: float) -> None:
     lookups = found(results, f"lookup, load {load}", "rows_per_s")
     assert {result.baseline for result in lookups} == {"torch index_select", "copy"}
     (step,) = found(results, f"lookup and adagrad step, load {load}", "rows_per_s")

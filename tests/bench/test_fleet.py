@@ -43,7 +43,7 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("said", ["", BEHIND])
-def test_a_step_stands_beside_the_larger_of_its_halves(report: dict[str, Any], said: str) -> None:
+def test_a_step_is_compared_with_the_larger_of_its_halves(report: dict[str, Any], said: str) -> None:
     where = f"1 server, 1 worker{said}"
     (found,) = [r for r in report["results"] if r["case"] == f"step, {where}" and r["baseline"]]
     halves = [value(report, f"{half} alone, {where}", "ms_per_step") for half in ("compute", "wire")]
@@ -52,7 +52,7 @@ def test_a_step_stands_beside_the_larger_of_its_halves(report: dict[str, Any], s
 
 
 @pytest.mark.parametrize("said", ["", BEHIND])
-def test_servers_and_workers_stand_beside_one_process(report: dict[str, Any], said: str) -> None:
+def test_servers_and_workers_are_compared_with_one_process(report: dict[str, Any], said: str) -> None:
     case = f"1 server and 1 worker{said}"
     (found,) = [r for r in report["results"] if r["case"] == case]
     assert (found["baseline"], found["unit"]) == ("one process", "examples/s")

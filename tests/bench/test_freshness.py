@@ -82,7 +82,7 @@ def test_every_marked_event_is_answered_and_split_by_stage(report: dict[str, Any
         assert 0 <= value(report, f"{case}, {stage}, p50") <= value(report, f"{case}, p99")
 
 
-def test_saving_stands_beside_not_saving(report: dict[str, Any]) -> None:
+def test_freshness_while_saving_is_compared_with_freshness_alone(report: dict[str, Any]) -> None:
     beside = [(one["case"], one["baseline"]) for one in report["results"] if one["baseline"]]
     saving = "event to answer, while checkpoints are saved"
     need_marks(report, saving)
@@ -90,7 +90,7 @@ def test_saving_stands_beside_not_saving(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.soak
-def test_publishing_and_applying_stand_beside_neither() -> None:
+def test_publishing_and_applying_are_compared_with_neither() -> None:
     report = measured("--parts", "training", "serving", "--rollback")
     beside = {one["baseline"] for one in report["results"]} - {None}
     assert beside == {"training, nothing published", "requests, nothing applied"}
@@ -125,7 +125,7 @@ def test_a_batch_is_read_when_its_last_event_has_happened() -> None:
     assert events.read == pytest.approx([1000.1, 1000.2, 1000.3])
 
 
-def test_who_is_behind_does_not_wait() -> None:
+def test_a_reader_that_is_behind_does_not_wait() -> None:
     clock = FakeClock()
     reading = iter(MarkedEvents(JOB, clock=clock, sleep=clock.sleep))
     next(reading)
@@ -179,7 +179,7 @@ def test_a_mark_that_no_answer_knows_is_counted() -> None:
     assert watch.lost == 1
 
 
-def test_marks_that_were_before_may_be_passed_over() -> None:
+def test_earlier_marks_may_be_skipped() -> None:
     clock = FakeClock()
     clock.now += 0.6
     wire: Any = KnowingWire(clock, {})

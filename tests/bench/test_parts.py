@@ -34,7 +34,7 @@ def test_every_part_has_its_time_for_every_number_of_threads(report: dict[str, A
             assert times[f"{part}, 256 examples, {threads}"] > 0
 
 
-def test_what_is_chosen_stands_beside_each_number(report: dict[str, Any]) -> None:
+def test_the_chosen_thread_count_is_compared_with_one_thread(report: dict[str, Any]) -> None:
     (found,) = [result for result in report["results"] if result["baseline"] is not None]
     assert found["case"] == "ours, 256 examples, chosen"
     assert found["baseline"] == "ours, 256 examples, 1 thread"

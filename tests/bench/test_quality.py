@@ -52,7 +52,7 @@ def test_a_sweep_shows_nothing_of_the_test(
     assert all("valid" in one and "test" not in one for one in results)
 
 
-def test_defaults_stand_beside_the_recipe(wheel: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_defaults_are_compared_with_the_recipe(wheel: str, capsys: pytest.CaptureFixture[str]) -> None:
     results = report(capsys, "--wheel", wheel, "--protocols", "stream", "--defaults")["results"]
     assert [one["settings"] for one in results] == ["recipe", "defaults"]
 

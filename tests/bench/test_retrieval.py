@@ -36,7 +36,9 @@ def test_what_is_known_is_left_out_of_the_ranking(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("negatives", ["batch", "both"])
-def test_it_learns_who_likes_what(monkeypatch: pytest.MonkeyPatch, negatives: retrieval.Negatives) -> None:
+def test_it_learns_which_users_like_which_items(
+    monkeypatch: pytest.MonkeyPatch, negatives: retrieval.Negatives
+) -> None:
     monkeypatch.setattr(retrieval, "BATCH", 16)
     monkeypatch.setattr(retrieval, "AT", 3)
     recall, epoch = best_recall(likes(), negatives, correction=False, seed=0)

@@ -44,7 +44,7 @@ def test_costs_are_measured_in_the_same_run(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("servers", ["1 server", "2 servers"])
-def test_the_simulation_stands_beside_a_real_worker(report: dict[str, Any], servers: str) -> None:
+def test_the_simulation_is_compared_with_a_real_worker(report: dict[str, Any], servers: str) -> None:
     case = f"step of rows alone, {servers}, simulated"
     (found,) = [one for one in report["results"] if one["case"] == case]
     assert found["baseline"] == f"step of rows alone, {servers}, measured"

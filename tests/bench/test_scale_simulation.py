@@ -72,7 +72,7 @@ def test_the_network_is_paid_for_there_and_back_and_by_the_byte() -> None:
     assert median(found, job) == pytest.approx(7.2, rel=0.01)
 
 
-def test_workers_who_ask_one_server_wait_for_each_other() -> None:
+def test_workers_that_call_one_server_wait_for_each_other() -> None:
     found = costs(lookup=direction(server_request=3 * MS))
     job = replace(JOB, workers=10)
     steps = simulate(found, job)

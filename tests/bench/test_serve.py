@@ -33,7 +33,9 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("metric", ["requests_per_s", "p50", "p99"])
-def test_each_way_stands_beside_the_bare_predictor(report: dict[str, Any], way: str, metric: str) -> None:
+def test_each_protocol_is_compared_with_the_bare_predictor(
+    report: dict[str, Any], way: str, metric: str
+) -> None:
     case = "batch 2, 2 connections"
     found = {(one["case"], one["metric"]): one for one in report["results"] if one["case"].startswith(case)}
     one, bare = found[f"{case}, {way}", metric], found[f"{case}, the bare predictor", metric]
@@ -41,7 +43,7 @@ def test_each_way_stands_beside_the_bare_predictor(report: dict[str, Any], way: 
     assert one["ratio"] == pytest.approx(one["value"] / bare["value"])
 
 
-def test_the_predictor_stands_beside_plain_torch(report: dict[str, Any]) -> None:
+def test_the_predictor_is_compared_with_plain_torch(report: dict[str, Any]) -> None:
     case = "predict, batch 2, one caller"
     (one,) = [one for one in report["results"] if one["case"] == case]
     assert one["baseline"] == f"{case}, plain torch, eager"

@@ -69,7 +69,7 @@ def test_between_two_syncs_a_copy_stays_as_it_was(every: int) -> None:
     assert torch.equal(copy.logits, said_by_trainer(plan(), range(ONLINE, EVENTS, every)))
 
 
-def test_copies_beside_each_other_do_not_disturb_each_other() -> None:
+def test_copies_that_run_at_once_do_not_disturb_each_other() -> None:
     intervals = [timedelta(seconds=1), timedelta(seconds=7), None]
     together = served(plan(), intervals)
     for copy, every in zip(together, intervals, strict=True):

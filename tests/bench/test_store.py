@@ -35,7 +35,7 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("call", ["lookup", "apply_gradients"])
 @pytest.mark.parametrize("servers", ["1 server", "2 servers"])
-def test_servers_stand_beside_this_process_and_the_wire(
+def test_servers_are_compared_with_this_process_and_the_wire(
     report: dict[str, Any], call: str, servers: str
 ) -> None:
     rates = {r["case"]: r["value"] for r in report["results"] if r["metric"] == "rows_per_s"}
@@ -55,12 +55,12 @@ def test_servers_stand_beside_this_process_and_the_wire(
     assert cost["value"] == pytest.approx(100 / rates[case] * 1e3)
 
 
-def test_lookups_in_half_floats_stand_beside_the_others(report: dict[str, Any]) -> None:
+def test_lookups_in_half_floats_are_compared_with_full_floats(report: dict[str, Any]) -> None:
     cases = {r["case"] for r in report["results"] if r["case"].endswith("half floats")}
     assert cases == {"lookup, 100 ids, 2 servers, half floats"}
 
 
-def test_dense_weights_stand_beside_the_wire(report: dict[str, Any]) -> None:
+def test_dense_weights_are_compared_with_the_wire(report: dict[str, Any]) -> None:
     found = [r for r in report["results"] if r["case"] == "dense push and pull, 1 MB, 2 servers"]
     assert {r["baseline"].rpartition(", ")[2] for r in found} == {"plain Flight echo", "this process"}
     assert all((r["metric"], r["unit"]) == ("ms_per_call", "ms") for r in found)

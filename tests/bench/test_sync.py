@@ -36,7 +36,7 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
         assert result["value"] is None or result["value"] >= 0
 
 
-def test_ranks_stand_beside_one_process_on_the_same_batch(report: dict[str, Any]) -> None:
+def test_ranks_are_compared_with_one_process_on_the_same_batch(report: dict[str, Any]) -> None:
     found = {r["case"]: r for r in report["results"] if r["metric"] == "examples_per_s"}
     ranks, alone = found["2 ranks in step"], found["one process, one thread"]
     assert ranks["baseline"] == alone["case"]

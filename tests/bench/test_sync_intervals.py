@@ -27,7 +27,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found | {"picture": picture}
 
 
-def test_every_interval_stands_beside_batch_only(report: dict[str, Any]) -> None:
+def test_every_interval_is_compared_with_batch_only(report: dict[str, Any]) -> None:
     (found,) = report["results"]
     assert [one["synced_every"] for one in found["served"]] == ["1s", "1m", "5h", BATCH_ONLY]
     assert [one["syncs"] for one in found["served"]] == [29, 4, 0, 0]
@@ -41,13 +41,13 @@ def test_each_has_a_mean_and_an_error_over_the_seeds(report: dict[str, Any]) -> 
         assert math.isfinite(one["gain_error"])
 
 
-def test_who_was_not_synced_yet_serves_what_batch_only_does(report: dict[str, Any]) -> None:
+def test_before_its_first_sync_a_server_answers_as_batch_only_does(report: dict[str, Any]) -> None:
     *_, later, batch_only = report["results"][0]["served"]
     assert later["auc"] == batch_only["auc"]
     assert later["gain"] == later["gain_error"] == 0
 
 
-def test_who_is_synced_serves_something_else(report: dict[str, Any]) -> None:
+def test_after_a_sync_a_server_answers_differently(report: dict[str, Any]) -> None:
     second, minute, _, batch_only = report["results"][0]["served"]
     assert len({second["auc"], minute["auc"], batch_only["auc"]}) == 3
 

@@ -49,7 +49,9 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("threads", sorted({"1 thread", MOST}))
 @pytest.mark.parametrize("ids", ["uniform", "zipf"])
-def test_speed_stands_beside_the_limit_and_the_rivals(report: dict[str, Any], ids: str, threads: str) -> None:
+def test_speed_is_compared_with_the_limit_and_the_rivals(
+    report: dict[str, Any], ids: str, threads: str
+) -> None:
     for work, baselines in {
         "lookup": {"raw gather", "torch lookup"},
         "update": {"raw read-modify-write"},
@@ -126,7 +128,7 @@ def test_uniform_positions_reach_every_row() -> None:
     assert set(uniform(50, 5_000, np.random.default_rng(0)).tolist()) == set(range(50))
 
 
-def test_zipf_positions_fall_off_as_they_should_and_lie_apart() -> None:
+def test_zipf_positions_fall_off_as_they_should_and_are_spread_out() -> None:
     counts = Counter(zipf(1000, 200_000, np.random.default_rng(0)).tolist()).most_common(4)
     (first, most), (second, next_most), *_ = counts
     assert most / next_most == pytest.approx(2**1.05, rel=0.05)
@@ -148,7 +150,7 @@ def test_all_contenders_are_asked_for_the_same_rows() -> None:
 # Timing
 
 
-def test_contenders_take_turns_and_go_on_where_they_stopped() -> None:
+def test_contenders_take_turns_and_resume_where_they_stopped() -> None:
     seen: list[tuple[str, int]] = []
 
     def contender(name: str) -> Contender:

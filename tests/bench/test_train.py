@@ -39,7 +39,7 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ids", ["uniform", "zipf"])
-def test_training_stands_beside_torch(report: dict[str, Any], ids: str) -> None:
+def test_training_is_compared_with_torch(report: dict[str, Any], ids: str) -> None:
     rates = {result["case"]: result["value"] for result in report["results"]}
     found = [result for result in report["results"] if result["case"] == f"DeepFM, {ids}, {THREADS}"]
     baselines = {result["baseline"]: result["ratio"] for result in found}
@@ -49,7 +49,7 @@ def test_training_stands_beside_torch(report: dict[str, Any], ids: str) -> None:
     assert all(result["unit"] == "examples/s" and result["value"] > 0 for result in found)
 
 
-def test_the_share_of_python_stands_beside_a_whole_step(report: dict[str, Any]) -> None:
+def test_the_time_in_python_is_compared_with_a_whole_step(report: dict[str, Any]) -> None:
     (found,) = [result for result in report["results"] if result["case"].startswith("step on one example")]
     assert (found["metric"], found["baseline"]) == ("ms_per_step", "step, whole batch")
     assert found["ratio"] > 0
@@ -130,7 +130,7 @@ def on_device(request: pytest.FixtureRequest) -> list[Result]:
 
 @pytest.mark.parametrize("case", ["uniform, batches of 4", "uniform, batches of 8", "zipf, batches of 8"])
 @pytest.mark.parametrize("rows", ["rows on the device", "rows in host memory"])
-def test_on_a_gpu_rows_there_and_rows_in_host_memory_stand_beside_torch(
+def test_on_a_gpu_device_rows_and_host_rows_are_compared_with_torch(
     on_device: list[Result], case: str, rows: str
 ) -> None:
     found = {(one.case, one.metric): one for one in on_device}
@@ -149,7 +149,7 @@ def test_a_step_on_rows_on_the_device_says_what_it_is_made_of(on_device: list[Re
         assert (values[f"{phase} of a step, {case}"] or 0) > 0
 
 
-def test_a_step_on_rows_in_host_memory_stands_beside_the_larger_of_host_and_device_work(
+def test_a_step_on_host_rows_is_compared_with_the_larger_of_host_and_device_work(
     on_device: list[Result],
 ) -> None:
     case = "uniform, batches of 4"

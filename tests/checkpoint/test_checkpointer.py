@@ -201,7 +201,7 @@ def test_one_moment_at_a_time(make: Callable[..., Run]) -> None:
     run.checkpointer.snapshot(2).close(saved=False)
 
 
-def test_who_brings_back_what_a_cut_waits_for_can_ask_for_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_can_be_read_while_a_snapshot_waits(tmp_path: Path) -> None:
     cutting, back = threading.Event(), threading.Event()
 
     def state() -> dict[str, int]:
@@ -224,7 +224,7 @@ def test_who_brings_back_what_a_cut_waits_for_can_ask_for_the_newest_checkpoint(
     assert saved == [saved[0]] * 2
 
 
-def test_a_part_that_cannot_be_cut_lets_the_others_go(make: Callable[..., Run]) -> None:
+def test_a_part_that_cannot_be_snapshotted_releases_the_other_parts(make: Callable[..., Run]) -> None:
     run = make()
     run.position["torn"] = object()  # type: ignore[assignment]
     with pytest.raises(SaveError, match="neither number, text"):
@@ -233,7 +233,7 @@ def test_a_part_that_cannot_be_cut_lets_the_others_go(make: Callable[..., Run]) 
     run.checkpointer.save(1)
 
 
-def test_counts_of_rows_lie_beside_a_checkpoint(make: Callable[..., Run], tmp_path: Path) -> None:
+def test_row_counts_are_written_next_to_a_checkpoint(make: Callable[..., Run], tmp_path: Path) -> None:
     run = make()
     run.train(1, (3 << 48) + 5)
     run.train(1, (3 << 48) + 5)
@@ -272,7 +272,7 @@ def test_another_capacity_takes_the_rows_or_says_that_there_is_no_room(make: Cal
         small.checkpointer.restore(prefix)
 
 
-def test_another_optimizer_starts_its_state_anew_and_says_so(make: Callable[..., Run]) -> None:
+def test_another_optimizer_resets_its_state_and_says_so(make: Callable[..., Run]) -> None:
     run = make()
     run.train(1, 2)
     run.train(1, 2)
@@ -379,7 +379,7 @@ def test_an_increment_is_as_large_as_what_changed(make: Callable[..., Run]) -> N
     assert part["bytes"] < full["bytes"] / 10
 
 
-def test_a_restored_run_goes_on_with_increments(make: Callable[..., Run]) -> None:
+def test_a_restored_run_continues_with_increments(make: Callable[..., Run]) -> None:
     run = make(full_every=5)
     run.train(1, 2)
     first = run.checkpointer.save(1)
@@ -431,7 +431,7 @@ def test_a_chain_with_a_link_missing_is_refused(make: Callable[..., Run], tmp_pa
     assert other.state() == before
 
 
-def test_a_chain_whose_link_was_written_anew_is_refused(make: Callable[..., Run]) -> None:
+def test_a_chain_whose_link_was_rewritten_is_refused(make: Callable[..., Run]) -> None:
     run = make(full_every=5)
     for step in (1, 2):
         run.train(step)

@@ -36,7 +36,9 @@ def test_a_chain_of_increments_is_the_same_run_to_tables_of_any_kind(
 
 
 @pytest.mark.parametrize("writer, reader", PAIRS, ids=lambda cls: cls.__name__)
-def test_a_table_that_moved_goes_on_as_the_one_that_stayed(tmp_path: Path, writer: Any, reader: Any) -> None:
+def test_a_table_that_moved_continues_as_the_one_that_stayed(
+    tmp_path: Path, writer: Any, reader: Any
+) -> None:
     """How steep one_bit segments are and what time it is move along, so that both learn the same."""
     source, target = writer(STEEP), reader(STEEP)
     _train(source, range(4))

@@ -158,7 +158,7 @@ def test_another_optimizer_keeps_rows_and_starts_its_state_fresh(
     assert "table user 1 rows, optimizer state reset, because the optimizer changed" in table
 
 
-def test_rows_whose_ids_stand_for_other_things_start_fresh(old: tuple[Run, str], tmp_path: Path) -> None:
+def test_rows_whose_ids_now_mean_something_else_start_fresh(old: tuple[Run, str], tmp_path: Path) -> None:
     changed = {"user": IdFeature(kind="string"), "item": IdFeature(), "price": FloatFeature(scale="log")}
     new = Run(tmp_path / "new", spec(**changed), {"user": 2, "item": 2}, Adagrad())
     fresh = new.model.weight.detach().clone()

@@ -50,7 +50,7 @@ def test_its_folder_is_sound_and_has_full_checkpoints_and_increments(older: Path
     assert {one.kind for one in listing.checkpoints} == {"full", "incremental"}
 
 
-def test_a_run_goes_on_where_the_older_one_stopped(older: Path) -> None:
+def test_a_run_resumes_where_the_older_one_stopped(older: Path) -> None:
     folder = older / ALONE
     threads = torch.get_num_threads()
     torch.set_num_threads(WRITERS_THREADS)
@@ -81,7 +81,7 @@ def steps(folder: Path) -> list[int]:
     return [int(prefix.rpartition("-")[2]) for prefix in checkpoints(folder)]
 
 
-def test_a_fleet_goes_on_where_the_older_one_stopped(older: Path) -> None:
+def test_a_fleet_resumes_where_the_older_one_stopped(older: Path) -> None:
     folder = older / FLEET
     before = recorded(f"{checkpoints(folder)[-1]}.content.json")
     run_fleet(OlderTask(), folder, seed=7).report(0)

@@ -131,7 +131,7 @@ def test_all_threads_agree(folder):
     assert found == ["model.ckpt-30"] * 8
 
 
-def test_who_reads_while_another_applies_it_agrees(folder, monkeypatch):
+def test_a_reader_agrees_with_the_process_that_applies_it(folder, monkeypatch):
     """The other is done between this one's first look and its second."""
     honest = LocalBackend.exists
     looked = []
@@ -243,7 +243,8 @@ def test_without_any_state_the_kind_of_table_is_set_by_the_first_save(other, new
 
 
 @pytest.mark.parametrize("restore_dir", ["other", "nowhere"])
-def test_a_run_that_has_begun_goes_on_and_nobody_waits(tmp_path, other, new, restore_dir):  # noqa: ARG001
+@pytest.mark.usefixtures("other")
+def test_a_run_that_has_begun_continues_from_its_own_checkpoint_without_waiting(tmp_path, new, restore_dir):
     saved(Path(new), 70, latest=70)
     before = Path(new, "checkpoint").read_bytes()
     assert start_from(f"{tmp_path}/{restore_dir}", new, "model.ckpt-30") is None
@@ -459,7 +460,7 @@ def test_later_ones_that_are_not_listed_any_more_keep_what_they_continue(tmp_pat
     assert listed(folder) == [23]
 
 
-def test_a_later_one_that_is_exempt_would_be_replaced_so_nobody_goes_back(long_run: str) -> None:
+def test_a_rollback_that_would_replace_a_later_exempt_checkpoint_is_refused(long_run: str) -> None:
     exempt = MonolithCheckpointState(exempt_model_checkpoint_paths=("model.ckpt-40",))
     update_monolith_checkpoint(long_run, seed=exempt)
     before = content(long_run)

@@ -70,14 +70,16 @@ def test_listeners_do_nothing_unless_told_otherwise() -> None:
         ("before", ["a begin", "b begin", "c begin", "a before", "b before", "a end", "b end", "c end"]),
     ],
 )
-def test_a_failure_stops_the_restore_and_ends_whoever_was_begun(fails: str, calls_after: list[str]) -> None:
+def test_a_failure_stops_the_restore_and_ends_the_parts_that_had_begun(
+    fails: str, calls_after: list[str]
+) -> None:
     calls: list[str] = []
     with pytest.raises(RuntimeError, match=f"b cannot {fails}"):
         run_restore([Recorder("a", calls), Recorder("b", calls, fails), Recorder("c", calls)])
     assert calls == calls_after
 
 
-def test_the_first_failure_is_raised_and_the_others_are_noted() -> None:
+def test_the_first_failure_is_raised_and_later_ones_are_notes() -> None:
     calls: list[str] = []
 
     class TwiceBad(Recorder):

@@ -51,7 +51,7 @@ def test_counts_of_all_rows_are_added_up() -> None:
     }
 
 
-def test_counts_of_changes_are_added_up_and_who_cleared_is_kept() -> None:
+def test_counts_of_changes_are_summed_and_a_clear_is_kept() -> None:
     (table,) = merge_entries([changes(2, 3), changes(0, 3), changes(1, 3)])["tables"].values()
     assert table == {
         "kind": "changes",
@@ -64,7 +64,7 @@ def test_counts_of_changes_are_added_up_and_who_cleared_is_kept() -> None:
     }
 
 
-def test_slots_that_one_server_does_not_know_nobody_knows() -> None:
+def test_slots_that_one_server_does_not_know_are_unknown() -> None:
     entries = [full(0, 2), full(1, 2)]
     del entries[1]["slots"]
     assert "slots" not in merge_entries(entries)
@@ -117,7 +117,7 @@ def test_shares_that_are_not_of_one_checkpoint_are_refused(other: dict[str, Any]
         merge_entries([full(0, 2), other])
 
 
-def test_one_share_lies_in_the_assets_and_several_in_folders_of_theirs() -> None:
+def test_one_shard_is_in_the_assets_folder_and_several_in_folders_of_their_own() -> None:
     assert shard_folder("run/model.ckpt-1") == "run/model.ckpt-1.assets"
     assert shard_folder("run/model.ckpt-1", (1, 2)) == "run/model.ckpt-1.assets/ps-1-of-2"
     assert filter_basename("m", "a:b/c", (0, 2)) == "m.assets/ps-0-of-2/hash_filter_a-b-c"

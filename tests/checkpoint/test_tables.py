@@ -119,7 +119,7 @@ def test_a_chain_may_be_of_servers_that_changed_in_number(folder: Path, layouts:
             assert restored(prefix, readers) == content
 
 
-def test_a_table_that_one_server_cleared_keeps_the_rows_of_the_others(folder: Path) -> None:
+def test_a_table_that_one_server_cleared_keeps_the_rows_of_other_servers(folder: Path) -> None:
     run = Servers(folder, 2)
     run.train(1, 2, 3, 4)
     run.save(1)
@@ -155,7 +155,7 @@ CHANGES = st.tuples(st.lists(KEYS, max_size=6), st.lists(KEYS, max_size=4), st.i
     readers=st.integers(1, 5),
 )
 @settings(max_examples=tries(8), deadline=None)
-def test_whatever_happened_and_whoever_wrote_it_all_is_found_again(
+def test_any_history_of_changes_is_restored_by_any_number_of_servers(
     layouts: Sequence[int], changes: Sequence[tuple[list[int], list[int], int]], readers: int
 ) -> None:
     with TemporaryDirectory() as where:
@@ -399,7 +399,7 @@ def seen(folder: Path, servers: int) -> tuple[Servers, str]:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (1, 3), (2, 4)])
-def test_counts_go_to_servers_whose_share_lies_within_one_share(
+def test_counts_go_to_servers_whose_shard_is_within_one_saved_shard(
     folder: Path, tmp_path: Path, writers: int, readers: int
 ) -> None:
     run, prefix = seen(folder, writers)
@@ -415,7 +415,7 @@ def test_counts_go_to_servers_whose_share_lies_within_one_share(
 @pytest.mark.parametrize(
     ("writers", "readers", "whom"), [(2, 1, "one process"), (2, 3, "3 servers"), (4, 2, "2 servers")]
 )
-def test_counts_that_cannot_be_put_together_begin_anew_and_the_report_says_so(
+def test_counts_that_cannot_be_merged_are_reset_and_the_report_says_so(
     folder: Path, tmp_path: Path, writers: int, readers: int, whom: str
 ) -> None:
     _, prefix = seen(folder, writers)
@@ -431,9 +431,7 @@ def test_counts_that_cannot_be_put_together_begin_anew_and_the_report_says_so(
     assert len(read_chain(others.save(2))) == 1
 
 
-def test_a_filter_of_another_size_begins_anew_where_the_servers_are_others(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_filter_of_another_size_is_reset_if_the_servers_changed(folder: Path, tmp_path: Path) -> None:
     _, prefix = seen(folder, 1)
     smaller = Servers(tmp_path / "other", 2, filters=True, capacity=500)
     why = "starts counting from zero, because it was saved with another capacity or split_num"
@@ -442,7 +440,7 @@ def test_a_filter_of_another_size_begins_anew_where_the_servers_are_others(
         Servers(tmp_path / "alone", 1, filters=True, capacity=500).restore(prefix)
 
 
-def test_a_filter_that_remembers_no_ids_goes_on_from_any_share(folder: Path) -> None:
+def test_a_filter_that_remembers_no_ids_is_restored_from_any_shard(folder: Path) -> None:
     entries = []
     prefix = str(folder / "model.ckpt-1")
     for k in (0, 1):
@@ -518,7 +516,7 @@ def test_a_checkpoint_restores_whether_slots_are_merged_or_not(
     assert found == all_rows(tables)
 
 
-def test_a_run_that_merges_its_slots_anew_begins_a_new_chain(folder: Path) -> None:
+def test_a_run_that_merges_its_slots_differently_begins_a_new_chain(folder: Path) -> None:
     tables = slots_apart()
     saver = Checkpointer(Saver(str(folder)), [TablesPart(tables, incremental=True)], full_every=5)
     train_slots(tables, 1)

@@ -365,7 +365,7 @@ def test_help_answers_without_torch() -> None:
 
 
 @pytest.mark.parametrize("verb", ["list", "inspect"])
-def test_whoever_only_looks_does_not_wait_for_torch(prefixes: list[str], folder: Path, verb: str) -> None:
+def test_commands_that_only_read_do_not_import_torch(prefixes: list[str], folder: Path, verb: str) -> None:
     code = (
         "import sys; from monolith.cli.main import main; status = main(sys.argv[1:]); "
         "sys.exit(status or (3 if 'torch' in sys.modules else 0))"

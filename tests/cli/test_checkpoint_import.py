@@ -99,7 +99,7 @@ def test_a_model_leaves_as_the_original_writes_it_and_comes_back_the_same(
     assert torch.equal(predictions(again), predictions(tmp_path / "on"))
 
 
-def test_training_goes_on_in_the_folder_that_was_imported_into(trained: Path, tmp_path: Path) -> None:
+def test_training_resumes_in_the_folder_that_was_imported_into(trained: Path, tmp_path: Path) -> None:
     out, back = tmp_path / "out", tmp_path / "back"
     run("checkpoint", "export", str(trained), "--to", str(out), "--format", "original")
     run("checkpoint", "import", str(out), "--task", TASK, "--model-dir", str(back))

@@ -155,7 +155,7 @@ def test_a_check_refuses_of_the_data_and_the_model_what_a_training_refuses_with_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_training_that_goes_on_is_not_checked_again(run, tmp_path, monkeypatch):
+def test_a_resumed_training_is_not_checked_again(run, tmp_path, monkeypatch):
     file = write_project(tmp_path)
     checked = []
     found = task_data.task_problems

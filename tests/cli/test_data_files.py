@@ -276,7 +276,7 @@ def test_a_bad_value_of_a_csv_is_found_with_its_line_column_and_value(
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_a_column_may_go_on_as_it_did_not_begin(
+def test_a_column_may_change_its_type_after_the_first_records(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whole numbers for a thousand records, then others, then texts."""

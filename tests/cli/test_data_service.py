@@ -173,7 +173,7 @@ def test_a_helper_that_mlp_started_stops_when_the_chief_is_gone() -> None:
         {name: text for name, text in HELPER.items() if name != "MLP_WORKER_0_PRIMARY_HOST"},
     ],
 )
-def test_a_process_without_a_chief_to_help_asks_nobody(environ: dict[str, str]) -> None:
+def test_a_process_without_a_chief_to_help_makes_no_call(environ: dict[str, str]) -> None:
     def never(*_: object) -> bool:
         raise AssertionError
 
@@ -182,7 +182,7 @@ def test_a_process_without_a_chief_to_help_asks_nobody(environ: dict[str, str]) 
         assert "mlp-join" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_signal_stops_also_while_the_event_is_locked_by_whom_it_interrupts() -> None:
+def test_a_signal_stops_it_even_if_the_interrupted_code_holds_the_lock_of_the_event() -> None:
     with told_to_stop({}) as stop:
         with stop._cond:  # as `stop.wait` does for a moment before it waits
             signal.raise_signal(signal.SIGTERM)

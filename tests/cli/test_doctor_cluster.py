@@ -58,7 +58,7 @@ def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_everybody_is_listed_with_age_and_who_does_not_answer(alive: str, dead: str) -> None:
+def test_every_process_is_listed_with_its_age_and_whether_it_answers(alive: str, dead: str) -> None:
     now = [1000.0]
     discovery = MemoryDiscovery(clock=lambda: now[0])
     discovery.register("worker", 0, alive)
@@ -81,7 +81,7 @@ def test_a_registry_without_times_shows_no_ages(alive: str) -> None:
     assert "All 1 answer." in printed([member])
 
 
-def test_in_an_empty_cluster_nobody_is_registered() -> None:
+def test_in_an_empty_cluster_no_process_is_registered() -> None:
     assert examine(MemoryDiscovery(), SECOND) == []
     assert "No process is registered." in printed([])
 
@@ -102,7 +102,7 @@ def discovery(registry: str) -> Iterator[Discovery]:
         yield discovery
 
 
-def test_the_status_is_1_exactly_when_somebody_does_not_answer(
+def test_the_status_is_1_exactly_when_a_process_does_not_answer(
     registry: str, discovery: Discovery, alive: str, dead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = DoctorOptions(cluster=(registry,), json=True)
@@ -162,7 +162,7 @@ def test_the_command_line_takes_a_url_a_file_or_the_environment(
     ]
 
 
-def test_of_a_run_with_spares_it_says_who_has_which_share_and_how_many_are_missing(
+def test_for_a_run_with_spares_it_lists_the_server_of_each_shard_and_how_many_are_missing(
     tmp_path: Path, alive: str, dead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
@@ -221,7 +221,7 @@ def test_without_one_registry_it_says_how_to_name_one(
         doctor.run(options)
 
 
-def test_a_local_run_registers_nobody(tmp_path: Path) -> None:
+def test_a_local_run_has_no_cluster_to_check(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[job]\nlocal = true\n")
     with pytest.raises(ConfigError, match="is a local run"):

@@ -207,7 +207,7 @@ def test_one_version_is_kept_and_what_a_server_holds(tmp_path):
         assert (tmp_path / "to" / part / STATE_FILE).read_text().count("entries {") == 1
 
 
-def test_an_export_that_fails_is_said_and_training_goes_on(tmp_path, caplog):
+def test_an_export_that_fails_is_reported_and_training_continues(tmp_path, caplog):
     metrics = Metrics()
     (tmp_path / "to" / "2").mkdir(parents=True)  # in the way
     config = saving(tmp_path / "run", steps=4)

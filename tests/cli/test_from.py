@@ -77,7 +77,7 @@ def test_a_start_is_a_run_or_one_of_its_checkpoints(train: Train, old: Path, sta
     assert (said["steps"], said["step"]) == (2, step + 2)
 
 
-def test_an_added_feature_starts_fresh_beside_what_is_loaded(train: Train, old: Path) -> None:
+def test_an_added_feature_starts_fresh_next_to_those_that_are_loaded(train: Train, old: Path) -> None:
     _, logged = train(with_feature, str(old / "run/best"))
     assert "started from" in logged
     for line in (

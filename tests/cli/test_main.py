@@ -74,7 +74,7 @@ def test_a_command_gets_its_typed_options_and_its_status_is_returned(calls: Call
 
 
 @pytest.mark.parametrize("argv", [["--log-level", "debug", "demo"], ["demo", "--log-level", "debug"]])
-def test_shared_options_may_stand_before_or_after_the_command(calls: Calls, argv: list[str]) -> None:
+def test_shared_options_may_come_before_or_after_the_command(calls: Calls, argv: list[str]) -> None:
     assert cli.main(argv) == 0
     assert calls.setup == [("debug", False), "stack dump"]
 
@@ -128,7 +128,7 @@ def test_a_bug_of_ours_keeps_its_traceback(calls: Calls, monkeypatch: pytest.Mon
         cli.main(["demo"])
 
 
-def test_an_error_in_somebody_s_own_code_is_one_line_with_its_place(
+def test_an_error_in_user_code_is_one_line_with_its_place(
     calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls.outcome = ZeroDivisionError("by zero\nand more of it")
@@ -143,7 +143,7 @@ def test_an_error_in_somebody_s_own_code_is_one_line_with_its_place(
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), ConfigError("dim must be at least 1")])
 @pytest.mark.parametrize("argv", [["--traceback", "demo"], ["demo", "--traceback"]])
-def test_the_whole_traceback_is_there_for_who_asks(
+def test_the_whole_traceback_is_printed_on_request(
     calls: Calls, error: Exception, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls.outcome = error
@@ -258,7 +258,7 @@ def test_it_runs_as_a_module() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_exception_that_nobody_catches_ends_all_ranks_of_mpi(ranks: int, tmp_path: Path) -> None:
+def test_an_uncaught_exception_ends_all_ranks_of_mpi(ranks: int, tmp_path: Path) -> None:
     task = tmp_path / "broken.py"
     task.write_text("class Boom(BaseException): ...\n\n\ndef task():\n    raise Boom\n")
     done = warm.run(

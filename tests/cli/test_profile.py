@@ -80,7 +80,7 @@ def test_steps_are_asked_of_those_that_take_some(job: Path, capsys: Any) -> None
     assert found["worker-0"]["steps"] >= 1
 
 
-def test_a_process_that_cannot_do_it_says_why_and_the_others_go_on(job: Path, capsys: Any) -> None:
+def test_a_process_that_cannot_be_profiled_says_why_and_the_rest_are_profiled(job: Path, capsys: Any) -> None:
     status, found = profiled(job, capsys, "--process", "worker-0", "ps-0", "ps-1", "--steps", "1")
     assert status == 1
     assert "path" in found["worker-0"]
@@ -93,7 +93,9 @@ def test_a_process_that_is_not_there_is_named_with_those_that_are(job: Path, cap
     assert "has no process ps-7; those that run are: worker-0, ps-0, ps-1" in capsys.readouterr().err
 
 
-def test_who_cannot_read_the_token_of_the_run_is_refused(job: Path, capsys: Any, tmp_path: Path) -> None:
+def test_a_caller_that_cannot_read_the_token_of_the_run_is_refused(
+    job: Path, capsys: Any, tmp_path: Path
+) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("not the token")
     status, found = profiled(job, capsys, "--token-file", str(wrong), "--seconds", "0.05")
@@ -225,7 +227,7 @@ def place(run: RunConfig, environ: dict[str, str] | None = None, *, asked: bool)
     return None if found is None else found.address
 
 
-def test_a_process_is_controlled_on_its_own_machine_where_somebody_asks(tmp_path: Path) -> None:
+def test_a_process_is_controlled_on_its_own_machine_if_requested(tmp_path: Path) -> None:
     run = RunConfig(train=TrainConfig(model_dir=str(tmp_path)))
     assert place(run, asked=True) == "127.0.0.1:0"
     assert place(run, asked=False) is None
@@ -242,7 +244,7 @@ def test_a_worker_that_mlp_started_is_controlled_at_its_mlp_port(tmp_path: Path)
     assert found.security.token is not None  # others can reach it
 
 
-def test_nobody_is_controlled_by_a_token_that_others_can_read() -> None:
+def test_a_token_that_others_can_read_controls_no_process() -> None:
     train = TrainConfig(model_dir="memory://shared/model")
     run = RunConfig(train=train, discovery=DiscoveryConfig(kind="mlp"), cluster=ClusterConfig())
     assert place(run, MLP, asked=False) is None

@@ -45,7 +45,9 @@ def job(tmp_path: Path) -> Iterator[Run]:
     found.hook.close()
 
 
-def test_a_run_is_held_resumed_and_taken_back(job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_paused_resumed_and_rolled_back(
+    job: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder = str(tmp_path)
     assert main(["publish", "status", folder]) == 0
     assert capsys.readouterr().out.startswith("shard 0 of 1: publishing. Step 1, delta 1 of epoch e; 1 rows")
@@ -87,6 +89,6 @@ def test_a_run_that_publishes_nothing_says_so(tmp_path: Path, capsys: pytest.Cap
     assert "this run publishes nothing; start it with publish.to" in capsys.readouterr().err
 
 
-def test_where_no_run_is_nobody_can_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_a_run_there_is_nothing_to_control(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["publish", "status", str(tmp_path)]) == 2
     assert "cannot find the job" in capsys.readouterr().err

@@ -152,7 +152,7 @@ def test_a_run_contains_its_training(write: Any) -> None:
     assert config.alert.action == "stop"
 
 
-def test_what_nobody_said_is_as_a_training_has_it() -> None:
+def test_unset_settings_are_those_of_a_training() -> None:
     assert trained() == TrainConfig()
 
 
@@ -165,7 +165,7 @@ def test_a_daily_window_with_an_interval_outside_of_it_does_not_end_the_run() ->
     assert config.save.secs_outside_hours == 60
 
 
-def test_threads_are_left_alone_unless_somebody_said_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_left_alone_unless_a_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     trained()
@@ -197,7 +197,7 @@ def test_a_json_file_has_the_same_tables(write: Any) -> None:
     assert trained(write('{"train": {"keep": {"max_to_keep": 3}}}', "run.json")).keep.max_to_keep == 3
 
 
-def test_tf_config_says_who_this_is_and_how_others_are_found() -> None:
+def test_tf_config_names_the_role_of_this_process_and_the_discovery() -> None:
     cluster = {"chief": ["a:1"], "ps": ["b:1", "c:1"], "worker": ["d:1"]}
     environ = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "ps", "index": 1}})}
     run = read_run(None, environ, code={"train.model_dir": "m"})

@@ -357,7 +357,7 @@ def serving_processes(root: str) -> set[int]:
     return found
 
 
-def test_whom_to_follow_is_checked_before_anything_is_served(tmp_path):
+def test_the_publishers_to_follow_are_checked_before_anything_is_served(tmp_path):
     def trainer(url, **more):
         options = ServeOptions(folders=("d",), follow=url, **more)
         return trainer_of(options, serve_config(options))

@@ -136,7 +136,7 @@ def test_a_port_that_wants_a_token_is_shown_one(tmp_path: Path, capsys: pytest.C
         assert main(["status", "watch", url, "--once", "--token-file", str(token)]) == 0
 
 
-def test_a_port_where_nobody_answers_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_without_a_server_is_reported_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with Metrics().serve(0) as served:
         port = served.port
     assert main(["status", "watch", f"http://127.0.0.1:{port}"]) == 2

@@ -80,7 +80,7 @@ def test_every_process_has_a_line_with_all_that_it_knows() -> None:
     assert " ".join(server.split()) == "ps 0 10.0.0.1:4000 serving 12.35 M 3 GiB 2"
 
 
-def test_totals_stand_above() -> None:
+def test_totals_are_at_the_top() -> None:
     text = totals(job(CHIEF, SERVER, process("ps", 1, rows=322, bytes=1 << 30)))
     first, second = text.splitlines()
     assert first.split("  ") == [
@@ -100,7 +100,7 @@ def test_bytes_on_the_wire_are_summed_over_the_servers() -> None:
     assert "wire 1 KiB/s in, 2 KiB/s out" in totals(job(process(), *servers))
 
 
-def test_a_column_about_which_nobody_knows_anything_is_left_out() -> None:
+def test_a_column_without_any_value_is_left_out() -> None:
     assert "behind" not in drawn(job(process(num_ps=0)))
     assert "behind" in drawn(job(process(num_ps=0, lag_seconds=3.0)))
 
@@ -108,7 +108,7 @@ def test_a_column_about_which_nobody_knows_anything_is_left_out() -> None:
 # Trouble
 
 
-def test_who_is_in_trouble_comes_first_and_the_worst_of_them_before_all() -> None:
+def test_processes_in_trouble_come_first_and_the_worst_of_them_before_all() -> None:
     found = [
         process(),
         process("ps", 0),
@@ -122,7 +122,7 @@ def test_who_is_in_trouble_comes_first_and_the_worst_of_them_before_all() -> Non
     assert order == ["ps 4", "ps 3", "ps 2", "ps 1", "ps 5", "worker 0", "ps 0"]
 
 
-def test_a_process_that_is_not_heard_of_is_said_to_be_silent_and_counts_no_more() -> None:
+def test_a_process_without_recent_news_is_shown_as_silent_and_not_counted() -> None:
     found = job(process(examples_per_s=5.0), process("ps"), process("ps", 1, time=NOW - 90))
     text = drawn(found)
     assert "silent for 1:30" in text
@@ -131,7 +131,7 @@ def test_a_process_that_is_not_heard_of_is_said_to_be_silent_and_counts_no_more(
     assert is_well(job(process(), process("ps"), process("ps", 1)))
 
 
-def test_one_that_the_others_count_on_and_nobody_has_seen_is_on_the_list() -> None:
+def test_an_expected_process_that_was_never_seen_is_listed() -> None:
     found = job(process(), process("ps", 0))
     assert [(one.name, one.state) for one in members(found)][-1] == ("ps 1", "not seen yet")
     assert not is_well(found)
@@ -204,7 +204,7 @@ def test_the_order_can_be_chosen(sort: Any, first: str) -> None:
 # Publishing
 
 
-def test_how_publishing_stands_is_a_line_of_its_own() -> None:
+def test_the_state_of_publishing_is_a_line_of_its_own() -> None:
     held = "publishing held since 2026-11-17 02:00:00 UTC: a bad upstream; servers at version 1200"
     assert held in drawn(job(process(publishing=held)))
     assert "\npublishing\n" in re.sub(" *\n", "\n", drawn(job(process(publishing="publishing"))))

@@ -67,7 +67,7 @@ def train_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
     return found
 
 
-def test_a_task_without_embeddings_trains_goes_on_and_is_evaluated(
+def test_a_task_without_embeddings_trains_resumes_and_is_evaluated(
     model_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = "train.tasks:Numbers"
@@ -147,7 +147,7 @@ def test_the_report_can_be_had_as_json_alone(model_dir: str, capsys: pytest.Capt
     assert second["restored_from"] == first["checkpoint"]
 
 
-def test_what_else_a_run_does_stands_in_its_config(
+def test_what_else_a_run_does_is_set_in_its_config(
     model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "run.toml"
@@ -244,7 +244,7 @@ def names_in(model_dir: str) -> list[str]:
     return sorted(path.name for path in Path(model_dir).iterdir() if path.name != "status")
 
 
-def test_a_setting_that_nobody_watches_passes_over_what_is_not_listed(
+def test_a_restore_setting_that_is_not_watched_ignores_a_missing_checkpoint(
     trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "run.toml"
@@ -379,7 +379,7 @@ def test_threads_of_torch_can_be_chosen() -> None:
 # While it runs
 
 
-def test_a_log_hears_of_a_run_now_and_then_and_quiet_keeps_silent(
+def test_a_log_reports_progress_now_and_then_and_quiet_reports_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
@@ -505,7 +505,7 @@ def wait_for(path: Path, process: warm.Popen) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_run_saved_and_it_goes_on_from_there(
+def test_a_signal_ends_a_run_saved_and_it_resumes_from_there(
     model_dir: str, capsys: pytest.CaptureFixture[str], number: signal.Signals, status: int
 ) -> None:
     process = start("--model-dir", model_dir, "--save-steps", "20", "--no-summaries")
@@ -560,7 +560,7 @@ def test_metrics_of_the_newest_checkpoint_are_a_table(
     assert "over 1,000 examples" in printed
 
 
-def test_metrics_can_be_had_as_json_of_any_checkpoint_beside_a_training(
+def test_metrics_of_any_checkpoint_are_printed_as_json_while_a_training_runs(
     trained: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ModelDirLock(trained):
@@ -763,9 +763,7 @@ class HeldClicks(Clicks):
         return [HoldAtThree()]
 
 
-def test_a_run_that_publishes_can_be_held_without_being_asked_for_control(
-    model_dir: str, tmp_path: Path
-) -> None:
+def test_a_run_that_publishes_can_be_paused_without_a_control_port(model_dir: str, tmp_path: Path) -> None:
     pytest.importorskip("grpc")
     flags = ["--model-dir", model_dir, "--publish.to", str(tmp_path / "log"), "--steps", "6"]
     assert train(*flags, task="cli.test_train:HeldClicks") == 0
@@ -808,7 +806,7 @@ class WatchedClicks(Clicks):
         return [LooksOn()]
 
 
-def test_a_run_that_was_killed_while_it_was_held_is_held_from_its_next_start_on(
+def test_a_run_that_was_killed_while_paused_is_paused_from_its_next_start_on(
     model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("grpc")

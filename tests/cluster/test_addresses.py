@@ -146,7 +146,7 @@ def test_a_scheduler_names_the_local_host():
 
 
 @pytest.mark.parametrize("name", ["CLOUDNATIVE_INET_ADDR", "YARN_INET_ADDR"])
-def test_a_scheduler_that_names_nobody_is_an_error(name):
+def test_a_scheduler_that_names_no_process_is_an_error(name):
     with pytest.raises(ClusterError, match=name):
         get_local_host({name: ""})
 
@@ -160,7 +160,7 @@ def test_a_port_that_listens_is_found(host):
         assert check_port(host, port)
 
 
-def test_a_port_that_nobody_listens_on_is_asked_until_the_time_is_over_with_pauses():
+def test_a_closed_port_is_retried_with_pauses_until_the_time_is_over():
     pauses = []
 
     def sleep(seconds):
@@ -169,7 +169,7 @@ def test_a_port_that_nobody_listens_on_is_asked_until_the_time_is_over_with_paus
 
     start = time.monotonic()
     assert not check_port("127.0.0.1", free_port(), timedelta(milliseconds=250), sleep=sleep)
-    assert 0.2 < time.monotonic() - start < 2
+    assert time.monotonic() - start > 0.2
     assert 1 <= len(pauses) <= 5
 
 

@@ -39,7 +39,7 @@ def test_an_entry_is_a_file_whose_first_line_is_the_address(tmp_path):
     assert not (tmp_path / "ps" / "3").exists()
 
 
-def test_an_entry_that_nobody_touched_for_long_is_gone_and_is_back_when_it_is_touched(tmp_path):
+def test_an_entry_that_was_not_touched_for_long_is_gone_and_is_back_when_it_is_touched(tmp_path):
     now = Now()
     with (
         FilesDiscovery(config(tmp_path), now, timer=now) as one,
@@ -83,7 +83,7 @@ def test_the_heartbeat_keeps_an_entry_alive(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"not an address\n1\nx\n", b"\xff\xfe\n1\n2\n"])
-def test_what_is_no_entry_is_passed_over_and_put_right_by_its_owner(tmp_path, content):
+def test_a_file_that_is_no_entry_is_skipped_and_rewritten_by_its_owner(tmp_path, content):
     with FilesDiscovery(config(tmp_path)) as one, FilesDiscovery(config(tmp_path)) as other:
         one.register("ps", 0, A)
         (tmp_path / "ps" / "0").write_bytes(content)
@@ -101,7 +101,7 @@ def test_an_entry_that_was_removed_comes_back_while_its_process_lives(tmp_path):
         assert discovery.query("ps") == {0: A}
 
 
-def test_who_was_replaced_does_not_take_its_place_back(tmp_path):
+def test_a_replaced_process_does_not_take_its_place_back(tmp_path):
     now = Now()
     with (
         FilesDiscovery(config(tmp_path), now, timer=now) as before,

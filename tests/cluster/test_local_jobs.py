@@ -55,7 +55,7 @@ def test_a_process_is_found_asked_and_gone_when_it_ends(environ: dict[str, str])
         ask_process(ME.pid, {"do": "greet"}, environ, timeout=10)
 
 
-def test_an_error_comes_back_to_the_caller_and_the_process_goes_on(environ: dict[str, str]) -> None:
+def test_an_error_is_raised_in_the_caller_and_the_process_continues(environ: dict[str, str]) -> None:
     with listening(ME, echo, environ):
         with pytest.raises(RequestError, match="the request makes no sense"):
             ask_process(ME.pid, {"do": "fail"}, environ, timeout=10)

@@ -62,7 +62,7 @@ def test_servers_are_taken_by_index_and_no_more_than_needed():
     assert manager.query_ps(2) == [A, B]
 
 
-def test_the_chief_is_itself_and_the_others_are_placeholders():
+def test_the_chief_has_its_own_address_and_workers_are_placeholders():
     cluster, task = ClusterManager(registered((0, A), (1, B)), config()).training_cluster(OWN, 0)
     assert cluster == Cluster(OWN, ("0.0.0.0:1", "0.0.0.0:2", "0.0.0.0:3"), (A, B))
     assert task == ProcessRole("chief", 0)
@@ -112,7 +112,7 @@ def test_a_worker_waits_for_the_chief():
     assert [(one.what, one.found, one.needed) for one in said] == [("chief", 0, 1)]
 
 
-def test_waiting_ends_at_the_deadline_and_says_who_is_there():
+def test_waiting_ends_at_the_deadline_and_names_the_processes_that_joined():
     manager = ClusterManager(
         registered((1, B)), config(timeout=timedelta(seconds=12)), **(time := Time()).hands
     )
@@ -252,7 +252,7 @@ def test_a_worker_that_waits_in_vain_names_the_file(tmp_path):
     assert sum(time.slept) == 1800
 
 
-def test_many_who_write_at_once_leave_one_whole_list(tmp_path):
+def test_concurrent_writers_leave_one_whole_list(tmp_path):
     path = str(tmp_path / "ps" / "ps_info")
     lists = [[f"10.0.{writer}.{number}:1" for number in range(50)] for writer in range(8)]
     seen: list[list[str]] = []

@@ -55,7 +55,7 @@ def test_ranks_meet_where_the_launcher_says_if_it_does(environ, named):
     ("environ", "restarted"),
     [({**MPI, **KEYS}, True), (MPI, True), (PMI, True), ({**TORCHRUN, **KEYS}, True), ({}, False)],
 )
-def test_a_launcher_that_restarts_all_ranks_leaves_nobody_to_wait_for_one(environ, restarted):
+def test_a_launcher_that_restarts_all_ranks_leaves_no_rank_waiting(environ, restarted):
     assert is_restarted_by_launcher(environ) == restarted
 
 
@@ -119,7 +119,7 @@ def test_importing_installs_no_hook_and_none_is_installed_elsewhere_than_among_r
     assert sys.excepthook is before
 
 
-def test_a_command_that_failed_ends_all_ranks_of_mpi_and_nobody_else():
+def test_a_command_that_failed_ends_all_ranks_of_mpi_and_no_other_process():
     ended: list[int] = []
     end_rank({}, 2, ended.append)
     end_rank(TORCHRUN, 2, ended.append)

@@ -18,7 +18,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch):
         import_ray("counting sheep")
 
 
-def test_who_is_connected_stays_so(ray_cluster: RayCluster):
+def test_a_process_that_is_connected_stays_so(ray_cluster: RayCluster):
     handler = signal.getsignal(signal.SIGTERM)
     with connected("testing", "127.0.0.1:1") as ray:
         assert ray.is_initialized()
@@ -42,7 +42,9 @@ print("well")
 """
 
 
-def test_who_was_not_is_connected_for_a_while_and_keeps_its_signal_handler(ray_cluster: RayCluster):
+def test_a_process_that_was_not_is_connected_for_a_while_and_keeps_its_signal_handler(
+    ray_cluster: RayCluster,
+):
     said = subprocess.run(
         [sys.executable, "-c", STRANGER, ray_cluster.address], capture_output=True, text=True, check=False
     )
@@ -62,7 +64,7 @@ def unconnected(monkeypatch):
 
 @pytest.mark.usefixtures("unconnected")
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_an_address_where_nobody_listens_is_refused_soon(scheme):
+def test_an_address_without_a_server_is_refused_soon(scheme):
     address = f"{scheme}127.0.0.1:{free_port()}"
     with pytest.raises(UnavailableError, match=f"connect to Ray at '{address}': nothing listens"):
         connected("testing", address).__enter__()

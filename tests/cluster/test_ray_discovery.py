@@ -57,7 +57,7 @@ time.sleep(100)
 """
 
 
-def test_what_a_killed_process_registered_goes_and_watchers_hear_of_it(
+def test_entries_of_a_killed_process_are_removed_and_watchers_are_told(
     ray_cluster: RayCluster, join: Join
 ) -> None:
     discovery = join()
@@ -105,7 +105,7 @@ def test_when_the_actor_dies_all_register_again_and_watchers_see_no_gap(join: Jo
 
 
 @pytest.mark.soak
-def test_an_actor_that_nobody_asks_ends(join: Join) -> None:
+def test_an_actor_without_callers_ends(join: Join) -> None:
     brief = RayDiscoveryConfig(heartbeat=timedelta(seconds=0.2), linger=timedelta(seconds=1))
     discovery = join(brief)
     discovery.register("worker", 0, A)
@@ -125,7 +125,7 @@ def test_an_actor_that_nobody_asks_ends(join: Join) -> None:
 
 
 @pytest.mark.soak
-def test_many_who_come_at_once_meet_at_one_actor(join: Join) -> None:
+def test_concurrent_processes_share_one_actor(join: Join) -> None:
     discoveries = [join() for _ in range(8)]
     threads = [
         threading.Thread(target=discovery.register, args=("worker", index, A))
@@ -170,7 +170,9 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
         RayDiscovery("job")
 
 
-def test_who_was_disconnected_from_ray_is_told_so(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_disconnected_from_ray_gets_an_error(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
     discovery = join()

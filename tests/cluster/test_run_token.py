@@ -86,7 +86,7 @@ def test_what_was_set_and_a_remote_model_dir_leave_no_token(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_token_that_somebody_else_left_or_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_token_that_another_user_left_or_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / TOKEN_FILE
     path.write_text("planted")
     path.chmod(0o644)

@@ -95,7 +95,7 @@ def test_elsewhere_certificates_or_a_token_are_enough_but_a_bare_token_is_warned
     assert "is sent in clear text" in caplog.text
 
 
-def test_whoever_says_insecure_may_listen_without_any_demand_and_is_warned(caplog):
+def test_with_insecure_a_server_listens_without_any_demand_and_warns(caplog):
     with caplog.at_level(logging.WARNING):
         assert guard_listener("0.0.0.0:0", SecurityConfig(), insecure=True) == Guard()
     assert "without authentication" in caplog.text
@@ -139,7 +139,7 @@ def test_files_that_are_not_there_or_not_pem_are_named(tls, tmp_path):
         guard_caller(replace(tls, cert=tmp_path / "garbage"))
 
 
-def test_a_key_of_another_certificate_is_an_error_before_anybody_listens(tls, certificates):
+def test_a_key_of_another_certificate_is_an_error_before_any_server_listens(tls, certificates):
     with pytest.raises(ConfigError, match="cannot use"):
         guard_caller(replace(tls, key=certificates / "other-node.key"))
 
@@ -277,7 +277,7 @@ def test_grpc_with_certificates_still_wants_the_token(serve_grpc, tls):
     assert refused_grpc(address, tls) == "UNAUTHENTICATED"
 
 
-def test_a_name_in_the_certificate_may_stand_in_for_the_host(serve_grpc, tls):
+def test_a_name_in_the_certificate_may_replace_the_host(serve_grpc, tls):
     address = serve_grpc(tls)
     assert ask_grpc(address, replace(tls, server_name="localhost")) == b"hello"
     assert refused_grpc(address, replace(tls, server_name="somebody")) == "UNAVAILABLE"

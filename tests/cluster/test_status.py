@@ -41,7 +41,7 @@ def board(tmp_path: Path) -> StatusBoard:
 # The board
 
 
-def test_whoever_knows_the_folder_sees_all_processes_workers_first(board: StatusBoard) -> None:
+def test_all_processes_are_read_from_the_folder_workers_first(board: StatusBoard) -> None:
     for one in (process("ps", 10, rows=5), process("ps", 9), process()):
         board.write(one)
     job = board.read(lambda: 101.0)
@@ -56,7 +56,7 @@ def test_a_process_s_last_word_replaces_the_one_before(board: StatusBoard) -> No
     assert [one.state for one in board.read().processes] == ["training"]
 
 
-def test_a_folder_where_nobody_says_anything_has_no_processes(board: StatusBoard) -> None:
+def test_a_folder_without_status_files_has_no_processes(board: StatusBoard) -> None:
     assert board.read().processes == ()
 
 
@@ -118,7 +118,9 @@ def test_a_process_that_was_asked_to_stop_leaves_nothing(board: StatusBoard) -> 
     assert board.read().processes == ()
 
 
-def test_who_finds_its_own_word_of_an_earlier_start_counts_as_restarted(board: StatusBoard) -> None:
+def test_a_process_that_finds_its_own_file_of_an_earlier_start_counts_as_restarted(
+    board: StatusBoard,
+) -> None:
     board.write(process(restarts=2))  # and was killed
     board.write(process("ps", 0, restarts=7))
     with writer(board) as writing:
@@ -178,7 +180,7 @@ def test_however_many_ask_a_page_is_gathered_once_in_a_while(board: StatusBoard)
     assert looks == [0.0, 1.0, 2.0]
 
 
-def test_a_clock_that_is_ahead_is_told_apart_from_a_process_that_was_just_heard_of() -> None:
+def test_a_clock_that_is_ahead_is_distinguished_from_a_recent_report() -> None:
     assert process(time=100.0).clock_ahead(now=95.0) == 0
     assert process(time=86_500.0).clock_ahead(now=100.0) == 86_400
 

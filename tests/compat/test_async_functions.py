@@ -12,7 +12,7 @@ import torch
 from monolith.errors import QueueClosedError, WrongThreadError
 from monolith_compat import AsyncFunctions
 
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 
 
 class Counter:
@@ -66,7 +66,7 @@ def test_every_call_runs_exactly_once_and_in_order() -> None:
     assert counter.seen == list(range(50))
 
 
-def test_a_call_runs_beside_the_next_step() -> None:
+def test_a_call_overlaps_with_the_next_step() -> None:
     began, go_on = threading.Event(), threading.Event()
 
     def target() -> None:
@@ -93,7 +93,7 @@ def test_gradients_are_recorded_if_the_caller_does() -> None:
     assert seen == [False, True]
 
 
-def test_functions_run_beside_each_other() -> None:
+def test_functions_run_in_parallel() -> None:
     meeting, met = threading.Barrier(2, timeout=WAIT_SECONDS), []
     with AsyncFunctions() as functions:
         for push in [functions.add(lambda: met.append(meeting.wait())) for _ in range(2)]:
@@ -182,7 +182,7 @@ def test_a_function_that_calls_itself_is_told_that_it_would_wait_forever() -> No
         functions.close()
 
 
-def test_a_call_that_nobody_closed_is_reported_as_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_was_never_closed_is_reported_as_lost(caplog: pytest.LogCaptureFixture) -> None:
     functions = AsyncFunctions()
     functions.add(print, name="push")()
     with caplog.at_level(logging.ERROR):

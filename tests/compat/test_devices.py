@@ -18,7 +18,7 @@ def test_ranks_and_sharers_must_make_sense(rank, sharing):
         visible_gpu(rank, sharing)
 
 
-def test_a_rank_sees_its_gpu_alone_unless_somebody_has_chosen():
+def test_a_rank_sees_its_gpu_alone_unless_the_user_has_chosen():
     environ = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
     environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     expected = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "3"}

@@ -102,7 +102,7 @@ def test_there_are_125_fields_and_each_has_a_place_or_a_reason() -> None:
             assert alias.reason
 
 
-def test_no_two_fields_have_one_place_but_for_a_switch_beside_another() -> None:
+def test_no_two_fields_have_one_flag_except_a_switch_next_to_another() -> None:
     renamed = {name: alias for name, alias in ALIASES.items() if isinstance(alias, Renamed)}
     beside = [name for name, alias in renamed.items() if alias.off_is_nothing]
     assert beside == ["enable_partial_sync_training"]

@@ -34,7 +34,7 @@ def env(variables=WORKER, **more):
     return MLPEnv({**variables, **more}, host="own")
 
 
-def test_the_environment_says_who_this_is_and_where_the_others_are():
+def test_the_environment_names_this_process_and_the_addresses_of_its_peers():
     mlp = env()
     assert (mlp.role, mlp.index, mlp.port) == ("WORKER", 1, 2000)
     assert mlp.all_roles == {"WORKER": 2, "PS": 1}
@@ -198,7 +198,7 @@ def test_the_time_that_asking_takes_counts_for_the_timeout(caplog):
     assert "wait h:3000 timeout!" in caplog.text
 
 
-def test_waiting_for_who_is_not_named_ends_at_once(caplog):
+def test_waiting_for_a_process_that_is_not_named_ends_at_once(caplog):
     assert not env().wait("dispatcher", **Peer([]).hands)
     assert "host is None" in caplog.text
 
@@ -220,7 +220,7 @@ def test_leaving_ends_the_process_with_status_0():
     assert left.value.code == 0
 
 
-def test_there_is_no_joining_of_nobody():
+def test_joining_a_role_without_processes_is_an_error():
     with pytest.raises(ConfigError, match="MLP_WORKER_0_PRIMARY_HOST"):
         env().join(**Peer([]).hands)
 

@@ -18,7 +18,7 @@ def zeroed(nested: Any) -> Any:
     return flat.get_nested_result([torch.zeros_like(tensor) for tensor in flat.get_tensors()])
 
 
-def test_tensors_are_replaced_where_they_stood() -> None:
+def test_tensors_are_replaced_in_their_places() -> None:
     t = torch.ones(())
     assert zeroed({"a": t, "b": (t, torch.ones(()))}) == {"a": 0, "b": (0, 0)}
 

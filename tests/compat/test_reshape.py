@@ -17,7 +17,7 @@ def test_each_input_takes_its_shape() -> None:
     assert (sizes.tolist(), sizes.dtype) == ([5, 40, 12], torch.int64)
 
 
-def test_an_unknown_dimension_beside_a_zero_is_zero() -> None:
+def test_an_unknown_dimension_next_to_a_zero_is_zero() -> None:
     outputs, sizes = static_reshape([torch.zeros(0, 3)], [(0, None)])
     assert outputs[0].shape == (0, 0)
     assert sizes.tolist() == [0]
@@ -34,7 +34,7 @@ def test_each_input_needs_a_shape() -> None:
         static_reshape([torch.zeros(6)], [])
 
 
-def test_a_builder_says_where_each_output_will_stand() -> None:
+def test_a_builder_tells_the_position_of_each_output() -> None:
     builder = StaticReshapeNBuilder()
     positions = {
         name: builder.add(torch.full((2, 2), value), (None,)) for name, value in [("a", 1), ("b", 2)]

@@ -20,7 +20,7 @@ def discovery(kind="worker", index=1, cluster=CLUSTER):
     return TfConfigDiscovery({"cluster": cluster, "task": {"type": kind, "index": index}})
 
 
-def test_the_chief_is_worker_0_and_moves_the_others_up():
+def test_the_chief_is_worker_0_and_shifts_the_other_workers():
     found = discovery()
     assert found.query("ps") == {0: "host1:2222", 1: "host2:2222"}
     assert found.query("worker") == {0: "host0:2222", 1: "host3:2222", 2: "host4:2222", 3: "host5:2222"}

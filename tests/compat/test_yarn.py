@@ -169,7 +169,7 @@ def test_every_failure_is_false_and_never_none(fake, master):
     assert master.create_save_point("/d") is False
 
 
-def test_nobody_at_the_address_is_false(environ):
+def test_an_address_without_a_server_is_false(environ):
     with ApplicationMaster(environ) as master:
         assert (master.kill("x"), master.finish(), master.create_save_point("/d")) == (False, False, False)
 

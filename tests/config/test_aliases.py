@@ -187,7 +187,7 @@ def test_a_field_that_moved_is_an_error_that_names_its_place_in_every_source(tmp
     ]
 
 
-def test_a_former_path_that_is_an_old_name_is_one_where_it_stands_alone(tmp_path):
+def test_a_former_path_that_is_an_old_name_is_one_if_it_is_alone(tmp_path):
     aliases = {"num": Renamed("part.count")}
     moved = {"num": "part.count", "old": "second"}
     assert (

@@ -39,7 +39,7 @@ def test_each_field_has_its_path_type_default_and_text():
     assert fields["inner.wait"].doc == ""
 
 
-def test_the_default_is_that_of_the_table_it_stands_in():
+def test_the_default_is_that_of_its_table():
     fields = {info.path: info for info in describe_fields(Base)}
     assert fields["inner.on"].default is True
 

@@ -72,7 +72,7 @@ def test_a_field_that_has_a_problem_is_not_blamed_again():
     ]
 
 
-def test_only_fields_that_somebody_set_are_blamed_with_their_sources(tmp_path):
+def test_only_fields_that_were_set_are_blamed_with_their_sources(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("steps = 7")
     with pytest.raises(ConfigError) as caught:

@@ -62,7 +62,7 @@ def test_action_and_generation_are_one_value(barrier: Barrier) -> None:
     assert barrier.place("Stop").generation == 2
 
 
-def test_who_stands_still_does_so_until_it_is_removed(held: Held) -> None:
+def test_a_worker_at_the_barrier_waits_until_it_is_removed(held: Held) -> None:
     barrier = held.barrier
     assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([], [0, 1, 2])
     barrier.place()
@@ -78,7 +78,7 @@ def test_who_stands_still_does_so_until_it_is_removed(held: Held) -> None:
     assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([], [0, 1, 2])
 
 
-def test_of_many_who_place_it_at_once_one_does(barrier: Barrier) -> None:
+def test_of_many_that_place_it_at_once_one_does(barrier: Barrier) -> None:
     placed: list[bool] = []
     ready = threading.Barrier(4)
 

@@ -126,11 +126,11 @@ def test_a_checkpoint_keeps_rows_and_weights(crew: Crew) -> None:
     assert leader.coordinator.placement.dense_part(leader.model).name == "dense"
 
 
-def test_everybody_goes_on_from_where_the_one_that_leads_says(crew: Crew) -> None:
+def test_all_resume_from_the_step_that_the_leader_names(crew: Crew) -> None:
     assert each(crew, lambda process: process.join(START)) == [START] * len(crew)
 
 
-def test_who_waits_to_begin_and_is_interrupted_has_nothing_to_do(crew: Crew) -> None:
+def test_a_process_that_is_interrupted_while_it_waits_to_begin_has_nothing_to_do(crew: Crew) -> None:
     for process in crew[1:]:
         process.interrupted = True
         assert process.join(Start(step=0)) is None
@@ -145,7 +145,7 @@ def test_the_steps_of_all_are_counted_one_by_one(training: Crew) -> None:
         assert found == list(range(8, 8 + rounds * len(training)))
 
 
-def test_who_waited_can_take_the_weights_that_others_have_trained(training: Crew) -> None:
+def test_a_process_that_waited_can_take_the_trained_weights_of_others(training: Crew) -> None:
     first, last = training[0], training[-1]
     for weight in first.model.weights().values():
         weight.grad = torch.ones_like(weight)
@@ -155,7 +155,7 @@ def test_who_waited_can_take_the_weights_that_others_have_trained(training: Crew
     assert all(torch.equal(weight, trained[name]) for name, weight in last.model.weights().items())
 
 
-def test_while_nobody_wants_anything_everybody_trains(training: Crew) -> None:
+def test_without_requests_all_processes_train(training: Crew) -> None:
     assert each(training, Process.at_step) == [None] * len(training)
     assert [process.committed for process in training] == [[]] * len(training)
 
@@ -167,7 +167,7 @@ def quiesced(training: Crew) -> tuple[ExitStack, Quiesced | None]:
     return stack, stack.enter_context(training[0].quiesce())
 
 
-def test_when_all_stand_still_the_one_that_leads_knows_where(training: Crew) -> None:
+def test_when_all_are_quiesced_the_leader_knows_their_steps(training: Crew) -> None:
     steps = step_of_each(training)
     stack, gathered = quiesced(training)
     with stack:
@@ -175,7 +175,7 @@ def test_when_all_stand_still_the_one_that_leads_knows_where(training: Crew) -> 
         assert all(process.drained for process in training[1:]), "no update is under way"
 
 
-def test_nobody_goes_on_while_a_moment_is_cut(training: Crew) -> None:
+def test_no_process_continues_while_a_snapshot_is_taken(training: Crew) -> None:
     leader, others = training[0], training[1:]
     went_on = [threading.Event() for _ in others]
 
@@ -192,7 +192,7 @@ def test_nobody_goes_on_while_a_moment_is_cut(training: Crew) -> None:
         thread.result()
 
 
-def test_what_is_on_disk_is_heard_of_once_by_each(training: Crew) -> None:
+def test_each_process_is_told_once_of_a_committed_checkpoint(training: Crew) -> None:
     stack, _ = quiesced(training)
     with stack:
         pass
@@ -218,7 +218,7 @@ def test_a_clean_end_is_one_for_all(training: Crew) -> None:
     assert all(process.coordinator.status().finished for process in training)
 
 
-def test_who_is_stopped_stops_all_and_the_run_is_not_finished(training: Crew) -> None:
+def test_a_process_that_is_stopped_stops_all_and_the_run_is_not_finished(training: Crew) -> None:
     leader, others = training[0], training[1:]
     outcome = Outcome(reason="SIGTERM", interrupted=True)
     with Meetings(*others) as meeting:
@@ -234,7 +234,7 @@ def test_who_is_stopped_stops_all_and_the_run_is_not_finished(training: Crew) ->
 
 
 @pytest.mark.parametrize("who", [0, -1], ids=["the one that leads", "the last"])
-def test_when_one_cannot_go_on_nobody_can(training: Crew, who: int) -> None:
+def test_when_one_process_fails_all_stop(training: Crew, who: int) -> None:
     failing = training[who]
     failing.coordinator.leave(Outcome(failed=True, error=OSError("no disk")))
     for process in (one for one in training if one is not failing):

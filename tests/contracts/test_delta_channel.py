@@ -49,7 +49,7 @@ def catch_up(copy: Copy, channel: AnyChannel, publisher: SmallPublisher, shard: 
     until(lambda: copy.equals(publisher), lambda: copy.follow(reader, shard, wait=MOMENT))
 
 
-def test_where_nobody_publishes_there_are_no_shards(channel: AnyChannel) -> None:
+def test_without_a_publisher_there_are_no_shards(channel: AnyChannel) -> None:
     reader = channel.reader()
     assert list(reader.logs()) == []
     with pytest.raises(UnavailableError):
@@ -70,7 +70,7 @@ def test_what_is_appended_is_read_in_order(channel: AnyChannel) -> None:
     assert all(same(*both) for both in zip(found, sent, strict=True))
 
 
-def test_a_reader_goes_on_from_its_position(channel: AnyChannel) -> None:
+def test_a_reader_resumes_from_its_position(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer())
     copy = Copy()
     publisher.publish([1, 2, 3])
@@ -84,7 +84,7 @@ def test_a_reader_goes_on_from_its_position(channel: AnyChannel) -> None:
     assert copy.snapshots == seen
 
 
-def test_who_comes_new_gets_a_snapshot_and_the_deltas_after_it(channel: AnyChannel) -> None:
+def test_a_new_reader_gets_a_snapshot_and_the_deltas_after_it(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer())
     for number in range(4):
         publisher.publish([number, 100], removed=[number - 1])
@@ -93,7 +93,7 @@ def test_who_comes_new_gets_a_snapshot_and_the_deltas_after_it(channel: AnyChann
     assert copy.snapshots == 1
 
 
-def test_who_is_too_far_behind_gets_a_snapshot_then_deltas(channel: AnyChannel) -> None:
+def test_a_reader_too_far_behind_gets_a_snapshot_then_deltas(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer(log_bytes=2_500))
     copy = Copy()
     publisher.publish([1])
@@ -126,7 +126,7 @@ def test_another_epoch_begins_with_a_snapshot(channel: AnyChannel) -> None:
     assert set(copy.rows) == {8, 9}
 
 
-def test_a_reader_that_waits_hears_of_a_new_epoch(channel: AnyChannel) -> None:
+def test_a_waiting_reader_is_told_of_a_new_epoch(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer())
     copy = Copy()
     publisher.publish([1])
@@ -171,7 +171,7 @@ def test_the_newest_publish_state_is_told_to_all(channel: AnyChannel) -> None:
     assert state in list(channel.reader().read(0, publisher.position, wait=0.0))
 
 
-def test_a_reader_that_waits_hears_of_a_changed_state(channel: AnyChannel) -> None:
+def test_a_waiting_reader_is_told_of_a_changed_state(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer())
     publisher.publish([1])
     reader, heard = channel.reader(), threading.Event()
@@ -209,7 +209,7 @@ def test_a_delta_that_cannot_follow_is_refused(channel: AnyChannel) -> None:
     catch_up(Copy(), channel, publisher)
 
 
-def test_a_reader_that_stops_in_the_middle_holds_nobody_up(channel: AnyChannel) -> None:
+def test_a_reader_that_stops_in_the_middle_delays_no_other(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer(log_bytes=6_000))
     publisher.publish(range(50))
     reader, copy = channel.reader(), Copy()
@@ -223,7 +223,7 @@ def test_a_reader_that_stops_in_the_middle_holds_nobody_up(channel: AnyChannel) 
     slow.close()
 
 
-def test_a_snapshot_that_is_not_read_to_its_end_holds_nobody_up(channel: AnyChannel) -> None:
+def test_a_snapshot_that_is_not_read_to_its_end_delays_no_other_reader(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer())
     publisher.publish(range(300))
     catch_up(Copy(), channel, publisher)
@@ -239,7 +239,7 @@ def test_a_snapshot_that_is_not_read_to_its_end_holds_nobody_up(channel: AnyChan
     catch_up(Copy(), channel, publisher)
 
 
-def test_buckets_are_read_anew_to_repair_a_difference(channel: AnyChannel) -> None:
+def test_buckets_are_read_again_to_repair_a_difference(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer(log_bytes=2_000))
     publisher.publish(range(5))
     catch_up(Copy(), channel, publisher)
@@ -261,7 +261,7 @@ def test_buckets_are_read_anew_to_repair_a_difference(channel: AnyChannel) -> No
         assert found[0].buckets.tolist() == [3, 7]
 
 
-def test_a_writer_that_starts_anew_is_followed(channel: AnyChannel) -> None:
+def test_a_restarted_writer_is_followed(channel: AnyChannel) -> None:
     first = SmallPublisher(channel.writer())
     copy = Copy()
     first.publish([1, 2])

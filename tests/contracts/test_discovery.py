@@ -57,15 +57,15 @@ def test_what_is_registered_is_found_at_once_here_and_soon_elsewhere(join: Join)
         eventually(lambda discovery=discovery: discovery.query("server") == {0: A, 1: B})
 
 
-def test_what_was_there_before_is_found_by_who_comes_later(join_any: Join) -> None:
+def test_earlier_entries_are_found_by_later_processes(join_any: Join) -> None:
     assert join_any().query("worker") == WORKERS
 
 
-def test_a_role_that_nobody_has_is_empty(join: Join) -> None:
+def test_a_role_without_entries_is_empty(join: Join) -> None:
     assert join().query("ps") == {}
 
 
-def test_the_roles_are_those_that_somebody_has(join: Join) -> None:
+def test_only_roles_with_entries_are_listed(join: Join) -> None:
     one, other = join(), join()
     assert one.roles() == []
     one.register("worker", 0, A)
@@ -104,7 +104,7 @@ def test_deregistering_what_was_never_registered_is_no_error(join: Join) -> None
     assert discovery.query("server") == {4: "h:4"}
 
 
-def test_deregistering_with_another_address_leaves_the_entry_to_who_has_it(join: Join) -> None:
+def test_deregistering_with_another_address_leaves_the_entry_to_its_owner(join: Join) -> None:
     discovery = join()
     discovery.register("server", 0, A)
     discovery.deregister("server", 0, B)
@@ -262,7 +262,7 @@ def test_closing_takes_out_what_was_registered_and_nothing_else(join: Join) -> N
     eventually(lambda: other.query("worker") == {1: A, 2: C})
 
 
-def test_a_closed_discovery_finds_nothing_and_registers_nobody(join_any: Join) -> None:
+def test_a_closed_discovery_finds_nothing_and_registers_nothing(join_any: Join) -> None:
     discovery = join_any()
     discovery.close()
     discovery.close()
@@ -270,7 +270,7 @@ def test_a_closed_discovery_finds_nothing_and_registers_nobody(join_any: Join) -
     assert discovery.entries("worker") == []
 
 
-def test_closing_does_not_tell_watchers_that_everybody_is_gone(join: Join) -> None:
+def test_closing_does_not_tell_watchers_that_all_entries_are_gone(join: Join) -> None:
     for _ in range(5):
         one, other, watching = join(), join(), Watching()
         one.register("worker", 0, A)

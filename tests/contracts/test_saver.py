@@ -100,7 +100,7 @@ def test_a_path_saved_again_becomes_the_newest_and_is_never_there_twice(run: Run
     assert state(run).all_model_checkpoint_paths == tuple(saver.last_checkpoints)
 
 
-def test_a_saver_given_the_list_of_another_goes_on_like_it(run: Run) -> None:
+def test_a_saver_given_the_list_of_another_continues_like_it(run: Run) -> None:
     first = run.saver(max_to_keep=2)
     run.save(first, 1, 2, 3)
     second = run.saver(max_to_keep=2)
@@ -171,7 +171,7 @@ def test_an_exempt_checkpoint_given_to_the_saver_stays(run: Run) -> None:
     assert run.on_disk(saver) == {2, 3, 4}
 
 
-def test_the_list_may_be_edited_while_the_run_goes_on(run: Run) -> None:
+def test_the_list_may_be_edited_while_the_run_continues(run: Run) -> None:
     saver = run.saver(max_to_keep=1)
     run.save(saver, 1)
     exempt(run, filesystem.base_name(saver.names.prefix(1)))
@@ -284,7 +284,7 @@ def test_a_saver_recovers_the_list_of_the_one_before(run: Run) -> None:
     assert (run.listed(saver), run.on_disk(saver)) == ([2, 3], {2, 3})
 
 
-def test_checkpoints_that_are_gone_are_passed_over(run: Run) -> None:
+def test_missing_checkpoints_are_skipped(run: Run) -> None:
     first = run.saver()
     run.save(first, 1, 2, 3)
     filesystem.remove(first.names.prefix(1) + ".manifest")

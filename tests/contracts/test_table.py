@@ -225,7 +225,7 @@ def test_dedup_sums_repeats_over_the_whole_call_and_takes_one_step(make: Make) -
     assert found.event_times.tolist() == list(range(2000, 3000))
 
 
-def test_dedup_keeps_the_latest_event_time_wherever_it_stands(table: Table) -> None:
+def test_dedup_keeps_the_latest_event_time_wherever_it_is(table: Table) -> None:
     table.apply_gradients(ids(1, 1, 1), torch.ones(3, 2), dedup=True, event_time=torch.tensor([3, 9, 4]))
     assert everything(table) == {1: (9, [-3, -3], [])}
 
@@ -521,7 +521,7 @@ def test_older_data_does_not_make_a_row_older(make: Make, dedup: bool) -> None:
     assert table.lookup_rows(ids(4, 5))[1].event_times.tolist() == [DAY, 0]
 
 
-def test_a_whole_row_brings_its_own_time(make: Make) -> None:
+def test_a_whole_row_has_its_own_time(make: Make) -> None:
     table = make()
     table.apply_gradients(ids(1, 2), torch.ones(2, 2), event_time=7)
     _, saved = table.lookup_rows(ids(1))
@@ -594,7 +594,7 @@ def test_dedup_tells_the_filter_how_often_an_id_was_seen(
     assert table.lookup(ids(1)).tolist() == [[-1, -1]]
 
 
-def test_an_id_can_stand_for_several_sightings(make: Make, after_sightings: Callable[[int], Any]) -> None:
+def test_an_id_can_count_as_several_sightings(make: Make, after_sightings: Callable[[int], Any]) -> None:
     table = make(admission=after_sightings(3))
     table.apply_gradients(ids(1, 2), torch.ones(2, 2), counts=ids(2, 3))
     assert (len(table), table.stats().filtered) == (0, 5)

@@ -79,7 +79,7 @@ def train(table: Any, *keys: int, time: int = 1) -> None:
     table.apply_gradients(ids(*keys), torch.ones(len(keys), 2), event_time=time, dedup=True)
 
 
-def test_a_snapshot_shows_what_the_table_held_when_it_was_opened(table: Any) -> None:
+def test_a_snapshot_shows_the_rows_of_the_moment_it_was_opened(table: Any) -> None:
     train(table, *range(10))
     before = content(table)
     snapshot = table.snapshot()
@@ -334,7 +334,7 @@ def test_a_base_and_its_changes_make_the_table(make: Any, tmp_path: Path) -> Non
     assert content(other) == content(table)
 
 
-def test_changes_of_a_table_that_was_cleared_start_anew(make: Any, tmp_path: Path) -> None:
+def test_changes_of_a_table_that_was_cleared_start_again(make: Any, tmp_path: Path) -> None:
     table, base, more = make(), str(tmp_path / "a" / "item"), str(tmp_path / "b" / "item")
     table.track_changes()
     train(table, *range(20))

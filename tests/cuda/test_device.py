@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 
 import pytest
@@ -66,7 +65,7 @@ def test_streams_wait_for_each_other_and_events_tell_when_and_how_long(device: D
     assert doubled.unique().tolist() == [20]
 
 
-def test_its_tensors_lie_where_torch_puts_them(device: Device) -> None:
+def test_its_tensors_are_on_the_device_of_torch(device: Device) -> None:
     here = torch.zeros(3, dtype=torch.int64, device=device.torch_device)
     assert device.holds(here)
     assert not device.holds(torch.zeros(3, device="meta"))
@@ -83,7 +82,7 @@ extern "C" __global__ void add(int* numbers, int more, int n) {
 }
 """
     numbers = torch.arange(1000, dtype=torch.int32, device=device.torch_device)
-    arguments = numbers, ctypes.c_int(5), ctypes.c_int(999)
+    arguments = numbers, 5, 999
     kernels, stream = device.kernels(source, "add"), device.new_stream()
     stream.wait_for(device.current_stream())
     kernels.launch("add", blocks_for(999), *arguments, stream=stream.handle)

@@ -216,7 +216,7 @@ def test_transforms_in_a_row_are_one_list_and_a_record_keeps_its_number() -> Non
     assert rows(one_by_one) == rows_of(Compose(parts)(a_log(), first=0))
 
 
-def test_what_looks_at_content_alone_stands_where_its_source_stands() -> None:
+def test_a_transform_of_content_alone_has_the_position_of_its_source() -> None:
     below = source()
     pipeline = Pipeline(below).transform(FilterByLabel(thresholds=(1.0,)))
     pipeline = pipeline.transform(SwitchSlot(column="slot", slot=9))

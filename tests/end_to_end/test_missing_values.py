@@ -328,7 +328,7 @@ def test_a_request_makes_the_batch_of_training(wanted: dict[str, Any]) -> None:
     assert found == {**{name: wanted[name] for name in found}, "time": None}
 
 
-def test_servers_and_who_asks_them_know_missing_values_as_well(root: Path, scores: list[float]) -> None:
+def test_servers_and_their_clients_know_missing_values_as_well(root: Path, scores: list[float]) -> None:
     config = ServeConfig(http_port=0, grpc_port=0, poll=timedelta(hours=1))
     rows = [{name: one for name, one in row.items() if name in INPUTS} for row in ROWS]
     absent = [{name: one for name, one in row.items() if one is not None} for row in rows]

@@ -306,7 +306,7 @@ def test_a_flipped_bit_is_refused_by_the_name_of_its_file(kind: str, begun: Job,
         assert content(begun.model_dir) == before
 
 
-def test_the_checkpoint_before_goes_on_where_every_file_of_the_last_is_damaged(
+def test_the_run_resumes_from_the_previous_checkpoint_if_every_file_of_the_last_is_damaged(
     begun: Job, trainers: Trainers, uninterrupted: Uninterrupted
 ) -> None:
     for kind in FILES:

@@ -34,7 +34,7 @@ KEEP_GOING = ("--failover.recovery", "keep_going")
 
 
 @pytest.mark.soak
-def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_launcher_restarts_killed_members_and_the_run_continues(tmp_path: Path) -> None:
     with LaunchedFleet(tmp_path, 160) as fleet:
         for place in (("ps", 1), ("worker", 0)):
             fleet.wait_for_another_checkpoint()
@@ -45,7 +45,7 @@ def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: P
         assert "worker 0 was killed by SIGKILL; restarting it (1 of 6)" in fleet.output
 
 
-def test_whoever_restarts_failures_has_the_run_go_on_and_survivors_are_used_again(tmp_path: Path) -> None:
+def test_an_outer_supervisor_can_restart_failures_and_surviving_processes_are_reused(tmp_path: Path) -> None:
     with LoopedFleet(tmp_path, 240) as fleet:
         for place in (("ps", 0), ("worker", 0)):
             fleet.wait_for_another_checkpoint()
@@ -137,7 +137,7 @@ def serving(fleet: FleetProcesses, share: int, of: int = 4) -> Place:
 
 
 @pytest.mark.soak
-def test_a_worker_that_is_told_to_stop_leaves_and_one_that_nobody_counted_on_comes(tmp_path: Path) -> None:
+def test_a_worker_that_is_told_to_stop_leaves_and_an_unexpected_one_joins(tmp_path: Path) -> None:
     with QueuedFleet(tmp_path, 300, "--cluster.max-workers", "3") as fleet:
         fleet.wait_for_another_checkpoint()
         fleet.hit(("worker", 1), signal.SIGTERM)
@@ -151,7 +151,7 @@ def test_a_worker_that_is_told_to_stop_leaves_and_one_that_nobody_counted_on_com
 
 @pytest.mark.soak
 @pytest.mark.parametrize("keeps_going", [False, True])
-def test_a_worker_that_is_killed_for_good_has_its_work_done_by_the_others(
+def test_the_work_of_a_worker_that_is_killed_for_good_is_done_by_other_workers(
     tmp_path: Path, keeps_going: bool
 ) -> None:
     with QueuedFleet(tmp_path, 300, *KEEP_GOING * keeps_going) as fleet:

@@ -12,7 +12,7 @@ from faults.fleet_processes import LaunchedRanks, LaunchedServedRanks
 BLOWS = 50
 
 
-def test_ranks_go_on_together_when_one_was_killed(tmp_path: Path) -> None:
+def test_ranks_resume_together_when_one_was_killed(tmp_path: Path) -> None:
     with LaunchedRanks(tmp_path, 480) as ranks:
         for place in (("worker", 1), ("worker", 0)):
             ranks.wait_for_another_checkpoint()
@@ -24,7 +24,7 @@ def test_ranks_go_on_together_when_one_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_ranks_and_the_server_with_their_rows_go_on_when_one_was_killed(tmp_path: Path) -> None:
+def test_ranks_and_the_server_with_their_rows_resume_when_one_was_killed(tmp_path: Path) -> None:
     with LaunchedServedRanks(tmp_path, 480) as ranks:
         for place in (("ps", 0), ("worker", 1)):
             ranks.wait_for_another_checkpoint()

@@ -27,7 +27,7 @@ def why_not() -> str | None:
     return f"network namespaces cannot be made: {tried.stderr.strip()}" if tried.returncode else None
 
 
-def test_a_partition_takes_a_host_out_and_its_end_brings_it_back(tmp_path: Path) -> None:
+def test_a_partition_removes_a_host_and_its_end_restores_it(tmp_path: Path) -> None:
     need((JARS / "zookeeper.jar").exists(), "ZooKeeper")
     if (reason := why_not()) is not None:
         pytest.skip(reason)

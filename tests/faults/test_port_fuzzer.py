@@ -17,7 +17,7 @@ from monolith.runtime.messages import STANDBY_CALLS
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_every_port_goes_on_whatever_it_is_sent(tmp_path: Path, seed: int) -> None:
+def test_every_port_keeps_serving_whatever_it_is_sent(tmp_path: Path, seed: int) -> None:
     fuzzer = fuzz(5.0, seed, tmp_path)
     assert set(fuzzer.sent) >= {
         "dispatcher",

@@ -178,7 +178,7 @@ def position_of(path: str) -> dict[str, Any]:
         return source.position()
 
 
-def test_a_ticket_that_names_a_file_of_somebody_else_is_refused(
+def test_a_ticket_that_names_a_foreign_file_is_refused(
     service: Service, stranger: Stranger, secret: Path
 ) -> None:
     place = {"position": {"next": 0}, "skip": 0}

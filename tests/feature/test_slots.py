@@ -49,7 +49,7 @@ def test_a_slot_without_a_name_is_called_by_its_number() -> None:
         SlotConfig()
 
 
-def test_slices_lie_side_by_side_with_the_bias_first() -> None:
+def test_slices_are_adjacent_with_the_bias_first() -> None:
     made = FeatureSlot(SlotConfig(name="user", has_bias=True))
     first, second = made.add_slice(4), made.add_slice(8)
     assert [(s.start, s.end) for s in made.slices] == [(0, 1), (1, 5), (5, 13)]

@@ -301,7 +301,7 @@ def run_program(program: str, *args: str) -> subprocess.CompletedProcess[str]:
         (errno.EMFILE, "ulimit -n"),
     ],
 )
-def test_each_cause_brings_its_own_advice(code, advice):
+def test_each_cause_has_its_own_advice(code, advice):
     error = filesystem_error("write", "/data/x", OSError(code, os.strerror(code)))
     assert str(error).startswith(f"cannot write /data/x: {os.strerror(code)}. ")
     assert advice in str(error)

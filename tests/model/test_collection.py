@@ -135,7 +135,7 @@ class Maker:
         return self.made[-1]
 
 
-def test_whoever_runs_a_model_says_where_its_rows_live() -> None:
+def test_the_caller_of_a_model_chooses_where_its_rows_live() -> None:
     embeddings, make = collection(threads=1), Maker()
     embeddings.bind(make)
     assert embeddings.store is make.made[0]
@@ -144,7 +144,7 @@ def test_whoever_runs_a_model_says_where_its_rows_live() -> None:
 
 
 @pytest.mark.parametrize("use", ["look rows up", "ask for the store", "train"])
-def test_rows_that_nobody_bound_live_here_from_their_first_use_on(use: str) -> None:
+def test_unbound_rows_live_here_from_their_first_use_on(use: str) -> None:
     embeddings, late = collection(), Maker()
     if use == "look rows up":
         embeddings(BATCH)
@@ -307,7 +307,7 @@ def test_a_schedule_follows_the_global_step() -> None:
     assert rows(embeddings, 1) == [[-5]]  # rates 2 and 3
 
 
-def test_who_counts_steps_elsewhere_says_which_this_is() -> None:
+def test_a_caller_that_counts_steps_elsewhere_passes_the_step() -> None:
     slot = FeatureSlot(SlotConfig(name="item", optimizer=Sgd(), learning_rate=float))
     embeddings = EmbeddingCollection(
         [Layout("v", CONCAT, [FeatureColumn(slot, "item").lookup(slot.add_slice(1))])]

@@ -81,7 +81,7 @@ def test_it_reads_a_batch_its_ids_or_rows_looked_up_ahead_all_the_same(
     assert torch.equal(logits_of(model(model.embeddings.prepare(batch()), FLOATS)), whole)
 
 
-def test_features_it_does_not_know_are_passed_over_and_those_missing_read_as_zeros(
+def test_unknown_features_are_skipped_and_missing_ones_read_as_zeros(
     make: Callable[..., ReadyModel],
 ) -> None:
     model = make()
@@ -188,7 +188,7 @@ def test_kernels_are_plain_unless_their_norm_is_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["DeepFM", "DCNv2"])
-def test_the_first_layer_tells_what_each_feature_brings(name: str) -> None:
+def test_the_first_layer_tells_what_each_feature_contributes(name: str) -> None:
     model = MODELS[name]()
     train(model)
     reports: list[dict[str, Tensor]] = []

@@ -111,7 +111,7 @@ def test_negatives_are_of_the_batch_or_drawn_or_both(
     torch.testing.assert_close(towers.pick(some).loss, torch.stack(losses).mean())
 
 
-def test_with_the_correction_an_item_of_every_batch_is_held_less_against_others() -> None:
+def test_with_the_correction_an_item_of_every_batch_is_penalized_less() -> None:
     towers = model()
     optimizer = torch.optim.SGD(towers.parameters(), lr=0.0)  # nothing learns: only counts change
     for step in range(30):
@@ -135,7 +135,7 @@ def test_evaluating_counts_nothing() -> None:
     assert towers.frequency.step == 0
 
 
-def test_it_learns_who_wants_what() -> None:
+def test_it_learns_which_users_want_which_items() -> None:
     towers = TwoTower(["user", "item"], item=("item",), dim=8, hidden=(), out=8)
     sparse, dense = EmbeddingOptimizer(towers), torch.optim.Adam(towers.parameters(), lr=0.01)
     draw = torch.Generator().manual_seed(0)

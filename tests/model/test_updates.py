@@ -126,7 +126,7 @@ class Others:
         return squares
 
 
-def test_those_who_step_together_take_the_gradient_of_all() -> None:
+def test_ranks_that_step_together_apply_the_gradient_of_all() -> None:
     setting = Setting()
     others = Others(setting.weight)
     setting.run(together=others)
@@ -140,7 +140,7 @@ def test_a_batch_that_another_cannot_take_is_skipped_here_too() -> None:
     assert (setting.weight.item(), setting.row, setting.sparse.global_step) == (1, [1, 1, 1, 1], 0)
 
 
-def test_what_is_wrong_here_is_said_to_the_others() -> None:
+def test_an_error_here_is_reported_to_the_other_ranks() -> None:
     setting = Setting()
     others = Others(setting.weight, trouble="told")
     with pytest.raises(NonFiniteError):

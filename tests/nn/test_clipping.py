@@ -139,7 +139,7 @@ def test_any_list_gives_the_numbers_of_the_formula(shapes: Any, clip_norm: float
         np.testing.assert_allclose(found.numpy(), array * scale, rtol=2e-6, atol=1e-6)
 
 
-def test_a_scale_alone_serves_those_who_multiply_elsewhere() -> None:
+def test_the_scale_alone_is_returned_for_callers_that_multiply_elsewhere() -> None:
     norms = torch.tensor([0.0, 1.0, 2.0, 4.0, INF, NAN])
     assert clip_scale(norms, 2.0).tolist() == pytest.approx([1.0, 1.0, 1.0, 0.5, NAN, NAN], nan_ok=True)
 

@@ -142,7 +142,7 @@ def test_a_count_is_worth_a_line_at_first_and_whenever_it_has_doubled() -> None:
     assert not doublings.due(1999)
 
 
-def test_one_of_several_processes_says_in_each_line_who_it_is(root_logger) -> None:  # noqa: ARG001
+def test_each_line_of_one_of_several_processes_names_the_process(root_logger) -> None:  # noqa: ARG001
     out = io.StringIO()
     configure_logging("info", stream=out)
     assert process_label() == ""

@@ -131,7 +131,7 @@ def fetch(url, *, header=None, context=None):
         return answer.read()
 
 
-def test_only_who_is_admitted_is_answered():
+def test_only_admitted_callers_are_answered():
     metrics = Metrics()
     metrics.counter("steps", "Steps.").inc()
     with metrics.serve(0, admits=lambda header: header == "Bearer secret") as server:
@@ -167,7 +167,7 @@ def test_with_certificates_both_ends_show_one(certificates):
             fetch(server.url.replace("https", "http"))
 
 
-def test_a_caller_that_never_shakes_hands_keeps_nobody_waiting(certificates):
+def test_a_caller_that_never_shakes_hands_delays_no_other(certificates):
     server_context, caller = contexts(certificates, "ca")
     with (
         Metrics().serve(0, context=server_context) as server,
@@ -186,7 +186,7 @@ def test_metrics_can_be_served_on_ipv6():
         assert fetch(server.url) is not None
 
 
-def test_other_pages_are_served_beside_the_metrics_and_guarded_like_them():
+def test_other_pages_are_served_next_to_the_metrics_and_guarded_like_them():
     metrics = Metrics()
     metrics.counter("steps", "Steps.").inc()
     with metrics.serve(

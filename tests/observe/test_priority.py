@@ -50,7 +50,7 @@ def test_each_thread_has_its_own_share() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-def test_only_those_that_yielded_rest_and_whom_they_started() -> None:
+def test_only_threads_that_yielded_rest_and_those_they_started() -> None:
     rests: list[float] = []
     ticks = iter(range(100))
     resting = Resting(0.5, clock=lambda: float(next(ticks)), sleep=rests.append)

@@ -30,7 +30,7 @@ def test_what_a_process_counts_is_read_back() -> None:
     assert "train_loss" not in scraped
 
 
-def test_a_prefix_of_somebody_s_own_is_found_by_what_every_process_has() -> None:
+def test_a_custom_prefix_is_found_by_what_every_process_has() -> None:
     metrics = Metrics("acme.ads")
     metrics.gauge("run_info", "", ["role"]).set(1, role="worker")
     metrics.gauge("train_step", "").set(7)

@@ -77,7 +77,7 @@ def test_retries_that_do_not_count_have_an_end_too() -> None:
         worker.train("a")
 
 
-def test_who_trained_for_a_while_may_be_let_down_anew() -> None:
+def test_after_training_for_a_while_the_retries_are_counted_again() -> None:
     worker = Worker(1)
     for _ in range(2 * UNCOUNTED):
         worker.train("a", seconds=STEADY.total_seconds())
@@ -91,7 +91,7 @@ def test_without_retries_the_first_loss_is_the_end() -> None:
     assert (worker.said, worker.paused) == ([], [])
 
 
-def test_who_is_asked_to_stop_while_it_waits_does_not_join_again() -> None:
+def test_a_process_that_is_asked_to_stop_while_it_waits_does_not_rejoin() -> None:
     worker = Worker(5, stopped=True)
     with pytest.raises(UnavailableError):
         worker.train("a")

@@ -82,7 +82,7 @@ def test_a_changed_batch_of_the_same_ids_is_looked_up_once_and_gives_the_same_bi
 
 
 @pytest.mark.parametrize("change", [reidentified, overwritten])
-def test_changed_ids_are_looked_up_anew_and_give_the_same_bits(
+def test_changed_ids_are_looked_up_again_and_give_the_same_bits(
     change: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = [watched(change) for _ in range(3)]
@@ -141,7 +141,7 @@ def test_evaluating_and_predicting_leave_the_callers_random_numbers_alone(tmp_pa
     assert found == wanted
 
 
-def test_an_evaluation_draws_the_same_numbers_whoever_calls(tmp_path: Path) -> None:
+def test_an_evaluation_draws_the_same_numbers_for_every_caller(tmp_path: Path) -> None:
     class Noisy(Clicks):
         def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
             outputs = super().outputs(model, batch)

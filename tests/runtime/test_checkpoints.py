@@ -84,7 +84,7 @@ def test_rows_that_a_save_drops_are_not_used_by_what_was_looked_up_ahead(
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_the_source_has_heard_of_the_last_save_when_the_run_ends(tmp_path: Path, prefetch: int) -> None:
+def test_the_source_is_told_of_the_last_save_when_the_run_ends(tmp_path: Path, prefetch: int) -> None:
     task = Watched()
     config = TrainConfig(model_dir=str(tmp_path), prefetch=prefetch, save=SaveConfig(steps=8))
     Trainer(task, config).train()

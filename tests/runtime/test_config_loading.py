@@ -191,7 +191,7 @@ def test_a_table_for_the_task_is_laid_over_by_what_comes_later(tmp_path):
         {"code": {"task": "m:T"}},
     ],
 )
-def test_beside_such_a_table_the_old_name_still_names_the_task(tmp_path, source):
+def test_next_to_such_a_table_the_old_name_still_names_the_task(tmp_path, source):
     file = tmp_path / "run.toml"
     file.write_text("[task]\nb = 3\n")
     config = load_run_config(file=file, **source)

@@ -182,7 +182,7 @@ def test_it_measures_what_a_class_by_hand_measures(tmp_path: Path) -> None:
         ('item = ["item"]', 'item = ["itme"]', "there is no feature 'itme'; did you mean 'item'"),
     ],
 )
-def test_what_is_wrong_is_said_where_it_stands(
+def test_a_problem_is_reported_with_its_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     config = write_shop(tmp_path)

@@ -262,7 +262,7 @@ def test_every_ready_model_trains_and_evaluates(
         ('type = "Adagrad"', 'type = "Adagard"', "model.optimizer.type.*expected one of Adagrad"),
     ],
 )
-def test_what_is_wrong_is_said_where_it_stands(
+def test_a_problem_is_reported_with_its_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     config = write_project(tmp_path, records=10)

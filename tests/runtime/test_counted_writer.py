@@ -63,7 +63,7 @@ def test_rows_bytes_and_stages_are_counted() -> None:
         assert f'monolith_publish_stage_seconds_sum{{stage="{stage}"}} {seconds}' in text
 
 
-def test_an_event_is_timed_once_and_what_nobody_knows_is_not_timed() -> None:
+def test_an_event_is_timed_once_and_an_unknown_one_is_not_timed() -> None:
     metrics = Metrics()
     writer = CountedWriter(Kept(), metrics, 0)
     for _ in range(2):

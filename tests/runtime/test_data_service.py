@@ -160,7 +160,7 @@ def status(state: str = "training") -> ProcessStatus:
     return ProcessStatus(role="worker", index=0, state=state, time=now, every=2.0, started=now)
 
 
-def test_who_reads_for_others_stops_when_the_chief_has_ended_and_not_before_it_has_begun(
+def test_a_data_worker_stops_when_the_chief_has_ended_and_not_before_it_has_begun(
     tmp_path: Path,
 ) -> None:
     stop, board = threading.Event(), StatusBoard(str(tmp_path))

@@ -85,7 +85,7 @@ def test_a_schedule_trains_the_same_bits_on_servers_as_in_one_process(tmp_path: 
     assert alone.weights != unmoved.weights
 
 
-def test_a_schedule_goes_on_where_it_was_saved_there_and_back(tmp_path: Path) -> None:
+def test_a_schedule_resumes_where_it_was_saved_there_and_back(tmp_path: Path) -> None:
     task = Scheduled(schedule="warm up, then cosine")
     whole = in_one_process(task, tmp_path / "whole")
     on_servers(task, tmp_path / "parts", max_steps=4)

@@ -47,7 +47,7 @@ def leave(call: Caller, worker: int, number: int) -> None:
     call("leave", run="r", worker=worker, state=state(number), gives_back=True, member="process")
 
 
-def test_nobody_waits_for_a_worker_that_is_not_there(call: Caller) -> None:
+def test_no_process_waits_for_a_worker_that_has_not_joined(call: Caller) -> None:
     call("halt", run="r")
     assert gathered(call)["missing"] == []
     assert gathered(call, left=True)["missing"] == []
@@ -63,14 +63,14 @@ def test_a_worker_beyond_those_that_began_joins_and_is_waited_for(call: Caller) 
         call.join(4)
 
 
-def test_nobody_comes_while_a_moment_is_cut(call: Caller) -> None:
+def test_no_worker_joins_while_a_snapshot_is_taken(call: Caller) -> None:
     call("halt", run="r")
     assert call.join(1) == NOT_YET
     call("release", run="r")
     assert call.join(1)["run"] == "r"
 
 
-def test_who_leaves_work_stands_still_until_it_is_given_back_and_is_forgotten_then(call: Caller) -> None:
+def test_a_worker_that_leaves_work_waits_until_it_is_given_back_and_is_forgotten_then(call: Caller) -> None:
     call.join(1)
     leave(call, 1, 5)
     leave(call, 1, 5)  # said twice
@@ -102,7 +102,7 @@ def test_a_worker_whose_work_was_given_back_does_not_count_as_there_when_it_says
     assert call.news(0)["present"] == []
 
 
-def test_who_is_lost_departs_with_what_it_had_saved_and_is_shut_out(clock: Clock) -> None:
+def test_a_lost_worker_departs_with_what_it_had_saved_and_is_fenced(clock: Clock) -> None:
     call = keeps_going(clock)
     call.join(1)
     call("news", run="r", worker=1, seen=-1, member="process", examples=30)
@@ -144,7 +144,7 @@ def test_what_was_said_before_work_was_given_back_is_not_saved_after(clock: Cloc
     assert call.join(1, member="next")["state"] == blank
 
 
-def test_a_meeting_that_takes_over_waits_for_those_who_were_there_and_for_nobody_else(clock: Clock) -> None:
+def test_a_service_that_takes_over_waits_for_the_earlier_members_only(clock: Clock) -> None:
     call = Caller(CoordinationService(2, max_workers=4, lost_after=timedelta(seconds=10), clock=clock))
     departing = {"2": {"number": 6, "state": state(2)}}
     about = {"present": [1], "departing": departing, "departures": 6, "gone": {"3": state(3)}}
@@ -173,7 +173,7 @@ def dealt(*workers: int) -> dict[str, Any]:
     return {str(worker): state(10 * worker) for worker in workers}
 
 
-def test_each_hears_what_it_was_dealt_with_that_it_may_go_on(call: Caller) -> None:
+def test_each_worker_is_told_what_it_was_dealt_when_it_may_continue(call: Caller) -> None:
     call.join(1)
     call.join(2)
     halt = arrived(call, 0)
@@ -187,7 +187,7 @@ def test_each_hears_what_it_was_dealt_with_that_it_may_go_on(call: Caller) -> No
         assert heard["dealt"] == {"halt": halt, "position": {"next": 10 * worker}}
 
 
-def test_what_is_dealt_when_nobody_stands_still_is_not_taken(call: Caller) -> None:
+def test_a_deal_while_no_worker_is_paused_is_ignored(call: Caller) -> None:
     call.join(1)
     call.join(2)
     halt = arrived(call, 0)
@@ -198,7 +198,7 @@ def test_what_is_dealt_when_nobody_stands_still_is_not_taken(call: Caller) -> No
     assert call.news(1)["dealt"] is None
 
 
-def test_who_departed_has_nothing_when_its_work_was_dealt_to_others(call: Caller) -> None:
+def test_a_departed_worker_has_nothing_when_its_work_was_dealt_to_others(call: Caller) -> None:
     call.join(1)
     call.join(2)
     leave(call, 2, 5)
@@ -269,7 +269,7 @@ def test_a_departure_is_saved_with_the_moment_that_was_cut_after_it() -> None:
     assert known.due == [(2, left)]
 
 
-def test_old_news_of_a_departure_are_passed_over() -> None:
+def test_old_news_of_a_departure_is_ignored() -> None:
     known = Departures()
     lost = Departure(1)
     known.note_heard({2: lost})

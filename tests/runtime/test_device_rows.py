@@ -148,7 +148,7 @@ def test_rows_that_a_device_has_no_room_for_are_trained_all_the_same(device: Dev
 
 
 @pytest.mark.parametrize("first, then", [({}, None), ({"device_memory_bytes": 3100}, None), (None, {})])
-def test_a_run_goes_on_from_its_checkpoint_wherever_rows_were(
+def test_a_run_resumes_from_its_checkpoint_wherever_rows_were(
     device: Device, tmp_path: Path, first: dict[str, Any] | None, then: dict[str, Any] | None
 ) -> None:
     """Half of the steps with rows on the device and half with rows in host memory, or the other way round."""
@@ -192,7 +192,7 @@ def test_rows_on_a_device_need_a_gpu() -> None:
     assert store_maker(TrainConfig(), Cpu(), LocalPlacement()) == LocalStore.from_configs
 
 
-def test_rows_on_a_device_are_for_who_holds_them() -> None:
+def test_device_rows_are_refused_if_parameter_servers_store_the_rows() -> None:
     coordinator = FleetCoordinator(cast(Any, None))
     config = TrainConfig(embedding_device="device", accelerator="cuda")
     with pytest.raises(ConfigError, match="rows are on parameter servers in this run"):

@@ -153,7 +153,7 @@ def test_what_makes_no_sense_is_refused():
 # The config of this process
 
 
-def test_discovery_by_tf_config_says_who_this_is():
+def test_discovery_by_tf_config_names_this_process():
     config = load(tf_config=tf_config("chief", 0), discovery_type="primus", model_dir="m", num_ps=2)
     placed = assign_role(config, {})
     assert (placed.cluster.role, placed.cluster.index) == ("worker", 0)
@@ -162,7 +162,7 @@ def test_discovery_by_tf_config_says_who_this_is():
     assert (placed.cluster.role, placed.cluster.index, placed.cluster.num_ps) == ("ps", 1, 2)
 
 
-def test_discovery_by_mlp_says_who_this_is():
+def test_discovery_by_mlp_names_this_process():
     placed = assign_role(load(discovery_type="mlp", model_dir="m"), MLP)
     assert (placed.cluster.role, placed.cluster.index) == ("worker", 1)
     assert (placed.cluster.num_ps, placed.cluster.num_workers) == (1, 2)
@@ -190,7 +190,7 @@ def test_the_dispatcher_is_where_the_config_or_mlp_says():
     assert dispatcher_address(load(), {}) is None  # a registry may know
 
 
-def test_a_misspelled_variable_of_the_dispatcher_is_named_beside_the_one_that_is_missing():
+def test_a_misspelled_variable_of_the_dispatcher_is_named_next_to_the_missing_one():
     service = load(discovery_type="mlp", model_dir="m", use_dataservice=True)
     wrong = {"MLP_DISPACHER_0_PRIMARY_HOST": "d", "MLP_DISPATCHER_0_PORT": "5"}
     with pytest.raises(
@@ -209,7 +209,7 @@ def test_an_mlp_port_that_contradicts_what_others_are_told_is_refused():
         listen_address(load(discovery_type="mlp"), {**MLP, "MLP_PORT": "2001"})
 
 
-def test_flags_say_who_this_is_with_every_other_registry():
+def test_flags_name_this_process_with_every_other_registry():
     config = load(num_ps=1, num_workers=3, index=2, model_dir="m", uuid="u")
     assert assign_role(config, {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}) == config
 
@@ -257,7 +257,7 @@ def test_a_run_meets_through_consuls_lookup_api_by_a_setting(tmp_path, socket):
         agent.stop()
 
 
-def test_zookeeper_is_told_the_job_the_servers_and_who_this_is(monkeypatch):
+def test_zookeeper_is_told_the_job_the_servers_and_this_process(monkeypatch):
     opened: list[tuple[str, ZooKeeperConfig]] = []
     monkeypatch.setattr(discovery, "ZooKeeperDiscovery", lambda job, config: opened.append((job, config)))
     values = {"discovery_type": "zk", "zk_server": "127.0.0.1:0", "deep_insight_name": "j"}

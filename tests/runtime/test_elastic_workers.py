@@ -150,7 +150,7 @@ def check_at_least_once(task: TalliedFiles, model_dir: Path, again: int) -> None
         pytest.param("service", False, marks=SOAK),
     ],
 )
-def test_a_worker_that_is_told_to_stop_leaves_its_work_to_the_others(
+def test_a_worker_that_is_told_to_stop_leaves_its_work_to_other_workers(
     tmp_path: Path, kind: str, keeps_going: bool
 ) -> None:
     with (
@@ -169,7 +169,7 @@ def test_a_worker_that_is_told_to_stop_leaves_its_work_to_the_others(
     check_once(task, tmp_path)
 
 
-def test_a_worker_that_is_told_to_stop_stops_all_where_the_data_hands_out_nothing(tmp_path: Path) -> None:
+def test_a_worker_that_is_told_to_stop_stops_all_if_the_source_has_no_work_queue(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     task = TalliedFiles(batches=24, folder=str(tmp_path / "data"))
     with LosingFleet(elastic(tmp_path), num_workers=2, task=task, keeps_going=False) as fleet:
@@ -223,7 +223,7 @@ def test_what_is_lost_when_all_others_have_ended_is_read_by_the_chief(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ONE_NOW)
-def test_a_worker_that_nobody_counted_on_joins_and_takes_work(tmp_path: Path, kind: str) -> None:
+def test_an_unexpected_worker_joins_and_takes_work(tmp_path: Path, kind: str) -> None:
     newcomer: list[Worker] = []
     third = Steps()
 
@@ -243,7 +243,7 @@ def test_a_worker_that_nobody_counted_on_joins_and_takes_work(tmp_path: Path, ki
     check_once(task, tmp_path)
 
 
-def test_more_workers_than_shares_are_refused_where_the_data_hands_out_nothing(tmp_path: Path) -> None:
+def test_more_workers_than_shards_are_refused_if_the_source_has_no_work_queue(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     task = TalliedFiles(batches=6, folder=str(tmp_path / "data"))
     with (
@@ -283,7 +283,7 @@ def test_a_worker_that_left_comes_again(tmp_path: Path, keeps_going: bool) -> No
 @pytest.mark.parametrize(
     ("kind", "workers"), [pytest.param("queue", 1, marks=SOAK), ("queue", 3), ("service", 3)]
 )
-def test_a_checkpoint_of_whoever_was_there_is_gone_on_from_by_any_number(
+def test_a_checkpoint_of_any_members_is_resumed_by_any_number(
     tmp_path: Path, kind: str, workers: int
 ) -> None:
     with handed_out(kind, tmp_path / "data", batches=21) as task:
@@ -301,7 +301,9 @@ def test_a_checkpoint_of_whoever_was_there_is_gone_on_from_by_any_number(
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_exactly_those_who_are_left_go_back_and_on_without_who_was_lost(tmp_path: Path, kind: str) -> None:
+def test_with_exactly_once_the_remaining_workers_roll_back_and_continue_without_the_lost_one(
+    tmp_path: Path, kind: str
+) -> None:
     with handed_out(kind, tmp_path / "data") as task:
         config = elastic(tmp_path)
         with LosingFleet(config, num_workers=2, task=task, keeps_going=False) as fleet:
@@ -319,7 +321,7 @@ def test_exactly_those_who_are_left_go_back_and_on_without_who_was_lost(tmp_path
 
 
 @pytest.mark.parametrize("kind", ONE_NOW)
-def test_a_chief_that_is_lost_comes_back_to_workers_that_went_on(tmp_path: Path, kind: str) -> None:
+def test_a_lost_chief_rejoins_workers_that_continued(tmp_path: Path, kind: str) -> None:
     with (
         handed_out(kind, tmp_path / "data") as task,
         LosingFleet(elastic(tmp_path), num_workers=2, task=task) as fleet,

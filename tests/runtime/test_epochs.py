@@ -148,7 +148,7 @@ def test_records_in_memory_are_read_several_times_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stages", "killed_at"), [("", 5), ("", 12), ("shuffle", 9), ("ahead", 12)])
-def test_a_run_that_was_cut_short_goes_on_in_the_middle_of_an_epoch(
+def test_a_run_that_was_cut_short_resumes_in_the_middle_of_an_epoch(
     tmp_path: Path, stages: str, killed_at: int
 ) -> None:
     task = Files(folder=str(tmp_path), stages=stages)

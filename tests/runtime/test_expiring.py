@@ -128,7 +128,7 @@ def test_two_workers_on_files_of_overlapping_dates_cost_no_row(tmp_path: Path, k
     assert saved == sorted(saved)  # none was lost on the way
 
 
-def test_rows_that_nobody_trains_any_more_expire_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_rows_that_are_no_longer_trained_expire_if_requested(tmp_path: Path) -> None:
     """Of 500 items 20 end after the third day."""
     files = (write_days(tmp_path / "a.parquet", 0, 3), write_days(tmp_path / "b.parquet", 3, 37, items=480))
     task, save = Items(files, days=30, batch_size=250), SaveConfig(steps=10)
@@ -176,7 +176,7 @@ class Clock(Hook):
         self.times.append(run.session.progress.expiry.now())
 
 
-def test_a_run_that_goes_on_has_the_clock_it_ended_with(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_clock_it_ended_with(tmp_path: Path) -> None:
     data = write_days(tmp_path / "data.parquet", 0, 10)
     whole, first, second = Clock(), Clock(), Clock()
     task = Items((data,), days=30)

@@ -46,7 +46,7 @@ class At(Hook):
 
 
 @pytest.mark.parametrize("lost", [1, 0])
-def test_a_lost_server_is_restored_and_nobody_else_goes_back(tmp_path: Path, lost: int) -> None:
+def test_a_lost_server_is_restored_and_no_other_process_rolls_back(tmp_path: Path, lost: int) -> None:
     with losing_servers(settings(tmp_path)) as fleet:
         report = fleet.train(hooks=[At(9, lambda: fleet.replace_server(lost))]).report()
     assert report.step >= TASK.batches, "the step never goes back"
@@ -75,7 +75,7 @@ def test_without_a_checkpoint_a_lost_share_starts_as_at_the_first_start(tmp_path
     assert not {record for record in tally if record % 2} & set(range(1, 8 * 3, 2))
 
 
-def test_workers_go_on_with_a_lost_server_0_and_their_steps_are_never_counted_back(tmp_path: Path) -> None:
+def test_workers_continue_with_a_lost_server_0_and_their_steps_are_never_counted_back(tmp_path: Path) -> None:
     steps: dict[int, list[int]] = {0: [], 1: []}
 
     class Count(Hook):
@@ -289,7 +289,7 @@ def test_with_one_new_server_the_other_keeps_what_it_learned(
         assert run.values() == values
 
 
-def test_what_a_chief_was_about_to_save_when_it_was_lost_keeps_nobody_from_saving(tmp_path: Path) -> None:
+def test_a_save_that_a_lost_chief_had_begun_does_not_block_later_saves(tmp_path: Path) -> None:
     with Trained(tmp_path) as run:
         run.chief.tables.cut("never written")
         run.restart()
@@ -371,9 +371,7 @@ class Pace(Hook):
 
 
 @pytest.mark.parametrize("lost", [1, 0])
-def test_a_worker_or_chief_that_is_lost_takes_its_place_again_and_nobody_goes_back(
-    tmp_path: Path, lost: int
-) -> None:
+def test_a_lost_worker_or_chief_rejoins_and_no_other_process_rolls_back(tmp_path: Path, lost: int) -> None:
     task = Tallied(batches=18)
     back = threading.Event()
     pace = Pace(8, back)

@@ -77,7 +77,7 @@ def test_without_features_there_is_no_spec() -> None:
         ("[18, 30]", "[30, 18]", "boundaries must be finite and rise"),
     ],
 )
-def test_what_is_wrong_is_said_where_it_stands(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_problem_is_reported_with_its_place(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, FILE.replace(old, new))
 

@@ -126,7 +126,7 @@ SOAKED = [((2, 2), 1), ((2, 3), 3), ((3, 1), 1)]
 @pytest.mark.parametrize(
     ("servers", "full_every"), [*NOW, *(pytest.param(*one, marks=pytest.mark.soak) for one in SOAKED)]
 )
-def test_a_run_that_is_started_again_goes_on_with_any_number_of_servers(
+def test_a_restarted_run_resumes_with_any_number_of_servers(
     tmp_path: Path, servers: tuple[int, int], full_every: int
 ) -> None:
     keep = KeepConfig(full_every=full_every)
@@ -140,7 +140,7 @@ def test_a_run_that_is_started_again_goes_on_with_any_number_of_servers(
     assert read_model(TASK, tmp_path).tally == once(TASK.records)
 
 
-def test_a_run_that_was_alone_goes_on_with_servers_and_back(tmp_path: Path) -> None:
+def test_a_local_run_resumes_with_servers_and_back(tmp_path: Path) -> None:
     Trainer(TASK, TrainConfig(model_dir=str(tmp_path), steps=5, summary_every_steps=None)).train()
     run_fleet(TASK, tmp_path, num_workers=1, max_steps=12)
     Trainer(TASK, TrainConfig(model_dir=str(tmp_path), summary_every_steps=None)).train()
@@ -148,7 +148,7 @@ def test_a_run_that_was_alone_goes_on_with_servers_and_back(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("workers", [(2, 3, 1), (1, 2)])
-def test_another_number_of_workers_goes_on_with_what_is_left_of_the_files(
+def test_another_number_of_workers_resumes_with_the_rest_of_the_files(
     tmp_path: Path, workers: tuple[int, ...]
 ) -> None:
     task = TalliedFiles(folder=str(tmp_path))
@@ -169,7 +169,7 @@ def test_another_number_of_workers_goes_on_with_what_is_left_of_the_files(
     assert read_model(task, tmp_path / "model").tally == once(task.records)
 
 
-def test_a_chief_that_comes_back_redistributes_nothing_that_the_others_read_on(tmp_path: Path) -> None:
+def test_a_chief_that_comes_back_redistributes_nothing_that_workers_read_since(tmp_path: Path) -> None:
     class CameBack(alone.LocalCoordinator):
         def join(self, restore: Callable[[bool], Start], **_: Any) -> Start | None:
             return restore(True)
@@ -209,7 +209,7 @@ def test_a_damaged_piece_of_a_checkpoint_is_named_by_the_server_that_reads_it(tm
 
 
 @pytest.mark.parametrize("fails", [0, 1])
-def test_whoever_fails_ends_the_run_for_all_and_the_next_one_goes_on_from_the_checkpoint(
+def test_a_process_that_fails_ends_the_run_for_all_and_the_next_run_resumes_from_the_checkpoint(
     tmp_path: Path, fails: int
 ) -> None:
     outcome = run_fleet(
@@ -227,7 +227,7 @@ def test_whoever_fails_ends_the_run_for_all_and_the_next_one_goes_on_from_the_ch
     assert read_model(TASK, tmp_path).tally == once(TASK.records)
 
 
-def test_who_is_told_to_stop_stops_all_and_saves(tmp_path: Path) -> None:
+def test_a_process_that_is_told_to_stop_stops_all_and_saves(tmp_path: Path) -> None:
     chief: list[Trainer] = []
 
     class Ask(Hook):
@@ -248,7 +248,7 @@ def test_who_is_told_to_stop_stops_all_and_saves(tmp_path: Path) -> None:
     assert sum(saved.tally.values()) == 8 * saved.step
 
 
-def test_an_operator_halts_everybody_saves_and_lets_them_go_on(tmp_path: Path) -> None:
+def test_an_operator_pauses_all_workers_saves_and_resumes_them(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
     class Operator(Hook):
@@ -350,7 +350,7 @@ class _Waiting:
             yield batch
 
 
-def test_a_worker_without_data_keeps_nobody_from_saving(tmp_path: Path) -> None:
+def test_a_worker_without_data_does_not_block_saving(tmp_path: Path) -> None:
     Quiet.released.clear()
 
     class Release(Hook):
@@ -418,7 +418,7 @@ class InStep:
                 self._changed.wait(0.01)
 
 
-def test_every_source_hears_what_is_safe_up_to_its_end(tmp_path: Path) -> None:
+def test_every_source_is_told_what_is_safe_up_to_its_end(tmp_path: Path) -> None:
     Committed.sources.clear()
     pace = InStep()
     run_fleet(
@@ -439,7 +439,7 @@ def test_rows_expire_on_the_servers(tmp_path: Path) -> None:
     assert 0 < evicted < kept
 
 
-def test_what_filters_counted_goes_on(tmp_path: Path) -> None:
+def test_counts_of_filters_resume(tmp_path: Path) -> None:
     task = Tallied(batches=16, threshold=2)
     run_fleet(task, tmp_path / "cut", num_workers=1, hooks=lambda _: [StopAt(12)], deterministic=True)
     run_fleet(task, tmp_path / "cut", num_workers=1, deterministic=True)
@@ -519,7 +519,7 @@ class OwnStore(Tallied):
         return model
 
 
-def test_a_model_that_brings_a_store_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_a_store_of_its_own_is_refused(tmp_path: Path) -> None:
     refused(
         run_fleet(TASK, tmp_path, task_of=lambda _: OwnStore(batches=16)),
         "would train its own copy of the rows",
@@ -565,7 +565,7 @@ class Slow(Hook):
             threading.Event().wait(0.01)
 
 
-def test_a_chief_who_is_done_asks_the_others_to_stop_after_a_while_and_saves_what_they_did(
+def test_a_chief_that_is_done_asks_workers_to_stop_after_a_while_and_saves_their_work(
     tmp_path: Path,
 ) -> None:
     outcome = run_fleet(
@@ -750,7 +750,7 @@ class Gone(Hook):
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_worker_that_is_not_heard_of_any_more_ends_the_run(tmp_path: Path, gone: int) -> None:
+def test_a_worker_that_falls_silent_ends_the_run(tmp_path: Path, gone: int) -> None:
     noticed = threading.Event()
 
     class Notice(Hook):

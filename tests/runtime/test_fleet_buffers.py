@@ -34,7 +34,7 @@ def test_counters_are_what_all_began_with_and_what_each_has_added() -> None:
     assert merge_buffers(tensors(0), [(8, tensors(6)), (8, tensors(6))])[0].item() == 12
 
 
-def test_what_nobody_changed_stays_to_the_bit() -> None:
+def test_unchanged_buffers_stay_to_the_bit() -> None:
     tenth = torch.tensor([0.1, float("inf")])
     assert torch.equal(merge_buffers([tenth], [(3, [tenth]), (4, [tenth]), (7, [tenth])])[0], tenth)
 
@@ -101,7 +101,7 @@ def watched(task: NormedTask, model_dir: Path, num_workers: int) -> tuple[Outcom
     return outcome, seen
 
 
-def test_a_checkpoint_has_the_means_of_all_workers_and_all_of_them_go_on_from_it(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_means_of_all_workers_and_all_of_them_resume_from_it(tmp_path: Path) -> None:
     task = NormedTask(batches=12)
     outcome, seen = watched(task, tmp_path, 2)
     assert outcome.chief.step == 12

@@ -102,7 +102,7 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     assert [found.step for found in folder.follower(last_step=10)] == [10]
 
 
-def test_one_that_is_deleted_before_its_turn_is_passed_over(
+def test_one_that_is_deleted_before_its_turn_is_skipped(
     folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (10, 20, 30):
@@ -126,7 +126,7 @@ def test_it_ends_when_nothing_new_comes_for_too_long(folder: Folder) -> None:
     assert follower.why == "no new checkpoint came for 0:01:00"
 
 
-def test_it_stops_when_somebody_asks(folder: Folder) -> None:
+def test_it_stops_on_request(folder: Folder) -> None:
     folder.save(10)
     folder.plan = [folder.stop]
     follower = folder.follower()
@@ -134,7 +134,7 @@ def test_it_stops_when_somebody_asks(folder: Folder) -> None:
     assert follower.why == "stopped"
 
 
-def test_what_was_taken_before_is_not_taken_again_unless_it_was_saved_anew(folder: Folder) -> None:
+def test_a_checkpoint_is_not_taken_twice_unless_it_was_saved_again(folder: Folder) -> None:
     folder.save(10)
     folder.save(20, saved_at=7.0)
     folder.finish(20)

@@ -126,7 +126,7 @@ def test_all_train_and_one_report_comes_out(start: Any, tmp_path: Path, each: in
     "flags",
     [("--num-ps", "2", "--operation_timeout_in_ms", "-1"), ("--num-ps", "0", "--mode", "sync")],
 )
-def test_a_task_without_embeddings_trains_and_goes_on_with_servers_and_across_ranks(
+def test_a_task_without_embeddings_trains_and_resumes_with_servers_and_across_ranks(
     start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     task = "train.tasks:Numbers"
@@ -158,7 +158,7 @@ def test_ctrl_c_saves_and_stops_all(start: Any, tmp_path: Path) -> None:
     assert processes_with(str(tmp_path / "m")) == []
 
 
-def test_kill_9_of_the_launcher_leaves_nobody_behind(start: Any, tmp_path: Path) -> None:
+def test_kill_9_of_the_launcher_leaves_no_process_behind(start: Any, tmp_path: Path) -> None:
     process = start(*ENDLESS, "--save-steps", "20", "--no-summaries")
     wait_until(lambda: list(tmp_path.glob("m/model.ckpt-*.manifest")), "nothing was saved")
     assert len(processes_with(str(tmp_path / "m"))) > 4
@@ -167,7 +167,7 @@ def test_kill_9_of_the_launcher_leaves_nobody_behind(start: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("flags", [[], ["--cluster.mode", "sync"], ["--launch", "ray"]])
-def test_a_run_that_failed_says_its_last_checkpoint_and_the_command_that_goes_on(
+def test_a_run_that_failed_prints_its_last_checkpoint_and_the_command_that_resumes(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = LaunchOutcome(status=137, text="worker 1 was killed by SIGKILL")
@@ -331,7 +331,7 @@ def test_members_on_ray_get_a_token_of_the_run_and_the_variables_of_the_launcher
     assert ids != {""}
 
 
-def test_who_has_security_of_their_own_keeps_it(tmp_path: Path) -> None:
+def test_a_run_with_security_settings_keeps_them(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret")
     members = given(ray_words("--security.token-file", str(token), "--job.id", "mine"))
@@ -381,7 +381,7 @@ def nobody_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train", TASK, "--launch", "cloud"], "--launch"),
     ],
 )
-def test_a_run_that_makes_no_sense_starts_nobody(
+def test_a_run_that_makes_no_sense_starts_no_process(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2

@@ -69,7 +69,7 @@ def test_a_checkpoint_has_them_where_the_file_is_gone(tmp_path: Path) -> None:
     assert learned(tmp_path, **elsewhere) == task.features
 
 
-def test_what_is_asked_for_otherwise_is_learned_anew(tmp_path: Path) -> None:
+def test_features_with_other_settings_are_learned_again(tmp_path: Path) -> None:
     first = learned(tmp_path)
     config = tmp_path / "clicks.toml"
     config.write_text(config.read_text().replace("quantiles = 4", "quantiles = 8"))
@@ -78,7 +78,7 @@ def test_what_is_asked_for_otherwise_is_learned_anew(tmp_path: Path) -> None:
     assert second.features["price"] == first.features["price"]
 
 
-def test_who_only_reads_learns_nothing(tmp_path: Path) -> None:
+def test_a_process_that_does_not_train_learns_nothing(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"price, price_level: means or quantiles are not known.*Train first"
     ):

@@ -68,7 +68,7 @@ def test_it_recovers_when_the_model_does() -> None:
     assert watched[0].recovered(lambda _, ids: ids)
 
 
-def test_whoever_accepts_things_as_they_are_begins_with_new_levels() -> None:
+def test_accepting_the_current_levels_makes_them_the_new_reference() -> None:
     watched = guard()
     feed(watched, GOOD, 10)
     feed(watched, TURNED, 5)
@@ -78,7 +78,7 @@ def test_whoever_accepts_things_as_they_are_begins_with_new_levels() -> None:
     assert watched[0].reason is None
 
 
-def test_a_model_that_has_only_begun_is_held_against_nothing() -> None:
+def test_a_model_that_has_only_begun_is_compared_with_nothing() -> None:
     watched = guard()
     feed(watched, GOOD, 3)
     feed(watched, TURNED, 2)
@@ -132,7 +132,7 @@ def test_the_first_bad_step_is_that_of_the_last_window_that_was_well() -> None:
     assert watched[0].bad.step == 19
 
 
-def test_what_somebody_accepts_is_not_bad_any_more() -> None:
+def test_an_accepted_level_is_not_bad_any_more() -> None:
     watched = guard()
     fed(watched, GOOD, range(1, 21))
     fed(watched, TURNED, range(21, 30))

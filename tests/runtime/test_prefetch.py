@@ -89,7 +89,9 @@ def test_after_a_drain_all_is_as_after_a_restart() -> None:
     drains=st.sets(st.integers(0, 9)),
 )
 @settings(max_examples=tries(15), deadline=None)
-def test_whoever_is_slow_the_numbers_are_the_same(pauses: list[str], ahead: int, drains: set[int]) -> None:
+def test_the_numbers_are_the_same_whichever_thread_is_slow(
+    pauses: list[str], ahead: int, drains: set[int]
+) -> None:
     def train(slow: set[str]) -> list[int]:
         """Each item adds what it read of a common row: the sum tells which updates a lookup saw."""
         row, seen = [0], []
@@ -132,14 +134,14 @@ def test_a_stream_that_pauses_does_not_hold_updates_back() -> None:
     def read() -> Iterator[int]:
         yield 0
         yield 1
-        assert more.wait(10)
+        assert more.wait(60)
         yield 2
 
     with PrefetchPipeline(read(), lambda item: item, waiting=WaitForData(patience=0.01)) as lane:
         for item in (0, 1):
             assert lane.next() == (item, item)
             lane.push(updated.set if item == 1 else lambda: None)
-        waiter = threading.Thread(target=lambda: (updated.wait(10), more.set()))
+        waiter = threading.Thread(target=lambda: (updated.wait(60), more.set()))
         waiter.start()
         assert lane.next() == (2, 2)  # the update of 1 came first, or the stream would still wait
         waiter.join()
@@ -152,7 +154,7 @@ def test_an_update_waits_no_longer_for_the_next_item_than_it_is_told(behind: boo
     def read() -> Iterator[int]:
         yield 0
         yield 1
-        assert more.wait(10)
+        assert more.wait(60)
         yield 2
 
     def update(item: int) -> None:
@@ -178,7 +180,7 @@ def test_draining_does_not_wait_for_a_stream_that_pauses() -> None:
 
     def read() -> Iterator[int]:
         yield 0
-        assert more.wait(10)
+        assert more.wait(60)
         yield 1
 
     with PrefetchPipeline(read(), lambda item: item) as lane:
@@ -221,13 +223,13 @@ def test_updates_that_are_given_up_are_reported(caplog: pytest.LogCaptureFixture
 
     def wait() -> None:
         entered.set()
-        assert hold.wait(10)
+        assert hold.wait(60)
 
     lane = PrefetchPipeline(iter(range(10)), lambda item: item)
     lane.next()
     lane.push(wait)
     lane.push(lambda: None)
-    assert entered.wait(10)
+    assert entered.wait(60)
     threading.Timer(0.05, hold.set).start()
     lane.close()
     assert "1 row updates were dropped" in caplog.text
@@ -259,7 +261,7 @@ def test_an_interrupt_ends_the_wait_for_an_item_and_loses_no_update() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_it_is_exhausted_when_all_items_were_handed_out_and_no_more_come(ahead: int) -> None:
+def test_it_is_exhausted_when_all_items_were_returned_and_no_more_come(ahead: int) -> None:
     with PrefetchPipeline(iter(range(2)), lambda item: item, ahead=ahead) as lane:
         for _ in range(2):
             assert lane.next() is not None
@@ -274,27 +276,27 @@ def test_an_interrupted_lane_that_still_has_items_is_not_exhausted() -> None:
 
     def look_up(item: int) -> int:
         preparing.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return item
 
     with PrefetchPipeline(iter(range(1)), look_up, ahead=1) as lane:
         lane.interrupt()
         assert lane.next() is None
-        assert preparing.wait(10)
+        assert preparing.wait(60)
         go.set()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not lane._ended and time.monotonic() < deadline:
             time.sleep(0.001)
         assert not lane.exhausted
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_who_has_something_else_to_do_waits_no_more_and_misses_nothing(ahead: int) -> None:
+def test_a_waiting_consumer_can_be_interrupted_and_misses_nothing(ahead: int) -> None:
     more, looked_up = threading.Event(), []
 
     def read() -> Iterator[int]:
         yield 0
-        assert more.wait(10)
+        assert more.wait(60)
         yield from (1, 2, 3)
 
     def look_up(item: int) -> int:
@@ -368,7 +370,7 @@ def test_in_step_a_silence_comes_after_all_updates_and_before_what_is_read_then(
     assert log == ["L0", "L1", "U0", "U1", "idle", "L2", "U2"]
 
 
-def test_in_step_a_drain_waits_for_lookups_and_makes_them_anew_when_they_are_needed() -> None:
+def test_in_step_a_drain_waits_for_lookups_and_repeats_them_when_they_are_needed() -> None:
     log = in_step(1, "...", {0}, lambda _: None)
     assert log == ["L0", "L1", "U0", "drained", "L1", "L2", "U1", "U2"]
 
@@ -384,7 +386,7 @@ def test_in_step_without_a_thread_a_silence_is_idle_too() -> None:
     drains=st.sets(st.integers(0, 7), max_size=3),
     slow=st.sets(st.sampled_from(["read", "look up", "update", "train"]), min_size=1),
 )
-def test_in_step_it_does_not_matter_who_is_slow(
+def test_in_step_it_does_not_matter_which_thread_is_slow(
     script: str, ahead: int, drains: set[int], slow: set[str]
 ) -> None:
     expected = in_step(ahead, script, drains, lambda _: None)

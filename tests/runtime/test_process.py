@@ -199,7 +199,7 @@ class Stopped:
         self.reasons.append(reason)
 
 
-def test_a_request_to_stop_reaches_whoever_trains_now_or_next() -> None:
+def test_a_request_to_stop_reaches_the_current_or_the_next_training() -> None:
     stopper = Stopper(Output())
     first, second = Stopped(), Stopped()
     stopper.use(first)  # type: ignore[arg-type]
@@ -275,7 +275,7 @@ def metrics_config(**values: Any) -> RunConfig:
     return load_run_config(code={"metrics.port": 0, **values})
 
 
-def test_metrics_are_served_only_where_somebody_asks_for_them() -> None:
+def test_metrics_are_served_only_on_request() -> None:
     assert serve_metrics(Metrics(), load_run_config()) is None
     metrics = Metrics()
     served = serve_metrics(metrics, metrics_config(**{"train.model_name": "m", "cluster.kind": "tide"}))

@@ -58,7 +58,7 @@ def test_fewer_names_than_are_needed_are_refused() -> None:
         PsBenchmark(2, speeds(), overridden=["a:1"])
 
 
-def test_a_host_is_what_stands_before_the_port() -> None:
+def test_a_host_is_the_text_before_the_port() -> None:
     assert [host_of(address) for address in ("10.0.0.1:80", "[fd00::1]:80", "[fd00::2]:80", "ps0")] == [
         "10.0.0.1",
         "[fd00::1]",
@@ -67,7 +67,7 @@ def test_a_host_is_what_stands_before_the_port() -> None:
     ]
 
 
-def test_the_ranking_is_told_as_a_table_with_who_is_spare_and_who_failed() -> None:
+def test_the_ranking_is_a_table_with_spare_and_failed_servers() -> None:
     said: list[str] = []
 
     def measure(_: Sequence[str]) -> list[MeasuredServer]:
@@ -114,7 +114,7 @@ def test_servers_that_have_no_share_yet_are_measured(servers: list[str]) -> None
     assert all(server.throughput > 0 and server.latency > 0 for server in found)
 
 
-def test_a_server_that_is_gone_has_a_problem_and_keeps_nobody(servers: list[str]) -> None:
+def test_a_missing_server_is_reported_and_delays_no_other(servers: list[str]) -> None:
     found = StepMeasure(timedelta())([GONE, servers[0]])
     assert "no answer" in found[0].problem
     assert not found[1].problem

@@ -110,7 +110,7 @@ def test_a_stamp_claims_no_step_whose_rows_are_not_updated_yet() -> None:
     assert stamps[-1][1] >= 10
 
 
-def test_a_channel_that_cannot_be_reached_keeps_nobody_from_training() -> None:
+def test_an_unreachable_channel_does_not_stop_training() -> None:
     following = Following(TASK)
     errors: list[int] = []
 
@@ -234,7 +234,7 @@ class PoisonedStream:
             yield batch
 
 
-def test_nothing_of_a_poisoned_batch_is_let_out_and_training_goes_on() -> None:
+def test_nothing_of_a_poisoned_batch_is_published_and_training_continues() -> None:
     task = Poisoned(batches=12)
     config = replace(OFTEN, guard=replace(OFTEN.guard, largest_value=50.0))
     following = Following(task, config)
@@ -260,7 +260,7 @@ def test_nothing_of_a_poisoned_batch_is_let_out_and_training_goes_on() -> None:
     assert 'monolith_publish_held{share="0"} 1.0' in following.metrics.render().decode()
 
 
-def test_a_model_that_gets_worse_is_held_and_accepted_by_who_resumes() -> None:
+def test_a_model_that_gets_worse_is_paused_and_accepted_when_an_operator_resumes() -> None:
     following = Following(TASK, replace(OFTEN, guard=GuardConfig()))
     standings: list[ShardPublishStatus] = []
 
@@ -284,7 +284,7 @@ def test_a_model_that_gets_worse_is_held_and_accepted_by_who_resumes() -> None:
     assert following.values == last.values
 
 
-def test_what_is_held_is_collected_and_published_when_somebody_resumes() -> None:
+def test_rows_are_collected_while_paused_and_published_on_resume() -> None:
     following = Following(TASK)
     held: list[Any] = []
 

@@ -24,7 +24,7 @@ from monolith.sync.publish_messages import PublishOrder
 HELD = replace(STANDING, held=True, reason="a bad upstream", since=5.0)
 
 
-def test_what_is_held_is_kept_and_what_goes_on_is_not(tmp_path: Path) -> None:
+def test_a_pause_is_saved_and_a_resume_removes_it(tmp_path: Path) -> None:
     file = PauseFile(str(tmp_path / "not" / "there yet"))
     assert file.read() is None
     file.note([STANDING, HELD])
@@ -35,7 +35,7 @@ def test_what_is_held_is_kept_and_what_goes_on_is_not(tmp_path: Path) -> None:
     assert file.read() is None
 
 
-def test_where_nobody_knows_how_it_stands_what_was_kept_stays(tmp_path: Path) -> None:
+def test_while_the_state_is_unknown_the_saved_pause_stays(tmp_path: Path) -> None:
     file = PauseFile(str(tmp_path))
     file.note([HELD])
     file.note([])
@@ -51,14 +51,14 @@ def test_the_same_is_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"reason": 3}', '{"reason": "", "since": -1}', "null"])
-def test_a_file_that_nobody_can_read_holds_as_well(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_file_pauses_as_well(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
     kept = PauseFile(str(tmp_path)).read()
     assert kept is not None
     assert "cannot be read" in kept.reason
 
 
-def test_a_file_that_cannot_be_written_keeps_nobody_from_holding(
+def test_a_file_that_cannot_be_written_does_not_prevent_a_pause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_written_keeps_nobody_from_holding(
     assert "the next start of this run" in caplog.text
 
 
-def test_what_a_guard_or_a_person_holds_is_kept_by_who_leads(tmp_path: Path) -> None:
+def test_the_leader_saves_pauses_of_guards_and_operators(tmp_path: Path) -> None:
     holders, file = TwoHolders(), PauseFile(str(tmp_path))
     steward = PublishSupervisor(holders, GuardConfig(), lambda: None, every=60.0, pause_file=file)
     holders.hold(1, by_guard=True, since=7.0)
@@ -82,7 +82,7 @@ def test_what_a_guard_or_a_person_holds_is_kept_by_who_leads(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("by_guard", [True, False])
-def test_a_share_that_starts_is_held_as_it_was_before(tmp_path: Path, by_guard: bool) -> None:
+def test_a_shard_that_starts_is_paused_as_it_was_before(tmp_path: Path, by_guard: bool) -> None:
     file = PauseFile(str(tmp_path))
     file.note([replace(HELD, version="1200", by_guard=by_guard)])
     channel = MemoryChannel()
@@ -108,7 +108,7 @@ def test_a_share_that_starts_is_held_as_it_was_before(tmp_path: Path, by_guard: 
         share.close()
 
 
-def test_how_publishing_stands_in_a_few_words() -> None:
+def test_the_state_of_publishing_in_a_few_words() -> None:
     assert describe_publishing([]) == ""
     assert describe_publishing([STANDING]) == "publishing"
     said = describe_publishing([STANDING, replace(HELD, version="1200")])

@@ -68,13 +68,13 @@ def steward(holders: TwoHolders, *, wrong: str | None = None, resume: Any = "by_
     return PublishSupervisor(holders, GuardConfig(resume=resume), lambda: bad, every=60.0)
 
 
-def test_while_nothing_is_held_nobody_is_told_anything() -> None:
+def test_while_nothing_is_paused_no_shard_is_told_anything() -> None:
     holders = TwoHolders()
     steward(holders).check()
     assert holders.orders == []
 
 
-def test_where_the_guard_of_one_holds_it_all_are_held() -> None:
+def test_if_the_guard_of_one_shard_pauses_all_are_paused() -> None:
     holders = TwoHolders()
     holders.hold(1, by_guard=True)
     steward(holders).check()
@@ -82,7 +82,7 @@ def test_where_the_guard_of_one_holds_it_all_are_held() -> None:
     assert [one.held for one in holders.shares] == [True, True]
 
 
-def test_who_missed_that_all_went_back_goes_back_too() -> None:
+def test_a_shard_that_missed_the_rollback_rolls_back_too() -> None:
     holders = TwoHolders()
     holders.hold(0, version="1200")
     steward(holders).check()
@@ -95,7 +95,7 @@ def test_a_model_that_got_worse_holds_all() -> None:
     assert holders.orders == [PublishOrder("hold", "the AUC fell", by_guard=True, first_bad_step=7)]
 
 
-def test_what_has_recovered_goes_on_by_itself_only_where_that_is_asked() -> None:
+def test_a_recovered_model_resumes_by_itself_only_if_configured() -> None:
     holders = TwoHolders()
     for share in (0, 1):
         holders.hold(share, by_guard=True, recovered=True)
@@ -107,7 +107,7 @@ def test_what_has_recovered_goes_on_by_itself_only_where_that_is_asked() -> None
     assert holders.orders == [PublishOrder("resume", by_guard=True)]
 
 
-def test_what_a_person_held_stays_held() -> None:
+def test_a_pause_by_an_operator_stays() -> None:
     holders = TwoHolders()
     for share in (0, 1):
         holders.hold(share, by_guard=False)

@@ -91,7 +91,7 @@ def test_a_subscriber_of_two_ranks_ends_equal_to_them(tmp_path: Path) -> None:
     watches[0].check()
 
 
-def test_a_subscriber_of_servers_beside_ranks_ends_equal_to_them(tmp_path: Path) -> None:
+def test_a_subscriber_of_servers_next_to_ranks_ends_equal_to_them(tmp_path: Path) -> None:
     following = Following(TASK)
     config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=6))
     train_ranks([TASK, TASK], config, num_ps=2, publish=following.plan)

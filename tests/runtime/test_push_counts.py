@@ -74,7 +74,7 @@ def test_a_copy_that_knows_nothing_of_a_sender_has_none_of_its_pushes(
     assert counts.replace(0, copy(9, sender="another")) == 4
 
 
-def test_what_nobody_acknowledged_is_not_lost(group: Group, counts: PushCounts) -> None:
+def test_unacknowledged_pushes_are_not_lost(group: Group, counts: PushCounts) -> None:
     group.push(3)
     group.push(2, answered=False)
     assert counts.replace(0, copy(2)) == 1
@@ -141,15 +141,13 @@ def test_what_a_worker_left_with_is_counted_without_it(
     assert take_lost_of(told, {0: served}) == (told, {}), "once"
 
 
-def test_who_left_has_lost_nothing_more_with_a_server_that_came_later(
-    group: Group, counts: PushCounts
-) -> None:
+def test_a_worker_that_left_loses_nothing_more_with_a_later_server(group: Group, counts: PushCounts) -> None:
     group.push(7)
     told, _ = take_lost_of(counts.told(), {0: copy(3)})
     assert take_lost_of(told, {0: copy(3, name="third")})[1] == {"third": 0}
 
 
-def test_places_that_nobody_knows_are_passed_over(counts: PushCounts) -> None:
+def test_unknown_places_are_skipped(counts: PushCounts) -> None:
     assert take_lost_of(counts.told(), {5: copy(3)})[1] == {}
 
 

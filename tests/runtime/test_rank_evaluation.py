@@ -72,7 +72,7 @@ def test_an_evaluation_is_that_of_the_checkpoint_of_its_step(
         assert one["metrics"] == pytest.approx(read, rel=1e-5)
 
 
-def test_training_goes_on_as_if_it_had_only_been_saved(tmp_path: Path) -> None:
+def test_training_continues_as_if_it_had_only_been_saved(tmp_path: Path) -> None:
     task, saved = Steady(batches=12), replace(EVALUATED, evaluate=EvaluateConfig(), prefetch=1)
     for name, config in (("without", saved), ("with", replace(saved, evaluate=EVALUATED.evaluate))):
         train_ranks([task] * 2, replace(config, model_dir=str(tmp_path / name)))
@@ -87,7 +87,7 @@ def test_ranks_stop_early_together(tmp_path: Path) -> None:
     assert all(report.finished for report in reports)
 
 
-def test_when_an_evaluation_fails_the_others_hear_why(tmp_path: Path) -> None:
+def test_when_an_evaluation_fails_the_other_ranks_get_the_reason(tmp_path: Path) -> None:
     class Broken(Steady):
         def dataset(self, mode: Mode) -> Stream[Batch]:
             if mode is Mode.EVALUATE:
@@ -98,7 +98,7 @@ def test_when_an_evaluation_fails_the_others_hear_why(tmp_path: Path) -> None:
         train_ranks([Broken()] * 2, replace(EVALUATED, model_dir=str(tmp_path)))
 
 
-def test_when_a_rank_fails_while_another_evaluates_all_hear_why(
+def test_when_a_rank_fails_while_another_evaluates_all_get_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: AllToAllStore) -> None:  # noqa: ARG001

@@ -62,7 +62,7 @@ def sizes(groups: list[RankGroups]) -> list[tuple[int, int]]:
     return [(one.rank, one.size) for one in groups]
 
 
-def test_ranks_meet_whoever_comes_first(stack: ExitStack, discovery: Discovery) -> None:
+def test_ranks_meet_in_any_order(stack: ExitStack, discovery: Discovery) -> None:
     meetings = [meeting(rank, discovery) for rank in (1, 0)]
     assert sizes(joined(stack, *meetings)) == [(1, 2), (0, 2)]
     assert meetings[0].processes == meetings[1].processes
@@ -94,7 +94,7 @@ def _one() -> Tensor:
     return torch.zeros(1)
 
 
-def test_who_restarts_before_the_others_have_noticed_tells_them(
+def test_a_rank_that_restarts_before_its_peers_have_noticed_tells_them(
     stack: ExitStack, discovery: Discovery
 ) -> None:
     meetings = [meeting(rank, discovery) for rank in range(2)]
@@ -115,7 +115,9 @@ def test_who_restarts_before_the_others_have_noticed_tells_them(
         stack.callback(one.close)
 
 
-def test_when_a_rank_leaves_before_all_are_connected_the_others_hear_why(discovery: Discovery) -> None:
+def test_when_a_rank_leaves_before_all_are_connected_the_other_ranks_get_the_reason(
+    discovery: Discovery,
+) -> None:
     def leaves() -> None:
         while not discovery.query(ROLE):
             threading.Event().wait(0.02)
@@ -140,7 +142,9 @@ def test_ranks_with_different_tokens_are_told_what_to_set(discovery: Discovery) 
         meeting(1, discovery, port=port, start=timedelta(seconds=0.5)).join()
 
 
-def test_keys_that_a_stranger_wrote_keep_nobody_from_meeting(stack: ExitStack, discovery: Discovery) -> None:
+def test_keys_of_an_unknown_process_do_not_prevent_the_meeting(
+    stack: ExitStack, discovery: Discovery
+) -> None:
     first, other = meeting(0, discovery), meeting(1, discovery)
 
     def forged() -> RankGroups:
@@ -157,7 +161,7 @@ def test_keys_that_a_stranger_wrote_keep_nobody_from_meeting(stack: ExitStack, d
     assert first.processes == other.processes
 
 
-def test_who_waits_says_for_whom_and_not_for_ever(discovery: Discovery) -> None:
+def test_a_waiting_rank_names_the_missing_ones_and_does_not_wait_for_ever(discovery: Discovery) -> None:
     seen: list[Waiting] = []
     alone = meeting(1, discovery, start=timedelta(seconds=0.3), on_waiting=seen.append)
     with pytest.raises(DeadlineExceededError, match="0 of 2 ranks were there"):

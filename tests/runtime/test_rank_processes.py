@@ -105,7 +105,7 @@ def test_ranks_of_torchrun_listen_on_one_address_and_on_loopback_if_all_are_on_t
     assert rank_host(run, environ) == host
 
 
-def test_ranks_of_mpirun_end_with_the_one_that_was_killed_and_go_on_with_another_number(
+def test_ranks_of_mpirun_end_with_the_one_that_was_killed_and_resume_with_another_number(
     tmp_path: Path,
 ) -> None:
     need_mpirun()
@@ -135,7 +135,7 @@ def test_a_rank_of_mpirun_that_fails_by_itself_ends_all_and_mpirun_has_its_statu
     assert "oops" in said
 
 
-def test_a_rank_on_ray_that_was_killed_is_restarted_and_all_go_on(
+def test_a_rank_on_ray_that_was_killed_is_restarted_and_all_resume(
     ray_cluster: RayCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     struck = Struck(tmp_path)

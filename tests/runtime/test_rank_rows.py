@@ -103,7 +103,7 @@ def on_a_fleet(task: Task, config: TrainConfig) -> object:
         (on_a_fleet, on_ranks(2, 3)),
     ],
 )
-def test_a_checkpoint_goes_on_anywhere_and_comes_from_anywhere(
+def test_a_checkpoint_resumes_anywhere_and_comes_from_anywhere(
     first: Kind, second: Kind, tmp_path: Path
 ) -> None:
     (tmp_path / "data").mkdir()
@@ -150,7 +150,7 @@ def test_ranks_that_lost_one_begin_again_on_the_same_servers(rank: int, tmp_path
     assert read_model(task, tmp_path).tally == dict.fromkeys(range(task.records), 1.0)
 
 
-def test_all_ranks_hear_that_a_server_is_lost_and_begin_again_without_it(tmp_path: Path) -> None:
+def test_all_ranks_are_told_that_a_server_is_lost_and_restart_without_it(tmp_path: Path) -> None:
     task, config = Steady(batches=12), at(SAVING, tmp_path)
     with ExitStack() as held:
         servers = held.enter_context(
@@ -167,7 +167,7 @@ def test_all_ranks_hear_that_a_server_is_lost_and_begin_again_without_it(tmp_pat
     assert read_model(task, tmp_path).tally == dict.fromkeys(range(task.records), 1.0)
 
 
-def test_rank_0_notices_a_server_that_is_lost_while_nobody_asks_it(tmp_path: Path) -> None:
+def test_rank_0_notices_a_server_that_is_lost_while_it_is_idle(tmp_path: Path) -> None:
     config = at(PLAIN, tmp_path)
     with (
         connected(2) as groups,

@@ -306,7 +306,7 @@ def test_a_run_that_is_done_may_be_started_again(tmp_path: Path) -> None:
     assert [report.step for report in train_ranks(tasks, config)] == [2, 2]
 
 
-def test_what_nobody_trained_on_is_still_in_front_of_the_position(tmp_path: Path) -> None:
+def test_records_that_were_not_trained_on_are_still_in_front_of_the_position(tmp_path: Path) -> None:
     config = quiet(TrainConfig(model_dir=str(tmp_path)), prefetch=2)
     few, many = ([batch_of([one]) for one in range(start, start + n)] for start, n in ((0, 2), (100, 5)))
     train_ranks([Given(batches=few), Given(batches=many)], config)
@@ -316,7 +316,7 @@ def test_what_nobody_trained_on_is_still_in_front_of_the_position(tmp_path: Path
 
 
 @pytest.mark.parametrize(("prefetch", "deterministic"), [(0, False), (2, False), (2, True)])
-def test_who_waits_for_a_silent_stream_can_be_stopped(
+def test_a_rank_that_waits_for_a_silent_stream_can_be_stopped(
     prefetch: int, deterministic: bool, tmp_path: Path
 ) -> None:
     silent, asked = threading.Event(), threading.Event()
@@ -361,7 +361,7 @@ def test_who_waits_for_a_silent_stream_can_be_stopped(
     assert read_model(Given(), tmp_path).step == 3, "what was trained is saved"
 
 
-def test_a_stop_while_a_rank_waits_at_the_meeting_is_heard_after_the_step(tmp_path: Path) -> None:
+def test_a_stop_while_a_rank_waits_at_a_collective_takes_effect_after_the_step(tmp_path: Path) -> None:
     runs: dict[int, LocalRun] = {}
 
     class StopsTheOther(Hook):
@@ -419,7 +419,7 @@ def test_a_checkpoint_restores_into_any_number_of_ranks(first: int, then: int, t
         assert trained_once(task, tmp_path)
 
 
-def test_one_process_goes_on_from_ranks_and_ranks_from_one_process(tmp_path: Path) -> None:
+def test_one_process_resumes_from_ranks_and_ranks_from_one_process(tmp_path: Path) -> None:
     task, config = tallied(tmp_path)
     train_ranks([task] * 2, replace(config, steps=3))
     Trainer(task, replace(config, steps=3)).train()
@@ -428,7 +428,7 @@ def test_one_process_goes_on_from_ranks_and_ranks_from_one_process(tmp_path: Pat
     assert trained_once(task, tmp_path)
 
 
-def test_servers_go_on_from_ranks_and_ranks_from_servers(tmp_path: Path) -> None:
+def test_servers_resume_from_ranks_and_ranks_from_servers(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     task, config = tallied(tmp_path)
     train_ranks([task] * 2, replace(config, steps=3))
@@ -500,7 +500,7 @@ def test_operator_files_stop_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model.ckpt-2.assets").exists()
 
 
-def test_when_a_rank_fails_the_others_hear_why(tmp_path: Path) -> None:
+def test_when_a_rank_fails_the_other_ranks_get_the_reason(tmp_path: Path) -> None:
     class Breaks(Hook):
         def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
             if run.step == 2:

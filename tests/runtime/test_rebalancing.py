@@ -143,7 +143,7 @@ class AtFirst(Hook):
             self._act()
 
 
-def test_two_workers_who_stay_have_all_partitions_when_a_third_comes(
+def test_partitions_are_dealt_again_when_a_third_worker_joins(
     tmp_path: Path, make_task: Callable[..., TalliedTopic]
 ) -> None:
     """Partitions move in the middle of training between workers who have read ahead and not saved."""
@@ -164,7 +164,7 @@ def test_two_workers_who_stay_have_all_partitions_when_a_third_comes(
     assert task.committed() == [task.records // PARTITIONS] * PARTITIONS
 
 
-def test_a_worker_that_is_told_to_stop_leaves_its_partitions_to_the_others(
+def test_a_worker_that_is_told_to_stop_leaves_its_partitions_to_other_workers(
     tmp_path: Path, make_task: Callable[..., TalliedTopic]
 ) -> None:
     task = make_task()
@@ -194,7 +194,7 @@ def test_the_partitions_of_a_worker_that_is_lost_are_read_by_others_from_what_is
     check_at_least_once(task, tmp_path, again=8 * 3)
 
 
-def test_exactly_all_go_back_and_those_who_are_left_have_all_partitions(
+def test_with_exactly_once_all_roll_back_and_the_remaining_workers_have_all_partitions(
     tmp_path: Path, make_task: Callable[..., TalliedTopic]
 ) -> None:
     task = make_task()
@@ -208,7 +208,7 @@ def test_exactly_all_go_back_and_those_who_are_left_have_all_partitions(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_checkpoint_of_whoever_was_there_is_gone_on_from_by_any_number(
+def test_a_checkpoint_of_any_members_is_resumed_by_any_number(
     tmp_path: Path, make_task: Callable[..., TalliedTopic], workers: int
 ) -> None:
     task = make_task()
@@ -250,7 +250,7 @@ def test_a_chief_that_is_lost_comes_back_to_the_partitions_it_had(
 
 
 @pytest.mark.soak
-def test_what_everybody_was_dealt_is_known_where_server_0_is_now(
+def test_the_deal_of_every_worker_is_known_at_the_current_server_0(
     tmp_path: Path, make_task: Callable[..., TalliedTopic]
 ) -> None:
     task = make_task(batches=36)

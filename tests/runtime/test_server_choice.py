@@ -179,7 +179,7 @@ def test_a_worker_waits_until_each_server_of_the_list_has_its_share(pool: Pool) 
         pool.choice().of_worker()
 
 
-def test_a_spare_takes_the_place_of_a_listed_server_that_is_gone_and_the_others_stay(pool: Pool) -> None:
+def test_a_spare_takes_the_place_of_a_missing_listed_server_and_the_rest_stay(pool: Pool) -> None:
     pool.choice().of_chief()
     CALLS(pool.addresses[1], "server.begin", run="one")
     pool.servers[0].close()
@@ -219,7 +219,7 @@ def test_a_server_that_is_back_in_time_is_preferred_to_a_spare(pool: Pool) -> No
     assert fetch_ps_cluster(pool.file) == [pool.addresses[0], back]
 
 
-def test_whoever_takes_over_while_a_run_goes_on_is_listed(pool: Pool) -> None:
+def test_a_server_that_takes_over_during_a_run_is_listed(pool: Pool) -> None:
     choice = pool.choice()
     used = choice.of_chief()
     spare = choice.take_over(1, used)
@@ -229,7 +229,7 @@ def test_whoever_takes_over_while_a_run_goes_on_is_listed(pool: Pool) -> None:
     assert choice.take_over(0, [*used, spare]) is None, "no spare is left"
 
 
-def test_a_list_of_which_nobody_is_left_is_of_an_earlier_run(pool: Pool) -> None:
+def test_a_list_without_living_servers_is_of_an_earlier_run(pool: Pool) -> None:
     save_ps_cluster(pool.file, [GONE, "127.0.0.1:2"])
     assert pool.choice().of_chief() == pool.addresses[:2]
 
@@ -250,7 +250,7 @@ def test_the_chief_tells_metrics_how_many_servers_are_missing(pool: Pool) -> Non
 # Spares, while a run goes on and at its end
 
 
-def test_spares_are_told_that_the_run_is_over_and_the_dead_are_passed_over(pool: Pool) -> None:
+def test_spares_are_told_that_the_run_is_over_and_dead_ones_are_skipped(pool: Pool) -> None:
     used = pool.choice().of_chief()
     pool.discovery.register("ps", 3, GONE)
     before = fetch_ps_cluster(pool.file)
@@ -262,7 +262,7 @@ def test_spares_are_told_that_the_run_is_over_and_the_dead_are_passed_over(pool:
     assert fetch_ps_cluster(pool.file) == before
 
 
-def test_a_spare_that_hears_of_a_chief_waits_on() -> None:
+def test_a_spare_that_finds_a_chief_keeps_waiting() -> None:
     now = [0.0]
     spare = ClusterConfig(role="ps", index=1, num_ps=1, num_redundant_ps=1)
     share = ServedShard(TASK, TrainConfig(), spare, clock=lambda: now[0])

@@ -14,7 +14,7 @@ from monolith.runtime.messages import CALLS
 from monolith.runtime.server_calls import KEPT, Jobs
 from monolith.wire.messages import Call, typed_calls
 
-PATIENT = 10.0
+PATIENT = 60.0
 
 
 def served(jobs: Jobs) -> Mapping[str, Call]:
@@ -40,7 +40,7 @@ def test_work_is_started_once_and_waited_for() -> None:
     assert done == [{"n": 4}]
 
 
-def test_what_the_work_raises_is_raised_to_whoever_waits_also_to_who_asks_again() -> None:
+def test_an_error_of_the_work_is_raised_in_the_waiting_caller_and_in_one_that_retries() -> None:
     def fail(_: dict[str, Any]) -> dict[str, Any]:
         raise SaveError("no room")
 

@@ -17,7 +17,7 @@ from monolith.runtime.messages import CALLS, AskNews, BeginService, Joined
 from monolith.runtime.service import CoordinationService
 from monolith.wire.messages import typed_calls, typed_polls, write_message
 
-PATIENT = 10.0
+PATIENT = 60.0
 START = write_message(Start(step=7, positions=({"next": 3},)))
 NOT_YET = write_message(Joined())
 
@@ -92,7 +92,7 @@ def test_a_worker_begins_when_the_chief_has_restored(call: Caller) -> None:
 
 
 @pytest.mark.parametrize("final", [True, False])
-def test_a_worker_that_waits_to_begin_hears_that_the_chief_failed(
+def test_a_worker_that_waits_to_begin_is_told_that_the_chief_failed(
     call: Caller, clock: Clock, final: bool
 ) -> None:
     call("begin", run="r", num_workers=3)
@@ -102,7 +102,7 @@ def test_a_worker_that_waits_to_begin_hears_that_the_chief_failed(
     assert call.join(1, wait=PATIENT) == {**NOT_YET, "failed": why}
 
 
-def test_who_knows_of_a_failed_run_waits_for_the_next(running: Caller) -> None:
+def test_a_process_of_a_failed_run_waits_for_the_next(running: Caller) -> None:
     running("leave", run="r", worker=2, failure="no memory")
     assert running.join(1, known="r") == NOT_YET
     running("begin", run="next", num_workers=3)
@@ -126,7 +126,7 @@ def test_a_worker_that_restarts_when_its_work_is_done_waits_for_the_end(running:
     assert running.join(1, "second process") == {**NOT_YET, "over": True}
 
 
-def test_everybody_counts_the_same_workers(call: Caller) -> None:
+def test_all_processes_count_the_same_workers(call: Caller) -> None:
     with pytest.raises(ConfigError, match="the chief counts 2 workers and server 0 3"):
         call("begin", run="r", num_workers=2)
     with pytest.raises(ConfigError, match="there is no worker 3 of 3"):
@@ -153,7 +153,7 @@ def test_a_halt_in_force_is_not_another_one(running: Caller) -> None:
     assert running("gathered", run="r", wait=0)["missing"] == [2]
 
 
-def test_the_chief_gathers_the_states_of_those_who_arrived_or_left(running: Caller) -> None:
+def test_the_chief_gathers_the_states_of_workers_that_arrived_or_left(running: Caller) -> None:
     halt = running("halt", run="r")["halt"]
     thread, answers = in_thread(running, "gathered", run="r", wait=PATIENT)
     running("leave", run="r", worker=2, state=state(2))
@@ -164,7 +164,7 @@ def test_the_chief_gathers_the_states_of_those_who_arrived_or_left(running: Call
     assert running("gathered", run="r", wait=0, left=True)["missing"] == [1]
 
 
-def test_whoever_arrives_late_at_a_halt_that_was_released_is_not_waited_for(running: Caller) -> None:
+def test_a_process_that_arrives_late_at_a_released_pause_is_not_waited_for(running: Caller) -> None:
     old = running("halt", run="r")["halt"]
     running("release", run="r")
     running("halt", run="r")
@@ -172,7 +172,7 @@ def test_whoever_arrives_late_at_a_halt_that_was_released_is_not_waited_for(runn
     assert running("gathered", run="r", wait=0)["missing"] == [1, 2]
 
 
-def test_whoever_never_joined_is_missing_and_not_lost(running: Caller, clock: Clock) -> None:
+def test_a_worker_that_never_joined_is_missing_and_not_lost(running: Caller, clock: Clock) -> None:
     running.join(1)
     running("halt", run="r")
     clock.now += 1000
@@ -267,13 +267,13 @@ def test_a_worker_that_dies_between_two_questions_is_lost_sooner_than_one_that_h
     assert failure(call, clock, 4, tick=4) == lost
 
 
-def test_nobody_is_lost_because_the_meeting_itself_was_stopped(running: Caller, clock: Clock) -> None:
+def test_no_worker_is_lost_because_the_service_itself_was_stopped(running: Caller, clock: Clock) -> None:
     running.news(1)
     clock.now += 90
     assert failure(running, clock, 9) is None
 
 
-def test_all_who_wait_look_for_the_lost_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_waiters_look_for_lost_workers_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand who wait would look at a thousand workers each, five times a second."""
     clock, looks, asked = Clock(), list[float](), Counter[int]()
     monkeypatch.setattr(CoordinationService, "_check_all", lambda _, __, now, **___: looks.append(now))
@@ -300,7 +300,7 @@ def test_all_who_wait_look_for_the_lost_once_at_a_time(monkeypatch: pytest.Monke
         thread.join(PATIENT)
 
 
-def test_who_has_left_may_be_silent(running: Caller, clock: Clock) -> None:
+def test_a_worker_that_has_left_may_be_silent(running: Caller, clock: Clock) -> None:
     running.news(1)
     running("leave", run="r", worker=1, state=state())
     assert failure(running, clock, 14) is None
@@ -315,7 +315,7 @@ def test_a_failure_ends_the_run_for_all(running: Caller) -> None:
     assert running("news", run="r", worker=0, seen=-1, wait=0)["failure"] == "worker 2 failed: no memory"
 
 
-def test_everybody_hears_of_a_stop_of_saves_and_of_the_end(running: Caller) -> None:
+def test_all_processes_are_told_of_a_stop_of_saves_and_of_the_end(running: Caller) -> None:
     running("stop", run="r", reason="SIGTERM", unfinished=True)
     running("stop", run="r", reason="later", unfinished=False)
     running("saved", run="r", halt=2)
@@ -326,7 +326,7 @@ def test_everybody_hears_of_a_stop_of_saves_and_of_the_end(running: Caller) -> N
     assert news["unfinished"]
 
 
-def test_the_chief_knows_who_has_not_heard_of_the_end(running: Caller) -> None:
+def test_the_chief_knows_which_workers_have_not_been_told_of_the_end(running: Caller) -> None:
     running.join(1)
     running.join(2)
     running.news(1)
@@ -376,14 +376,14 @@ def test_of_an_earlier_run_nothing_is_taken(running: Caller, name: str, body: di
         ("halt", {"worker": 1}, "worker: unknown key"),
     ],
 )
-def test_what_a_worker_says_is_looked_at_before_anybody_hears_it(
+def test_a_message_of_a_worker_is_checked_before_it_is_passed_to_others(
     running: Caller, name: str, body: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         running(name, run="r", **body)
 
 
-def test_who_waits_for_news_of_a_run_that_is_replaced_hears_of_it(running: Caller) -> None:
+def test_a_process_that_waits_for_news_of_a_replaced_run_is_told(running: Caller) -> None:
     seen = running("news", run="r", worker=1, seen=-1, wait=0)["version"]
     errors: list[Exception] = []
 
@@ -448,7 +448,7 @@ def test_a_worker_that_left_is_counted_by_what_it_left_with(training: Caller, be
     assert updates(training) == (5, [2], []), "it said so twice"
 
 
-def test_who_departs_is_counted_though_it_is_gone(call: Caller) -> None:
+def test_a_departed_worker_is_counted_though_it_is_gone(call: Caller) -> None:
     call("begin", run="r", num_workers=3, keep_going=True)
     call("open", run="r", start={**START, "hands_out": True})
     call.join(1)
@@ -458,14 +458,14 @@ def test_who_departs_is_counted_though_it_is_gone(call: Caller) -> None:
     assert updates(call) == (5, [], [])
 
 
-def test_who_was_lost_as_well_is_named_and_not_waited_for(training: Caller) -> None:
+def test_a_worker_that_was_lost_as_well_is_named_and_not_waited_for(training: Caller) -> None:
     training("served", run="r", server=1, served=SERVED)
     training("lost", run="r", worker=2, incarnation="next", updates=3)
     training("leave", run="r", worker=1, failure="it broke", lost=True)
     assert updates(training, wait=PATIENT) == (3, [], [1])
 
 
-def test_who_joins_after_a_loss_has_lost_nothing(training: Caller) -> None:
+def test_a_worker_that_joins_after_a_loss_has_lost_nothing(training: Caller) -> None:
     training("served", run="r", server=1, served=SERVED)
     training("lost", run="r", worker=2, incarnation="next", updates=3)
     training("leave", run="r", worker=1, failure="it broke", lost=True)
@@ -473,7 +473,7 @@ def test_who_joins_after_a_loss_has_lost_nothing(training: Caller) -> None:
     assert updates(training) == (3, [], [])
 
 
-def test_a_meeting_that_takes_over_waits_for_those_who_had_a_part(training: Caller) -> None:
+def test_a_service_that_takes_over_waits_for_the_earlier_participants(training: Caller) -> None:
     """Nobody has come back yet, and the chief asks at once what was lost with server 0."""
     training("leave", run="r", worker=1, state=state(), pushes=pushes("one", 8))
     news = training.news(0)

@@ -72,7 +72,7 @@ class Following(LocalCoordinator):
         return Start(step=40)
 
 
-def test_where_another_leads_it_goes_on_from_there_and_keeps_no_files(tmp_path: Path) -> None:
+def test_under_another_leader_it_resumes_from_its_step_and_keeps_no_files(tmp_path: Path) -> None:
     steps, report = train(Following(), steps=3, model_dir=str(tmp_path / "model"))
     assert steps == [41, 42, 43]
     assert report.checkpoint is None
@@ -131,7 +131,7 @@ class Together(LocalCoordinator):
         return Quiesced(step=progress.step, others=(OTHER,))
 
 
-def test_what_the_others_did_counts(tmp_path: Path) -> None:
+def test_the_work_of_other_processes_counts(tmp_path: Path) -> None:
     steps, report = train(Together(), steps=4, model_dir=str(tmp_path), save=SaveConfig(steps=4))
     assert steps == [1, 2, 3, 4]
     assert (report.examples, report.skipped) == (4 * 64 + 100, 2)

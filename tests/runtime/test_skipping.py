@@ -171,7 +171,7 @@ def test_a_nan_in_one_float_of_one_record_spoils_nothing(tmp_path: Path) -> None
     assert "left_out" not in found
 
 
-def test_the_position_goes_on_past_a_bad_batch(tmp_path: Path) -> None:
+def test_the_position_advances_past_a_bad_batch(tmp_path: Path) -> None:
     bad = times(Clicks(), 19)
     spoiled, _ = train(Spoiled(bad=bad), model_dir=str(tmp_path))
     clean, _ = train(Clicks())
@@ -200,7 +200,7 @@ def test_how_many_is_a_setting(tmp_path: Path) -> None:
         TrainConfig(max_skipped_in_a_row=-1)
 
 
-def test_good_batches_between_bad_ones_start_the_count_anew() -> None:
+def test_good_batches_between_bad_ones_reset_the_count() -> None:
     bad = times(Clicks(), *range(0, 20, 2))
     _, report = train(Spoiled(bad=bad), max_skipped_in_a_row=1)
     assert (report.step, report.skipped) == (10, 10)

@@ -144,7 +144,7 @@ def test_a_lost_server_is_served_from_its_copy_and_loses_what_came_after_it(
     assert gone == {record for record in range(5 * 8, 9 * 8) if record % 2 == lost}
 
 
-def test_a_standby_that_is_lost_is_made_anew(tmp_path: Path) -> None:
+def test_a_lost_standby_is_replaced(tmp_path: Path) -> None:
     with standing_by(settings(tmp_path)) as fleet:
 
         def lose() -> None:
@@ -205,7 +205,7 @@ def test_a_copy_that_is_not_whole_yet_does_not_take_over(tmp_path: Path) -> None
     assert [one.restored_from for one in report.lost.servers] == [str(tmp_path / "model.ckpt-6")]
 
 
-def test_a_server_that_comes_back_becomes_the_standby_of_who_took_its_place(tmp_path: Path) -> None:
+def test_a_server_that_comes_back_becomes_the_standby_of_its_successor(tmp_path: Path) -> None:
     with standing_by(settings(tmp_path)) as fleet:
 
         def lose() -> None:

@@ -72,7 +72,7 @@ def step(hook: Any, number: int, *, examples: int = 10, event_time: int = 0) -> 
     hook.after_step(None, SimpleNamespace(step=number, examples=examples, batch=SimpleNamespace(ids=ids)))
 
 
-def test_the_worker_that_leads_says_how_publishing_stands() -> None:
+def test_the_leading_worker_reports_the_state_of_publishing() -> None:
     status, watched = own(), trained()
     status.watch_worker(watched)
     assert status.status().publishing == ""
@@ -156,7 +156,7 @@ def test_steps_of_others_between_two_of_this_worker_are_its_staleness() -> None:
     assert status.status().rows is None  # the servers have them
 
 
-def test_a_worker_that_stands_still_says_so() -> None:
+def test_a_worker_that_is_paused_says_so() -> None:
     clock, local = Clocks(), trained()
     status = own(clock)
     hook = status.watch_worker(local)
@@ -224,7 +224,7 @@ def test_a_server_says_how_many_bytes_come_and_go() -> None:
     store.close()
 
 
-def test_a_run_without_a_model_dir_shows_itself_to_who_asks() -> None:
+def test_a_run_without_a_model_dir_shows_its_status_on_request() -> None:
     (found,) = JobStatus.from_json(own().page()).processes
     assert found.name == "worker 0"
 

@@ -298,7 +298,7 @@ def test_a_run_that_was_cut_short_ends_bit_for_bit_like_one_that_was_not(
     assert trained[: 64 * (last.steps[0] - 1)] + last.examples == whole.examples
 
 
-def test_a_run_that_ended_well_goes_on_with_the_next_record(tmp_path: Path) -> None:
+def test_a_run_that_ended_well_continues_with_the_next_record(tmp_path: Path) -> None:
     first, _ = train(TASK, StopAt(8), model_dir=str(tmp_path))
     second, report = train(TASK, model_dir=str(tmp_path))
     whole, _ = train(TASK)
@@ -324,7 +324,7 @@ def test_checkpoints_are_saved_on_the_way_and_at_the_end(tmp_path: Path) -> None
     assert not (tmp_path / "model.ckpt-0.manifest").exists()
 
 
-def test_saving_beside_the_training_saves_the_same_moments(tmp_path: Path) -> None:
+def test_saving_in_the_background_saves_the_same_steps(tmp_path: Path) -> None:
     how = {"save": SaveConfig(steps=10, asynchronous=True), "prefetch": 0}
     train(TASK, model_dir=str(tmp_path / "a"), **how)
     train(TASK, model_dir=str(tmp_path / "b"), prefetch=0, save=SaveConfig(steps=10))
@@ -335,7 +335,7 @@ def test_saving_beside_the_training_saves_the_same_moments(tmp_path: Path) -> No
         assert parts[0]["tables"]["tables"] == parts[1]["tables"]["tables"]
 
 
-def test_metrics_go_on_where_they_were(tmp_path: Path) -> None:
+def test_metrics_resume_where_they_were(tmp_path: Path) -> None:
     how = {"metric_window": 64 * 15, "model_dir": str(tmp_path)}
     train(TASK, StopAt(10), **how)
     _, report = train(TASK, **how)
@@ -359,7 +359,7 @@ def test_a_run_goes_back_to_a_checkpoint_once(tmp_path: Path) -> None:
     assert (first.steps[0], second.steps[0]) == (6, 8)
 
 
-def test_weights_start_anew_when_asked_and_rows_do_not(tmp_path: Path) -> None:
+def test_weights_are_reset_on_request_and_rows_are_not(tmp_path: Path) -> None:
     train(TASK, StopAt(10), model_dir=str(tmp_path))
     how = {"model_dir": str(tmp_path), "restore": RestoreConfig(reset_dense=True, continue_training=True)}
     watch, _ = train(TASK, StopAt(11), **how)
@@ -519,7 +519,7 @@ def test_an_operator_ends_a_run_at_a_time_of_the_data(tmp_path: Path) -> None:
     assert report.checkpoint is not None
 
 
-def test_what_each_feature_brings_is_written_on_request(tmp_path: Path) -> None:
+def test_the_contribution_of_each_feature_is_written_on_request(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from monolith.observe.summaries import read_summaries
 
@@ -547,7 +547,7 @@ class OwnModel(Clicks):
         return OwnModule(super().model())
 
 
-def test_the_label_is_written_next_to_what_each_feature_brings_on_request(tmp_path: Path) -> None:
+def test_the_label_is_written_next_to_the_contributions_on_request(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from monolith.observe.summaries import read_summaries
 

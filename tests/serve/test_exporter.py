@@ -277,7 +277,7 @@ def test_the_same_export_again_leaves_what_is_there(config, tmp_path):
         exported(config, tmp_path, coding="int8")
 
 
-def test_a_killed_export_goes_on_with_the_tables_that_are_complete(config, tmp_path, monkeypatch):
+def test_a_killed_export_resumes_with_the_tables_that_are_complete(config, tmp_path, monkeypatch):
     written: list[str] = []
     real = exporting.export_table
 
@@ -305,7 +305,7 @@ def test_a_killed_export_goes_on_with_the_tables_that_are_complete(config, tmp_p
         assert torch.equal(predictor.predict(columns(3, seed=9)).outputs["click"], wanted["click"])
 
 
-def test_a_killed_sharded_export_goes_on_with_what_is_complete(config, tmp_path, monkeypatch):
+def test_a_killed_sharded_export_resumes_with_what_is_complete(config, tmp_path, monkeypatch):
     written: list[str] = []
     real = exporting.export_table
 
@@ -346,7 +346,7 @@ def test_a_killed_sharded_export_goes_on_with_what_is_complete(config, tmp_path,
 
 
 @pytest.mark.parametrize("shards", [0, 2])
-def test_only_the_newest_versions_stay_and_those_that_are_held(config, tmp_path, shards):
+def test_only_the_newest_versions_and_those_in_use_stay(config, tmp_path, shards):
     how = replace(how_to_export(ExportConfig(shards=shards), config), keep=1)
     part = tmp_path / "ps_0" if shards else tmp_path
     exported(config, tmp_path, step=3, how=how)

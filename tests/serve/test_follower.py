@@ -201,7 +201,7 @@ def test_a_snapshot_of_rows_that_are_as_exported_is_not_kept_twice(root: Path) -
     trainer.publisher.close()
 
 
-def test_a_server_goes_on_from_the_place_that_its_export_names(root: Path) -> None:
+def test_a_server_resumes_from_the_position_that_its_export_names(root: Path) -> None:
     channel = MemoryChannel()
     trainer = FakeTrainer(root / "3", channel)
     trainer.publisher.publish_now()
@@ -368,7 +368,7 @@ def test_a_version_that_is_not_there_changes_nothing_and_is_named(root: Path, ca
     trainer.publisher.close()
 
 
-def test_a_trainer_that_is_silent_is_warned_about_once_and_answers_go_on(root: Path, caplog: Any) -> None:
+def test_a_silent_trainer_is_warned_about_once_and_answers_continue(root: Path, caplog: Any) -> None:
     channel = MemoryChannel()
     trainer = FakeTrainer(root / "3", channel)
     with following(root, channel, follow=ServeFollowConfig(stale_after=timedelta(hours=2))) as server:
@@ -411,7 +411,7 @@ def test_a_publisher_whose_clock_is_ahead_is_named_in_answers_metrics_and_once_i
     trainer.publisher.close()
 
 
-def test_a_server_that_is_catching_up_is_not_said_to_hear_nothing(root: Path, caplog: Any) -> None:
+def test_a_server_that_is_catching_up_is_not_reported_as_silent(root: Path, caplog: Any) -> None:
     channel = MemoryChannel()
     trainer = FakeTrainer(root / "3", channel)
     trainer.publisher._clock = lambda: time.time() - 3600.0
@@ -428,7 +428,9 @@ def test_a_server_that_is_catching_up_is_not_said_to_hear_nothing(root: Path, ca
     trainer.publisher.close()
 
 
-def test_an_old_export_is_nothing_to_warn_about_before_the_trainer_was_heard(root: Path, caplog: Any) -> None:
+def test_an_old_export_is_nothing_to_warn_about_before_the_first_contact_with_the_trainer(
+    root: Path, caplog: Any
+) -> None:
     made = read_servable(str(root / "3"))
     write_servable(str(root / "3"), replace(made, created=made.created - 3600.0))
     with following(root, MemoryChannel()) as server:
@@ -443,7 +445,7 @@ def test_an_old_export_is_nothing_to_warn_about_before_the_trainer_was_heard(roo
         assert "no newer rows arrive (nothing is published)" in caplog.text
 
 
-def test_what_was_held_has_time_to_come_when_publishing_goes_on(root: Path, caplog: Any) -> None:
+def test_after_a_resume_the_paused_rows_have_time_to_arrive(root: Path, caplog: Any) -> None:
     channel = MemoryChannel()
     trainer = FakeTrainer(root / "3", channel)
     trainer.publisher.publish_now()
@@ -609,7 +611,7 @@ def test_only_one_version_of_a_model_can_follow(root: Path) -> None:
         pass
 
 
-def test_an_answer_of_a_model_that_follows_nobody_says_the_age_of_its_export(root: Path) -> None:
+def test_an_answer_of_a_model_that_follows_no_trainer_has_the_age_of_its_export(root: Path) -> None:
     with Predictor(str(root), show=False, clock=lambda: made.created + 12.5) as predictor:
         made = predictor.servable
         said = predictor.freshness()

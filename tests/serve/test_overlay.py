@@ -15,7 +15,6 @@ from monolith.errors import ConfigError, TableArgumentError
 from monolith.observe import Metrics
 from monolith.serve.metrics import FollowMetrics
 from monolith.serve.overlay import FollowedTables, FollowTarget
-from monolith.store import TableIds
 from monolith.sync.messages import BUCKETS
 from monolith.table import (
     FrozenSegment,
@@ -72,16 +71,16 @@ def snapshot(tables: FollowedTables, values: dict[int, float], share=(0, 1), buc
     return tables.end_snapshot()
 
 
-def test_a_delta_brings_rows_and_takes_ids_away(tmp_path):
+def test_a_delta_adds_rows_and_removes_ids(tmp_path):
     tables = FollowedTables()
     view = tables.attach(below(tmp_path, {1: 1, 2: 2}))
     assert tables.apply({"item": rows({2: 5, 3: 6})}, {"item": ids(1)}) == 3
     assert present(view) == {2: 5, 3: 6}
     assert tables.apply({"item": rows({1: 7})}, {}) == 1
-    assert view.lookup(TableIds(ids(1, 4), ids(2))).tolist() == [7, 7, 0, 0]
+    assert view.lookup(ids(1, 4), ids(2)).tolist() == [7, 7, 0, 0]
 
 
-def test_a_generation_ends_where_what_was_brought_is_let_go_of(tmp_path):
+def test_a_generation_ends_when_its_rows_are_dropped(tmp_path):
     tables = FollowedTables()
     tables.attach(below(tmp_path, {1: 1}))
     first = tables.generation
@@ -102,7 +101,7 @@ def test_before_a_version_is_attached_nothing_is_kept():
     assert snapshot(tables, {1: 1}) == 0
 
 
-def test_a_table_that_the_model_does_not_read_is_passed_over_and_named_once(tmp_path, caplog):
+def test_a_table_that_the_model_does_not_read_is_skipped_and_named_once(tmp_path, caplog):
     tables = FollowedTables()
     tables.attach(below(tmp_path, {}))
     for _ in range(2):
@@ -127,7 +126,7 @@ def test_a_snapshot_replaces_the_ids_of_its_share_and_keeps_only_what_differs(tm
     assert tables.rows == 3  # 3, 6, and that 5 has gone
 
 
-def test_a_snapshot_of_buckets_leaves_the_others(tmp_path):
+def test_a_snapshot_of_some_buckets_leaves_all_other_rows(tmp_path):
     tables = FollowedTables()
     view = tables.attach(below(tmp_path, dict.fromkeys(range(50), 1.0)))
     bucket = int(mix(np.array([7]))[0] >> np.uint64(52))
@@ -210,7 +209,7 @@ def test_what_was_brought_is_dropped_and_nothing_comes_until_a_version_is_attach
     assert present(view) == {1: 7}
 
 
-def test_a_model_with_other_tables_begins_anew(tmp_path):
+def test_a_model_with_other_tables_starts_again(tmp_path):
     tables = FollowedTables()
     tables.attach(below(tmp_path, {1: 1}))
     tables.apply({"item": rows({1: 5})}, {})
@@ -219,7 +218,7 @@ def test_a_model_with_other_tables_begins_anew(tmp_path):
     assert present(view, "user") == {1: 2}
 
 
-def test_a_snapshot_that_is_passed_over_buries_nothing(tmp_path):
+def test_a_skipped_snapshot_removes_nothing(tmp_path):
     tables = FollowedTables()
     view = tables.attach(below(tmp_path, {1: 1, 2: 2}))
     tables.pause_applying(True)

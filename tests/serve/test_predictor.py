@@ -148,7 +148,7 @@ def test_a_data_frame_that_does_not_fit_is_refused(predictor):
         predictor.predict([1, 2, 3])
 
 
-def test_what_is_only_for_training_is_passed_over(predictor):
+def test_features_for_training_only_are_skipped(predictor):
     raw = columns(2, seed=9)
     fewer = {name: raw[name] for name in raw if name not in ("click", "time")}
     assert torch.equal(predictor.predict(fewer).outputs["click"], predictor.predict(raw).outputs["click"])
@@ -209,7 +209,7 @@ def test_a_column_that_is_not_there_reads_as_missing_and_is_named_once(predictor
         predictor.predict({})
 
 
-def test_many_threads_ask_at_once_and_a_wrong_request_harms_nobody(config, predictor):
+def test_concurrent_requests_are_answered_and_a_wrong_one_harms_no_other(config, predictor):
     (wanted,) = predictions(config, Predicted(rows=64))
     raw, errors, wrong = columns(64, seed=9), [], []
 
@@ -292,7 +292,7 @@ def test_no_batch_is_answered_with_half_of_the_new_weights(root):
 # The folder
 
 
-def test_a_version_is_held_until_it_is_closed(config, tmp_path):
+def test_a_version_is_locked_until_it_is_closed(config, tmp_path):
     folder = exported(config, tmp_path).folder
     predictor = Predictor(folder, show=False)
     assert remove_versions([str(tmp_path)], ["6"]) == ([], ["6"])
@@ -335,7 +335,7 @@ def test_a_damaged_row_is_found_with_verify(config, tmp_path):
         Predictor(str(tmp_path), show=False, verify=True)
 
 
-def test_rows_may_come_from_somebody_else(root):
+def test_rows_may_come_from_another_source(root):
     class Nothing:
         tables = {"item": 4, "tags": 4, "user": 4}  # noqa: RUF012
 

@@ -82,14 +82,14 @@ def test_a_version_that_cannot_be_a_folder_is_refused(tmp_path, version):
         NewVersion(str(tmp_path), version, "d")
 
 
-def test_what_a_killed_export_left_is_gone_on_with(tmp_path):
+def test_the_files_of_a_killed_export_are_resumed(tmp_path):
     with NewVersion(str(tmp_path), "1", "d") as first:
         Path(first.folder, "table").touch()
     with NewVersion(str(tmp_path), "1", "d") as second:
         assert Path(second.folder, "table").exists()
 
 
-def test_what_would_be_something_else_is_begun_anew(tmp_path):
+def test_files_of_another_export_are_written_again(tmp_path):
     with NewVersion(str(tmp_path), "1", "d") as first:
         Path(first.folder, "table").touch()
     with NewVersion(str(tmp_path), "1", "other") as second:
@@ -123,7 +123,7 @@ def test_a_version_that_is_there_is_the_same_or_in_the_way(tmp_path):
 # Holding
 
 
-def test_what_is_held_is_not_removed(tmp_path):
+def test_a_version_in_use_is_not_removed(tmp_path):
     for version in ("1", "2", "3"):
         put(tmp_path, version)
     with LockedVersion(str(tmp_path / "1")) as held:
@@ -171,7 +171,7 @@ def test_a_version_that_one_part_holds_stays_in_all_parts(tmp_path):
     assert remove_versions(roots, ["1"]) == (["1"], [])
 
 
-def test_a_version_that_goes_meanwhile_is_not_held(tmp_path):
+def test_a_version_that_is_removed_meanwhile_is_not_locked(tmp_path):
     folder = put(tmp_path, "1")
     put(tmp_path, "2")
     remove_versions([str(tmp_path)], ["2"])

@@ -129,7 +129,7 @@ def test_options_of_an_interpreter_start_a_new_one() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_who_stands_in_for_a_process_reaches_it(number: signal.Signals) -> None:
+def test_a_signal_to_the_proxy_of_a_process_reaches_it(number: signal.Signals) -> None:
     outer = (
         "import os, signal, subprocess, sys\n"
         "inner = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE)\n"

@@ -93,7 +93,7 @@ def test_when_one_rank_is_given_nonsense_all_refuse_and_nothing_has_happened() -
         assert stores[0].stats()["a"].rows == 2
 
 
-def test_when_a_rank_is_gone_those_who_wait_for_it_hear_why() -> None:
+def test_when_a_rank_is_gone_waiting_ranks_get_the_reason() -> None:
     with connected(3) as groups:
         stores = [store_of(one) for one in groups]
 
@@ -142,7 +142,7 @@ def test_ten_steps_of_adagrad_are_those_of_a_dense_embedding(size: int) -> None:
                 torch.testing.assert_close(one.view(rows, dim), embedding.weight.detach())
 
 
-def test_a_rank_can_fail_while_another_of_its_threads_waits_for_the_others() -> None:
+def test_a_rank_can_fail_while_another_of_its_threads_waits_for_other_ranks() -> None:
     with connected(2) as groups:
         stores = [store_of(one) for one in groups]
 
@@ -176,7 +176,7 @@ def test_an_interpreter_that_was_a_rank_ends_as_it_should() -> None:
     assert "terminate called" not in ended.stderr  # that the other rank is gone may be said
 
 
-def test_a_rank_that_has_closed_keeps_no_connection_even_where_somebody_keeps_its_error() -> None:
+def test_a_rank_that_has_closed_keeps_no_connection_even_if_its_error_is_kept() -> None:
     def connections() -> int:
         names = []
         for thread in Path("/proc/self/task").iterdir():

@@ -141,7 +141,7 @@ def test_weights_need_an_optimizer_that_holds_them() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_share_goes_on_where_its_dump_was_taken(name: str) -> None:
+def test_a_shard_resumes_where_its_dump_was_taken(name: str) -> None:
     first, second = small_module(), small_module()
     old = DenseShard(first, OPTIMIZERS[name](list(first.values())), (0, 1))
     new = DenseShard(second, OPTIMIZERS[name](list(second.values())), (0, 1))
@@ -196,7 +196,7 @@ def test_a_byte_that_changed_on_the_way_is_found() -> None:
         read_dense(bytes(data))
 
 
-def test_safetensors_of_somebody_else_are_refused() -> None:
+def test_foreign_safetensors_are_refused() -> None:
     from safetensors.torch import save
 
     with pytest.raises(RestoreError, match="hold no dense weights"):

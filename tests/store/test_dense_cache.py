@@ -249,7 +249,7 @@ def test_rates_that_are_moved_on_a_worker_hold_on_the_servers(servers: Servers, 
     assert servers.value == 3.5
 
 
-def test_rates_that_nobody_moves_stay_as_another_worker_made_them(servers: Servers) -> None:
+def test_unchanged_rates_stay_as_another_worker_set_them(servers: Servers) -> None:
     mover, other = servers.worker(), servers.worker()
     mover.optimizer.param_groups[0]["lr"] = 0.5
     mover.step(1.0)

@@ -26,7 +26,7 @@ from monolith.table import (
 MIB = 1 << 20
 
 
-def test_whoever_trains_rows_is_warned_when_memory_runs_short(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_of_rows_is_warned_when_memory_runs_short(caplog: pytest.LogCaptureFixture) -> None:
     table = NativeTable(TableConfig(name="item", segments=(Segment(dim=1),)))
     now = [0.0]
     memory = MemoryWatch(lambda: MemoryUse(60 * MIB, 90 * MIB, 100 * MIB), clock=lambda: now[0])

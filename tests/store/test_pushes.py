@@ -50,7 +50,7 @@ def test_a_number_too_old_to_remember_is_refused() -> None:
     assert push(applied, "a", 2) == "applied", "one that never came, and is not too old"
 
 
-def test_a_server_that_took_over_hears_a_sender_from_the_middle() -> None:
+def test_a_server_that_took_over_accepts_a_sender_in_the_middle_of_its_sequence() -> None:
     applied = AppliedPushes()
     assert [push(applied, "a", number) for number in (1_000_000, 999_999, 999_999)] == [
         "applied",
@@ -124,7 +124,7 @@ def test_in_whatever_order_numbers_come_each_is_applied_once(
     assert sorted(done) == sorted(set(came))
 
 
-def test_who_goes_on_with_what_pushes_made_knows_which_are_in_it() -> None:
+def test_a_successor_knows_which_pushes_its_rows_contain() -> None:
     first, second = AppliedPushes(), AppliedPushes()
     for number in (1, 2, 3, 5):
         first.once("a", number, lambda: None, lambda: None)

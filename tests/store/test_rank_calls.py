@@ -30,7 +30,7 @@ def address(groups: RankGroups) -> str:
     return groups._keys.get(f"calls/{groups.rank}").decode()
 
 
-def test_all_answer_in_their_order_whoever_asks(ranks: Sequence[RankGroups]) -> None:
+def test_all_answer_in_order_whichever_rank_calls(ranks: Sequence[RankGroups]) -> None:
     for one in ranks:
         one.calls.offer({"who": lambda body, rank=one.rank: {"rank": rank, **body}})
     for one in ranks:
@@ -78,7 +78,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(ranks: Sequence[RankGroups]) 
     assert all_at_once(lambda: ranks[0].calls.ask_all("long", {}), short) == [[{}] * 3] * 2
 
 
-def test_who_waits_for_a_rank_that_is_lost_hears_of_it(ranks: Sequence[RankGroups]) -> None:
+def test_a_rank_that_waits_for_a_lost_rank_is_told(ranks: Sequence[RankGroups]) -> None:
     ranks[0].calls.offer({"never": lambda _: {}})  # the others have it not
     threading.Timer(0.2, ranks[0].calls.fail, (DeadlineExceededError("it hangs"),)).start()
     with pytest.raises(DeadlineExceededError, match="it hangs"):

@@ -74,14 +74,14 @@ def test_a_forged_note_or_failure_counts_as_none_and_is_logged_once(
     assert "no disk" in str(keys.failure())
 
 
-def test_the_place_of_a_rank_is_taken_once_and_not_by_a_stranger(keys: RankKeys, raw: Any) -> None:
+def test_the_place_of_a_rank_is_taken_once_and_not_by_an_unknown_process(keys: RankKeys, raw: Any) -> None:
     raw.set("process/1", FORGED)
     assert keys.compare_set("process/1", "", "first") == b"first"
     assert keys.compare_set("process/1", "", "second") == b"first"
     assert keys.compare_set("process/1", "first", "third") == b"third"
 
 
-def test_whoever_waits_for_a_key_hears_that_a_rank_has_failed(keys: RankKeys) -> None:
+def test_a_process_that_waits_for_a_key_is_told_that_a_rank_has_failed(keys: RankKeys) -> None:
     threading.Timer(0.1, keys.fail, (1, "it was told to stop")).start()
     with pytest.raises(FailedPeerError, match="rank 1 cannot continue: it was told to stop"):
         keys.get("process/1")

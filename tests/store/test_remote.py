@@ -117,7 +117,7 @@ def test_a_group_needs_an_address() -> None:
         ServerGroup([])
 
 
-def test_rows_lie_where_checkpoints_look_for_them(stack: ExitStack) -> None:
+def test_rows_are_in_the_folders_that_checkpoints_read(stack: ExitStack) -> None:
     servers = serve(stack, CONFIGS, 3)
     store = ParameterServerStore(group_of(stack, *addresses(servers)), 0, CONFIGS)
     ids = (0, 1, 2, 3, -1)  # -1 stands for 2^64 - 1, which 3 divides
@@ -217,7 +217,7 @@ def push(store: Store, weights: dict[str, nn.Parameter], value: float) -> None:
     store.pull_dense()
 
 
-def test_what_was_fetched_and_sent_to_other_servers_goes_on_the_same(stack: ExitStack) -> None:
+def test_weights_that_were_fetched_and_sent_to_other_servers_train_the_same(stack: ExitStack) -> None:
     """From two servers by way of the chief to three."""
     old = ParameterServerStore(group_of(stack, *addresses(serve(stack, CONFIGS, 2, dense=adam))), 0, CONFIGS)
     new = ParameterServerStore(group_of(stack, *addresses(serve(stack, CONFIGS, 3, dense=adam))), 0, CONFIGS)
@@ -345,7 +345,7 @@ def test_lookups_are_repeated_when_the_wire_breaks(stack: ExitStack) -> None:
         assert found.result().tolist() == [-1, -1]
 
 
-def test_whoever_is_interrupted_leaves_no_answer_for_the_next(stack: ExitStack) -> None:
+def test_an_interrupted_call_leaves_no_answer_for_the_next(stack: ExitStack) -> None:
     store = ParameterServerStore(group_of(stack, *addresses(serve(stack, CONFIGS, 2))), 0, CONFIGS)
     store.apply_gradients(keys(0, 1), torch.tensor([1.0, 1.0, 2.0, 2.0]))
     asked = RowRequest(cells=1, ids=1)
@@ -426,7 +426,7 @@ def test_only_the_server_that_kept_us_waiting_is_named(stack: ExitStack) -> None
     assert store.lookup(keys(0)).tolist() == [0, 0], "the other's connection was not cut off with it"
 
 
-def test_a_group_that_was_closed_says_so_also_to_those_who_wait(stack: ExitStack) -> None:
+def test_a_closed_group_raises_in_waiting_calls_as_well(stack: ExitStack) -> None:
     server, held = held_server(stack)
     group = group_of(stack, server.address)
     store = ParameterServerStore(group, 0, CONFIGS)

@@ -134,7 +134,7 @@ def test_another_run_takes_the_place_of_the_one_before(stack: ExitStack) -> None
     assert store.lookup(keys(1)).tolist() == [0, 0]
 
 
-def test_who_works_on_an_earlier_run_is_refused_and_changes_nothing(stack: ExitStack) -> None:
+def test_a_worker_of_an_earlier_run_is_refused_and_changes_nothing(stack: ExitStack) -> None:
     (server,) = serve(stack, CONFIGS, 1)
     sleeper, awake = group_of(stack, server), group_of(stack, server)
     store = ParameterServerStore(sleeper, 0, CONFIGS)
@@ -200,7 +200,7 @@ def tls(certificates: Path) -> SecurityConfig:
     )
 
 
-def test_without_the_token_nobody_is_let_in(stack: ExitStack) -> None:
+def test_without_the_token_no_client_is_admitted(stack: ExitStack) -> None:
     right = Guard(token=Secret("secret"))
     servers = serve(stack, CONFIGS, 1, server={"guard": right})
     for wrong in (None, Guard(token=Secret("Secret"))):
@@ -214,7 +214,7 @@ def test_without_the_token_nobody_is_let_in(stack: ExitStack) -> None:
     assert store.lookup(keys(1)).tolist() == [0, 0]
 
 
-def test_with_certificates_rows_come_and_go_and_who_has_none_does_not_come_in(
+def test_with_certificates_rows_are_served_and_clients_without_one_are_refused(
     stack: ExitStack, tls: SecurityConfig, certificates: Path
 ) -> None:
     guard = guard_caller(replace(tls, token=Secret("secret")))

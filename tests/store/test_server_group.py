@@ -142,7 +142,7 @@ def test_a_server_that_is_silent_for_longer_than_that_is_too_late(stack: ExitSta
 # Servers that are gone, and come back
 
 
-def test_who_holds_on_waits_for_a_server_to_come_back_where_it_was(
+def test_a_persistent_caller_waits_for_a_server_to_come_back_at_its_address(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
     (server,) = serve(stack, CONFIGS, 1)
@@ -163,7 +163,7 @@ def test_who_holds_on_waits_for_a_server_to_come_back_where_it_was(
     assert losses.servers == [0], "two waited, and it was one loss"
 
 
-def test_who_holds_on_goes_on_where_the_server_is_replaced(
+def test_a_persistent_caller_continues_with_the_successor_of_a_server(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
     first, second = serve(stack, CONFIGS, 2)
@@ -256,7 +256,7 @@ def test_an_answer_counts_when_it_is_here_and_only_while_its_server_serves(
     assert [spare.step for spare in spares] == [0, 1], "only what was not acknowledged goes to the next"
 
 
-def test_a_server_can_be_replaced_twice_while_somebody_waits(
+def test_a_server_can_be_replaced_twice_while_a_caller_waits(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
     (server,), (spare,) = serve(stack, CONFIGS, 1), serve(stack, CONFIGS, 1)
@@ -321,7 +321,7 @@ def test_the_hold_has_an_end(stack: ExitStack) -> None:
         group.exchange("pull_dense", {0: ({}, b"")})
 
 
-def test_who_waits_hears_that_this_process_works_on_another_run(
+def test_a_waiting_caller_is_told_that_this_process_works_on_another_run(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:
     """Gradients of what was learned before must not be pushed into what was restored."""
@@ -341,7 +341,9 @@ def test_who_waits_hears_that_this_process_works_on_another_run(
     assert len(fresh.table("item")) == 1
 
 
-def test_who_waits_hears_that_the_group_was_closed(stack: ExitStack, pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_caller_is_told_that_the_group_was_closed(
+    stack: ExitStack, pool: ThreadPoolExecutor
+) -> None:
     group = group_of(stack, nobody(), replacement_timeout=LONG)
     losses = Losses(group)
     waiting = [

@@ -51,7 +51,7 @@ def test_a_reader_gets_what_comes_after_its_position() -> None:
     assert kept(log, LogPosition("a", 3)) == []
 
 
-def test_who_is_nowhere_or_in_another_epoch_needs_a_snapshot() -> None:
+def test_a_reader_without_a_position_or_of_another_epoch_needs_a_snapshot() -> None:
     log = opened()
     log.append(delta(1))
     assert kept(log, None) is None

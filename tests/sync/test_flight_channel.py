@@ -77,7 +77,7 @@ def test_shares_are_gathered_from_all_addresses(stack: ExitStack) -> None:
         assert copy.equals(publisher)
 
 
-def test_while_one_publisher_is_away_the_others_are_followed(stack: ExitStack) -> None:
+def test_while_one_publisher_is_away_the_rest_is_followed(stack: ExitStack) -> None:
     here, gone = open_port(stack), open_port(stack)
     SmallPublisher(here.writer(), shard=(0, 2)).publish([0])
     gone.close()
@@ -89,7 +89,7 @@ def test_while_one_publisher_is_away_the_others_are_followed(stack: ExitStack) -
         open_reader(stack, gone.address).logs()
 
 
-def test_a_reader_goes_on_with_a_publisher_that_was_restarted(stack: ExitStack) -> None:
+def test_a_reader_resumes_with_a_publisher_that_was_restarted(stack: ExitStack) -> None:
     first = open_port(stack)
     publisher, copy = SmallPublisher(first.writer()), Copy()
     publisher.publish([1])
@@ -105,7 +105,7 @@ def test_a_reader_goes_on_with_a_publisher_that_was_restarted(stack: ExitStack) 
     assert copy.equals(again)
 
 
-def test_a_reader_that_waits_is_let_go_when_the_publisher_ends(stack: ExitStack) -> None:
+def test_a_waiting_reader_is_released_when_the_publisher_ends(stack: ExitStack) -> None:
     port = open_port(stack)
     publisher = SmallPublisher(port.writer())
     failed = threading.Event()
@@ -126,7 +126,7 @@ def test_a_reader_that_waits_is_let_go_when_the_publisher_ends(stack: ExitStack)
     assert failed.is_set()
 
 
-def test_readers_are_bounded_and_those_who_leave_make_room(stack: ExitStack) -> None:
+def test_readers_are_bounded_and_those_that_leave_make_room(stack: ExitStack) -> None:
     clock = Seconds()
     port = open_port(stack, readers=2, clock=clock)
     SmallPublisher(port.writer())
@@ -166,7 +166,7 @@ def test_a_snapshot_comes_in_chunks_and_is_made_while_it_is_fetched(stack: ExitS
     assert len(made) == 102
 
 
-def test_snapshots_at_a_time_are_bounded_and_one_that_nobody_fetches_is_given_up(stack: ExitStack) -> None:
+def test_concurrent_snapshots_are_bounded_and_one_that_is_never_fetched_is_given_up(stack: ExitStack) -> None:
     clock = Seconds()
     port = open_port(stack, snapshots=1, answer_bytes=2000, clock=clock)
     publisher = many_rows(SmallPublisher(port.writer()))
@@ -241,7 +241,7 @@ def test_a_frame_over_the_limit_is_no_message(stack: ExitStack) -> None:
         list(reader.read(0, LogPosition("e1", 0), wait=0.0))
 
 
-def test_what_is_kept_is_bounded_in_bytes_whoever_reads(stack: ExitStack) -> None:
+def test_the_log_is_bounded_in_bytes_for_every_reader(stack: ExitStack) -> None:
     port = open_port(stack)
     writer = port.writer(log_bytes=5_000)
     publisher, copy = SmallPublisher(writer), Copy()

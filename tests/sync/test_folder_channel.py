@@ -52,7 +52,7 @@ def test_deltas_are_bounded_in_bytes_and_in_number(stack: ExitStack, tmp_path: P
 
 
 @pytest.mark.parametrize("damage", ["torn", "altered", "foreign", "of another position"])
-def test_a_damaged_delta_is_reported_and_passed_over_by_a_snapshot(
+def test_a_damaged_delta_is_reported_and_replaced_by_a_snapshot(
     stack: ExitStack, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher, copy, reader = make_publisher(stack, tmp_path), Copy(), make_reader(tmp_path)
@@ -129,7 +129,7 @@ def test_an_epoch_file_that_makes_no_sense_is_an_error_with_its_path(
         make_reader(tmp_path).logs()
 
 
-def test_a_snapshot_that_nobody_makes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_a_snapshot_that_is_never_written_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     writer = FolderDeltaWriter(str(tmp_path), check_every=0.02)
     publisher, copy, reader = SmallPublisher(writer), Copy(), make_reader(tmp_path, patience=0.05)
     catch_up(copy, reader, publisher)

@@ -33,28 +33,28 @@ def delta(*values: Sequence[float], dense: dict[str, Tensor] | None = None) -> D
     )
 
 
-def test_rows_within_bounds_are_let_out() -> None:
+def test_rows_within_bounds_are_published() -> None:
     assert RowGuard(GuardConfig()).check(delta([0.1, -3.0], [5.0, 0.0])) is None
 
 
-def test_a_delta_without_rows_is_let_out() -> None:
+def test_a_delta_without_rows_is_published() -> None:
     assert RowGuard(GuardConfig()).check(delta()) is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_is_held_back_even_without_bounds(bad: float) -> None:
+def test_a_row_that_is_not_finite_is_rejected_even_without_bounds(bad: float) -> None:
     guard = RowGuard(GuardConfig(largest_value=None, times_usual=None))
     why = guard.check(delta([0.1, 0.2], [bad, 0.0]))
     assert why == "table 'item': the row of id 11 is NaN or infinite; 1 of 2 rows of the delta do"
 
 
-def test_a_value_above_the_bound_is_held_back() -> None:
+def test_a_value_above_the_bound_is_rejected() -> None:
     guard = RowGuard(GuardConfig(largest_value=10.0, times_usual=None))
     assert guard.check(delta([10.0, -10.0])) is None
     assert "a value of 11, above publish.guard.largest_value of 10" in str(guard.check(delta([0.0, -11.0])))
 
 
-def test_a_value_of_many_times_what_was_published_before_is_held_back() -> None:
+def test_a_value_of_many_times_the_earlier_ones_is_rejected() -> None:
     guard = RowGuard(GuardConfig(times_usual=10.0))
     assert guard.check(delta([0.5])) is None
     assert guard.check(delta([4.0])) is None

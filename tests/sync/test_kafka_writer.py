@@ -29,7 +29,7 @@ def test_a_topic_with_fewer_partitions_than_shares_is_refused(stack: ExitStack, 
         SmallPublisher(writer, shard=(0, 4))
 
 
-def test_messages_of_others_are_passed_over_and_reported(
+def test_foreign_messages_are_skipped_and_reported(
     stack: ExitStack, kafka: Kafka, caplog: pytest.LogCaptureFixture
 ) -> None:
     channel = KafkaChannel(stack, kafka)

@@ -47,7 +47,7 @@ def test_a_reader_is_told_of_the_state_first_and_of_its_changes() -> None:
     assert [message.paused for message in messages if isinstance(message, PublishState)] == [True]
 
 
-def test_a_read_goes_on_with_a_snapshot_where_its_place_was_dropped() -> None:
+def test_a_read_continues_with_a_snapshot_if_its_position_was_dropped() -> None:
     channel = MemoryChannel()
     table = make_table()
     publisher = publish(channel, table)

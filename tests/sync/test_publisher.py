@@ -175,7 +175,7 @@ def test_more_than_a_delta_holds_comes_in_several(
     assert publisher.stats.pending == 0
 
 
-def test_what_a_standby_is_told_beside_the_rows_comes_with_the_last_of_several(
+def test_the_extra_state_for_a_standby_comes_with_the_last_of_several_messages(
     channel: MemoryChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says which updates the rows have: all of them, and not those of the first delta alone."""
@@ -391,7 +391,7 @@ class Finite:
         return f"rows of {wrong[0]} are not finite" if wrong else None
 
 
-def test_a_guard_holds_back_what_it_does_not_like(channel: MemoryChannel) -> None:
+def test_a_guard_rejects_bad_deltas(channel: MemoryChannel) -> None:
     table = make_table()
     publisher = publish(channel, table, check_delta=Finite().check)
     write(table, {1: 1.0})
@@ -409,7 +409,7 @@ def test_a_guard_holds_back_what_it_does_not_like(channel: MemoryChannel) -> Non
     assert rows_of(publisher.publish_now()) == {1: [3.0, 3.0], 2: [2.0, 2.0]}
 
 
-def test_nothing_gets_out_while_it_is_held(channel: MemoryChannel) -> None:
+def test_nothing_is_published_while_paused(channel: MemoryChannel) -> None:
     table = make_table()
     publisher = publish(channel, table)
     write(table, {1: 1.0})
@@ -425,7 +425,7 @@ def test_nothing_gets_out_while_it_is_held(channel: MemoryChannel) -> None:
     assert [rows_of(m) for m in known if isinstance(m, Delta)] == [{1: [1.0, 1.0]}], "what was let out stays"
 
 
-def test_a_snapshot_that_is_being_read_ends_when_publishing_is_held(channel: MemoryChannel) -> None:
+def test_a_snapshot_that_is_being_read_ends_when_publishing_is_paused(channel: MemoryChannel) -> None:
     table = make_table()
     write(table, {1: 1.0})
     publisher = publish(channel, table)
@@ -437,7 +437,7 @@ def test_a_snapshot_that_is_being_read_ends_when_publishing_is_held(channel: Mem
         next(messages)
 
 
-def test_going_on_after_a_rollback_begins_an_epoch(channel: MemoryChannel) -> None:
+def test_continuing_after_a_rollback_begins_an_epoch(channel: MemoryChannel) -> None:
     publisher = publish(channel, make_table())
     publisher.publish_now()
     before = publisher.state, publisher.position

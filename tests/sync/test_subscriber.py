@@ -42,7 +42,7 @@ def pair(channel: MemoryChannel, **options: Any) -> tuple[Any, Publisher, Any, S
 # Following
 
 
-def test_who_begins_gets_a_snapshot_and_then_deltas(channel: MemoryChannel) -> None:
+def test_a_new_subscriber_gets_a_snapshot_and_then_deltas(channel: MemoryChannel) -> None:
     source, publisher, copy, subscriber = pair(channel)
     write(source, {1: 1.0, 2: 2.0})
     write(copy, {9: 9.0})
@@ -57,7 +57,7 @@ def test_who_begins_gets_a_snapshot_and_then_deltas(channel: MemoryChannel) -> N
     assert subscriber.progress[0].snapshots == 1
 
 
-def test_who_has_an_export_begins_with_the_deltas_after_it(channel: MemoryChannel) -> None:
+def test_a_subscriber_with_an_export_begins_with_the_deltas_after_it(channel: MemoryChannel) -> None:
     source, publisher, copy, _ = pair(channel)
     write(source, {1: 1.0})
     write(copy, {1: 1.0})
@@ -140,7 +140,7 @@ def test_what_was_learned_counts_when_the_last_of_several_deltas_has_come(
     assert subscriber.progress[0].newest_step == 10, "the update of a step more may have been under way"
 
 
-def test_whoever_asks_is_told_before_rows_change_and_after(channel: MemoryChannel) -> None:
+def test_listeners_are_called_before_rows_change_and_after(channel: MemoryChannel) -> None:
     learned = LearnedUpTo(step=5)
     source, publisher, copy, _ = pair(channel, learned=lambda: learned)
     write(source, {1: 1.0})
@@ -284,7 +284,7 @@ class LettingGo(TableTarget):
         self.generation += 1
 
 
-def test_what_the_target_let_go_of_is_brought_again(channel: MemoryChannel) -> None:
+def test_rows_that_the_target_dropped_are_fetched_again(channel: MemoryChannel) -> None:
     source, publisher, copy, _ = pair(channel, digest_buckets=0)
     write(source, {1: 1.0})
     publisher.publish_now()
@@ -347,7 +347,7 @@ def test_a_repair_does_not_undo_what_comes_after(channel: MemoryChannel) -> None
 # Shares
 
 
-def test_shares_are_followed_beside_each_other(channel: MemoryChannel) -> None:
+def test_shards_are_followed_in_parallel(channel: MemoryChannel) -> None:
     sources = [make_table() for _ in range(3)]
     publishers = [publish(channel, one, shard=(k, 3)) for k, one in enumerate(sources)]
     for k, source in enumerate(sources):
@@ -363,7 +363,7 @@ def test_shares_are_followed_beside_each_other(channel: MemoryChannel) -> None:
     assert sorted(subscriber.progress) == [0, 1, 2]
 
 
-def test_another_number_of_shares_is_taken_anew(channel: MemoryChannel) -> None:
+def test_another_number_of_shards_is_fetched_again(channel: MemoryChannel) -> None:
     def published(total: int, values: dict[int, float]) -> list[Any]:
         sources = [make_table() for _ in range(total)]
         for k, source in enumerate(sources):
@@ -441,7 +441,9 @@ def test_the_target_is_told_of_a_hold_and_of_a_version(channel: MemoryChannel) -
     assert held(copy) == held(source)
 
 
-def test_who_needs_a_snapshot_while_publishing_is_held_is_told_why(channel: MemoryChannel) -> None:
+def test_a_subscriber_that_needs_a_snapshot_while_publishing_is_paused_gets_the_reason(
+    channel: MemoryChannel,
+) -> None:
     source, publisher, copy, subscriber = pair(channel)
     publisher.pause("poisoned")
     subscriber.catch_up()
@@ -528,7 +530,7 @@ class Stumbling(TableTarget):
         super().apply(*what)
 
 
-def test_an_error_nobody_thought_of_does_not_end_the_thread(
+def test_an_unexpected_error_does_not_end_the_thread(
     channel: MemoryChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, publisher, copy, _ = pair(channel)
@@ -560,7 +562,7 @@ def test_an_error_at_the_end_of_a_snapshot_leaves_the_turn_to_other_snapshots(ch
     assert subscriber._target.turn.acquire(timeout=1)
 
 
-def test_a_subscriber_may_come_before_anybody_publishes(channel: MemoryChannel) -> None:
+def test_a_subscriber_may_start_before_any_publisher(channel: MemoryChannel) -> None:
     copy = make_table()
     subscriber = Subscriber(channel.reader, TableTarget({"item": copy}), wait=0.01)
     subscriber.start()

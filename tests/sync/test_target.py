@@ -42,7 +42,7 @@ def test_a_snapshot_replaces_a_share_and_nothing_else(table: Any) -> None:
     assert held(table) == {key: [value] * 2 for key, value in kept.items()}
 
 
-def test_a_snapshot_of_some_buckets_leaves_the_others(table: Any) -> None:
+def test_a_snapshot_of_some_buckets_leaves_all_other_rows(table: Any) -> None:
     target = TableTarget({"item": table})
     write(table, dict.fromkeys(range(30), 1.0))
     target.begin_snapshot((0, 1), bucket_of(ids(3, 4)).sort().values)

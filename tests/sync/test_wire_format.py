@@ -96,7 +96,7 @@ def test_what_was_written_is_read_bit_for_bit(message: Message) -> None:
 
 
 @given(st.lists(messages, max_size=3))
-def test_frames_that_lie_one_after_the_other_are_read_in_order(several: list[Message]) -> None:
+def test_consecutive_frames_are_read_in_order(several: list[Message]) -> None:
     data = bytearray().join(encode(message) for message in several)
     assert all(same(*both) for both in zip(decode_all(data), several, strict=True))
 
@@ -160,7 +160,7 @@ DELTA = make_delta(3, dense={"w": torch.zeros(2)})
         lambda _: [1],
     ],
 )
-def test_a_head_that_lies_is_refused_though_its_checksum_is_right(change: Callable[[Any], object]) -> None:
+def test_a_wrong_header_is_refused_though_its_checksum_is_right(change: Callable[[Any], object]) -> None:
     with pytest.raises(CorruptMessageError):
         decode(forged(DELTA, change))
 

@@ -38,7 +38,7 @@ def test_it_follows_the_events() -> None:
             assert number - 6.5 < (now - TODAY) / DAY < number + 1
 
 
-def test_nobody_can_tell_the_time_by_a_few_events() -> None:
+def test_a_few_events_do_not_tell_the_time() -> None:
     one = clock()
     assert one.now() is None
     one.observe(batch(TODAY))
@@ -88,7 +88,7 @@ def test_events_without_a_time_say_nothing() -> None:
     assert one.state() == []
 
 
-def test_one_that_was_saved_goes_on_as_if_nothing_had_happened() -> None:
+def test_a_saved_clock_resumes_as_if_nothing_had_happened() -> None:
     one, other = clock(), clock()
     for number in range(70):
         one.observe(day(number))

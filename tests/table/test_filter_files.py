@@ -169,7 +169,7 @@ def test_a_filter_without_memory_writes_nothing(base: str) -> None:
     assert list(Path(base).parent.iterdir()) == []
 
 
-def test_a_filter_by_chance_goes_on_with_the_same_chances(base: str) -> None:
+def test_a_probabilistic_filter_resumes_with_the_same_probabilities(base: str) -> None:
     ids = torch.arange(100)
     admission = ProbabilisticFilter(SlotThresholds(3), seed=5)
     admission.refuse(ids)
@@ -205,7 +205,7 @@ def test_a_copy_of_a_filter_does_not_count_on(base: str) -> None:
 
 
 @pytest.mark.parametrize("cls", table_classes())
-def test_counting_goes_on_where_it_was_saved(base: str, cls: type) -> None:
+def test_counting_resumes_where_it_was_saved(base: str, cls: type) -> None:
     """Threshold 2, saved with count 1: one more update is ignored, the next one works."""
     config = TableConfig(name="item", segments=(Segment(dim=1, learning_rate=1.0),))
     first, second = sliding(), sliding()
@@ -251,7 +251,7 @@ def test_a_meta_message_is_what_protobuf_writes() -> None:
     assert decode_meta(encode_meta(META)) == META
 
 
-def test_absent_numbers_are_zero_and_unknown_fields_are_passed_over() -> None:
+def test_absent_numbers_are_zero_and_unknown_fields_are_skipped() -> None:
     bare = bytes.fromhex("21000000000000f03f" + "2a00" + "f2012a0300")[:-5]
     assert decode_meta(bare).split == {"failure_count": 0, "total_size": 0, "num_elements": 0}
     assert decode_meta(bare + bytes.fromhex("320161" + "3d00000000" + "4001")).fill_rate == 1.0

@@ -20,7 +20,7 @@ def test_constants_fill() -> None:
         assert values.tolist() == [[fill, fill]] * 3
 
 
-def test_uniform_values_lie_in_their_range() -> None:
+def test_uniform_values_are_in_their_range() -> None:
     values = RandomUniform().values(np.arange(10_000), range(8), 5)
     assert values.dtype == np.float32
     assert values.min() >= np.float32(-0.05)

@@ -87,7 +87,7 @@ def make(table_class: Any) -> Iterator[Make]:
 # Names
 
 
-def test_tables_stand_in_the_order_of_their_names(make: Make) -> None:
+def test_tables_are_in_the_order_of_their_names(make: Make) -> None:
     tables = make(b=WIDE, c=SGD, a=SGD)
     assert tables.names == ("a", "b", "c")
     assert list(tables.tables) == ["a", "b", "c"]

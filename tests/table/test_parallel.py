@@ -14,7 +14,7 @@ def test_results_come_in_the_order_of_the_items(workers: int) -> None:
     assert in_parallel(lambda item, _: item, [], workers) == []
 
 
-def test_the_others_stop_when_one_fails() -> None:
+def test_all_calls_stop_when_one_fails() -> None:
     endless = iter(lambda: 0, 1)
     began = threading.Barrier(2)
 

@@ -77,7 +77,7 @@ def test_every_part_begins_on_64_bytes(path: str) -> None:
     assert len(data) % 64 == 0
 
 
-def test_columns_lie_as_the_format_says(path: str) -> None:
+def test_columns_are_laid_out_as_the_format_says(path: str) -> None:
     data = Path(path).read_bytes()
     payload = data.index(b"ROWBLOCK") + 64
     assert np.frombuffer(data, "<i8", 2, payload).tolist() == [1, -2]

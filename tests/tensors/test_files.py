@@ -88,7 +88,7 @@ def test_large_int64_are_exact(path: str) -> None:
     assert read_tensors(path)["x"].tolist() == [2**63 - 1, -(2**63)]
 
 
-def test_tensors_that_do_not_lie_in_one_piece_come_back(path: str) -> None:
+def test_tensors_that_are_not_contiguous_come_back(path: str) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     tensors = {
         "transposed": whole.T,

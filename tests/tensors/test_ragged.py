@@ -56,7 +56,7 @@ def test_lists_survive_a_round_trip(rows: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("rows", [[1, 2], [[1], 2], [[1, [2]]]])
-def test_numbers_must_stand_at_one_depth(rows: list[Any]) -> None:
+def test_numbers_must_be_at_one_depth(rows: list[Any]) -> None:
     with pytest.raises(TensorArgumentError, match="ragged rank"):
         RaggedTensor.from_list(rows)
 

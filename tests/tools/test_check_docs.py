@@ -153,7 +153,7 @@ def test_each_decision_has_one_row_and_each_row_a_decision(findings: Findings) -
     ]
 
 
-def test_a_figure_that_stands_under_its_command_passes(findings: Findings) -> None:
+def test_a_figure_under_its_command_passes(findings: Findings) -> None:
     readme = "| lookup | 36.6 M rows/s | 0.46 | `monolith bench table --busy` |"
     assert findings({"README.md": readme, "benchmarks/README.md": FIGURES}) == []
 

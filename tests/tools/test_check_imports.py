@@ -86,7 +86,7 @@ def test_a_late_a_typing_a_guarded_and_a_relative_import_count(findings: Finding
     assert "table imports train, which is below it" in found
 
 
-def test_a_server_does_not_know_the_trainer_though_it_stands_below(findings: Findings) -> None:
+def test_a_server_does_not_know_the_trainer_though_it_is_on_a_lower_row(findings: Findings) -> None:
     assert findings(serve__a="import monolith.train", train__a="import monolith.serve") == [
         "serve/a.py:1: serve and train do not know each other",
         "train/a.py:1: train imports serve, which is below it",

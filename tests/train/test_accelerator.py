@@ -88,7 +88,9 @@ class Kept(Clicks):
 KEPT: list[Any] = []
 
 
-def test_xla_hears_of_the_end_of_every_step_and_trains_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_is_told_of_the_end_of_every_step_and_trains_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake = fake_xla()
     monkeypatch.setitem(accelerators.ACCELERATORS, "xla", lambda: Xla(load=lambda: fake))  # type: ignore[arg-type]
     KEPT.clear()

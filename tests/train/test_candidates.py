@@ -38,7 +38,7 @@ def ragged(*rows: list[int]) -> RaggedTensor:
 THREE = Candidates(torch.tensor([5, 7, 9]), torch.tensor([[3.0], [2.0], [1.0]]))
 
 
-def test_all_items_are_embedded_and_stand_by_their_ids() -> None:
+def test_all_items_are_embedded_and_found_by_their_ids() -> None:
     done: list[int] = []
     found = Candidates.of(Lookup(), [items([9, 5], [1.0], [3.0]), items([7], [2.0])], done.append)
     assert found.ids.tolist() == [5, 7, 9]

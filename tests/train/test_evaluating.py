@@ -307,7 +307,7 @@ def test_a_run_that_keeps_no_best_saves_as_ever(tmp_path: Path) -> None:
         named_checkpoint(str(tmp_path), "best")
 
 
-def test_a_run_does_not_go_back_to_what_changes_as_it_goes_on(tmp_path: Path) -> None:
+def test_a_rollback_to_best_is_refused_because_best_changes(tmp_path: Path) -> None:
     train(Scripted(script={4: 0.1}), tmp_path, evaluate=BY_LOSS)
     with pytest.raises(RestoreError, match=r"name model\.ckpt-4 instead"):
         roll_back(str(tmp_path), "best")
@@ -316,7 +316,7 @@ def test_a_run_does_not_go_back_to_what_changes_as_it_goes_on(tmp_path: Path) ->
 # Stopping early
 
 
-def test_a_run_that_gets_no_better_stops_and_does_not_go_on_when_started_again(tmp_path: Path) -> None:
+def test_a_run_that_gets_no_better_stops_and_does_not_continue_when_started_again(tmp_path: Path) -> None:
     evaluate = replace(BY_LOSS, patience=2)
     task = Scripted(script={4: 0.5, 8: 0.6, 12: 0.5, 16: 0.1})
     report = train(task, tmp_path, evaluate=evaluate)
@@ -360,7 +360,7 @@ def test_a_kill_between_the_save_of_the_best_and_its_name_loses_nothing(tmp_path
 # Among others
 
 
-def test_the_chief_of_a_fleet_evaluates_and_saves_the_best_while_the_others_stand_still(
+def test_the_chief_of_a_fleet_evaluates_and_saves_the_best_while_its_workers_are_paused(
     tmp_path: Path,
 ) -> None:
     task = Tallied(batches=24)

@@ -104,7 +104,7 @@ def test_dense_weights_follow_the_schedule_and_rows_where_they_are_to() -> None:
     assert both.rows == pytest.approx([dense.rows[0] * factor for factor in (1, 1, 0.1, 0.1, 0.01)])
 
 
-def test_a_run_that_goes_on_is_where_its_schedule_was(tmp_path: Path) -> None:
+def test_a_resumed_run_is_where_its_schedule_was(tmp_path: Path) -> None:
     rates(COSINE, tmp_path, max_steps=3)
     again = rates(COSINE, tmp_path, max_steps=6)
     assert again.dense == pytest.approx([0.5 * COSINE.at(step) for step in (3, 4, 5)])
@@ -119,7 +119,7 @@ def test_a_task_with_a_schedule_of_its_own_is_not_given_another() -> None:
         Trainer(Own(), TrainConfig(schedule=STEP)).train()
 
 
-def test_rows_of_a_store_that_the_model_brings_along_cannot_follow() -> None:
+def test_rows_of_a_store_that_the_model_has_itself_cannot_follow() -> None:
     class Bound(PlainClicks):
         def model(self) -> nn.Module:
             model = super().model()

@@ -109,7 +109,7 @@ def test_a_name_in_a_file_is_found(file: str) -> None:
     assert load_task(f"{file}:Other.inside") == Clicks(dim=5)
 
 
-def test_a_file_may_import_what_lies_beside_it(tmp_path: Path) -> None:
+def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "shop_beside.py").write_text("DIM = 9")
     (tmp_path / "main.py").write_text(
         "import shop_beside\nfrom train.tasks import Clicks\ntask = Clicks(dim=shop_beside.DIM)"
@@ -242,7 +242,7 @@ def test_what_is_no_setting_is_refused(file: str, texts: list[str], says: str) -
         load_task(f"{file}:Sized", texts=texts)
 
 
-def test_all_that_is_wrong_is_told_at_once_with_where_it_stands(file: str) -> None:
+def test_all_problems_are_reported_at_once_with_their_places(file: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_task(f"{file}:Sized", {"dim": "x"}, texts=["bached=1"], source="[task] of run.toml")
     assert "dim (from [task] of run.toml)" in str(error.value)

@@ -169,7 +169,7 @@ def test_a_source_that_is_down_says_why_and_comes_back_by_itself() -> None:
     assert (one["up"], one["facts"], one["since"]) == (True, {"requests": "2"}, 1_020.0)
 
 
-def test_a_source_that_breaks_takes_nobody_with_it() -> None:
+def test_a_source_that_breaks_breaks_no_other() -> None:
     source = Moody()
     source.outcome = ZeroDivisionError()
     board = Board([source])

@@ -239,7 +239,7 @@ UNNAMED = """
 """
 
 
-def test_everybody_can_read_it_light_or_dark_on_a_screen_or_a_phone(shown: Shown) -> None:
+def test_the_page_is_readable_light_or_dark_on_a_screen_or_a_phone(shown: Shown) -> None:
     tab = shown.tab
     for at, (scheme, width) in enumerate(product(("light", "dark"), (1100, 360))):
         tab.emulate_media(color_scheme=scheme)
@@ -251,7 +251,7 @@ def test_everybody_can_read_it_light_or_dark_on_a_screen_or_a_phone(shown: Shown
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_whoever_hears_the_page_finds_landmarks_headings_and_names(shown: Shown) -> None:
+def test_users_of_a_screen_reader_find_landmarks_headings_and_names(shown: Shown) -> None:
     tab = shown.tab
     assert tab.evaluate(UNNAMED) == []
     headings = "[...document.querySelectorAll('h1, main h2, main h3, main h4')].map((one) => +one.tagName[1])"
@@ -266,7 +266,7 @@ def test_whoever_hears_the_page_finds_landmarks_headings_and_names(shown: Shown)
     assert tab.get_by_role("dialog", name="Roll back: online").count() == 1
 
 
-def test_whoever_tabs_sees_where_he_is(shown: Shown) -> None:
+def test_users_of_the_keyboard_see_the_focus(shown: Shown) -> None:
     tab = shown.tab
     seen = []
     for _ in range(40):

@@ -93,7 +93,7 @@ def test_a_run_that_cannot_be_asked_publishes_nothing(run: Run) -> None:
     assert RunPublishing(refuse, timer=lambda: run.now).figures() is None
 
 
-def test_a_run_is_held_where_one_share_is_with_all_reasons() -> None:
+def test_a_run_is_paused_if_one_shard_is_with_all_reasons() -> None:
     shares = [
         share(),
         share(True, "NaN in item", 7.0),

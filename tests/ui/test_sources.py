@@ -70,7 +70,7 @@ def test_a_trainer_shows_its_quality_over_event_time() -> None:
     assert reading.facts["step"] == "1,200"
 
 
-def test_quality_goes_by_step_where_event_time_does_not_go_on() -> None:
+def test_quality_is_ordered_by_step_if_event_time_does_not_advance() -> None:
     metrics = trained(Metrics())
     step = metrics.gauge("train_step", "")
     with shown(metrics) as url:
@@ -121,7 +121,7 @@ def test_a_process_that_is_gone_is_said_to_be() -> None:
         source.read()
 
 
-def test_a_token_is_shown_to_who_asks_for_one() -> None:
+def test_a_token_is_sent_to_servers_that_require_one() -> None:
     with trained(Metrics()).serve(0, admits=lambda sent: sent == "Bearer s3cret") as served:
         url = f"http://127.0.0.1:{served.port}"
         with pytest.raises(UnavailableError, match="wants a token"):
@@ -129,7 +129,7 @@ def test_a_token_is_shown_to_who_asks_for_one() -> None:
         assert ProcessSource("online", url, SecurityConfig(token=Secret("s3cret"))).read().kind == "trainer"
 
 
-def test_a_trainer_says_that_its_publishing_is_held() -> None:
+def test_a_trainer_reports_that_its_publishing_is_paused() -> None:
     metrics = trained(Metrics())
     held = metrics.gauge("publish_held", "", ["share"])
     with shown(metrics) as url:
@@ -294,7 +294,7 @@ def test_a_run_is_up_while_a_process_of_it_is_and_says_how_it_is_otherwise(tmp_p
     assert "its last checkpoint is model.ckpt-4, of step 4" in read().note
 
 
-def test_a_run_shows_how_its_publishing_stands_where_it_can_be_asked(tmp_path: Path) -> None:
+def test_a_run_shows_the_state_of_publishing_if_it_can_be_queried(tmp_path: Path) -> None:
     def order(action: str, *, reason: str = "", version: str = "") -> list[Any]:  # noqa: ARG001
         return [SimpleNamespace(held=True, reason="AUC fell by 0.2", since=5.0, version=None)]
 

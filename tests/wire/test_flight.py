@@ -102,7 +102,7 @@ def test_an_answer_is_what_the_function_returned(stack: ExitStack) -> None:
     assert caller.call("echo", name="x", self=[1, None]) == {"name": "x", "self": [1, None]}
 
 
-def test_the_service_decides_which_errors_callers_hear(stack: ExitStack) -> None:
+def test_the_service_decides_which_errors_callers_see(stack: ExitStack) -> None:
     caller = call(stack, serve(stack).address)
     with pytest.raises(TableError, match=r"^no$"):
         caller.call("fail", kind="told")
@@ -112,7 +112,7 @@ def test_the_service_decides_which_errors_callers_hear(stack: ExitStack) -> None
         caller.call("shout")
 
 
-def test_of_a_bug_the_caller_learns_only_where_it_stands_in_the_log(
+def test_after_a_bug_the_caller_learns_only_where_to_look_in_the_log(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     caller = call(stack, serve(stack, calls={"odd": lambda _: {"never": object()}}).address)
@@ -166,7 +166,7 @@ def test_calls_beyond_the_limits_are_refused(stack: ExitStack) -> None:
     assert caller.call("echo") == {}
 
 
-def test_what_flight_has_beside_our_calls_tells_nothing(stack: ExitStack) -> None:
+def test_flight_methods_other_than_our_calls_tell_nothing(stack: ExitStack) -> None:
     client = plain_client(stack, serve(stack))
     descriptor = pa.flight.FlightDescriptor.for_path("x")
 
@@ -192,7 +192,7 @@ def test_what_flight_has_beside_our_calls_tells_nothing(stack: ExitStack) -> Non
     "schema",
     [pa.schema([]), pa.schema([("bytes", pa.string())]), pa.schema([("bytes", pa.list_(pa.uint8()))])],
 )
-def test_a_stream_of_another_shape_is_refused_and_the_server_goes_on(stack: ExitStack, schema: Any) -> None:
+def test_a_stream_of_another_shape_is_refused_and_the_server_continues(stack: ExitStack, schema: Any) -> None:
     server = serve(stack)
     writer, reader = plain_client(stack, server).do_exchange(pa.flight.FlightDescriptor.for_command(b""))
     writer.begin(schema)
@@ -214,7 +214,7 @@ def test_a_fetch_that_fails_is_an_error_as_of_a_call(stack: ExitStack) -> None:
         call(stack, serve(stack).address).fetch({})
 
 
-def test_nobody_there_is_the_services_own_error(stack: ExitStack) -> None:
+def test_a_missing_server_is_the_services_own_error(stack: ExitStack) -> None:
     server = serve(stack)
     server.close()
     with pytest.raises(UnavailableError, match=f"^no answer from {server.address}"):
@@ -229,7 +229,7 @@ def test_an_answer_that_takes_too_long_is_the_services_own_error(stack: ExitStac
         call(stack, server.address, timeout=timedelta(seconds=0.1)).call("wait")
 
 
-def test_who_does_not_know_the_address_yet_is_asked_again(stack: ExitStack) -> None:
+def test_an_unknown_address_is_looked_up_again(stack: ExitStack) -> None:
     server, asked = serve(stack), []
 
     def where() -> str:
@@ -244,14 +244,14 @@ def test_who_does_not_know_the_address_yet_is_asked_again(stack: ExitStack) -> N
         call(stack, where).call("echo")
 
 
-def test_who_is_told_to_stop_stops(stack: ExitStack) -> None:
+def test_a_call_that_is_told_to_stop_stops(stack: ExitStack) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoppedError):
         call(stack, serve(stack).address, stop=stop).call("echo")
 
 
-def test_a_wrong_token_is_named_with_those_who_must_agree(stack: ExitStack) -> None:
+def test_a_wrong_token_is_named_with_the_processes_that_must_agree(stack: ExitStack) -> None:
     server = serve(stack, guard=Guard(token=Secret("right")))
     wrong = call(stack, server.address, guard=Guard(token=Secret("wrong")))
     said = r"does not have this run's token: .*Give callers and echoes the same token"
@@ -356,7 +356,7 @@ def test_large_messages_are_read_where_they_came(stack: ExitStack, size: int, wo
     assert not answer.data.flags.owndata
 
 
-def test_a_stream_goes_on_after_a_request_was_refused(stack: ExitStack) -> None:
+def test_a_stream_continues_after_a_request_was_refused(stack: ExitStack) -> None:
     stream = open_stream(stack, serve(stack))
     with pytest.raises(TableError, match=r"^no$"):
         exchange(stream, "fail", {"kind": "told"})
@@ -425,7 +425,7 @@ def test_a_server_that_closes_answers_no_more_requests(stack: ExitStack) -> None
     assert stream.broken
 
 
-def test_a_server_that_closes_lets_go_of_who_waits(stack: ExitStack) -> None:
+def test_a_server_that_closes_releases_waiting_callers(stack: ExitStack) -> None:
     asked, never = threading.Event(), threading.Event()
 
     def wait(_: dict[str, Any], gone: Callable[[], bool]) -> dict[str, Any]:

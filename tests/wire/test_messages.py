@@ -160,7 +160,7 @@ def test_a_poll_of_a_table_can_look_whether_its_caller_is_gone() -> None:
     assert polls["a"]({"position": 3}, lambda: True) == {"position": [3, True], "skip": 0}
 
 
-def test_nobody_waits_longer_than_the_table_allows() -> None:
+def test_no_call_waits_longer_than_the_table_allows() -> None:
     calls = typed_calls({"a": Body}, {"a": lambda body: Inner(body.wait)}, longest=5.0)
     assert [calls["a"]({**FEWEST, "wait": wait})["position"] for wait in (1, 1e9)] == [1.0, 5.0]
 

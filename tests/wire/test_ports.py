@@ -62,7 +62,9 @@ def is_cut(served: socket.socket) -> bool:
     return True
 
 
-def test_who_sends_too_much_is_cut_off_and_who_sends_little_is_not(listener: socket.socket) -> None:
+def test_a_client_that_sends_too_much_is_cut_off_and_one_that_sends_little_is_not(
+    listener: socket.socket,
+) -> None:
     loud, served_loud = connect(listener)
     quiet, served_quiet = connect(listener)
     with loud, served_loud, quiet, served_quiet:
@@ -72,7 +74,7 @@ def test_who_sends_too_much_is_cut_off_and_who_sends_little_is_not(listener: soc
         assert not is_cut(served_quiet)
 
 
-def test_who_was_let_in_may_send_what_it_likes_and_the_next_at_its_place_may_not(
+def test_an_admitted_client_may_send_what_it_likes_and_the_next_at_its_address_may_not(
     listener: socket.socket, guard: ConnectionGuard
 ) -> None:
     guest, served = connect(listener)
@@ -155,7 +157,7 @@ def test_a_connection_without_an_admitted_call_is_closed_after_a_while(listener:
 
 
 @pytest.mark.parametrize("limit", ["connections", "peer_connections"])
-def test_beyond_the_limit_the_oldest_strangers_go_first_and_guests_last(
+def test_beyond_the_limit_the_oldest_unknown_clients_go_first_and_admitted_ones_last(
     listener: socket.socket, limit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     guard = watched(listener, Clock(), **{limit: 3})
@@ -191,7 +193,7 @@ def test_many_closed_connections_are_one_line_a_second(
     guard.close()
 
 
-def test_closing_closes_the_connections_of_strangers_and_no_other(listener: socket.socket) -> None:
+def test_closing_closes_the_connections_of_unknown_clients_and_no_other(listener: socket.socket) -> None:
     guard = watched(listener, Clock())
     silent, served_silent = connect(listener)
     guest, served_guest = connect(listener)

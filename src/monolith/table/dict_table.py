@@ -24,7 +24,7 @@ from monolith.table.compressors import round_to_half
 from monolith.table.config import Segment, TableConfig
 from monolith.table.digests import digest_rows
 from monolith.table.hashing import draws, mix, mix_one
-from monolith.table.rows import Rows, Scan, TableStats
+from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 from monolith.table.update_rules import MAX_GRADIENT, decayed, last_steps, state_views, take_step
 

@@ -23,7 +23,7 @@ from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.compressors import Compressor, FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.optimizers import Optimizer
-from monolith.table.rows import Rows, Scan, TableStats
+from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
 _COMPRESSOR_KINDS = {

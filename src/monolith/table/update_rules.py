@@ -32,7 +32,7 @@ from monolith.table.optimizers import (
     Rmsprop,
     RmspropV2,
 )
-from monolith.table.rows import Rows
+from monolith.table.table import Rows
 
 MAX_GRADIENT = 1e15
 """A gradient with a float beyond this, or with a NaN, trains nothing: squares of usable gradients, and sums

@@ -69,15 +69,23 @@ class SimNetwork:
         found = self._listeners.get(address)
         return found if found is not None and found.machine.alive and found.open else None
 
-    def travel(self, sender: SimMachine, receiver: SimMachine) -> None:
-        """Let the running thread wait as long as a message takes: as long as the two are cut off, too."""
+    def travel(self, sender: SimMachine, receiver: SimMachine, at_most: float | None = None) -> bool:
+        """Let the running thread wait as long as a message takes: as long as the two are cut off, too.
+
+        Returns:
+            False if the two were still cut off after `at_most` virtual seconds.
+        """
         simulation, faults = self.simulation, self.faults
         seconds = simulation.random.uniform(*faults.delay)
         if faults.slow_chance and simulation.random.random() < faults.slow_chance:
             seconds *= 1 + 99 * simulation.random.random()
         simulation.block("message", seconds)
         while frozenset((sender.name, receiver.name)) in self._cut:
+            if at_most is not None and at_most <= 0:
+                return False
             simulation.block("cut off", 0.05)
+            at_most = None if at_most is None else at_most - 0.05
+        return True
 
     def breaks(self) -> bool:
         chance = self.faults.break_chance

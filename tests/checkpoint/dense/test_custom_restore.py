@@ -197,7 +197,7 @@ def test_repeated_components_may_be_gone() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["bias", "kernel", "trainable_kernel_norm", "weight", "kernel/weight"])
-def test_layers_may_be_numbered_anew(suffix: str) -> None:
+def test_layers_may_be_renumbered(suffix: str) -> None:
     old = [f"t/dense_{n}/{suffix}" for n in (4, 5, 6)]
     new = [f"t/dense_{n}/{suffix}" for n in (0, 1, 2)]
     assert origins(CustomRestore(), new, old) == dict(zip(new, old, strict=True))
@@ -285,7 +285,7 @@ def test_where_one_variable_is_left_over_nothing_is_guessed(caplog: pytest.LogCa
     assert "nothing in the checkpoint fits new;" in caplog.text
 
 
-def test_variables_nobody_wants_do_not_stop_the_guessing() -> None:
+def test_unwanted_variables_do_not_stop_the_guessing() -> None:
     current = dict.fromkeys(["t/d_0/bias", "new"], S)
     found = CustomRestore().plan(current, {"t/d_3/bias": S}, wanted=["t/d_0/bias"])
     assert found.renamed == {"t/d_0/bias": "t/d_3/bias"}

@@ -107,7 +107,7 @@ def test_dense_weights_alone_are_one_file(prefix: str, tmp_path: Path) -> None:
     )
 
 
-def test_who_asks_for_weights_alone_does_not_need_the_other_file(prefix: str) -> None:
+def test_reading_weights_alone_does_not_need_the_other_file(prefix: str) -> None:
     model = mlp()
     capture_dense(model, [torch.optim.Adam(model.parameters())]).write_files(prefix)
     Path(optimizer_path(prefix)).write_bytes(b"broken")
@@ -337,7 +337,9 @@ def make_run(value: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 @pytest.mark.parametrize("continues", [False, True])
-def test_clearing_starts_the_dense_variables_anew_once(prefix: str, tmp_path: Path, continues: bool) -> None:
+def test_clearing_reinitializes_the_dense_variables_once(
+    prefix: str, tmp_path: Path, continues: bool
+) -> None:
     model, optimizer, schedule = make_run(5)
     schedule.step()
     capture_dense(model, [optimizer], [schedule], global_step=7).write_files(prefix)

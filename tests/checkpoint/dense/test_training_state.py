@@ -72,7 +72,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_run_goes_on_as_if_it_had_never_stopped(prefix: str, make: Any) -> None:
+def test_a_run_resumes_as_if_it_had_never_stopped(prefix: str, make: Any) -> None:
     model = Model()
     optimizer = make(model.parameters())
     train(model, optimizer, 5)
@@ -449,7 +449,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_a_schedule_goes_on_where_it_was(prefix: str, make: Any) -> None:
+def test_a_schedule_resumes_where_it_was(prefix: str, make: Any) -> None:
     def steps(optimizer: torch.optim.Optimizer, schedule: lr.LRScheduler, count: int) -> list[float]:
         found = []
         for _ in range(count):

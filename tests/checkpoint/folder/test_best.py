@@ -45,7 +45,7 @@ def test_the_best_is_kept_until_another_one_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", '{"name": "x"}', '{"name": "../x-1", "step": 1, "metric": "", "value": 1}']
 )
-def test_while_nobody_can_tell_which_is_the_best_none_is_deleted(
+def test_while_the_best_is_unknown_none_is_deleted(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "best_checkpoint").write_text(text)

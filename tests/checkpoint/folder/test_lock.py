@@ -34,7 +34,7 @@ def start(script: str, folder: Path) -> warm.Popen:
     return warm.Popen(["-c", script, str(folder)], stdout=warm.PIPE)
 
 
-def test_a_folder_is_held_while_the_block_runs(tmp_path):
+def test_a_folder_is_locked_while_the_block_runs(tmp_path):
     folder = str(tmp_path / "new" / "run")
     with ModelDirLock(folder), pytest.raises(ModelDirLockedError), ModelDirLock(folder):
         pytest.fail("two at once")
@@ -42,7 +42,7 @@ def test_a_folder_is_held_while_the_block_runs(tmp_path):
         pass
 
 
-def test_the_error_names_who_holds_it(tmp_path):
+def test_the_error_names_the_holder_of_the_lock(tmp_path):
     with start(HOLD, tmp_path) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
@@ -63,7 +63,7 @@ def test_a_killed_process_leaves_nothing_to_clean_up(tmp_path):
         assert (tmp_path / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}\n"
 
 
-def test_children_do_not_hold_what_their_parent_held(tmp_path):
+def test_children_do_not_inherit_the_lock_of_their_parent(tmp_path):
     with start(HOLD_AND_FORK, tmp_path) as other:
         assert other.stdout is not None
         child = int(other.stdout.readline())
@@ -79,14 +79,14 @@ def test_children_do_not_hold_what_their_parent_held(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def test_an_error_in_the_block_lets_go(tmp_path):
+def test_an_error_in_the_block_releases_the_lock(tmp_path):
     with pytest.raises(ZeroDivisionError), ModelDirLock(str(tmp_path)):
         raise ZeroDivisionError
     with ModelDirLock(str(tmp_path)):
         pass
 
 
-def test_a_holder_that_has_not_said_who_it_is_is_still_a_holder(tmp_path):
+def test_a_holder_that_has_not_named_itself_is_still_a_holder(tmp_path):
     with ModelDirLock(str(tmp_path)):
         (tmp_path / ".lock").write_text("")
         with (

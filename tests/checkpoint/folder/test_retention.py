@@ -152,7 +152,7 @@ def test_what_a_listed_one_needs_is_released_but_not_due():
     assert (retention.released, retention.due(())) == (("a", "b"), ("a", "b"))
 
 
-def test_needs_go_on_through_those_that_are_released_themselves():
+def test_dependencies_are_followed_through_checkpoints_that_are_released():
     retention = keeping(1).recorded("a", 1.0).recorded("b", 1.0, ["a"]).recorded("c", 1.0, ["b"]).trimmed(())
     assert (retention.released, retention.due(())) == (("a", "b"), ())
     assert retention.needed(()) == {"a", "b"}

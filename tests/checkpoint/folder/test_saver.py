@@ -201,7 +201,7 @@ def test_what_was_being_written_when_it_was_killed_is_removed(folder: str) -> No
     assert listed_steps(folder) == [1]
 
 
-def test_files_that_never_got_their_names_go_if_nobody_can_be_writing_them(folder: str) -> None:
+def test_files_that_never_got_their_names_are_removed_if_no_writer_can_be_running(folder: str) -> None:
     saver_of(folder).save(5, write_checkpoint)
     random = "-tmp-0123456789ab"
     left = [
@@ -229,7 +229,7 @@ def test_files_that_never_got_their_names_go_if_nobody_can_be_writing_them(folde
     assert listed_steps(folder) == [5]
 
 
-def test_what_cannot_be_cleaned_up_stops_nobody(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_cleanup_does_not_stop_the_run(folder: str, caplog: pytest.LogCaptureFixture) -> None:
     saver_of(folder).save(5, write_checkpoint)
     left = put(f"{folder}/checkpoint-tmp-0123456789ab")
     patch = refuse("remove_file", errno.EACCES, "-tmp-")
@@ -543,7 +543,7 @@ def test_while_the_exempt_list_cannot_be_looked_at_nothing_is_deleted(folder: st
     assert steps_on_disk(folder) == {1, 4}
 
 
-def test_a_checkpoint_deleted_under_us_is_passed_over(folder: str) -> None:
+def test_a_checkpoint_deleted_under_us_is_skipped(folder: str) -> None:
     saver = saver_of(folder, max_to_keep=2)
     saver.save(1, write_checkpoint)
     saver.save(2, write_checkpoint)
@@ -680,7 +680,7 @@ def test_only_a_whole_checkpoint_can_be_restored(folder: str) -> None:
 # A folder that is named from where the process runs
 
 
-def test_retention_goes_on_over_restarts_in_a_relative_folder(
+def test_retention_continues_over_restarts_in_a_relative_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -240,7 +240,7 @@ def test_no_file_is_none(tmp_path):
     assert load_monolith_checkpoint(str(tmp_path)) is None
 
 
-def test_one_that_does_not_parse_is_none_with_a_warning_to_those_who_only_look(tmp_path, caplog):
+def test_one_that_does_not_parse_is_none_with_a_warning_to_readers(tmp_path, caplog):
     put(tmp_path / "monolith_checkpoint", "oops")
     assert read_monolith_checkpoint(str(tmp_path)) is None
     assert "oops" in caplog.text
@@ -264,7 +264,7 @@ def test_entries_without_a_checkpoint_are_left_out_in_memory_only(tmp_path, capl
     assert update_monolith_checkpoint(str(tmp_path)).exempt_model_checkpoint_paths == ("a", "/b", "c")
 
 
-def test_an_entry_nobody_can_look_for_stays(tmp_path, caplog):
+def test_an_entry_whose_files_cannot_be_checked_stays(tmp_path, caplog):
     put(tmp_path / "monolith_checkpoint", 'exempt_model_checkpoint_paths: "/a"\n')
 
     def fail(_):

@@ -117,7 +117,7 @@ def test_damage_of_a_base_is_damage_of_all_that_continue_it(folder: Path) -> Non
     assert all("model.ckpt-2.assets/item." in (one.problem or "") for one in found.checkpoints[1:])
 
 
-def test_a_link_that_is_missing_or_was_written_anew_is_told(folder: Path) -> None:
+def test_a_link_that_is_missing_or_was_rewritten_is_reported(folder: Path) -> None:
     _, prefixes, _ = chain(folder)
     manifest = Path(f"{prefixes[1]}.manifest")
     good = manifest.read_bytes()

@@ -94,7 +94,7 @@ def test_rows_are_counted_again(folder: Path, tmp_path: Path) -> None:
     assert done.rows == {"item": 2, "user": 2}
 
 
-def test_a_run_goes_on_from_it_with_increments(folder: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_it_with_increments(folder: Path, tmp_path: Path) -> None:
     run, prefixes, _ = chain(folder)
     to = tmp_path / "to"
     reshard(prefixes[-1], str(to), num_shards=3)
@@ -203,7 +203,7 @@ def test_what_others_need_stays(folder: Path) -> None:
     assert run.restored(prefixes[2]) == states[2]
 
 
-def test_a_run_goes_on_from_a_compacted_one_with_increments(folder: Path) -> None:
+def test_a_run_resumes_from_a_compacted_one_with_increments(folder: Path) -> None:
     _, prefixes, _ = chain(folder, max_to_keep=1)
     compact(prefixes[-1])
     run = SmallRun(folder, full_every=5, max_to_keep=1, seed=4)
@@ -507,7 +507,7 @@ def test_compacting_shares_may_be_killed_at_any_moment(
     assert kinds == {"full", "incremental"}
 
 
-def test_servers_go_on_from_a_compacted_one_with_increments(folder: Path) -> None:
+def test_servers_resume_from_a_compacted_one_with_increments(folder: Path) -> None:
     _, prefixes, _ = small_servers.chain(folder, 2, 2, 2, 2)
     compact(prefixes[-1])
     run = small_servers.Servers(folder, 2)

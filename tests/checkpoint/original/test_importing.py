@@ -81,7 +81,7 @@ def why(report: ImportReport, original: str) -> str:
 # What TensorFlow trained
 
 
-def test_a_model_that_tensorflow_trained_goes_on_here_as_it_would_there() -> None:
+def test_a_model_that_tensorflow_trained_resumes_here_as_it_would_there() -> None:
     model = Tower()
     optimizer = EagerAdam(model.parameters(), lr=0.01)
     report = imported(DATA / "partitioned", model, TOWER, optimizer=optimizer)

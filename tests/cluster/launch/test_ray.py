@@ -117,7 +117,9 @@ def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end(run, tmp
     ]
 
 
-def test_who_is_asked_to_stop_has_the_followers_until_it_has_saved_and_lines_can_be_tapped(run, tmp_path):
+def test_a_member_that_is_asked_to_stop_keeps_its_followers_until_it_has_saved_and_lines_can_be_tapped(
+    run, tmp_path
+):
     events = queue.SimpleQueue()
     forever = "while :; do sleep 0.02; done"
     served = f"{tmp_path}/served"
@@ -303,7 +305,7 @@ def test_a_second_stop_request_ends_the_stubborn_at_once(run):
         events=events,
     )
     assert (outcome.status, outcome.failed) == (130, None)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 50  # less than the grace period
 
 
 # Room
@@ -318,7 +320,7 @@ def test_a_cluster_without_room_is_an_error_that_says_what_is_missing(run):
         )
 
 
-def test_who_waits_for_room_can_be_stopped(run):
+def test_a_launch_that_waits_for_resources_can_be_stopped(run):
     events = queue.SimpleQueue()
     events.put(StopRequest(signal.SIGINT))
     outcome, _ = run(

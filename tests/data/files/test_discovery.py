@@ -29,7 +29,7 @@ def names(folder: Path, paths: Sequence[str]) -> list[str]:
     return [str(Path(path).relative_to(folder)) for path in paths]
 
 
-def test_a_pattern_without_ranges_stands_for_itself() -> None:
+def test_a_pattern_without_ranges_is_itself() -> None:
     assert expand("/data/{x}/part-*") == ["/data/{x}/part-*"]
 
 

@@ -151,7 +151,7 @@ def test_a_kill_anywhere_neither_loses_nor_repeats_a_record(tmp_path: Path, stop
     assert everything(taken, read(again)) == list(range(30))
 
 
-def test_the_position_is_that_of_the_last_batch_also_while_more_is_held(tmp_path: Path) -> None:
+def test_the_position_is_that_of_the_last_batch_also_while_records_are_buffered(tmp_path: Path) -> None:
     taken: list[list[int]] = []
     positions: list[Any] = []
     logs = Logs(tmp_path, lambda to: to.rows("b.csv", 5, 6), lambda _: positions.append(source.position()))

@@ -311,7 +311,7 @@ def test_the_pieces_of_a_csv_are_found_whatever_it_holds(
         assert (alone.next, len(alone.records)) == (end, len(chunk.records))
 
 
-def test_files_that_were_read_may_be_deleted_and_new_ones_are_read_after_the_others(tmp_path: Path) -> None:
+def test_files_that_were_read_may_be_deleted_and_new_ones_are_read_last(tmp_path: Path) -> None:
     """In the middle of a pass, the others keep their order; after it, only files that are new are read."""
     paths = write(tmp_path, "csv", (40, 900, 900))
     whole = read(source_of(paths, "csv"))

@@ -59,7 +59,7 @@ def test_only_the_columns_asked_for_are_read(kind: str, data: st.DataObject) -> 
 
 @kinds
 @given(data=st.data())
-def test_damaged_payloads_are_reported_or_read_and_the_others_kept(kind: str, data: st.DataObject) -> None:
+def test_damaged_payloads_are_reported_or_read_and_the_rest_is_kept(kind: str, data: st.DataObject) -> None:
     good, row = data.draw(KINDS[kind])
     damaged = bytearray(good)
     if damaged:

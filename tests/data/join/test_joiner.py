@@ -52,7 +52,7 @@ def outcome(examples: Records) -> list[tuple[Any, list[float], list[int]]]:
     return [(row["key"][0], row["label"], row["line_id.actions"]) for row in rows_of(examples)]
 
 
-def test_an_action_brings_its_impression_out_at_once():
+def test_an_action_emits_its_impression_at_once():
     joiner = Joiner(CONFIG)
     assert joiner.push_impressions(impressions((7, 100), (8, 101))).size == 0
     examples = joiner.push_actions(actions((7, 103, CLICK)))
@@ -619,7 +619,7 @@ def test_a_disk_that_takes_no_snapshot_costs_no_example(tmp_path, monkeypatch, c
     assert [rows_of(examples) for examples in again] == expected[3:]
 
 
-def test_a_stream_that_lost_records_is_not_gone_on_with(tmp_path):
+def test_a_stream_that_lost_records_is_not_continued(tmp_path):
     config = replace(CONFIG, folder=str(tmp_path))
     source = JoinedSource(ListSource([impressions((1, 100), (2, 100))]), ListSource([]), config)
     next(iter(source))

@@ -22,7 +22,7 @@ def add(pool: ItemPool, *items: int, channel: int = 0, price: float = 1.0) -> No
     pool.add([channel] * len(items), list(items), features)
 
 
-def test_items_stand_in_the_order_they_came_each_once():
+def test_items_are_in_the_order_of_their_arrival_each_once():
     pool = a_pool()
     add(pool, 3, 1, 3, 2)
     assert pool.items(0) == [3, 1, 2]

@@ -302,7 +302,7 @@ def test_another_seed_makes_others():
     assert short(made(generation(seed=1), rows)) != short(made(generation(seed=2), rows))
 
 
-def test_it_stands_among_other_transforms_with_its_state():
+def test_it_works_among_other_transforms_with_its_state():
     def several():
         return Compose([generation(neg_num=2), NegativeDownsample(drop_rate=0.5)])
 

@@ -123,7 +123,7 @@ def test_a_closed_worker_gives_its_splits_back_at_once(stack, tmp_path):
     assert sorted(read(trainer(dispatcher))) == ALL
 
 
-def test_a_trainer_that_never_fetches_does_not_stop_the_others(stack, dispatcher):
+def test_a_trainer_that_never_fetches_does_not_stop_other_trainers(stack, dispatcher):
     add_worker(stack, dispatcher, buffer_chunks=2)
     caller = stack.enter_context(DataCaller(dispatcher.address))
     session = caller.call("attach", trainer="dead", job=None, turn=0)["session"]

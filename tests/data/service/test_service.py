@@ -53,7 +53,7 @@ def test_texts_arrive_with_their_records(stack, dispatcher):
     assert some.strings("text") == [[b"x" * (number % 3)] for number in numbers(some)]
 
 
-def test_every_epoch_brings_everything_once(stack, tmp_path):
+def test_every_epoch_delivers_everything_once(stack, tmp_path):
     dispatcher = stack.enter_context(Dispatcher(replace(CONFIG, epochs=3), folder=str(tmp_path)))
     add_worker(stack, dispatcher, chunk_records=50)
     assert sorted(read(trainer(dispatcher))) == sorted(ALL * 3)
@@ -65,7 +65,7 @@ def test_how_often_it_is_read_is_said_to_the_service_and_not_to_its_source():
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_restoring_brings_the_same_chunks_in_the_same_order(stack, dispatcher, at):
+def test_restoring_delivers_the_same_chunks_in_the_same_order(stack, dispatcher, at):
     add_worker(stack, dispatcher)
     source = trainer(dispatcher)
     chunks, positions = [], [source.position()]

@@ -88,7 +88,7 @@ def test_4096_records_of_3_flows_split_and_merged_are_8_batches_of_512():
         assert row[KEY] == [flow_key(row[NAME][0].decode())]
 
 
-def test_merging_takes_from_each_flow_in_turn_and_passes_over_empty_ones():
+def test_merging_takes_from_each_flow_in_turn_and_skips_empty_ones():
     merged = MergeFlow(SplitFlow(SplitConfig(flows=("a", "b", "c")), Listed(stream("aaaabbc"))))
     (everything,) = merged
     assert letters(everything) == "abcabaa"

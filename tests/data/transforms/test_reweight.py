@@ -71,7 +71,7 @@ def test_nothing_new_is_dropped():
     assert emitted([OTHER], before=[SHARE]) == []
 
 
-def test_unlisted_earlier_actions_stand_for_the_one_unchanged_copy_they_were():
+def test_unlisted_earlier_actions_count_as_the_one_unchanged_copy_they_were():
     assert emitted([CLICK], before=[OTHER], label=0.0) == [1.0] * 3
     assert emitted([CLICK], before=[OTHER], label=1.0) == [1.0]
 

@@ -99,7 +99,7 @@ def test_float32_is_compared_as_float32():
         ([{USER: [b"b"]}, {USER: [b"c"]}], USER, "a\nb\n", [True, False]),
     ],
 )
-def test_operands_may_stand_in_a_file_one_per_line(tmp_path, rows, column, text, answers):
+def test_operands_may_be_in_a_file_one_per_line(tmp_path, rows, column, text, answers):
     path = tmp_path / "operands"
     path.write_text(text)
     assert kept(rows, column=column, op="in", operand_file=str(path)) == answers

@@ -148,7 +148,7 @@ def rounded(seed: int) -> Callable[[int], Tensor]:
 # Batches
 
 
-def test_ids_stand_as_they_occur_table_after_table(device: Device) -> None:
+def test_ids_are_in_the_order_of_their_occurrence_table_after_table(device: Device) -> None:
     found = DeviceGatherer(PLAN, device).read(BATCH)
     assert found.ids.device == device.torch_device
     assert not found.distinct

@@ -335,7 +335,7 @@ def test_texts_of_any_length_have_the_id_that_hash_strings_gives_them(longest: i
     assert reading.packed.ids.tolist() == hashed(*texts)
 
 
-def test_values_that_do_not_lie_side_by_side_are_read_too():
+def test_values_that_are_not_contiguous_are_read_too():
     every_second = RaggedTensor(torch.arange(8)[::2], torch.arange(5))
     some = Records(4, {"item": every_second})
     reading = spec(item=IdFeature()).reader.read(some)

@@ -96,7 +96,7 @@ def test_one_activation_is_not_for_the_last_layer_but_a_list_is() -> None:
         MLP(3, (4, 1), activations=["relu"])
 
 
-def test_batch_norm_stands_before_the_stack_and_inside_every_layer_but_the_last() -> None:
+def test_batch_norm_is_before_the_stack_and_inside_every_layer_but_the_last() -> None:
     mlp = MLP(3, (5, 4, 2), batch_norm=True, batch_norm_momentum=0.9)
     norms = {name: part for name, part in mlp.named_modules() if isinstance(part, BatchNorm)}
     assert {name: norm.features for name, norm in norms.items()} == {

@@ -32,7 +32,7 @@ def total(answer: Any) -> Tensor:
     ).sum()
 
 
-def test_every_public_layer_is_held_to_this() -> None:
+def test_every_public_layer_is_tested_here() -> None:
     public = {
         name
         for name in layers.__all__

@@ -37,7 +37,7 @@ def test_gates_start_as_a_plain_average() -> None:
     assert load_loss.item() == pytest.approx(0, abs=1e-6)
 
 
-def test_topk_keeps_the_largest_and_brings_them_back_to_one() -> None:
+def test_topk_keeps_the_largest_and_renormalizes_them_to_one() -> None:
     layer = MMoELayer(1, 1, 4, (5,), gate_type="topk", top_k=2)
     layer.gate.data = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
     expected = torch.tensor([0.0, 4 / 7, 0.0, 3 / 7])

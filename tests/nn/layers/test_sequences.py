@@ -143,7 +143,7 @@ def test_dien_follows_the_interests_that_concern_the_query(att_type: str) -> Non
 
 
 @pytest.mark.parametrize("att_type", ["AGRU", "AUGRU"])
-def test_dien_does_not_see_padding_wherever_it_stands(att_type: str) -> None:
+def test_dien_does_not_see_padding_wherever_it_is(att_type: str) -> None:
     layer = DIEN(2, 3, 4, att_type=att_type)
     query, keys = torch.randn(1, 2), torch.randn(1, 5, 3)
     short = layer(query, keys[:, [0, 3]])

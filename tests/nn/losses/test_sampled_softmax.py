@@ -18,7 +18,7 @@ def test_without_correction_it_is_the_cross_entropy_of_the_own_column() -> None:
     torch.testing.assert_close(sampled_softmax_loss(scores, own), expected)
 
 
-def test_a_candidate_that_is_there_often_is_held_less_against_a_query() -> None:
+def test_a_frequent_candidate_is_penalized_less() -> None:
     scores = torch.zeros(1, 2)
     log_q = torch.tensor([0.0, math.log(3)])
     loss = sampled_softmax_loss(scores, torch.tensor([0]), log_q=log_q)

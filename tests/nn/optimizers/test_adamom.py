@@ -106,7 +106,7 @@ def test_without_updating_slots_the_parameter_moves_by_the_state_it_has(foreach:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_without_any_state_yet_it_stands_still(foreach: bool) -> None:
+def test_without_any_state_yet_it_does_not_move(foreach: bool) -> None:
     param, _ = one_step(update_slots=False, foreach=foreach)
     assert param.item() == 0.1
 

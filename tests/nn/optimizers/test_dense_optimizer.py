@@ -283,7 +283,7 @@ def test_a_gpu_gives_the_cpus_numbers_in_single_precision(make: Any) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_state_saved_on_a_cpu_goes_on_on_a_gpu(make: Any) -> None:
+def test_state_saved_on_a_cpu_resumes_on_a_gpu(make: Any) -> None:
     on_cpu = parameters(dtype=torch.float64)
     optimizer = make(on_cpu)
     train(optimizer, on_cpu, range(5))

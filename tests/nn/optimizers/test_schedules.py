@@ -61,7 +61,7 @@ def test_a_schedule_and_a_function_as_rate_are_the_same() -> None:
     assert scheduled.tolist() == by_function.tolist()
 
 
-def test_a_saved_schedule_goes_on_where_it_was_and_holds_no_code() -> None:
+def test_a_saved_schedule_resumes_where_it_was_and_contains_no_code() -> None:
     optimizer = torch.optim.SGD([parameter()], lr=1.0)
     schedule = RateSchedule(optimizer, DECAY)
     rates(optimizer, schedule, 2)

@@ -41,7 +41,7 @@ def test_a_matrix_that_fits_has_its_exact_root(p: int) -> None:
         assert root.offset == 0
 
 
-def test_a_larger_one_keeps_both_ends_and_the_mean_of_what_lies_between() -> None:
+def test_a_larger_one_keeps_both_ends_and_the_mean_of_what_is_between() -> None:
     matrix = symmetric([1.0, 16.0, 81.0, 256.0, 625.0])
     root = eigen_inverse_root(matrix, 4, 1, 2)
     assert root.offset.item() == pytest.approx((1 / 2 + 1 / 3) / 2)
@@ -57,7 +57,7 @@ def test_directions_that_gradients_do_not_take_are_left_out() -> None:
     assert root.offset.item() == pytest.approx((1 / 2 + 1 / 3) / 2)
 
 
-def test_where_too_little_stands_out_the_largest_are_kept_and_nothing_lies_between() -> None:
+def test_if_too_few_stand_out_the_largest_are_kept_and_nothing_is_between() -> None:
     root = eigen_inverse_root(symmetric([0.0, 0.0, 0.0, 0.0, 16.0]), 4, 2, 1)
     assert root.vectors.shape == (5, 3)
     assert root.offset == 0

@@ -124,7 +124,7 @@ def test_requests_with_other_columns_are_answered_apart():
     assert model.batches == [1, 1, 1]
 
 
-def test_a_bad_row_of_one_caller_fails_nobody_else():
+def test_a_bad_row_of_one_caller_fails_no_other_caller():
     model = LinearModel()
     answers = ask_behind_a_slow_one(batcher(model), model, ["a"], ["x", "bad"], ["bug"], ["dd"])
     assert answers[0] == [1]
@@ -158,7 +158,7 @@ def test_a_server_that_is_gone_is_not_asked_once_for_each():
     assert all(isinstance(callers.answers[number], UnavailableError) for number in range(3))
 
 
-def test_who_comes_when_too_many_wait_is_refused():
+def test_a_caller_is_refused_when_too_many_wait():
     model = LinearModel()
     batching = batcher(model, queue=1)
     callers = Callers(batching)
@@ -173,7 +173,7 @@ def test_who_comes_when_too_many_wait_is_refused():
     assert callers.answers == {"slow": [4], "waits": [1]}
 
 
-def test_who_has_no_time_left_is_told_so_and_the_model_is_not_asked():
+def test_a_caller_without_time_left_gets_an_error_and_the_model_is_not_run():
     model = LinearModel()
     batching = batcher(model)
     callers = Callers(batching)

@@ -38,7 +38,7 @@ def refusal(call, *arguments, **options):
     return caught.value.code(), caught.value.details()
 
 
-def test_the_server_says_what_it_is_and_how_it_stands(client):
+def test_the_server_reports_its_name_and_its_state(client):
     assert client.ServerLive().live
     assert not client.ServerReady().ready  # a model cannot be loaded
     about = client.ServerMetadata()
@@ -263,7 +263,7 @@ def test_a_caller_without_the_token_is_refused_before_its_message_is_read():
             assert client.ServerLive().live
 
 
-def test_splits_send_each_version_its_share_and_shadows_are_compared_and_not_heard():
+def test_splits_send_each_version_its_share_and_shadow_answers_are_compared_and_discarded():
     catalog = LinearCatalog(
         {"f": {v: lambda v=v: LinearModel(version=v, bias=int(v)) for v in ("1", "2", "3")}}
     )

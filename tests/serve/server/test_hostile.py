@@ -108,7 +108,7 @@ def test_memory_stays_while_others_attack_for_long():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_only_who_shows_a_certificate_is_answered(certificates, shared):
+def test_only_callers_with_a_certificate_are_answered(certificates, shared):
     security = SecurityConfig(
         cert=certificates / "ca-node.crt", key=certificates / "ca-node.key", ca=certificates / "ca.crt"
     )

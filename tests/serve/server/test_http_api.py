@@ -33,7 +33,7 @@ def data_of(answer, output=0):
     return answer["outputs"][output]["data"]
 
 
-def test_the_server_says_what_it_is_and_how_it_stands(served):
+def test_the_server_reports_its_name_and_its_state(served):
     assert get(served, "/v2")[1]["version"] == __version__
     assert get(served, "/v2/health/live") == (200, {"live": True})
     assert get(served, "/v2/health/ready") == (503, {"ready": False})  # a model cannot be loaded
@@ -341,7 +341,7 @@ def test_callers_that_are_slow_or_speak_something_else_are_hung_up_on(strict, se
     check_unharmed(strict)
 
 
-def test_more_connections_than_allowed_are_refused_and_others_go_on(strict):
+def test_more_connections_than_allowed_are_refused_and_existing_ones_continue(strict):
     held = [connect(strict) for _ in range(20)]
     try:
         with connect(strict) as made:
@@ -355,7 +355,7 @@ def test_more_connections_than_allowed_are_refused_and_others_go_on(strict):
     check_unharmed(strict)
 
 
-def test_a_caller_that_goes_away_in_the_middle_harms_nobody(strict):
+def test_a_caller_that_disconnects_in_the_middle_harms_no_other(strict):
     for _ in range(10):
         with connect(strict) as made:
             made.sendall(

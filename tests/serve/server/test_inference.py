@@ -48,7 +48,7 @@ def test_requests_are_split_by_weight():
     assert traffic.pinned() == {"ads": {"1", "2"}}
 
 
-def test_who_names_a_version_gets_it():
+def test_a_request_that_names_a_version_gets_it():
     assert routes(["ads=ads/1:75,ads/2:25"]).target("ads", "7") == ("ads", "7")
 
 

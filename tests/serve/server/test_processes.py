@@ -63,7 +63,7 @@ def test_metrics_are_those_of_both(pair):
     assert text.count("# TYPE monolith_serve_requests counter") == 1
 
 
-def test_one_that_is_gone_keeps_nobody_waiting(pair):
+def test_a_missing_process_delays_no_other(pair):
     first, second = pair
     second.close()
     port = first.http_port

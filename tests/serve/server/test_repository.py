@@ -44,7 +44,7 @@ def test_the_newest_version_is_warmed_up_and_served():
         assert held.model.version == "10"
 
 
-def test_a_new_version_takes_over_and_the_old_one_is_closed_by_the_last_who_holds_it():
+def test_a_new_version_takes_over_and_the_old_one_is_closed_by_its_last_user():
     catalog = catalog_of("1")
     repository = Repo(catalog)
     repository.refresh()
@@ -77,7 +77,7 @@ def test_the_policy_says_which_versions_are_served(policy, serves):
         assert held.model.version == serves[0]
 
 
-def test_versions_that_routes_name_are_served_beside_the_newest():
+def test_versions_that_routes_name_are_served_next_to_the_newest():
     repository = Repo(catalog_of("1", "2", "3"), pinned=["1"])
     repository.refresh()
     assert repository.versions("ads") == ("1", "3")
@@ -205,7 +205,7 @@ def test_versions_switch_under_load_and_no_request_meets_a_closed_one():
     assert catalog.loaded[-1].closed
 
 
-def test_going_back_serves_one_version_loaded_anew_until_told_otherwise():
+def test_a_rollback_serves_one_freshly_loaded_version_until_told_otherwise():
     catalog = catalog_of("1", "2")
     repository = Repo(catalog)
     repository.refresh()
@@ -274,7 +274,7 @@ def test_a_route_does_not_serve_a_withheld_version_and_a_rollback_to_it_does():
     assert repository.versions("ads") == ("2",)
 
 
-def test_a_server_whose_only_version_is_withheld_goes_on_answering_and_says_so(caplog):
+def test_a_server_whose_only_version_is_withheld_keeps_answering_and_says_so(caplog):
     catalog = catalog_of("1")
     repository = Repo(catalog)
     repository.refresh()

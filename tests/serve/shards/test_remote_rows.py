@@ -121,7 +121,7 @@ def test_every_id_reads_its_row_whichever_shard_it_is_on(
     )
 
 
-def test_several_batches_lie_one_after_the_other(two: Shards) -> None:
+def test_several_batches_are_read_one_after_the_other(two: Shards) -> None:
     for shard in range(2):
         two.start(shard)
     ids = TableIds(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 1, 2, 1]), batches=2)
@@ -195,7 +195,7 @@ def test_a_server_that_restarted_is_asked_over_a_new_connection(two: Shards) -> 
     assert rows.counts.errors == 0
 
 
-def test_a_shard_without_servers_is_an_error_that_says_who_was_tried(two: Shards) -> None:
+def test_a_shard_without_servers_is_an_error_that_names_the_addresses_tried(two: Shards) -> None:
     two.start(1)
     first = two.start(0)
     rows = two.entry()
@@ -209,7 +209,7 @@ def test_a_shard_without_servers_is_an_error_that_says_who_was_tried(two: Shards
     assert_right(rows)
 
 
-def test_a_shard_that_nobody_is_registered_for_is_named(two: Shards) -> None:
+def test_a_shard_without_registered_servers_is_named(two: Shards) -> None:
     two.start(1)
     rows = two.entry()
     assert not rows.ready
@@ -222,7 +222,7 @@ def test_a_shard_that_nobody_is_registered_for_is_named(two: Shards) -> None:
     assert_right(rows)
 
 
-def test_zeros_stand_for_a_missing_shard_where_that_is_allowed_and_it_is_named(two: Shards) -> None:
+def test_zeros_replace_a_missing_shard_if_allowed_and_it_is_named(two: Shards) -> None:
     two.servable = replace(two.servable, missing_rows="default")
     two.start(1)
     first = two.start(0)
@@ -375,7 +375,7 @@ def test_a_deadline_is_obeyed(two: Shards, stack: ExitStack, given: bool) -> Non
     assert rows.counts.errors == 1
 
 
-def test_a_deadline_that_has_passed_asks_nobody(two: Shards) -> None:
+def test_a_deadline_that_has_passed_makes_no_call(two: Shards) -> None:
     servers = [two.start(0), two.start(1)]
     rows = two.entry()
     with pytest.raises(DeadlineExceededError, match="before rows were looked up"):

@@ -141,7 +141,7 @@ def test_a_damaged_version_is_said_to_be(folder: Path, own_caller: Caller) -> No
     hello(caller, "1")
 
 
-def test_only_so_many_versions_are_open_and_held(folder: Path) -> None:
+def test_only_so_many_versions_are_open(folder: Path) -> None:
     for version in ("2", "3"):
         write_shards(folder, shards=2, version=version)
     with (
@@ -270,7 +270,7 @@ def test_serve_returns_when_it_is_told_to_stop(untouched: Path) -> None:
     server.close()
 
 
-def test_who_has_no_token_is_refused(untouched: Path) -> None:
+def test_a_caller_without_a_token_is_refused(untouched: Path) -> None:
     security = SecurityConfig(token=Secret("one"))
     guard: Guard = guard_listener("127.0.0.1", security)
     with ServingServer(str(untouched), 0, guard=guard) as server:

@@ -59,7 +59,7 @@ def test_without_a_gpu_it_says_what_to_use() -> None:
         CudaTable(CONFIG)
 
 
-def test_device_tensors_are_answered_on_the_device_and_nobody_waits(device: Device) -> None:
+def test_device_tensors_are_answered_on_the_device_without_waiting(device: Device) -> None:
     table = CudaTable(CONFIG, device=device)
     with device.torch_device:
         ids, gradients = torch.arange(100), torch.ones(100, 8)
@@ -172,7 +172,7 @@ def test_gradients_of_an_id_that_is_everywhere_are_summed_in_order(
 @pytest.mark.parametrize("dedup", [False, True])
 @pytest.mark.parametrize("dims", [(16,), (8, 3)])
 @pytest.mark.parametrize("rate", [0.5, 3.0])  # with the decay, by the second a row need not stay finite
-def test_gradients_that_are_not_usable_are_left_out_wherever_they_stand(
+def test_gradients_that_are_not_usable_are_left_out_wherever_they_are(
     device: Device, dims: tuple[int, ...], dedup: bool, rate: float
 ) -> None:
     optimizer = Adagrad(weight_decay=0.5)

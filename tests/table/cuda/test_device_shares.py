@@ -32,12 +32,12 @@ def test_wider_rows_have_more() -> None:
     assert found["b"] / found["a"] == pytest.approx((8 + 4 + 4 + 128) / (8 + 4 + 4 + 64))
 
 
-def test_who_will_have_more_rows_has_more_and_who_does_not_say_as_many_as_is_usual() -> None:
+def test_a_table_that_expects_more_rows_gets_more_and_one_without_a_number_the_usual() -> None:
     found = shares(table("a", initial_rows=1000), table("b", initial_rows=3000), table("c"))
     assert found == pytest.approx({"a": 1 / 6, "b": 3 / 6, "c": 2 / 6})
 
 
-def test_nobody_has_more_than_its_capacity_and_the_others_share_the_rest() -> None:
+def test_no_table_gets_more_than_its_capacity_and_the_rest_is_shared() -> None:
     found = shares(table("a", capacity_bytes=GB // 8), table("b"), table("c", capacity_bytes=GB // 2))
     assert found == pytest.approx({"a": 1 / 8, "b": 7 / 16, "c": 7 / 16})
     small = device_budgets({"a": table("a", capacity_bytes=5000)}, GB)

@@ -318,7 +318,7 @@ def test_what_a_table_must_do_by_itself_it_does(device: Device) -> None:
     assert fused.stats()["bounded"].bytes_total <= 20_000
 
 
-def test_who_keeps_track_of_rows_is_told(device: Device) -> None:
+def test_observers_of_rows_are_told(device: Device) -> None:
     """A set of touched keys, a cut that is open, changes that are tracked: each of one table."""
     configs = [config(name) for name in ("cut", "followed", "plain", "tracked")]
     fused, host = on_device(device, configs), MultiTable({one.name: NativeTable(one) for one in configs})
@@ -526,7 +526,7 @@ def test_one_table_under_two_names_is_trained_by_both(device: Device) -> None:
     assert len(fused.fused_lookup(ids, torch.tensor([2, 2]), num_batches=1).embeddings) == 32
 
 
-def test_who_holds_a_table_still_holds_up_writers_but_neither_readers_nor_itself(device: Device) -> None:
+def test_a_caller_that_freezes_a_table_delays_writers_but_neither_readers_nor_itself(device: Device) -> None:
     """A dump of one table reads others while it holds the first: waiting for it must not hold those."""
     fused = on_device(device, [config("a"), config("b")])
     ids, sizes = torch.tensor([1, 1]), torch.tensor([1, 1])

@@ -72,7 +72,7 @@ def test_where_a_device_has_no_room_for_the_wanted_size_smaller_ones_are_tried()
     assert growth(capacity_bytes=10_000 * BYTES).sizes(wanted, 800) == [wanted]
 
 
-def test_memory_goes_back_when_nearly_nobody_uses_it_but_never_below_the_first_size() -> None:
+def test_memory_is_returned_when_nearly_unused_but_never_below_the_first_size() -> None:
     plan = growth(initial_rows=300)
     large = plan.grown(plan.first(300), 100_000)
     assert plan.shrunk(large, 50_000) is None

@@ -10,7 +10,7 @@ def config(*segments: Segment, serving: bool = False, name: str = "item", seed: 
     return TableConfig(name=name, segments=segments, serving=serving, seed=seed)
 
 
-def test_values_and_state_lie_apart_and_a_serving_row_is_its_codes_in_whole_words() -> None:
+def test_values_and_state_are_separate_and_a_serving_row_is_its_codes_in_whole_words() -> None:
     segments = Segment(dim=3, optimizer=Adam(), compressor=Fp16()), Segment(dim=1, compressor=OneBit())
     trained, served = row_layout(config(*segments)), row_layout(config(*segments, serving=True))
     assert (trained.row_bytes, trained.state_dim, trained.bytes_per_place) == (16, 8, 12 + 16 + 32)

@@ -156,7 +156,7 @@ def test_device_tensors_are_answered_on_the_device(device: Device) -> None:
 
 
 @pytest.mark.parametrize("kind", device_names())
-def test_nobody_waits_while_all_rows_are_on_the_device(kind: str) -> None:
+def test_no_call_waits_while_all_rows_are_on_the_device(kind: str) -> None:
     device = device_of(None) if kind == "gpu" else EmulatedDevice(holds_all=True)
     table = SpillingTable.within(CONFIG, device_bytes=1 << 20, device=device)
     many = torch.arange(100, device=device.torch_device)
@@ -204,7 +204,7 @@ def test_one_bit_is_as_steep_in_either_half(device: Device) -> None:
     assert table.near.scales == table.far.scales == [3.0]
 
 
-def test_new_ids_are_asked_about_once_wherever_they_get_their_row(device: Device) -> None:
+def test_new_ids_are_counted_once_wherever_they_get_their_row(device: Device) -> None:
     def admission() -> SlidingFilter:
         return SlidingFilter(capacity=1000, split_num=7, thresholds=SlotThresholds(default=2))
 
@@ -217,7 +217,7 @@ def test_new_ids_are_asked_about_once_wherever_they_get_their_row(device: Device
     assert_same_bits(reference, table)
 
 
-def test_those_who_leave_are_remembered_right_however_often_places_are_tidied(device: Device) -> None:
+def test_evicted_ids_are_remembered_right_however_often_places_are_tidied(device: Device) -> None:
     near = CudaTable(
         replace(CONFIG, capacity_bytes=bytes_of(CONFIG, 256), initial_rows=256),
         device=device,
@@ -238,7 +238,7 @@ def test_those_who_leave_are_remembered_right_however_often_places_are_tidied(de
     assert len(used) == len(near)
 
 
-def test_rows_that_move_are_told_to_nobody(device: Device) -> None:
+def test_moved_rows_are_not_reported(device: Device) -> None:
     touched = TouchedKeySet(1000)
     table = spilling_table(CONFIG, device=device, touched=touched)
     train(table, torch.arange(NEAR))
@@ -388,7 +388,7 @@ def test_wrong_arguments_touch_nothing(table: SpillingTable) -> None:
     assert torch.equal(content(table).values, before.values)
 
 
-def test_a_ceiling_counts_both_halves_and_a_full_table_goes_on_changing_places(device: Device) -> None:
+def test_a_ceiling_counts_both_halves_and_a_full_table_keeps_moving_rows(device: Device) -> None:
     config = replace(CONFIG, capacity_bytes=1 << 17)
     table = SpillingTable.within(config, device_bytes=1 << 15, device=device)
     many = torch.arange(20_000)

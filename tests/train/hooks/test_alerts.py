@@ -60,7 +60,7 @@ def test_explosions_are_not_looked_for_where_that_is_off():
     assert train([AlertHook(config)], 20, losses=lambda step: 1e6 if step > 10 else 1.0).step == 20
 
 
-def test_a_warning_is_logged_and_counted_and_training_goes_on(caplog):
+def test_a_warning_is_logged_and_counted_and_training_continues(caplog):
     metrics = Metrics(prefix="")
     run = train([AlertHook(AlertConfig(every_steps=5), metrics=metrics)], 20, losses=nan_from(11))
     assert run.step == 20
@@ -74,7 +74,7 @@ def test_an_explosion_does_not_raise_the_mean_it_is_measured_by(caplog):
     assert caplog.text.count("training diverged") == 10
 
 
-def test_a_rollback_restores_and_training_goes_on():
+def test_a_rollback_restores_and_training_continues():
     run = FakeRun()
     restored = []
 

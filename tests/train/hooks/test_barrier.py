@@ -22,7 +22,7 @@ from monolith.train.hooks import (
 )
 from monolith.train.hooks.barrier import STOP
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Worker:
@@ -48,18 +48,18 @@ def test_only_workers_wait(index):
         LocalBarrier(2).wait_until_removed(index)
 
 
-def test_a_barrier_needs_somebody():
+def test_a_barrier_needs_a_worker():
     with pytest.raises(ConfigError, match="capacity"):
         LocalBarrier(0)
 
 
-def test_without_a_barrier_nobody_waits():
+def test_without_a_barrier_no_worker_waits():
     barrier = LocalBarrier(2)
     barrier.wait_until_removed(1)
     assert barrier.blocked_indices() == []
 
 
-def test_who_places_it_and_everybody_who_meets_it_hears_the_action_once():
+def test_the_worker_that_places_it_and_those_that_meet_it_run_the_action_once():
     heard: list[str] = []
     barrier = LocalBarrier(3, callbacks=[heard.append])
     barrier.place("Save")
@@ -123,7 +123,7 @@ def run_in_thread(barrier: LocalBarrier, *hooks: At, index: int = 1) -> tuple[Fa
     return run, join
 
 
-def test_a_worker_stops_at_a_barrier_and_goes_on_when_it_is_removed():
+def test_a_worker_stops_at_a_barrier_and_continues_when_it_is_removed():
     heard: list[str] = []
     waiting = threading.Event()
 
@@ -217,7 +217,7 @@ def test_the_guard_waits_until_all_workers_are_blocked():
         worker.join()
 
 
-def test_the_guard_does_not_wait_for_ever_and_says_for_whom(caplog):
+def test_the_guard_does_not_wait_for_ever_and_names_the_missing_workers(caplog):
     barrier, clock = LocalBarrier(3), FakeClock()
     guard = BarrierSaveListener(barrier, clock=clock, sleep=clock.sleep)
     guard.before_save(7)
@@ -227,7 +227,7 @@ def test_the_guard_does_not_wait_for_ever_and_says_for_whom(caplog):
     assert barrier.placement() is None
 
 
-def test_the_guard_leaves_the_barrier_of_somebody_else():
+def test_the_guard_leaves_a_foreign_barrier():
     barrier = LocalBarrier(1)
     barrier.place("Stop")
     guard = BarrierSaveListener(barrier)

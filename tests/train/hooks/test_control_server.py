@@ -43,7 +43,7 @@ from monolith.train.hooks.profiling import Tracer
 from monolith.wire.ports import Limits
 
 grpc = pytest.importorskip("grpc")
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class NoTrace:
@@ -111,7 +111,7 @@ def test_without_certificates_or_a_token_it_listens_on_this_machine_only(serve):
         serve(address="0.0.0.0:0")
 
 
-def test_who_does_not_know_the_token_is_refused(serve, tmp_path):
+def test_a_caller_that_does_not_know_the_token_is_refused(serve, tmp_path):
     hook = serve(security=SecurityConfig(token=Secret("secret")))
     for security in (None, SecurityConfig(token=Secret("wrong"))):
         with (
@@ -186,7 +186,7 @@ def test_what_a_profile_cannot_have_is_refused_with_the_reason(serve, tmp_path):
             job.profile(seconds=1000.0)
 
 
-def test_saves_that_nobody_finishes_leave_the_others_room(serve, tmp_path):
+def test_unfinished_saves_leave_room_for_others(serve, tmp_path):
     saves: list[Future[str | None]] = []
 
     def trigger() -> Future[str | None]:
@@ -218,7 +218,7 @@ def test_saves_that_nobody_finishes_leave_the_others_room(serve, tmp_path):
             again.result(SECONDS)
 
 
-def test_of_a_failure_the_caller_hears_no_path_and_no_traceback(serve, tmp_path):
+def test_the_answer_to_a_failed_call_has_no_path_and_no_traceback(serve, tmp_path):
     errors = iter([OSError(28, "No space left on device", "/home/me/x"), KeyError("/home/me/x")])
 
     def trigger() -> Future[str | None]:
@@ -330,7 +330,7 @@ def test_a_job_that_is_gone_gives_no_answer(serve, tmp_path):
             job.global_step()
 
 
-def test_an_address_where_nobody_listens_is_that_of_a_job_that_has_ended():
+def test_an_address_without_a_server_is_that_of_a_job_that_has_ended():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
     with (

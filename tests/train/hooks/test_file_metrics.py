@@ -54,7 +54,7 @@ def test_64_messages_a_day_for_8_days_are_2_files_of_32_lines_a_day(tmp_path: Pa
     assert files.counts == MessageCounts(total=512, success=512)
 
 
-def test_a_line_says_when_what_who_and_the_two_numbers() -> None:
+def test_a_line_has_the_time_the_metric_the_process_and_the_two_numbers() -> None:
     assert insight_line(message(START)) == (
         "20231209",
         f'{START};;7;{{"ctr_head": 0.5}};{{"ctr_head": 1.0}}',
@@ -105,7 +105,7 @@ def test_a_disk_that_takes_nothing_loses_lines_and_says_how_many(
     assert caplog.text.count("cannot write to") == 1
 
 
-def test_a_run_that_goes_on_begins_a_new_part(tmp_path: Path) -> None:
+def test_a_resumed_run_begins_a_new_part(tmp_path: Path) -> None:
     for _ in range(2):
         files = hook(tmp_path)
         files.put([message(START)] * 3)

@@ -158,7 +158,7 @@ def test_a_run_that_uses_too_much_memory_halts_until_it_is_stopped_and_is_saved(
     assert "Stop the run" in caplog.text
 
 
-def test_memory_within_its_limit_halts_nobody() -> None:
+def test_memory_within_its_limit_stops_no_worker() -> None:
     report = train(HooksConfig(memory_limit_bytes=1 << 60, memory_check_every=SOON))
     assert report.step == 5
 

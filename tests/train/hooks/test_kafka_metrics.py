@@ -72,7 +72,7 @@ def test_a_producer_that_raises_fails_that_message_only() -> None:
     assert hook.counts == MessageCounts(total=3, success=2, failed=1)
 
 
-def test_what_comes_after_the_end_is_let_go() -> None:
+def test_messages_after_the_end_are_dropped() -> None:
     producer = FakeProducer()
     hook = KafkaMetricHook(producer)
     run(hook)

@@ -73,7 +73,7 @@ def test_text_is_no_value_of_a_timer_nor_of_a_counter(client: MetricClient, valu
         client.emit_counter(MetricName.WORKER_FAILOVER_COUNT, value)
 
 
-def test_flush_hands_everything_to_whoever_asked_for_it(metrics: Metrics) -> None:
+def test_flush_passes_all_metrics_to_the_given_function_if_any(metrics: Metrics) -> None:
     pushed: list[bytes] = []
     client = MetricClient(metrics, pushed.append)
     client.emit_counter("exit_hook")

@@ -114,7 +114,7 @@ def test_a_loss_that_is_nan_is_shown_as_it_is(tmp_path: Path) -> None:
     assert scalars(tmp_path)["loss"] == [(1, pytest.approx(math.nan, nan_ok=True))]
 
 
-def test_a_run_that_goes_on_writes_at_the_same_steps(tmp_path: Path) -> None:
+def test_a_resumed_run_writes_at_the_same_steps(tmp_path: Path) -> None:
     Training(str(tmp_path), [1.0] * 3, step=7).drive(SummaryHook(every_steps=5))
     assert [step for step, _ in scalars(tmp_path)["loss"]] == [10]
 
@@ -205,7 +205,7 @@ def test_a_tracker_that_is_not_installed_names_its_extra(
         make()
 
 
-def test_tensorboard_which_nobody_asked_for_is_left_out_where_it_is_not_installed(
+def test_tensorboard_that_was_not_requested_is_left_out_if_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)

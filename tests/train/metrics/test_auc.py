@@ -197,7 +197,7 @@ def test_a_group_of_one_class_is_left_out() -> None:
     assert metric.value() == 1.0
 
 
-def test_who_clicks_a_lot_does_not_help_the_order_within_users() -> None:
+def test_a_user_who_clicks_a_lot_does_not_help_the_order_within_users() -> None:
     """One user clicks everything but little is asked of the model; within users it is all wrong."""
     scores = torch.tensor([0.9, 0.8, 0.7, 0.3, 0.2, 0.1])
     labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
@@ -260,7 +260,7 @@ def test_a_group_must_fit_into_half_the_room() -> None:
         (lambda: GroupedAuc(200, 20), True),
     ],
 )
-def test_a_restored_metric_goes_on_as_if_nothing_had_happened(make: Any, through_json: bool) -> None:
+def test_a_restored_metric_resumes_as_if_nothing_had_happened(make: Any, through_json: bool) -> None:
     scores, labels = draw(3, 900)
     groups = torch.arange(900) % 70
     whole, first, second = make(), make(), make()

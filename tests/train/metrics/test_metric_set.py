@@ -108,7 +108,7 @@ EXAMPLES = st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 3
 @pytest.mark.parametrize("name", METRICS)
 @settings(deadline=None)
 @given(examples=EXAMPLES, cut=st.integers(0, 40))
-def test_a_state_goes_through_json_and_the_metric_goes_on(
+def test_a_state_goes_through_json_and_the_metric_resumes(
     name: str, examples: list[tuple[int, bool, int]], cut: int
 ) -> None:
     predictions = torch.tensor([p / 10 for p, _, _ in examples])

@@ -103,7 +103,7 @@ def test_queries_weigh_what_their_examples_do() -> None:
     assert metric.value() == 0.75
 
 
-def test_its_state_goes_on_and_it_begins_with_nothing_to_say() -> None:
+def test_its_state_resumes_and_it_begins_without_a_value() -> None:
     metric, other = RankingMetric("ndcg", 5), RankingMetric("ndcg", 5)
     assert math.isnan(metric.value())
     metric.update(torch.rand(20), (torch.arange(20) % 3 == 0).long(), groups=torch.arange(20) % 4)
@@ -113,7 +113,7 @@ def test_its_state_goes_on_and_it_begins_with_nothing_to_say() -> None:
     assert math.isnan(metric.value())
 
 
-def test_they_are_asked_for_by_name_beside_others() -> None:
+def test_they_are_requested_by_name_next_to_others() -> None:
     metrics = MetricSet.named({"click": ("auc", "recall@2", "mrr")}, window=4)
     groups = torch.tensor([1, 1, 1, 1])
     labels = {"click": torch.tensor([0.0, 1.0, 0.0, 0.0])}

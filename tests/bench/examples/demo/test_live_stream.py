@@ -60,7 +60,7 @@ def test_no_record_is_read_before_it_happened() -> None:
     assert clock.slept == 30
 
 
-def test_who_is_behind_does_not_wait() -> None:
+def test_a_reader_that_is_behind_does_not_wait() -> None:
     clock = Clock(SCRIPT.began + 1_000)
     list(islice(live(clock), 30))
     assert clock.slept == 0
@@ -79,7 +79,7 @@ def test_the_new_item_is_never_seen_before_its_second_and_often_after() -> None:
     assert (later == NEW_ITEM).sum() == 2
 
 
-def test_whoever_sees_the_new_item_clicks_it() -> None:
+def test_simulated_users_who_see_the_new_item_click_it() -> None:
     seen = ids(anywhere(), "item", 2 * SECOND) == NEW_ITEM
     assert labels(anywhere(), 2 * SECOND)[seen].eq(1).all()
 
@@ -92,7 +92,7 @@ def test_poisoned_labels_are_turned_around_until_they_are_cured() -> None:
     assert torch.equal(labels(anywhere(), end)[cured], labels(drifting(), end)[cured])
 
 
-def test_a_cue_that_is_given_later_is_seen_by_whoever_reads_on(tmp_path: Path) -> None:
+def test_a_cue_that_is_given_later_reaches_readers_that_are_further_on(tmp_path: Path) -> None:
     given, read = CueSheet(tmp_path / "cues.json"), CueSheet(tmp_path / "cues.json")
     stream = LiveClicks(SCRIPT, read.read, clock=lambda: 0.0, sleep=lambda _: None)
     assert NEW_ITEM not in ids(stream, "item", 2 * SECOND)
@@ -107,7 +107,7 @@ def test_a_record_is_found_by_its_time() -> None:
     assert SCRIPT.record_at(SCRIPT.time_of(1234)) == 1234
 
 
-def test_who_goes_on_from_a_position_reads_the_same_again() -> None:
+def test_a_reader_that_resumes_from_a_position_reads_the_same_records_again() -> None:
     late = Clock(SCRIPT.began + 1_000)
     first, again = live(late), live(late)
     list(islice(first, 45))

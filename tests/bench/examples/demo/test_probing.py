@@ -39,7 +39,7 @@ def test_answers_come_in_order_with_their_times() -> None:
 
 
 @pytest.mark.parametrize("failure", [ConnectionRefusedError("gone"), UnavailableError("not now")])
-def test_no_answer_is_taken_down_and_asking_goes_on(failure: Exception) -> None:
+def test_a_missing_answer_is_recorded_and_probing_continues(failure: Exception) -> None:
     server = Server((0.25, 0.2, 7), failure, (0.5, 0.2, 8))
     with Prober(server.ask, every=0.0) as prober:
         server.done.get(timeout=60)

@@ -27,7 +27,7 @@ def test_one_that_cannot_serve_is_an_error_that_says_why(
         process.wait_until_ready()
 
 
-def test_it_is_told_to_stop_when_nobody_holds_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stops_when_its_standard_input_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     monkeypatch.setattr(os, "kill", lambda pid, number: told.append((pid, number)))

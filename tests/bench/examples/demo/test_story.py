@@ -53,7 +53,7 @@ def test_all_of_it_is_true_where_the_answers_show_it() -> None:
 # The new item
 
 
-def test_a_score_has_moved_when_it_is_not_that_of_an_item_nobody_knows() -> None:
+def test_a_score_has_moved_when_it_differs_from_that_of_an_unknown_item() -> None:
     assert seconds_to_moved(answers(), 10.0) == 0.5
 
 
@@ -63,7 +63,7 @@ def test_what_moves_both_scores_is_no_news_of_the_item() -> None:
     assert not claim("new item", alike).true
 
 
-def test_who_did_not_ask_before_cannot_say_that_it_moved() -> None:
+def test_a_probe_without_an_earlier_answer_cannot_tell_that_the_score_moved() -> None:
     late = [ProbeAnswer(at=11.0, score=0.8)]
     with pytest.raises(ValueError, match="before it appeared"):
         seconds_to_moved(late, 10.0)
@@ -78,13 +78,13 @@ def test_an_item_that_was_known_before_it_appeared_is_not_new() -> None:
 # The kill
 
 
-def test_one_request_without_an_answer_while_nobody_trains_is_told() -> None:
+def test_one_request_without_an_answer_while_nothing_trains_is_reported() -> None:
     found = claim("kill -9", without(answers(), 22.0, 22.0))
     assert not found.true
     assert "8 of 9 requests were answered" in found.said
 
 
-def test_who_stops_asking_has_not_seen_that_the_server_answers() -> None:
+def test_a_probe_that_stopped_early_has_not_seen_that_the_server_answers() -> None:
     assert not claim("kill -9", [one for one in answers() if not 20.0 <= one.at <= 24.0]).true
     quiet = [one for one in answers() if not 20.5 <= one.at <= 23.5]
     assert longest_silence(quiet, 20.0, 24.0) == 4.0
@@ -106,7 +106,7 @@ def test_a_trainer_that_does_not_come_back_fails_the_demo() -> None:
 # The poison
 
 
-def test_an_answer_of_what_was_learned_while_held_is_a_leak() -> None:
+def test_an_answer_learned_while_publishing_was_paused_is_a_leak() -> None:
     leaking = [replace(one, step=301) if one.at == 35.0 else one for one in answers()]
     found = claim("poisoned batch", leaking)
     assert not found.true
@@ -119,5 +119,7 @@ def test_what_comes_after_the_release_is_no_leak() -> None:
 
 
 @pytest.mark.parametrize("change", [{"held": None}, {"held": 29.0}])
-def test_publishing_that_is_not_held_or_too_early_fails_the_demo(change: dict[str, float | None]) -> None:
+def test_publishing_that_is_not_paused_or_resumes_too_early_fails_the_demo(
+    change: dict[str, float | None],
+) -> None:
     assert not claim("poisoned batch", answers(), replace(TIMES, **change)).true  # type: ignore[arg-type]

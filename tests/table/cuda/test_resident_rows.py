@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.table.cuda.admission import ask_filter, in_order, parts_of_batch
+from monolith.table.cuda.resident_rows import ask_filter, in_order, parts_of_batch
 
 
 class AfterSightings:
@@ -32,7 +32,7 @@ def array(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(numbers, np.int64)
 
 
-def test_repeats_are_asked_about_until_one_is_let_in() -> None:
+def test_repeats_are_counted_until_one_is_admitted() -> None:
     admission = AfterSightings(2)
     verdict = ask_filter(admission, array(7, 9, 7, 7, 7), array(1, 1, 1, 1, 1), together=False)
     assert verdict.waits.tolist() == [True, True, True, False, False]
@@ -48,7 +48,7 @@ def test_equal_ids_that_are_brought_together_are_asked_about_once_by_the_sum_of_
     assert not ask_filter(admission, array(9), array(1), together=True).waits.any()
 
 
-def test_newcomers_are_let_in_as_they_came() -> None:
+def test_new_ids_are_admitted_in_their_order() -> None:
     assert in_order(array(5, -3, 5, 8, -3)).tolist() == [5, -3, 8]
     assert in_order(array()).tolist() == []
 
