@@ -5,13 +5,13 @@
     overlay.put("item", ids, values)
     tables.lookup(ids)
 
-A server maps the rows that were exported and is told of those that changed since. What it is told lies above:
-a row there counts, whatever the file says, and an id that has gone has a row of zeros there, marked by its
-event time. A lookup is one native call that sees each row whole, and never waits for a writer.
+A server maps the exported rows and receives those that changed since. The overlay is above the files: a row
+in it wins over the file, and a removed id has a row of zeros there, marked by its event time. A lookup is one
+native call that sees each row whole, and never waits for a writer.
 
-Several files may lie under one overlay: where a newer export takes the place of an older one, both are read
-for a moment. What the overlay holds then is as new as the newer file or newer, so all of it stays right;
-`settle` removes what the file says as well.
+An overlay may cover several files: while a newer export replaces an older one, both are read for a moment.
+The rows of the overlay are then at least as new as the newer file, so all of them stay valid; `settle`
+removes those that the file contains as well.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class OverlaidTables:
     def __init__(self, below: FrozenTables, above: RowOverlay, *, threads: int | None = None) -> None:
         if dict(below.tables) != dict(above.widths):
             raise TableArgumentError(
-                f"an overlay of {dict(above.widths)} cannot lie over tables of {dict(below.tables)}"
+                f"an overlay of {dict(above.widths)} cannot cover tables of {dict(below.tables)}"
             )
         self._below, self._above = below, above
         self._dims = np.array(list(below.tables.values()), np.int64)

@@ -1,6 +1,6 @@
 """CudaTable: a table in the memory of a GPU.
 
-Index and rows lie on the device (`places.cuh` says how), and every call is a few kernels on the caller's
+Index and rows are on the device (`places.cuh` says how), and every call is a few kernels on the caller's
 stream. The host keeps an upper bound of how full the index is, so that it neither waits for the device nor
 lets it overflow: only when the bound comes near is the true number asked for, and the table grown if need be.
 """
@@ -74,8 +74,8 @@ class CudaTable:
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Told the ids that got another row, or lost theirs; see `touch`.
-        device: One of torch's, or one that stands for it; the current CUDA device by default.
+        touched: A set that gets the ids whose rows changed or were removed; see `touch`.
+        device: A CUDA device of torch, or a `Device`; the current CUDA device by default.
         remembers_use: Whether to keep when each row was last written, for `idle`.
 
     Raises:
@@ -172,17 +172,17 @@ class CudaTable:
         """How many rows its budget has room for, with as many places free as a quick search needs."""
         return self._rows.growth.most_rows
 
-    def idle(self, count: int, besides: Tensor) -> Tensor:
+    def idle(self, count: int, excluded: Tensor) -> Tensor:
         """Return the ids, on the CPU, of rows that were not written for longest; waits for the device.
 
         Needs `remembers_use`.
 
         Args:
             count: So many at most.
-            besides: Ids that are not returned; they need not have rows.
+            excluded: Ids that are not returned; they need not have rows.
         """
         with self._open() as memory:
-            return ids_of(memory.idle(count, self._inputs.ids(besides)))
+            return ids_of(memory.idle(count, self._inputs.ids(excluded)))
 
     def expire_oldest(self, count: int, latest: int) -> int:
         """Drop rows with the oldest event times, none newer than `latest`; return how many.

@@ -210,8 +210,8 @@ class FusedTables:
         together = len(ids) <= _INT32_MAX
         with self._entered() as work:
             for group, one in self._planned_lookups(sizes, id_offsets, emb_offsets) if together else ():
-                told = work.known.arrays, one.cells, group.scalars(one.tables, None)
-                group.kernels.launch("lookup_tables", one.blocks, *told, ids, out, stream=work.stream.handle)
+                given = work.known.arrays, one.cells, group.scalars(one.tables, None)
+                group.kernels.launch("lookup_tables", one.blocks, *given, ids, out, stream=work.stream.handle)
         for cell in np.flatnonzero(sizes).tolist() if self._others or not together else ():
             if cell % count in self._others or not together:
                 own, floats = slice(*id_offsets[cell : cell + 2]), slice(*emb_offsets[cell : cell + 2])
@@ -308,12 +308,12 @@ class FusedTables:
         ):
             return plan
         spans = Spans.of(batch.sizes, self._widths)
-        told = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
+        cells_of = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
         keys = np.where(alone, 1, known.places + EXTRA_PLACES + 1)
         ends = np.cumsum(keys)
         claims = []
-        for part in told.parts(MAX_CELLS):
-            own = told.some(part)
+        for part in cells_of.parts(MAX_CELLS):
+            own = cells_of.some(part)
             cells = own.cells(-(-own.sizes // _WARP), (ends - keys)[part])
             blocks = blocks_for(cells.units, per_block=THREADS // _WARP)
             claims.append(PlannedLaunch(own.tables, cells, blocks))
@@ -376,8 +376,10 @@ class FusedTables:
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
             sums = torch.empty((stretches, group.layout.dim), dtype=torch.float32, device=device)
         for one in planned.sums:
-            told = one.cells, writes, batch.gradients, runs, sums
-            group.kernels.launch("sum_long_runs_of_tables", one.blocks, *told, stream=stream, threads=STRETCH)
+            given = one.cells, writes, batch.gradients, runs, sums
+            group.kernels.launch(
+                "sum_long_runs_of_tables", one.blocks, *given, stream=stream, threads=STRETCH
+            )
         for one in planned.steps:
             group.kernels.launch(
                 "train_tables_checked" if checked else "train_tables",
@@ -500,7 +502,7 @@ class FusedTables:
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:
-        """Return what is known of the memories, looked at anew where one is another than before."""
+        """Return the addresses and sizes of all memories, read again if a table got another memory."""
         memories = [None if table is None else table._memory for table in self._fused]
         known = self._known
         if known is not None and all(

@@ -52,12 +52,12 @@ class KernelProgram:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRowLayout:
-    """Where the floats of a row lie in device memory, and by how many threads it is worked on."""
+    """The layout of a row in device memory, and the number of threads that work on it."""
 
     dim: int
     state_dim: int
     row_bytes: int
-    """Of the values alone, in whole words; state lies apart."""
+    """Bytes of the values, in whole words; state is a separate array."""
     lanes: int
     lazy: bool
     """Whether rows decay by steps they are not in, which kernels that show or write them must know of."""

@@ -1,7 +1,7 @@
 """Layout groups: tables with rows of one layout, read and trained by the same launches.
 
 A batch over many tables is one array of ids, table after table; the ids of one table (in one batch) are a
-cell. A launch is told where each cell starts (`cells.cuh`), so that the number of launches does not depend on
+cell. A launch gets the position of each cell (`cells.cuh`), so that the number of launches does not depend on
 the number of tables. The parameters of a launch are 4 KB at most, hence up to MAX_CELLS cells.
 
     ids      | table 0 ........ | table 1 .. | table 2 ............. |
