@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
@@ -69,15 +69,12 @@ class DeviceRowLayout:
     @property
     def rows(self) -> KernelProgram:
         """The kernels over the rows of one table."""
-        return self._program("rows_of_table", "train.cu" if self.trained else "rows.cu")
+        return _program("rows_of_table", "train.cu" if self.trained else "rows.cu", self.header)
 
     @property
     def fused_rows(self) -> KernelProgram:
         """The kernels over the rows of many tables of this layout at once."""
-        return self._program("rows_of_tables", "fused_train.cu" if self.trained else "fused_rows.cu")
-
-    def _program(self, name: str, file: str) -> KernelProgram:
-        return _program(name, file, {"layout.h": self.header})
+        return _program("rows_of_tables", "fused_train.cu" if self.trained else "fused_rows.cu", self.header)
 
     @property
     def bytes_per_place(self) -> int:
@@ -95,10 +92,12 @@ def fused_index_kernels() -> KernelProgram:
     return _program("index_of_tables", "fused_index.cu")
 
 
-def _program(name: str, file: str, made: Mapping[str, str] | None = None) -> KernelProgram:
+@functools.cache  # a table asks again whenever it grows, and reading the files takes milliseconds
+def _program(name: str, file: str, layout: str | None = None) -> KernelProgram:
     source = f'#include "{file}"\n'
     # The second has the headers that the core is compiled with, too: hashes, quantizers, update rules.
     folders = (resources.files(__package__), resources.files("monolith.native").joinpath("include"))
+    made = {} if layout is None else {"layout.h": layout}
     return KernelProgram(name, source, headers_of(source, folders, made))
 
 
