@@ -327,6 +327,8 @@ class CudaTable:
             copies = self._rows.watch.copies
             if copies is None:
                 raise TableArgumentError("scan: the snapshot was closed")
+            # Copies join the sorted pieces, so that they can be read by range. Rows in the table that are not
+            # TAKEN are as they were when the snapshot was opened.
             copies.seal(memory)
             flags, held = BEFORE if changed_only else 0, self._rows.usage.read().rows
             rows, following = first_rows(
@@ -425,6 +427,8 @@ class CudaTable:
         if not self._config.skip_zero:
             self._rows.write(batch, None if whole else self._rows.turned_away(batch, None, None))
             return
+        # A table that skips zeros removes a row that is set to zero. In a batch with equal ids the order
+        # matters: runs of positions to write and to remove alternate.
         zero = (values * values).sum(1) < _SMALLEST_NORMAL
         for run, is_zero in runs_by_kind(ids.cpu(), zero.cpu()):
             mine = run.to(self._device)

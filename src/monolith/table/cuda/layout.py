@@ -113,6 +113,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     lanes = _lanes(config.dim)
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
     lazy = decays_lazily(config) and not config.serving
+    # PLAIN: training sees the stored floats as they are, so that a lookup is a copy.
     numbers = {
         "DIM": config.dim,
         "STATE_DIM": config.state_dim,
@@ -222,6 +223,7 @@ class StepScalars:
         for number, segment in enumerate(self._segments):
             compressor = segment.compressor
             if isinstance(compressor, OneBit) and step % compressor.step_size == 0:
+                # In double, rounded once: the core computes the same bits.
                 first, most = np.float32(compressor.init_scale), np.float32(compressor.max_scale)
                 self.scales[number] = float(
                     min(np.float32(float(first) * math.sqrt(1.0 + 0.005 * step)), most)
@@ -276,6 +278,9 @@ def _scalars_type(segments: int, lazy: bool) -> Any:
 
 def _has_one_rule(config: TableConfig) -> bool:
     """Whether all values of a row are trained by one rule that keeps them finite; see `stay_finite`."""
+    # The rules alone keep a row finite if the gradients are usable. Anything that mixes values of different
+    # columns or scales gradients may overflow: one_bit, delay compensation, rounding, or state shared by all
+    # columns of a segment if there are several segments.
     first = config.segments[0].optimizer
     same_rule = all(s.optimizer == first and not isinstance(s.compressor, OneBit) for s in config.segments)
     by_value = first.state_dim(2) in (0, 2) and first.rule.kind != "batch_softmax"

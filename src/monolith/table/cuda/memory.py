@@ -261,6 +261,7 @@ class DeviceMemory:
         self._flags: Tensor | None = None
         self._index = index_kernels().on(device)
         self._rows = layout.rows.on(device)
+        # Tiles that the device runs at once: with fewer positions than that, each tile takes one.
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
         self._lookup_blocks = LOOKUP_BLOCKS * device.processors
 
@@ -355,7 +356,7 @@ class DeviceMemory:
         taken = min(found, room)
         if not ordered:
             return hashes[:taken], places[:taken], found
-        # Hashes are unsigned: with their highest bit turned they are in order as torch sees them.
+        # Hashes are unsigned and torch sorts signed numbers: with the highest bit flipped both orders agree.
         order = (hashes[:taken] ^ SIGN).argsort()
         return hashes[:taken][order], places[:taken][order], found
 
@@ -509,7 +510,7 @@ class DeviceMemory:
 
     def watch(self, *, on: bool) -> None:
         """Keep flags from now on, none of them set; or keep them no more."""
-        rounded = -(-(self.places + EXTRA_PLACES) // 4) * 4  # kernels set them by the word
+        rounded = -(-(self.places + EXTRA_PLACES) // 4) * 4  # kernels update whole words of four flags
         self._flags = torch.zeros(rounded, dtype=torch.uint8, device=self._device) if on else None
 
     def note_writes(self, claimed: Claimed) -> None:
@@ -596,7 +597,7 @@ class DeviceMemory:
             new._states,
             new._flags,
         )
-        self.counters[USED] -= self.counters[MARKS]
+        self.counters[USED] -= self.counters[MARKS]  # on the device: nothing is read back
         self.counters[MARKS] = 0
         if self.recency is not None:
             hashes, before, _ = self.listed(self.places + EXTRA_PLACES)
@@ -650,6 +651,6 @@ class DeviceMemory:
         self._launch(self._rows, kernel, blocks, self._table(), claimed.writes(), *arguments)
 
     def _counted(self, kernel: str, blocks: int, *arguments: Any) -> int:
-        self.counters[FOUND] = 0
+        self.counters[FOUND] = 0  # kernels add to it
         self._launch(self._index, kernel, blocks, *arguments, self.counters)
         return int(self.counters[FOUND].item())

@@ -454,12 +454,13 @@ class SpillingTable:
             own
         """
         if not len(self._far) and self._bound + len(ids) <= self._room:
-            self._bound += len(ids)
+            self._bound += len(ids)  # no row is created for an id that has one: an upper bound
             return None
         coming = _distinct(ids[~self._near.contains(ids)].cpu())
         is_far = self._far.contains(coming)
         far, new = coming[is_far], coming[~is_far]
         if (missing := len(coming) - self._free(len(coming))) > 0:
+            # More than is missing, so that the next batches find room without spilling.
             wanted = max(missing, min(self._most // _PART, _MOST_AT_ONCE))
             if self._takes(wanted):
                 self._spill(wanted, ids)
@@ -486,11 +487,12 @@ class SpillingTable:
     def _free(self, wanted: int) -> int:
         """Return for how many new rows there is room near, `wanted` at most."""
         if self._bound + wanted > self._room:
-            self._bound = len(self._near)
+            self._bound = len(self._near)  # the true number; waits for the device
         return min(wanted, max(0, self._room - self._bound))
 
     def _takes(self, rows: int) -> bool:
         """Whether the far half surely has room for so many."""
+        # Twice the bytes: its index and its rows grow in steps.
         ceiling = self._far.config.capacity_bytes
         return ceiling is None or self._far.stats().bytes_total + 2 * rows * self._row_bytes <= ceiling
 
@@ -507,6 +509,8 @@ class SpillingTable:
                 after = self._far.stats()
                 arrived = self._far.contains(ids)
                 gone = self._near.remove(ids[arrived])
+                # The halves count these moves as births, removals and refusals; the table's stats leave them
+                # out.
                 made = after.inserted - before.inserted
                 self._moves.inserted += made
                 self._moves.refused += after.refused - before.refused
@@ -562,6 +566,7 @@ class SpillingTable:
             return
         newest = newest_step(self._config, rows)
         if newest > self._steps:
+            # A step of no rows advances the counters, but also the scales: put those back.
             scales = self._near.scales
             rates = [segment.decay_rate for segment in self._config.segments]
             self._tell_step(newest - 1, torch.tensor(rates, dtype=torch.float32))
