@@ -90,13 +90,25 @@ class _Updates:
 
 
 class DictTable:
-    """A `Table` on a Python dict. Thread-safe: one call at a time.
+    """A `Table` on a Python dict: the plain implementation that all other tables are compared with.
+
+    Shapes: n ids of a call, dim floats of an embedding; ids are int64 of shape (n,), embeddings float32 of
+    shape (n, dim). Thread-safe: one call at a time.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
         touched: A set that gets the ids whose rows changed or were removed; see `touch`.
 
     The memory of a row is taken to be its floats and 24 bytes; `capacity_bytes` is checked by that measure.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import DictTable, Segment, TableConfig
+        >>> table = DictTable(TableConfig(name="item", segments=(Segment(dim=2),)))
+        >>> table.assign(torch.tensor([7]), torch.tensor([[1.0, 2.0]]))
+        >>> table.lookup(torch.tensor([7, 8]))  # ID 8 has no row
+        tensor([[1., 2.],
+                [0., 0.]])
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def _adagrad(
     w -= _over(lr, np.sqrt(s["norm"])) * g
 
 
-def _dynamic_wd_adagrad(  # noqa: PLR0917
+def _dynamic_wd_adagrad(
     o: DynamicWdAdagrad, w: Floats, s: State, g: Floats, lr: np.float32, step: int
 ) -> None:
     if o.lazy_decay:  # counts one more than the step: 0 is a row that has not had any

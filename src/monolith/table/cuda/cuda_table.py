@@ -58,6 +58,9 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 class CudaTable:
     """A `Table` on a CUDA device. Thread-safe: calls follow one another, on whatever streams they come.
 
+    Shapes: n ids of a call, dim floats of an embedding; ids are int64 of shape (n,), embeddings float32 of
+    shape (n, dim).
+
     Tensors on the CPU are answered on the CPU, tensors on the table's device on the device. With those,
     `lookup` and `apply_gradients` do not wait for the device, unless the table has an admission filter, a
     `touched` set or no room for as many new ids as the batch has. Event times on the device are not looked
@@ -81,6 +84,16 @@ class CudaTable:
     Raises:
         AcceleratorError: There is no such device, or the kernels cannot be made for it.
         ConfigError: `capacity_bytes` is less than the smallest table needs.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import CudaTable, Segment, TableConfig
+        >>> config = TableConfig(name="item", segments=(Segment(dim=2),))
+        >>> if torch.cuda.is_available():
+        ...     table = CudaTable(config)
+        ...     ids = torch.tensor([7, 8], device="cuda")
+        ...     table.apply_gradients(ids, torch.ones(2, 2, device="cuda"), step=1)
+        ...     assert table.lookup(ids).device.type == "cuda"  # rows never leave the device
     """
 
     def __init__(
