@@ -29,8 +29,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class FirstTime(Counting):
-    """Counts records. None in a batch may have been trained: not in this attempt, and not in what was restored
-    for it."""
+    """Counts records. None in a batch may have been trained: not in this attempt, and not in the checkpoint
+    that it began with."""
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         found = super().outputs(model, batch)

@@ -260,7 +260,7 @@ class _SimGroup:
             if sender is None or sender == self._rank:
                 if self._network.breaks():
                     self._close_to(rank)
-                    peer._close_to(self._rank)
+                    self._closed_at.setdefault(rank, simulation.now)
                 peer._received[self._rank, call] = (self._due(rank), part(rank))
                 simulation.wake_some(peer.waiters)
         needed = [rank for rank in self._peers if sender is None or rank == sender]
@@ -278,8 +278,8 @@ class _SimGroup:
 
     def _close_to(self, rank: int) -> None:
         peer, simulation = self._peers[rank], self._network.simulation
-        # A connection that is closed delivers what was sent before. One that is closed with unread messages is
-        # reset, and what is under way may be lost.
+        # A connection that is closed delivers what was sent before. One that is closed with unread messages
+        # is reset, and what is under way may be lost.
         closed_at = simulation.now + self._network.delay()
         unread = any(sender == rank for sender, _ in self._received)
         if not unread or simulation.random.random() < 0.5:
