@@ -9,7 +9,7 @@ import torch
 
 from monolith.testing.scheduler import SimulationError
 
-WORLDS = ("fleet", "ranks")
+WORLDS = ("fleet", "keep_going", "ranks")
 SEEDS = 20
 PARTS = 4
 
