@@ -19,7 +19,7 @@ from torch import Tensor
 
 from monolith.errors import RestoreError, ServingTableError, TableArgumentError
 from monolith.table.config import ConstantRate, Segment, TableConfig
-from monolith.table.rows import Rows
+from monolith.table.table import Rows
 
 MAX_EVENT_TIME = (1 << 32) - 1
 """Rows keep their event time in 32 unsigned bits."""

@@ -17,8 +17,7 @@ from monolith import native
 from monolith.errors import TableArgumentError
 from monolith.table import arguments
 from monolith.table.hashing import mix
-from monolith.table.rows import Rows
-from monolith.table.table import Table, iterate
+from monolith.table.table import Rows, Table, iterate
 
 BUCKETS = 4096
 """Of ids: the bucket of an id is the top 12 bits of its hash."""

@@ -27,8 +27,7 @@ from monolith.table import arguments
 from monolith.table.config import TableConfig, merge
 from monolith.table.cuda.fused import FusedBatch, FusedTables, common_device
 from monolith.table.native_table import NativeTable
-from monolith.table.rows import TableStats
-from monolith.table.table import Table
+from monolith.table.table import Table, TableStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class MultiTable:
         self._kept: tuple[list[native.Table], native.TableGroup] | None = None
         self._device = common_device(list(self._tables.values()))
         self._kept_fused: FusedTables | None = None
-        # Settled once, because fused calls are made every step.
+        # Computed once, since fused calls are made every step.
         configs = [table.config for table in self._tables.values()]
         segments = [segment for config in configs for segment in config.segments]
         self._serving = next((config for config in configs if config.serving), None)
@@ -388,6 +387,7 @@ class MultiTable:
     ) -> list[_Batch]:
         """Check every slot of a call, then bring the slots of each table together."""
         second = 0 if isinstance(event_time, Mapping) else arguments.event_second(event_time)
+        # All slots are checked before any table changes: a call either fails as a whole or not at all.
         by_slot: dict[str, list[dict[str, Tensor]]] = {}
         for slot in sorted(updates):
             columns = dict(zip(("ids", "values"), updates[slot], strict=True))
@@ -435,6 +435,7 @@ class MultiTable:
     def _group(self) -> native.TableGroup | _PlainGroup:
         if self._exclusive and self._kept is not None:
             return self._kept[1]
+        # Tables may have been closed or replaced behind our back: compare the cores with those of the group.
         tables = list(self._tables.values())
         natives = [table for table in tables if isinstance(table, NativeTable)]
         if len(natives) < len(tables):
@@ -537,6 +538,7 @@ class _PlainGroup:
         columns += [] if latest is None else [(latest, floats)]
         cells = [torch.from_numpy(column).split_with_sizes(lengths) for column, lengths in columns]
         own = torch.from_numpy(update["rates"]).split_with_sizes(segments)
+        # Cells are ordered by batch, then by table: those of table k are every K-th from k on.
         for k, table in enumerate(self._tables):
             keys, grads, when, met, *seen = (torch.cat(column[k :: len(self._tables)]) for column in cells)
             table.apply_gradients(

@@ -33,7 +33,6 @@ from monolith.table.digests import in_share
 from monolith.table.frozen_table import (
     FrozenTable,
     FrozenTables,
-    TableIdsLike,
     frozen_errors,
     fused_lookup,
     processors,
@@ -155,11 +154,11 @@ class OverlaidTables:
     def above(self) -> RowOverlay:
         return self._above
 
-    def lookup(self, ids: TableIdsLike) -> Tensor:
+    def lookup(self, ids: Tensor, sizes: Tensor) -> Tensor:
         """Return the rows of all ids, as `FrozenTables.lookup` does."""
         if self._group is None:
             raise TableClosedError("these tables were closed")
-        return fused_lookup(self._group, ids, self._dims)
+        return fused_lookup(self._group, ids, sizes, self._dims)
 
     def is_exact(self, name: str) -> bool:
         """Whether the file of a table has its values as they were given, and not as halves or bytes."""

@@ -36,7 +36,7 @@ from monolith import filesystem, native
 from monolith.errors import CorruptFileError
 from monolith.front_door import module_when_used
 from monolith.table.config import TableConfig
-from monolith.table.rows import Rows
+from monolith.table.table import Rows
 
 if TYPE_CHECKING:
     import torch

@@ -166,6 +166,8 @@ class SimCluster:
         self.processes: dict[str, SimProcess] = {}
         self.on_exit: list[Callable[[SimProcess], object]] = []
         """Called with each process that exits with status 0, at that moment."""
+        self.happened = 0
+        """Faults that happened: a run may end before all of them have."""
         self._traced, self._calm = traced, calm
 
     def run(self, play: Callable[[SimCluster], object]) -> None:
@@ -245,6 +247,7 @@ class SimCluster:
                 heal_at = None
             if faults and now >= next_fault:
                 lasts = faults.pop()()
+                self.happened += 1
                 if lasts and (heal_at is None or now + lasts > heal_at):
                     heal_at = now + lasts
                 next_fault = self._after(self.faults.every)

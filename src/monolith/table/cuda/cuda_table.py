@@ -21,9 +21,8 @@ from monolith.errors import AcceleratorError, TableArgumentError, TableClosedErr
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.config import TableConfig
-from monolith.table.cuda.admission import runs_by_kind
 from monolith.table.cuda.inputs import Inputs
-from monolith.table.cuda.layout import row_layout
+from monolith.table.cuda.layout import StepScalars, row_layout
 from monolith.table.cuda.memory import (
     BEFORE,
     ELSEWHERE,
@@ -38,7 +37,7 @@ from monolith.table.cuda.memory import (
     DeviceMemory,
     Times,
 )
-from monolith.table.cuda.resident_rows import ResidentRows, WriteBatch
+from monolith.table.cuda.resident_rows import ResidentRows, WriteBatch, runs_by_kind
 from monolith.table.cuda.snapshots import (
     LAST_HASH,
     CudaTableSnapshot,
@@ -48,10 +47,9 @@ from monolith.table.cuda.snapshots import (
     first_rows,
     merged_scan,
 )
-from monolith.table.cuda.step_scalars import StepScalars
 from monolith.table.cuda.tracking import ids_of
 from monolith.table.digests import bucket_numbers, check_share
-from monolith.table.rows import Rows, Scan, TableStats
+from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
@@ -59,6 +57,9 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 class CudaTable:
     """A `Table` on a CUDA device. Thread-safe: calls follow one another, on whatever streams they come.
+
+    Shapes: n ids of a call, dim floats of an embedding; ids are int64 of shape (n,), embeddings float32 of
+    shape (n, dim).
 
     Tensors on the CPU are answered on the CPU, tensors on the table's device on the device. With those,
     `lookup` and `apply_gradients` do not wait for the device, unless the table has an admission filter, a
@@ -83,6 +84,16 @@ class CudaTable:
     Raises:
         AcceleratorError: There is no such device, or the kernels cannot be made for it.
         ConfigError: `capacity_bytes` is less than the smallest table needs.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import CudaTable, Segment, TableConfig
+        >>> config = TableConfig(name="item", segments=(Segment(dim=2),))
+        >>> if torch.cuda.is_available():
+        ...     table = CudaTable(config)
+        ...     ids = torch.tensor([7, 8], device="cuda")
+        ...     table.apply_gradients(ids, torch.ones(2, 2, device="cuda"), step=1)
+        ...     assert table.lookup(ids).device.type == "cuda"  # rows never leave the device
     """
 
     def __init__(
@@ -243,6 +254,8 @@ class CudaTable:
                     checked=not self._scalars.stay_finite(by_segment),
                 )
 
+            # Kernels find unusable gradients while they train. Only if the ids that get a row must be known
+            # before (for the filter, for touched sets and snapshots) are the gradients read twice.
             if self._admission is None and self._rows.watch.idle:
                 self._rows.write(
                     WriteBatch(keys, times, train, dedup, lambda: self._memory.unusable(by)), None
@@ -394,6 +407,12 @@ class CudaTable:
 
     @contextmanager
     def _open(self, *, writing: bool = False) -> Iterator[DeviceMemory]:
+        """Enter a call: take the lock, and put the call's kernels behind those of all calls before it.
+
+        The lock orders calls on the host; kernels are ordered by streams. Calls may come on different
+        streams, so the new stream waits, on the device, for the stream of the last call. The host never waits
+        here.
+        """
         with self._lock, self._owner.active():
             if writing:
                 self._thawed.wait_for(lambda: not self._frozen)
@@ -402,7 +421,9 @@ class CudaTable:
             if stream != self._stream:
                 stream.wait_for(self._stream)
                 self._stream = stream
-            yield self._memory  # the only reference to it
+            # The generator holds no reference of its own: when the table grows, the old memory is freed at
+            # once.
+            yield self._memory
 
     @property
     def _memory(self) -> DeviceMemory:

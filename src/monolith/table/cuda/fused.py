@@ -1,17 +1,21 @@
 """FusedTables: many tables on one device, read and trained by a few launches.
 
-A model has dozens of tables, and a launch costs the host more than the device needs for one table's share of
-a batch. So tables whose rows are group are worked on together: a launch is told where the ids of each table
-lie (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. How
-many launches there are does not depend on how many tables there are, up to MAX_CELLS.
+A model has dozens of tables, and a launch costs the host more than the device needs for one table's part of a
+batch. So tables with rows of one layout are worked on together: a launch gets the positions of each table's
+ids (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. The
+number of launches does not depend on the number of tables, up to MAX_CELLS.
 
-What needs more than that (a filter, a byte budget) a table does by itself. Who keeps track of rows is told
-table by table, of every id of a batch: also of those by whose gradients nothing was trained.
+    apply_gradients     claim_tables     find or create the place of each id; sort keys are (table, place)
+                        sort             all keys, stable: one order for all tables
+                        settle_tables    turn sorted keys back into places
+                        train_tables     one launch per layout (two if a batch may have long runs)
+
+A table that needs more than that (a filter, a byte budget) is trained by itself. Trackers of rows are called
+table by table with every id of a batch, even if its gradient was not usable.
 """
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +46,7 @@ from monolith.table.cuda.memory import COUNTERS, EXTRA_PLACES, STRETCH, Claimed,
 from monolith.table.table import Table
 
 _WARP = 32
-_ASKED_AFTER = 0.25  # of the room that there was when the counters came last
+_ASKED_AFTER = 0.25  # of the free places at the last reading of the counters: then they are read again
 _INT32_MAX = (1 << 31) - 1
 
 
@@ -165,7 +169,8 @@ class FusedTables:
         self._fused = fused
         self._others = {number for number, table in enumerate(fused) if table is None}
         self._twice = [sum(one is other for other in tables) > 1 for one in tables]
-        # A thread that takes several locks takes them in this order, so that two threads cannot deadlock.
+        # A thread that takes several locks takes them in this order (by address), so that two threads that
+        # train the same tables in different orders cannot deadlock.
         self._locked = sorted({id(one): one for one in fused if one is not None}.values(), key=id)
         by_source: dict[str, list[int]] = {}
         for number, table in enumerate(fused):
@@ -349,7 +354,7 @@ class FusedTables:
             seconds, second, times = second, 0, torch.empty(n, dtype=torch.int32, device=device)
         arrays, stream = work.known.arrays, work.stream.handle
         width = "_wide" if plan.wide else ""
-        filled = batch.ids, seconds, ctypes.c_uint32(second), order, made, times, found
+        filled = batch.ids, seconds, second, order, made, times, found
         for one in plan.claims:
             self._index.launch(f"claim_tables{width}", one.blocks, arrays, one.cells, *filled, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
@@ -383,11 +388,11 @@ class FusedTables:
                 writes,
                 batch.gradients,
                 batch.latest,
-                ctypes.c_int64(batch.step),
+                batch.step,
                 runs,
                 sums,
-                ctypes.c_int(batch.dedup),
-                ctypes.c_int(planned.per_tile),
+                batch.dedup,
+                planned.per_tile,
                 stream=stream,
             )
 
@@ -415,8 +420,7 @@ class FusedTables:
             return
         many = len(self._fused) * COUNTERS
         counters = torch.empty(self._answer.shape, dtype=torch.int64, device=self.device.torch_device)
-        sizes_of = ctypes.c_int(len(self._fused)), ctypes.c_int(COUNTERS)
-        given = work.known.arrays, *sizes_of, counters
+        given = work.known.arrays, len(self._fused), COUNTERS, counters
         self._index.launch("collect_counters", blocks_for(many), *given, stream=work.stream.handle)
         self._answer.copy_(counters, non_blocking=True)
         written = [0 if table is None else table._rows.usage.written for table in self._fused]
@@ -446,7 +450,10 @@ class FusedTables:
 
     @contextmanager
     def _entered(self, *, writing: bool = False) -> Iterator[_Work]:
-        """Take the locks of all tables, and have what follows on this stream begin after all before it.
+        """Take the locks of all tables, and put the call's kernels behind those of all calls before it.
+
+        Streams order the kernels: this stream waits, on the device, for the last stream of each table, once
+        per distinct stream.
 
         Raises:
             TableClosedError: One of them was closed.
@@ -487,7 +494,9 @@ class FusedTables:
             finally:
                 for table in taken:
                     table._lock.release()
-            with frozen._lock:  # only this lock: the thread that froze the table may need the remaining ones
+            # A table is frozen: all locks are released before waiting, since the thread that froze it may
+            # need the others. Then it starts over: another table may be frozen by now.
+            with frozen._lock:
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:

@@ -15,7 +15,7 @@ from monolith.table import arguments
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.table.config import TableConfig
 from monolith.table.cuda.memory import BAD_TIMES, Times
-from monolith.table.rows import Rows
+from monolith.table.table import Rows
 
 
 class Inputs:

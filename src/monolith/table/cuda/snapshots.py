@@ -28,8 +28,7 @@ from monolith.table import arguments
 from monolith.table.config import TableConfig
 from monolith.table.cuda.memory import BEFORE, SIGN, DeviceMemory, RowArrays
 from monolith.table.hashing import mix, unmix
-from monolith.table.rows import Rows, Scan
-from monolith.table.table import Table, TableSnapshot
+from monolith.table.table import Rows, Scan, Table, TableSnapshot
 
 LAST_HASH = (1 << 64) - 1
 
@@ -89,7 +88,9 @@ def first_rows(
     def read(hashes: Tensor, places: Tensor) -> HashedRows:
         return HashedRows(hashes, *memory.read(places.to(torch.int32)))
 
-    # Hashes are spread evenly: so much of the range should hold what is asked for, and a little more.
+    # The kernel lists rows in any order, so a range of hashes is needed that holds about `limit` rows. Hashes
+    # are spread evenly: the range is chosen to hold `limit` and some standard deviations more, and is halved
+    # or doubled if that was wrong (a filter by flags, or a small table).
     wanted = limit + 4 * int(limit**0.5) + 16
     room = min(rows, 2 * wanted)
     width = last - first if rows <= wanted else wanted * (LAST_HASH // rows)
@@ -160,11 +161,17 @@ class CopiedRows:
         self._flags = torch.empty(self._room, dtype=torch.uint8, device=where)
         self._captured = torch.zeros((), dtype=torch.int64, device=where)
         self._bound = 0
-        self._lock = threading.Lock()  # guards what follows, whose entries are replaced and never taken out
+        # Guards the pieces. Entries are replaced (device by host) and never removed, so a position stays
+        # valid while `offload` copies without the lock.
+        self._lock = threading.Lock()
         self._pieces: list[_Piece] = []
 
     def capture(self, memory: DeviceMemory, places: Tensor) -> None:
-        """Copy the rows at int32 places that were not copied yet."""
+        """Copy the rows at int32 places that were not copied yet.
+
+        The device knows how many rows were copied; the host keeps an upper bound, and asks only when the
+        bound says that the buffer may overflow. Most batches change rows that were copied before.
+        """
         for begin in range(0, len(places), self._room):
             some = places[begin : begin + self._room]
             if self._bound + len(some) > self._room:
@@ -175,7 +182,7 @@ class CopiedRows:
             self._bound += len(some)
 
     def seal(self, memory: DeviceMemory) -> None:
-        """Turn the buffer into a piece, sorted by hash."""
+        """Turn the buffer into a piece, sorted by hash; waits for the device."""
         found = int(self._captured.item()) if self._bound else 0
         self._bound = 0
         if not found:
@@ -324,6 +331,9 @@ class CudaTableSnapshot:
         if changed_only and not self.tracked:
             raise TableArgumentError("scan: this table does not keep track of changes")
         with self._device.active():
+            # Two streams, so that writers wait for as little as possible. The next write waits, on the
+            # device, for the stream of this call (`reading`): that only gathers rows within the device. The
+            # copy to the host takes longest, and runs on `copying`, which no writer waits for.
             reading, copying = self._device.new_stream(), self._device.new_stream()
             with self._device.on(reading):
                 last = min(end - 1, LAST_HASH)
@@ -345,6 +355,8 @@ class CudaTableSnapshot:
 def joined_scan(scans: Sequence[Scan], limit: int) -> Scan:
     """Return the first `limit` rows of several scans from one hash, and the hash to continue from."""
     rows = Rows.concat([scan.rows for scan in scans])
+    # A scan that stopped early knows nothing beyond its cursor: only rows before the smallest cursor are
+    # complete.
     hashes = mix(rows.ids.numpy())
     order = np.argsort(hashes)
     end = min((scan.cursor for scan in scans if scan.cursor is not None), default=None)

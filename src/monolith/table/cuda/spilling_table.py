@@ -32,25 +32,24 @@ from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.compressors import OneBit
 from monolith.table.config import TableConfig
-from monolith.table.cuda.admission import parts_of_batch
 from monolith.table.cuda.cuda_table import CudaTable
+from monolith.table.cuda.resident_rows import parts_of_batch
 from monolith.table.cuda.snapshots import JoinedSnapshot, joined_scan
 from monolith.table.native_table import NativeTable
-from monolith.table.rows import Rows, Scan, TableStats
-from monolith.table.table import Table
+from monolith.table.table import Rows, Scan, Table, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 from monolith.table.update_rules import decays_lazily, newest_step
 
-_PART = 8  # of the device's rows go far at once, as a share,
-_MOST_AT_ONCE = 1 << 18  # but no more than these, so that no caller waits long
-_RESERVE = 16  # of the device's rows are kept for those that come near, as a share, where there is a ceiling
-_CHUNK = 1 << 16  # rows that are carried at once
-_INDEX_BYTES = 32  # of a far row at most, for its place in the index
+_PART = 8  # one in so many of the device's rows spills at once: spilling few at a time would wait too often
+_MOST_AT_ONCE = 1 << 18  # rows, so that no caller waits long
+_RESERVE = 16  # with a ceiling, one in so many places stays free, so that rows can be exchanged
+_CHUNK = 1 << 16  # rows that are copied at once
+_INDEX_BYTES = 32  # of the index, per far row, at most
 
 
 @dataclass(slots=True)
 class _Moves:
-    """What the halves have counted because rows moved, and nothing came or went."""
+    """Counts in the stats of the halves that come from moved rows; the table's stats subtract them."""
 
     inserted: int = 0
     removed: int = 0
@@ -444,7 +443,16 @@ class SpillingTable:
             yield table, places if at is None else at[places], part
 
     def _settle(self, ids: Tensor, times: int | Tensor) -> Tensor | None:
-        """Return a bool for each position whose row stays far or is made there; None if there is none."""
+        """Return a bool for each position whose row stays far or is created there; None if there is none.
+
+        Makes room and moves rows, so that as much of the batch as possible is near:
+
+            1. no row is far and the bound says that all fit: done, nothing is waited for 2. sort the ids that
+            are not near into far rows and new ids 3. too little room: spill idle rows, if the far half has
+            room for them 4. bring far rows near, then spill again if that went beyond the room for new rows
+            5. new ids get what room is left; in a table that expires its oldest rows, each half expires its
+            own
+        """
         if not len(self._far) and self._bound + len(ids) <= self._room:
             self._bound += len(ids)
             return None
@@ -487,7 +495,10 @@ class SpillingTable:
         return ceiling is None or self._far.stats().bytes_total + 2 * rows * self._row_bytes <= ceiling
 
     def _spill(self, count: int, besides: Tensor) -> None:
-        """Let idle rows go far, but those of a batch; who finds no room there stays."""
+        """Move idle rows to the far half, except those of a batch; rows that find no room there stay.
+
+        A row is restored far before it is removed near, and only if it arrived: no moment loses it.
+        """
         with self._untold():
             for ids in _chunks(self._near.idle(count, besides)):
                 _, rows = self._near.lookup_rows(ids)
@@ -506,7 +517,7 @@ class SpillingTable:
                     self._drop_oldest(ids[~arrived])
 
     def _drop_oldest(self, ids: Tensor) -> None:
-        """Let rows go that are idle, and older than all that are far, which has no room left."""
+        """Drop idle rows that are older than all far rows: the far half is full and kept newer ones."""
         for touched in self._touched:
             touched.insert(ids)
         gone = self._near.remove(ids)
@@ -515,7 +526,7 @@ class SpillingTable:
         self._bound -= gone
 
     def _bring(self, ids: Tensor) -> None:
-        """Have far rows come near. There must be room."""
+        """Move far rows to the near half. There must be room."""
         with self._untold():
             for some in _chunks(ids):
                 self._near.restore(self._far.lookup_rows(some)[1])
@@ -538,7 +549,7 @@ class SpillingTable:
                     table.touch(touched)
 
     def _tell_step(self, step: int, rates: Tensor | None) -> None:
-        """Have both halves be at a step, whichever of them had rows in it."""
+        """Advance both halves to a step, even one without rows in it: decay and scales depend on it."""
         if self._counts_steps:
             none, nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, self.dim)
             for table in (self._near, self._far):
@@ -546,7 +557,7 @@ class SpillingTable:
             self._steps = max(self._steps, step + 1)
 
     def _tell_steps_of(self, rows: Rows) -> None:
-        """Have both halves be at the newest step of rows that only one of them was given."""
+        """Advance both halves to the newest step of rows that only one of them was given."""
         if not self._decays_lazily or not rows.state.shape[1] or not len(rows):
             return
         newest = newest_step(self._config, rows)
