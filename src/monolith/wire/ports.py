@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import cache
 from urllib.parse import unquote
 
 from monolith import concurrency
@@ -256,7 +257,7 @@ class ConnectionGuard:
         # Guards wake up together, at multiples of `every`, so that one listing of the files serves them all.
         while not self._closing.wait(self._every - concurrency.monotonic() % self._every):
             with suppress(OSError):  # a file was closed during the check
-                self.check(_SOCKETS.listed_in_this(self._every))
+                self.check(_shared_sockets().listed_in_this(self._every))
 
     def check(self, sockets: Mapping[int, int] | None = None) -> None:
         """Check all connections once and close those over a limit. The thread calls this.
@@ -404,7 +405,9 @@ class _OpenSockets:
             self._lock.release()
 
 
-_SOCKETS = _OpenSockets()
+@cache
+def _shared_sockets() -> _OpenSockets:
+    return _OpenSockets()
 
 
 def _open_sockets() -> dict[int, int]:
