@@ -142,7 +142,7 @@ class _SimKeys:
         return work(server.values)
 
     def _found(self) -> _KeyServer:
-        server = self._network.key_servers.get(self._address)
+        server: _KeyServer | None = self._network.key_servers.get(self._address)
         if server is None or not server.machine.alive:
             raise RuntimeError(f"Connection refused by {self._address}")
         return server
