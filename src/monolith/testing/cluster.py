@@ -37,6 +37,7 @@ from monolith import concurrency
 from monolith.cluster.discovery import Callback, Closing, PollingWatch, Registration, check_registration
 from monolith.errors import RetryableError, TransientFilesystemError, UnavailableError
 from monolith.testing.disk import DiskFaults, SimDisk
+from monolith.testing.groups import SimRankNetwork
 from monolith.testing.network import NetworkFaults, SimNetwork
 from monolith.testing.scheduler import MachineKilled, SimMachine, SimThread, Simulation, TraceHandler
 
@@ -199,6 +200,7 @@ class SimCluster:
             wall_offset=draw.uniform(-60, 60) if self.faults.clock_jumps else 0.0,
         )
         made.transport = self.network.transport(made)
+        made.ranks = SimRankNetwork(self.network, made)
         self.disk.attach(made)
         return made
 
