@@ -137,7 +137,7 @@ class TableSnapshot(Protocol):
 
     @property
     def max_event_time(self) -> int:
-        """The newest event time that the table had been told by then."""
+        """The newest event time of the table when the snapshot was opened."""
 
     @property
     def captured_bytes(self) -> int:
@@ -182,9 +182,21 @@ class Table(Protocol):
 
     Shapes: n ids of a call, dim floats of an embedding, state_dim floats of optimizer state.
 
-        table = NativeTable(TableConfig(name="item", segments=(Segment(dim=8, optimizer=Adagrad()),)))
-        table.apply_gradients(ids, gradients, step=1)   # (n,) int64, (n, 8) float32: creates rows
-        embeddings = table.lookup(ids)                  # (n, 8) float32: zeros for ids without a row
+    Examples:
+        >>> import torch
+        >>> from monolith import Adagrad, NativeTable, Segment, TableConfig
+        >>> segment = Segment(dim=2, optimizer=Adagrad(learning_rate=0.1))
+        >>> table = NativeTable(TableConfig(name="item", segments=(segment,)))
+        >>> ids = torch.tensor([7, 8])
+        >>> table.lookup(ids)  # reading creates no row
+        tensor([[0., 0.],
+                [0., 0.]])
+        >>> table.apply_gradients(ids, torch.ones(2, 2), step=1)  # training does
+        >>> len(table)
+        2
+        >>> table.lookup(ids)
+        tensor([[-0.0953, -0.0953],
+                [-0.0953, -0.0953]])
     """
 
     @property
