@@ -9,7 +9,7 @@ import torch
 
 from monolith.testing.scheduler import SimulationError
 
-WORLDS = ("fleet",)
+WORLDS = ("fleet", "data_service")
 SEEDS = 20
 PARTS = 4
 
