@@ -17,12 +17,13 @@ pytest_plugins = (
     "services.scheduling",
     "services.shared_rewriting",
     "services.slowest_files",
+    "services.warm",
 )
 
 SLOW_FILES = (
     "cluster/launch/test_ray.py",
-    "cli/test_launching.py",
-    "cli/test_rank_training.py",
+    "runtime/test_rank_processes.py",
+    "runtime/test_launch.py",
     "contracts/test_discovery.py",
     "cluster/test_ray_discovery.py",
     "cluster/test_ray_connection.py",

@@ -2,8 +2,9 @@
 
 - Pages that people look for in the repository (`OUTSIDE`) are part of the site, and links between them and
   `docs/` lead there. A link to any other file of the repository becomes plain text: the site has no copy.
-- The API reference: one page for each room with a front door, with what the door offers. A lazy door
-  keeps its names in a stub, `__init__.pyi`, so pages are written from the stub where there is one.
+- The reference has a page for each public name, below the index page of its area; see `tools/reference.py`.
+- The API pages: one for each package with a front door, with the other names that the door offers. A lazy
+  door keeps its names in a stub, `__init__.pyi`, so pages are written from the stub if there is one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import ast
 import posixpath
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from reference import defined_in, module_path, names_by_area, parsed
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "monolith"
@@ -33,13 +36,36 @@ CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.nav = [*(config.nav or []), {"API": [f"api/{room}.md" for room in ["index", *doors()]]}]
+    nav = [with_names(entry) for entry in config.nav or []]
+    config.nav = [*nav, {"API": [f"api/{room}.md" for room in ["index", *doors()]]}]
     return config
+
+
+def with_names(entry: Any) -> Any:
+    """Add the pages of an area's names below its index page."""
+    if not isinstance(entry, dict) or "Reference" not in entry:
+        return entry
+    areas = [PurePosixPath(index).stem for index in entry["Reference"]]
+    names = names_by_area()
+    return {
+        "Reference": [
+            {
+                area.capitalize(): [
+                    f"reference/{area}.md",
+                    *({name: f"reference/{area}/{name}.md"} for name in names[area]),
+                ]
+            }
+            for area in areas
+        ]
+    }
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for origin, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / origin).read_text(encoding="utf-8")))
+    for area, names in names_by_area().items():
+        for name in names:
+            files.append(File.generated(config, f"reference/{area}/{name}.md", content=reference.page(name)))
     for room, text in api_pages().items():
         files.append(File.generated(config, f"api/{room}.md", content=text))
     return files
@@ -58,11 +84,14 @@ def turned(link: re.Match[str], origin: str, here: str) -> str:
     target, _, anchor = link["target"].partition("#")
     if not target or ":" in target or here.startswith("api/"):
         return link[0]
+    area = PurePosixPath(here).stem
+    if here == f"reference/{area}.md" and link["text"] in names_by_area().get(area, ()):
+        return f"[{link['text']}]({area}/{link['text']}.md)"  # in the repository, a name links to its module
     path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
-    page = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
-    if not page:
+    on_site = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
+    if not on_site:
         return link["text"]
-    relative = posixpath.relpath(page, posixpath.dirname(here) or ".")
+    relative = posixpath.relpath(on_site, posixpath.dirname(here) or ".")
     return f"{link['image']}[{link['text']}]({relative}{'#' * bool(anchor)}{anchor})"
 
 
@@ -79,6 +108,8 @@ def api_pages() -> dict[str, str]:
     """Return the text of each page by the room it is of, and of the index."""
     rooms = doors()
     home = {item: room for room in sorted(rooms, key=depth) for item in offered(room_folder(room))}
+    for name in (name for names in names_by_area().values() for name in names):
+        home[name, reference.definition(name)[0]] = "reference"
     pages = {room: api_page(room, home) for room in rooms}
     rows = [f"| [monolith.{room}]({room}.md) | {summary(room_folder(room))} |" for room in pages]
     index = "# API\n\nOne page for each room, with what its front door offers.\n\n| room | |\n|---|---|\n"
@@ -90,7 +121,8 @@ def depth(room: str) -> int:
 
 
 def api_page(room: str, home: dict[tuple[str, str], str]) -> str:
-    """Return a page with what a room offers; of what an inner room offers too, only a link to its page."""
+    """Return a page with what a room offers; of a public name, or one that an inner room offers too, only a
+    link to its page."""
     folder = room_folder(room)
     items = sorted(offered(folder))
     own = [f"::: {module}.{name}" for name, module in items if home[name, module] == room]
@@ -112,14 +144,7 @@ def docstring(folder: Path) -> str:
 
 
 def door_of(folder: Path) -> ast.Module:
-    stub = folder / "__init__.pyi"
-    path = stub if stub.exists() else folder / "__init__.py"
-    return parsed(path)
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return parsed(module_path(".".join(folder.relative_to(PACKAGE.parent).parts)))
 
 
 def offered(folder: Path) -> Iterator[tuple[str, str]]:
@@ -130,21 +155,3 @@ def offered(folder: Path) -> Iterator[tuple[str, str]]:
                 module = defined_in(node.module or "", alias.name)
                 if module and not alias.name.startswith("_"):
                     yield alias.name, module
-
-
-def defined_in(module: str, name: str) -> str | None:
-    """Follow imports to the module that defines a class, function or constant; None where there is none."""
-    place = ROOT.joinpath("src", *module.split("."))
-    if not place.is_dir() and not place.with_suffix(".py").exists():
-        return None  # of the compiled core
-    source = door_of(place) if place.is_dir() else parsed(place.with_suffix(".py"))
-    for node in source.body:
-        match node:
-            case ast.ImportFrom(module=str(origin), names=names) if name in [alias.name for alias in names]:
-                return defined_in(origin, name)
-            case ast.ClassDef(name=found) | ast.FunctionDef(name=found) if found == name:
-                return module
-            case ast.Assign(targets=[ast.Name(id=found)]) | ast.AnnAssign(target=ast.Name(id=found)):
-                if found == name:
-                    return module
-    return None

@@ -1,21 +1,31 @@
-"""Writes the part of `docs/reference/` that docstrings know: a section for each public name of `monolith`.
+"""Writes `docs/reference/` from docstrings: an index page for each area, and a page for each public name.
 
-    python tools/reference.py            write the pages anew
-    python tools/reference.py --check    exit with 1 if a page is not what it would write
+    python tools/reference.py            write the index pages anew
+    python tools/reference.py --check    exit with 1 if an index page is out of date
 
-A page covers one area (`AREAS`). Its beginning is written by hand and has an example, which
-`tests/docs/test_reference.py` runs. After the line `MARK` follow the sections: signature and summary of each
-name, from its docstring, and the package that defines it.
+An index page covers one area (`AREAS`). Its introduction is written by hand and has an example. After the
+line `MARK` follows a table of the area's names with the first sentence of their docstrings. Index pages are
+committed.
+
+The page of a name is not committed: `page` returns a few lines that tell mkdocstrings what to render, and
+`tools/docs_site.py` adds them to the site when `make docs` builds it. It shows the signature, the docstring
+with its arguments, errors and example, the members, and the module that defines the name.
+
+Every docstring ends with a section `Examples:` in doctest form. `tests/docs/test_reference.py` runs all
+examples, each in an empty folder, and fails if a public name has none.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
 MARK = "<!-- Written by tools/reference.py from docstrings; edit those. -->"
 
 AREAS = {
@@ -58,67 +68,122 @@ AREAS = {
         RestoreError ExportError RequestError RetryableError
     """,
 }
-"""Page -> the names it documents. Together they are all of `monolith.__all__`."""
+"""Area -> the names it documents. Together they are all of `monolith.__all__`."""
 
 
-def section(name: str) -> str:
-    """Return the section of one name: its signature, its summary, and where its docstring is."""
-    import monolith
-
-    value = getattr(monolith, name)
-    home = getattr(value, "__module__", None)
-    room = ".".join(home.split(".")[:2]) if home else "monolith.train"
-    lines = [f"### {name}", "", f"{summary_of(name, value)} Defined in `{room}`."]
-    if (signature := signature_of(name, value)) is not None:
-        lines += ["", "```python", signature, "```"]
-    return "\n".join(lines)
+# The names
 
 
-def summary_of(name: str, value: object) -> str:
-    """Return the first paragraph of a docstring, as one line."""
-    if not (inspect.isclass(value) or inspect.isroutine(value)):
-        keys = value if isinstance(value, dict) else ()
-        return f"The choices by name: {', '.join(f'`{key}`' for key in keys)}."
-    return " ".join((inspect.getdoc(value) or name).split("\n\n")[0].split())
+def names_by_area() -> dict[str, list[str]]:
+    return {area: names.split() for area, names in AREAS.items()}
 
 
-def signature_of(name: str, value: object) -> str | None:
-    """Return how a name is called, with types; None for what is no function and takes no arguments."""
-    if not callable(value):
-        return None
-    try:
-        parameters = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    words = [re.sub(r"0x[0-9a-f]+", "...", str(one)) for one in parameters]
-    words = [re.sub(r"<factory>|<[^>]*>", "...", word) for word in words]
-    words = [re.sub(r""": (['"])(.*?)\1(?=$| =)""", r": \2", word) for word in words]  # types as text
-    if not words or words == ["*args", "**kwargs"]:
-        return None
-    keywords = [one.kind is inspect.Parameter.KEYWORD_ONLY for one in parameters]
-    if any(keywords) and not any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters):
-        words.insert(keywords.index(True), "*")
-    line = f"{name}({', '.join(words)})"
-    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + ")"
+@cache
+def definition(name: str) -> tuple[str, ast.stmt, ast.stmt | None]:
+    """Return the module that defines a public name, its definition, and the statement after that."""
+    module = defined_in("monolith", name)
+    assert module is not None, f"monolith.{name} is not defined in Python"
+    body = parsed(module_path(module)).body
+    at = next(number for number, node in enumerate(body) if name in defines(node))
+    return module, body[at], body[at + 1] if at + 1 < len(body) else None
 
 
-def page(area: str) -> str:
-    """Return the whole page of an area: its beginning as it is, and all sections."""
-    path = FOLDER / f"{area}.md"
-    begin = path.read_text(encoding="utf-8").partition(MARK)[0]
-    return begin + MARK + "\n\n" + "\n\n".join(map(section, AREAS[area].split())) + "\n"
+def docstring(name: str) -> str:
+    """Return the docstring of a public name; of a constant, the string below its definition."""
+    _, node, following = definition(name)
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return ast.get_docstring(node) or ""
+    match following:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return inspect.cleandoc(text)
+    return ""
+
+
+def summary(name: str) -> str:
+    """Return the first sentence of a docstring, as one line."""
+    first = " ".join(docstring(name).split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s+(?=[A-Z`])", first, maxsplit=1)[0]
+
+
+def page(name: str) -> str:
+    """Return the page of a public name, for mkdocstrings."""
+    module, _, _ = definition(name)
+    area = next(area for area, names in names_by_area().items() if name in names)
+    return (
+        f"[{area.capitalize()}](../{area}.md): `from monolith import {name}`, defined in `{module}`.\n\n"
+        f"::: {module}.{name}\n    options:\n      heading_level: 1\n"
+    )
+
+
+# The index pages
+
+
+def index_page(area: str) -> str:
+    """Return the whole index page of an area: its introduction as it is, and a table of its names.
+
+    A name links to the module that defines it. Its page exists only on the site, which changes the link.
+    """
+    rows = []
+    for name in names_by_area()[area]:
+        module, _, _ = definition(name)
+        source = "../../" + module_path(module).relative_to(ROOT).as_posix()
+        rows.append(f"| [{name}]({source}) | {summary(name).replace('|', chr(92) + '|')} |")
+    introduction = (FOLDER / f"{area}.md").read_text(encoding="utf-8").partition(MARK)[0]
+    return introduction + "\n".join([MARK, "", "| name | |", "|---|---|", *rows]) + "\n"
+
+
+# Python source
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def module_path(module: str) -> Path:
+    """Return the file of a module of ours; of a package its stub, if it has one, as that lists its names."""
+    place = ROOT.joinpath("src", *module.split("."))
+    if not place.is_dir():
+        return place.with_suffix(".py")
+    stub = place / "__init__.pyi"
+    return stub if stub.exists() else place / "__init__.py"
+
+
+def defines(node: ast.stmt) -> list[str]:
+    """Return the names that a statement of a module defines, other than by an import."""
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            return [name]
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
+
+
+def defined_in(module: str, name: str) -> str | None:
+    """Follow imports to the module that defines a class, function or constant; None if none of ours does."""
+    path = module_path(module)
+    if not path.exists():
+        return None  # of the compiled core
+    for node in parsed(path).body:
+        if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
+            return defined_in(node.module, name)
+        if name in defines(node):
+            return module
+    return None
 
 
 def main(arguments: list[str]) -> int:
     stale = []
     for area in AREAS:
-        text, path = page(area), FOLDER / f"{area}.md"
+        text, path = index_page(area), FOLDER / f"{area}.md"
         if text != path.read_text(encoding="utf-8"):
             stale.append(area)
             if "--check" not in arguments:
                 path.write_text(text, encoding="utf-8")
     if stale and "--check" in arguments:
-        sys.stdout.write(f"stale in docs/reference: {', '.join(stale)}; run python tools/reference.py\n")
+        sys.stdout.write(
+            f"out of date in docs/reference: {', '.join(stale)}; run python tools/reference.py\n"
+        )
         return 1
     return 0
 

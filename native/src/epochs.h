@@ -82,6 +82,9 @@ class Epochs {
     for (std::size_t i = start;; ++i) {
       Seat& seat = seats_[i % kSeats];
       std::uint64_t empty = 0;
+      // The exchange is a full barrier: the call loads pointers after its seat is visible. So a collector
+      // that finds the seat empty ran before those loads, and frees only memory that was replaced before
+      // them. An epoch that is old by the time it is stored is harmless: memory is kept a little longer.
       if (seat.since.load(std::memory_order_relaxed) == 0 &&
           seat.since.compare_exchange_strong(empty, now_.load()))
         return seat;

@@ -205,6 +205,9 @@ struct alignas(64) Partition {
     return first.load(std::memory_order_relaxed) <= hash && hash <= last.load(std::memory_order_relaxed);
   }
 
+  // A sequence lock: the version is odd while a writer, who holds the mutex, changes something. The fence
+  // keeps the changes behind the odd version, and the release of end_write keeps them before the even one.
+  // Readers pair with both by an acquiring load before and a fence after what they read (Table::read_one).
   void begin_write() {
     version.store(version.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);

@@ -190,6 +190,8 @@ bool Table::take_chunk(Body& body, Partition& part) const {
   return chunk.first != 0;
 }
 
+// A free row's first bytes hold the number of the next free row. Readers may still copy such a row: the
+// version of the partition tells them that it changed. 0 is the end of the list, and no row.
 std::uint32_t Table::take_row(Body& body, Partition& part) {
   if (part.free_rows != 0) {
     const std::uint32_t row = part.free_rows;
@@ -229,6 +231,10 @@ Index Table::make_index(Body& body, std::size_t rows) const {
   return array != nullptr ? Index(array, static_cast<std::uint32_t>(buckets)) : Index();
 }
 
+// Replaces the index of a partition by one for `rows` rows; false if the budget has no memory for it. Rows
+// stay where they are. The new index is complete before it is published, and a reader that already has the
+// old one finds the same rows there until it is freed: it is retired, and counts towards the budget until
+// then.
 bool Table::resize(Body& body, Partition& part, std::size_t rows) {
   const Index fresh = make_index(body, rows);
   if (fresh.slots() == nullptr) return false;
@@ -387,6 +393,9 @@ std::size_t Table::count_expired(std::int64_t now) const {
   return total;
 }
 
+// One partition after another, each locked only while it is walked; threads share the partitions. A partition
+// that splits meanwhile may leave its upper half for the next call, which is as good: rows expire again and
+// again.
 std::size_t Table::evict(std::int64_t now) {
   Writing writing(*this);
   Body& body = *body_.load();
@@ -490,6 +499,9 @@ void sort_first(std::vector<Found>& found, std::size_t take) {
 
 }  // namespace
 
+// Partitions are ranges of hashes, so a walk by hash takes them one by one and needs no other state than the
+// next hash: it survives splits and resizes between calls. Rows inserted behind the cursor meanwhile are not
+// seen.
 Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) const {
   if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
   ChunkBuilder chunk(entry_, limit);

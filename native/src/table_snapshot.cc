@@ -1,3 +1,11 @@
+// Copy on write. While a snapshot is open, a writer copies a row before it changes it for the first time:
+//
+//   writer, partition locked    set the row's bit in taken_  ->  copy the row to part.captured  ->  change
+//   the row snapshot, partition locked  bit clear: read the row in place;  bit set: read the copy, if there
+//   is one
+//
+// A row that is created while the snapshot is open has its bit set and no copy, so the snapshot does not show
+// it.
 #include "table_snapshot.h"
 
 #include <algorithm>
@@ -53,6 +61,8 @@ void TableSnapshot::close(bool saved) {
     std::lock_guard lock(part->mutex);  // a scan may still be there
     part->captured.reset();
   }
+  // Changes that were not saved count again for the next snapshot, unless the table was cleared since: then
+  // all rows from before are gone anyway.
   if (!saved && changes_ != nullptr && table_.changes_ != nullptr && !table_.changes_->cleared) {
     table_.changes_->rows.add(changes_->rows);
     table_.changes_->remove(changes_->removed);

@@ -71,11 +71,29 @@ import errno
 
 
 class MonolithError(Exception):
-    """The root of everything Monolith raises on purpose."""
+    """The base class of every error that Monolith raises on purpose.
+
+    Examples:
+        >>> from monolith import MonolithError, load_run_config
+        >>> try:
+        ...     load_run_config(code={"cluster.num_pss": 2})
+        ... except MonolithError as error:  # every error that the library raises on purpose
+        ...     print("not a valid config")
+        not a valid config
+    """
 
 
 class ConfigError(MonolithError, ValueError):
-    """A configuration value, key or combination is not allowed."""
+    """A configuration value, key or combination is not allowed.
+
+    Examples:
+        >>> from monolith import ConfigError, Segment
+        >>> try:
+        ...     Segment(dim=0)
+        ... except ConfigError as error:  # also a ValueError
+        ...     print(error)
+        segment: dim must be at least 1, got 0
+    """
 
 
 class UnknownParamError(ConfigError, AttributeError):
@@ -103,7 +121,13 @@ class NotRepeatableError(ConfigError):
 
 
 class MissingExtraError(MonolithError, ImportError):
-    """An optional package is needed and not installed."""
+    """An optional package is needed and not installed.
+
+    Examples:
+        >>> from monolith import MissingExtraError
+        >>> str(MissingExtraError("kazoo", "zookeeper", "ZooKeeper")).partition(". ")[2]
+        "Install it with: pip install 'monolith-recsys[zookeeper]'"
+    """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -154,7 +178,19 @@ class CorruptMessageError(MonolithError, ValueError):
 
 
 class TableError(MonolithError):
-    """A table refused a call."""
+    """A table refused a call.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Segment, TableConfig, TableError
+        >>> table = NativeTable(TableConfig(name="item", segments=(Segment(dim=2),)))
+        >>> table.close()
+        >>> try:
+        ...     table.lookup(torch.tensor([7]))
+        ... except TableError as error:
+        ...     print(error)
+        table 'item' was closed
+    """
 
 
 class TableArgumentError(TableError, ValueError):
@@ -200,7 +236,17 @@ class DuplicateNameError(FeatureError, NameError):
 
 
 class DataError(MonolithError, ValueError):
-    """Records, columns or a source do not fit the request for them."""
+    """Records, columns or a source do not fit the request for them.
+
+    Examples:
+        >>> from monolith import DataError, IterableSource
+        >>> source = IterableSource([{"user": 17}, {"user": "ann"}], batch_size=2, types={"user": int})
+        >>> try:
+        ...     list(source)
+        ... except DataError as error:  # also a ValueError
+        ...     print(error)
+        iterable source: record 1: key 'user': 'ann' is not a whole number
+    """
 
 
 class TooManyBadRecordsError(DataError):
@@ -224,7 +270,14 @@ class SparseGradientError(GradientError, NotImplementedError):
 
 
 class RequestError(MonolithError, ValueError):
-    """A message from another process is malformed, or asks for more than a limit allows. Nothing was done."""
+    """A message from another process is malformed, or asks for more than a limit allows. Nothing was done.
+
+    Examples:
+        >>> from monolith import RequestError
+        >>> from monolith.errors import RequestTooLargeError, UnknownModelError
+        >>> [issubclass(error, RequestError) for error in (RequestTooLargeError, UnknownModelError)]
+        [True, True]
+    """
 
 
 class RequestTooLargeError(RequestError):
@@ -252,7 +305,14 @@ class DiscoveryError(ClusterError, OSError):
 
 
 class RetryableError(ClusterError):
-    """A failure that may be temporary: the job may retry. All other errors are final."""
+    """A failure that may be temporary: the job may retry. All other errors are final.
+
+    Examples:
+        >>> from monolith import RetryableError
+        >>> from monolith.errors import DeadlineExceededError, UnavailableError
+        >>> [issubclass(error, RetryableError) for error in (DeadlineExceededError, UnavailableError)]
+        [True, True]
+    """
 
 
 class UnavailableError(RetryableError, ConnectionError):
@@ -312,7 +372,14 @@ class WrongThreadError(MonolithError, RuntimeError):
 
 
 class TrainingError(MonolithError, RuntimeError):
-    """A run cannot continue, or cannot do the requested operation."""
+    """A run cannot continue, or cannot do the requested operation.
+
+    Examples:
+        >>> from monolith import TrainingError
+        >>> from monolith.errors import DivergedError, NothingTrainedError
+        >>> [issubclass(error, TrainingError) for error in (DivergedError, NothingTrainedError)]
+        [True, True]
+    """
 
 
 class DivergedError(TrainingError):
@@ -350,12 +417,48 @@ class ModelDirLockedError(MonolithError):
 
 
 class ExportError(MonolithError, ValueError):
-    """A model or a checkpoint cannot be exported; existing versions are unchanged."""
+    """A model or a checkpoint cannot be exported; existing versions are unchanged.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import ExportError
+        >>> from monolith.serve.exporter import Exporter, ExportHow, ExportModel
+        >>> model = ExportModel(name="clicks", module=torch.nn.Linear(2, 1), outputs=lambda module, batch: {})
+        >>> try:
+        ...     Exporter(model, ExportHow(), restore=lambda prefix: None)
+        ... except ExportError as error:
+        ...     print(error)
+        the model has no EmbeddingCollection, so there is nothing to look up
+    """
 
 
 class SaveError(MonolithError, ValueError):
-    """State cannot be part of a checkpoint; nothing was written."""
+    """State cannot be part of a checkpoint; nothing was written.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, DensePart, SaveError, Saver
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model.register_buffer("table", torch.zeros(2).to_sparse())
+        >>> try:
+        ...     Checkpointer(Saver("run"), [DensePart(model)]).save(100)
+        ... except SaveError as error:
+        ...     print(error)
+        cannot save 'table': it is sparse_coo, and only dense tensors can be saved
+    """
 
 
 class RestoreError(MonolithError, ValueError):
-    """Saved state does not fit the model that it is restored into."""
+    """Saved state does not fit the model that it is restored into.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, DensePart, RestoreError, Saver
+        >>> Checkpointer(Saver("run"), [DensePart(torch.nn.Linear(2, 1))]).save(100)
+        'run/model.ckpt-100'
+        >>> try:
+        ...     Checkpointer(Saver("run"), [DensePart(torch.nn.Linear(3, 1))]).restore("run/model.ckpt-100")
+        ... except RestoreError as error:
+        ...     print(str(error).splitlines()[1].strip())
+        weight: it has shape (1, 2) in the checkpoint, this model needs (1, 3)
+    """

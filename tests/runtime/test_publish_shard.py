@@ -38,7 +38,7 @@ def learn() -> Iterator[Callable[[int], float]]:
         table.assign(torch.tensor([step]), torch.ones(1, 2))
         share.learning.note(LearnedUpTo(step=step))
         at = time.monotonic()
-        assert wait_until(lambda: share.place != before, 10)
+        assert wait_until(lambda: share.place != before, 60)
         return time.monotonic() - at
 
     yield learned

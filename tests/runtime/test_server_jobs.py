@@ -14,7 +14,7 @@ from monolith.runtime.messages import CALLS
 from monolith.runtime.server_calls import KEPT, Jobs
 from monolith.wire.messages import Call, typed_calls
 
-PATIENT = 10.0
+PATIENT = 60.0
 
 
 def served(jobs: Jobs) -> Mapping[str, Call]:

@@ -16,7 +16,7 @@ from monolith.runtime.messages import CALLS, AskNews, BeginService, Joined
 from monolith.runtime.service import CoordinationService
 from monolith.wire.messages import typed_calls, typed_polls, write_message
 
-PATIENT = 10.0
+PATIENT = 60.0
 START = write_message(Start(step=7, positions=({"next": 3},)))
 NOT_YET = write_message(Joined())
 

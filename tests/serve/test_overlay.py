@@ -10,7 +10,6 @@ import torch
 
 from monolith.errors import ConfigError, TableArgumentError
 from monolith.serve.overlay import FollowedTables
-from monolith.store import TableIds
 from monolith.sync.messages import BUCKETS
 from monolith.table import (
     FrozenSegment,
@@ -73,7 +72,7 @@ def test_a_delta_adds_rows_and_removes_ids(tmp_path):
     assert tables.apply({"item": rows({2: 5, 3: 6})}, {"item": ids(1)}) == 3
     assert present(view) == {2: 5, 3: 6}
     assert tables.apply({"item": rows({1: 7})}, {}) == 1
-    assert view.lookup(TableIds(ids(1, 4), ids(2))).tolist() == [7, 7, 0, 0]
+    assert view.lookup(ids(1, 4), ids(2)).tolist() == [7, 7, 0, 0]
 
 
 def test_a_generation_ends_when_its_rows_are_dropped(tmp_path):

@@ -59,7 +59,8 @@ class RayCluster:
                     *("--dashboard-agent-listen-port=0", "--include-dashboard=false"),
                     *("--disable-usage-stats", f"--object-store-memory={80 << 20}"),
                 ],
-                env={**os.environ, **self.environment},
+                # Ray starts workers at niceness 15: on a busy machine they would wait for all other tests.
+                env={**os.environ, **self.environment, "RAY_worker_niceness": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

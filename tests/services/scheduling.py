@@ -13,8 +13,10 @@ import pytest
 TOGETHER = {
     "Ray": (  # and a ZooKeeper
         "tests/cluster/launch/test_ray.py",
-        "tests/runtime/test_launch.py",
-        "tests/runtime/test_rank_processes.py",
+        "tests/runtime/test_launch.py::test_a_run_on_ray_finds_itself_and_is_guarded_by_a_token",
+        "tests/runtime/test_launch.py::test_discovery_through_ray_needs_a_name_and_meets_under_it",
+        "tests/runtime/test_rank_processes.py::test_a_rank_on_ray_that_was_killed_is_restarted_and_all_resume",
+        "tests/serve/test_ray_serve.py",
         "tests/contracts/test_discovery.py",
         "tests/cluster/test_ray_discovery.py",
         "tests/cluster/test_ray_connection.py",
@@ -35,13 +37,14 @@ TOGETHER = {
         "tests/docs/test_kafka_guide.py",
     ),
 }
-"""The files that use a server."""
+"""The files that use a server; of a long file only the tests that do, so that other workers take the rest."""
 
 
 def goes_with(nodeid: str) -> str:
     """Return what a test shares its worker with: its file, or what uses the same server."""
     path = nodeid.partition("::")[0]
-    return next((server for server, files in TOGETHER.items() if path in files), path)
+    test = nodeid.partition("[")[0]
+    return next((server for server, users in TOGETHER.items() if path in users or test in users), path)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,8 +15,14 @@ def test_a_test_goes_with_its_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "path"), [(name, one) for name, files in TOGETHER.items() for one in files]
+    ("server", "user"), [(name, one) for name, users in TOGETHER.items() for one in users]
 )
-def test_files_that_use_one_server_go_together_and_are_there(server: str, path: str) -> None:
-    assert goes_with(f"{path}::test_it") == server
-    assert (ROOT / path).exists()
+def test_files_and_tests_that_use_one_server_go_together_and_exist(server: str, user: str) -> None:
+    path, _, test = user.partition("::")
+    assert goes_with(f"{path}::{test or 'test_it'}[a]") == server
+    assert f"def {test}(" in (ROOT / path).read_text() if test else (ROOT / path).exists()
+
+
+def test_the_rest_of_a_file_goes_to_other_workers() -> None:
+    path = "tests/runtime/test_launch.py"
+    assert goes_with(f"{path}::test_ctrl_c_saves_and_stops_all") == path

@@ -3,7 +3,8 @@
 `Popen(["-m", "monolith", "train", ...])` is used as `subprocess.Popen([sys.executable, "-m", ...])` is. The
 process is a real one, with a pid, an exit status, a working folder, an environment and files of its own, and
 may be signalled, stopped and killed. But it begins as a fork of a server (see `warm_server`), which has
-imported once what every one of them would import: a tenth of a second in place of three.
+imported once what every one of them would import: a tenth of a second in place of three. All workers of
+pytest share one server, which the first that needs it starts and which ends with pytest.
 
 `sys.executable` of such a process starts warm ones too, so a launcher's members cost no more than itself. Who
 needs a new interpreter (options before -m, another user, another namespace) starts one as ever.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import io
 import os
 import select
@@ -27,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Self
 
+import pytest
 from services.warm_interpreter import ask
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -45,23 +48,33 @@ warm_interpreter.main({socket!r}, {python!r}, sys.argv)
 
 
 class Server:
-    """The process that forks. It ends, with all it has started, when this process does."""
+    """The process that forks. It ends, with all it has started, when the writers of its input have closed it.
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
-        self.address = str(self._folder / "socket")
-        self.interpreter = interpreter = self._folder / "python"
+    Args:
+        folder: Where its socket and its interpreter are.
+        life: Its input. By default a pipe of this process, so that it ends when this process does.
+    """
+
+    def __init__(self, folder: Path, life: int = subprocess.PIPE) -> None:
+        self._folder = folder
+        self.address = str(folder / "socket")
+        self.interpreter = folder / "python"
         """Stands in for `sys.executable`, for others who start programs."""
-        interpreter.write_text(
+        self._process: subprocess.Popen[bytes] | None = None
+        if not Path(self.address).exists():
+            self._start(life)
+
+    def _start(self, life: int) -> None:
+        self.interpreter.write_text(
             _INTERPRETER.format(
                 python=sys.executable, services=str(Path(__file__).parent), socket=self.address
             )
         )
-        interpreter.chmod(0o755)
+        self.interpreter.chmod(0o755)
         server = Path(__file__).with_name("warm_server.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(server), self.address, str(interpreter), " " * LONGEST_COMMAND_BYTES],
-            stdin=subprocess.PIPE,
+            [sys.executable, str(server), self.address, str(self.interpreter), " " * LONGEST_COMMAND_BYTES],
+            stdin=life,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
             start_new_session=True,
@@ -72,6 +85,8 @@ class Server:
         assert self._process.stdout.readline() == b"listening\n", "the server of warm processes has failed"
 
     def close(self) -> None:
+        """End a server that is not shared."""
+        assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -79,6 +94,8 @@ class Server:
 
 
 _starting = threading.Lock()
+_shared: Path | None = None
+"""The folder of the server that all workers share; None in a pytest without workers."""
 
 
 def server() -> Server:
@@ -89,9 +106,39 @@ def server() -> Server:
 
 @cache
 def _server() -> Server:
-    started = Server()
+    if _shared is not None:
+        # A worker that comes while another one starts the server waits here, and finds its socket.
+        with (_shared / "lock").open("w") as lock, (_shared / "life").open("rb", buffering=0) as life:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return Server(_shared, life.fileno())
+    started = Server(Path(tempfile.mkdtemp(prefix="warm-")))
     atexit.register(started.close)
     return started
+
+
+class _Sharing:
+    """In the process that starts the workers: the folder they share, and the writer that ends the server."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        os.mkfifo(self.folder / "life")
+        self._life = os.open(self.folder / "life", os.O_RDWR)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["warm"] = str(self.folder)
+
+    def pytest_unconfigure(self) -> None:
+        os.close(self._life)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _shared  # noqa: PLW0603
+    if (given := getattr(config, "workerinput", {}).get("warm")) is not None:
+        _shared = Path(given)
+    elif config.getoption("numprocesses", None):
+        config.pluginmanager.register(_Sharing())
 
 
 class Popen:

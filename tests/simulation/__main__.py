@@ -35,7 +35,7 @@ def run(world: str, first: int, end: int | None, *, stop_at_first: bool) -> int:
             say(str(error))
             return 1
         return 0
-    failed, switches, virtual = [], 0, 0.0
+    failed, switches, virtual, faults = [], 0, 0.0, 0
     began, worked = time.monotonic(), time.process_time()
     for seed in range(first, end):
         try:
@@ -49,11 +49,12 @@ def run(world: str, first: int, end: int | None, *, stop_at_first: bool) -> int:
         else:
             switches += cluster.simulation.switches
             virtual += cluster.simulation.now
+            faults += cluster.happened
     took, runs = time.monotonic() - began, end - first
     say(
-        f"{world}: {runs} runs, {len(failed)} failed; {took / runs:.3f} s a run, of which "
-        f"{(time.process_time() - worked) / runs:.3f} s on the processor; {virtual / took:,.0f} virtual "
-        f"seconds and {switches / took:,.0f} changes of threads a second"
+        f"{world}: {runs} runs with {faults:,} faults, {len(failed)} failed; {took / runs:.3f} s a run, "
+        f"of which {(time.process_time() - worked) / runs:.3f} s on the processor; {virtual / took:,.0f} "
+        f"virtual seconds and {switches / took:,.0f} changes of threads a second"
     )
     return bool(failed)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from monolith import concurrency
 from monolith.checkpoint import Checkpointer, Saver
 from monolith.data import Pipeline, Position, Records, Shard, Source, Stream
 from monolith.data.formats.memory import to_records
@@ -31,13 +32,17 @@ SPEC = BatchSpec(ids=(RECORD,), labels={LABEL: (LABEL, 0)})
 
 
 class Numbers(Source):
-    """The numbers 1 to `records`, in batches. Of n workers each reads every n-th batch."""
+    """The numbers 1 to `records`, in batches. Of n workers each reads every n-th batch.
+
+    Args:
+        seconds: How long reading a batch takes: a run of no length would be over before the first fault.
+    """
 
     repeats_order = True
     live = False
 
-    def __init__(self, records: int, batch_size: int) -> None:
-        self._records, self._size = records, batch_size
+    def __init__(self, records: int, batch_size: int, seconds: float = 0.0) -> None:
+        self._records, self._size, self._seconds = records, batch_size, seconds
         self._choice = ShardChoice("numbers")
         self._next: int | None = None
 
@@ -47,6 +52,8 @@ class Numbers(Source):
     def __iter__(self) -> Iterator[Records]:
         shard = self._choice.settle()
         while (first := self._first()) < self._records:
+            if self._seconds:
+                concurrency.sleep(self._seconds)
             end = min(first + self._size, self._records)
             self._next = first + self._size * shard.workers
             numbers = np.arange(first, end, dtype=np.int64) + 1
@@ -87,13 +94,14 @@ class Counting(Task):
 
     batches: int = 6
     batch_size: int = 2
+    read_seconds: float = 0.0
 
     @property
     def records(self) -> int:
         return self.batches * self.batch_size
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
-        return Pipeline(Numbers(self.records, self.batch_size)).to_batches(SPEC)
+        return Pipeline(Numbers(self.records, self.batch_size, self.read_seconds)).to_batches(SPEC)
 
     def model(self) -> nn.Module:
         return CountingModel()
@@ -124,12 +132,15 @@ class Counted:
     trained: int
     """Number of records that the dense weight counted."""
 
-    def check_exactly_once(self, task: Counting) -> None:
+    def check_exactly_once(self, task: Counting, *, ranks: int = 1) -> None:
+        """Check a run of all records. Ranks average the gradients of the dense weight, which then counts the
+        records of one rank."""
         counts = {record: self.times.get(record, 0) for record in range(1, task.records + 1)}
         wrong = {record: times for record, times in counts.items() if times != 1}
         assert not wrong, f"records that were not trained exactly once: {wrong}"
         assert self.times.keys() == counts.keys(), f"unknown rows: {self.times}"
-        assert self.trained == task.records, f"the dense weight counted {self.trained} of {task.records}"
+        trained = task.records // ranks
+        assert self.trained == trained, f"the dense weight counted {self.trained} records of {trained}"
 
 
 def read_counts(task: Task, model_dir: str) -> Counted | None:

@@ -1,60 +1,161 @@
-"""The world of a fleet: parameter servers and workers that train each record exactly once."""
+"""The worlds of a fleet: parameter servers and workers, with the retries of `monolith train`.
+
+`fleet` demands that every record is trained exactly once. `keep_going` lets a run continue after a loss, with
+or without standbys, and demands that nothing is lost beyond what the report says.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
-from simulation.counting import Counting, read_counts
+from simulation.counting import Counted, Counting, read_counts
 
 from monolith import concurrency
-from monolith.runtime import Trainer, TrainReport, join_fleet, serve_parameters
-from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
+from monolith.cluster import Discovery
+from monolith.observe import Metrics
+from monolith.runtime import Coordinator, Trainer, TrainReport, serve_parameters
+from monolith.runtime.attempts import Retries, SharedTraining
+from monolith.runtime.cluster_config import ClusterConfig, FailoverConfig, TimeoutsConfig
 from monolith.runtime.config import RunConfig
-from monolith.runtime.fleet_coordinator import FleetCoordinator
-from monolith.runtime.parameter_server import ServerEnd
-from monolith.testing.cluster import Faults, SimCluster
+from monolith.runtime.context import Output
+from monolith.store.dense_config import DenseConfig
+from monolith.testing.cluster import Faults, SimCluster, SimProcess
 from monolith.train import SaveConfig, TrainConfig
 
 FOLDER = "sim://run"
+CHIEF = "worker-0"
+
+
+@dataclass(frozen=True)
+class FleetShape:
+    """What a seed decides about a fleet, besides its faults."""
+
+    num_ps: int
+    num_workers: int
+    batches: int
+    save_steps: int
+    read_seconds: float = 0.0
+    redundant: int = 0
+    standbys: int = 0
+    keep_going: bool = False
+    max_retries: int = 6
+    dense: DenseConfig | None = None
+
+    @classmethod
+    def drawn(cls, seed: int, *, keep_going: bool) -> FleetShape:
+        draw = random.Random(f"fleet {seed}")
+        num_ps = draw.choice([1, 2, 2, 3] if not keep_going else [2, 2, 3])
+        return cls(
+            num_ps=num_ps,
+            num_workers=draw.choice([1, 2, 2, 3]),
+            batches=draw.randint(2, 8),
+            save_steps=draw.choice([1, 2, 3, 5]),
+            read_seconds=draw.choice([0.0, 0.05, 0.5]),
+            redundant=draw.choice([0, 0, 1]),
+            standbys=draw.choice([0, 1]) if keep_going else 0,
+            keep_going=keep_going,
+            max_retries=draw.choice([0, 1, 6]),
+            dense=draw.choice([None, DenseConfig(prefetch=True, postpush=True)]),
+        )
+
+    def task(self) -> Counting:
+        return Counting(batches=self.batches, read_seconds=self.read_seconds)
+
+    def config(self, role: str, index: int) -> RunConfig:
+        """The config of one process."""
+        return RunConfig(
+            train=TrainConfig(
+                model_dir=FOLDER,
+                save=SaveConfig(steps=self.save_steps),
+                summary_every_steps=None,
+                idle_after=timedelta(milliseconds=50),
+            ),
+            cluster=ClusterConfig(
+                role="ps" if role == "ps" else "worker",
+                index=index,
+                num_ps=self.num_ps,
+                num_workers=self.num_workers,
+                num_redundant_ps=self.redundant,
+                standbys=self.standbys,
+            ),
+            failover=FailoverConfig(
+                max_retries=self.max_retries, recovery="keep_going" if self.keep_going else "exact"
+            ),
+            timeouts=TimeoutsConfig(start=timedelta(seconds=60), finish=timedelta(seconds=60)),
+            dense=self.dense or DenseConfig(),
+        )
 
 
 def fleet(seed: int, *, traced: bool = False) -> SimCluster:
-    """Run one seed of the world, and return the cluster for its figures."""
-    draw = random.Random(f"fleet {seed}")
-    num_ps, num_workers = draw.choice([1, 2, 2, 3]), draw.choice([1, 2, 2, 3])
-    task = Counting(batches=draw.randint(2, 8))
-    train = TrainConfig(
-        model_dir=FOLDER,
-        save=SaveConfig(steps=draw.choice([1, 2, 3, 5])),
-        summary_every_steps=None,
-        idle_after=timedelta(milliseconds=50),
-    )
+    """Run one seed of the world in which nothing may be lost, and return the cluster for its figures."""
+    shape = FleetShape.drawn(seed, keep_going=False)
+    task = shape.task()
 
-    def config(role: str, index: int) -> RunConfig:
-        return RunConfig(
-            train=train,
-            cluster=ClusterConfig(role=role, index=index, num_ps=num_ps, num_workers=num_workers),
-            timeouts=TimeoutsConfig(start=timedelta(seconds=60), finish=timedelta(seconds=60)),
-        )
+    def check(counted: Counted, _: TrainReport) -> None:
+        counted.check_exactly_once(task)
+
+    return play_fleet(seed, shape, task, check, traced=traced)
+
+
+def play_fleet(
+    seed: int,
+    shape: FleetShape,
+    task: Counting,
+    check: Callable[[Counted, TrainReport], None],
+    *,
+    traced: bool,
+) -> SimCluster:
+    """Run a fleet with the faults of a seed; `check` receives the chief's report when the chief exits."""
+
+    def on_exit(process: SimProcess) -> None:
+        # Status 0 tells an operator that all is done and saved, so it has to be, at this very moment.
+        if process.name == CHIEF:
+            report = process.result
+            assert isinstance(report, TrainReport)
+            assert report.finished, f"the chief exited with status 0 though: {report.stop_reason}"
+            counted = read_counts(task, FOLDER)
+            assert counted is not None, "the run finished without a checkpoint"
+            check(counted, report)
 
     def play(cluster: SimCluster) -> None:
-        def serve(index: int) -> ServerEnd:
-            return serve_parameters(task, config("ps", index), cluster.discovery(), stop=concurrency.Event())
-
-        def work(index: int) -> TrainReport:
-            with join_fleet(cluster.discovery(), config("worker", index)) as joined:
-                return Trainer(task, train, coordinator=FleetCoordinator(joined, None)).train()
-
-        for index in range(num_ps):
-            cluster.start(f"ps-{index}", lambda index=index: serve(index))
-        for index in range(num_workers):
-            cluster.start(f"worker-{index}", lambda index=index: work(index))
-        cluster.wait(chief="worker-0")
-        counted = read_counts(task, FOLDER)
-        assert counted is not None, "the run finished without a checkpoint"
-        counted.check_exactly_once(task)
+        for index in range(shape.num_ps + shape.redundant):
+            config = shape.config("ps", index)
+            cluster.start(
+                f"ps-{index}", lambda config=config: serve_parameters(task, config, cluster.discovery())
+            )
+        for index in range(shape.num_workers):
+            config = shape.config("worker", index)
+            cluster.start(f"worker-{index}", lambda config=config: work(task, config, cluster.discovery()))
+        cluster.on_exit.append(on_exit)
+        cluster.wait(chief=CHIEF)
 
     cluster = SimCluster(seed, Faults.drawn(seed), traced=traced)
     cluster.run(play)
     return cluster
+
+
+def work(task: Counting, config: RunConfig, discovery: Discovery) -> TrainReport:
+    """A worker as `monolith train` runs it: with retries in the process."""
+    metrics = Metrics()
+
+    def pause(seconds: float) -> bool:
+        concurrency.sleep(seconds)
+        return False
+
+    shared = SharedTraining(
+        config=config,
+        environ={},
+        metrics=metrics,
+        output=Output(),
+        retries=Retries(config.failover, metrics, say=lambda _: None, pause=pause),
+        on_waiting=lambda _: None,
+        on_lost=lambda: None,
+    )
+
+    def attempt(coordinator: Coordinator) -> TrainReport:
+        return Trainer(task, config.train, metrics=metrics, coordinator=coordinator).train()
+
+    return shared.train_on_servers(attempt, discovery)

@@ -9,7 +9,7 @@ import pytest
 
 from monolith.store.dense_cache import BackgroundQueue
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 @pytest.fixture

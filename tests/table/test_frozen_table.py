@@ -25,7 +25,6 @@ from monolith.errors import (
     TableClosedError,
 )
 from monolith.filesystem.backends import LocalBackend
-from monolith.store import TableIds
 from monolith.table import FrozenSegment, FrozenTable, FrozenTables, write_frozen_table
 from monolith.table.frozen_table import Coding
 
@@ -239,7 +238,7 @@ def test_a_row_number_that_makes_no_sense_is_an_error_where_it_is_met(path: str)
     with pytest.raises(CorruptFileError, match=f"corrupt at byte {index_at}: the index names row 3 of 3"):
         table.lookup(ids(7))
     with pytest.raises(CorruptFileError, match="row 3 of 3"):
-        FrozenTables({"item": table}).lookup(TableIds(ids(1, 7), ids(2)))
+        FrozenTables({"item": table}).lookup(ids(1, 7), ids(2))
     with pytest.raises(CorruptFileError, match="do not match their checksum"):
         table.verify()
 
@@ -257,16 +256,16 @@ def tables(path: str, tmp_path: Path) -> Iterator[FrozenTables]:
 
 def test_one_call_reads_all_tables_in_the_order_of_their_names(tables: FrozenTables) -> None:
     assert list(tables.tables.items()) == [("item", 2), ("user", 1)]
-    assert tables.lookup(TableIds(ids(7, 9, 7), ids(1, 2))).tolist() == [1, 2, 0, 8]
-    assert tables.lookup(TableIds(ids(7, 8, 0), ids(1, 1, 1, 0), batches=2)).tolist() == [1, 2, 9, 5, 6]
-    assert tables.lookup(TableIds(ids(), ids(0, 0))).tolist() == []
+    assert tables.lookup(ids(7, 9, 7), ids(1, 2)).tolist() == [1, 2, 0, 8]
+    assert tables.lookup(ids(7, 8, 0), ids(1, 1, 1, 0)).tolist() == [1, 2, 9, 5, 6]
+    assert tables.lookup(ids(), ids(0, 0)).tolist() == []
     assert tables.rows == 5
 
 
 @pytest.mark.parametrize("sizes", [ids(1, 1), ids(3), ids(4, -1), ids()])
 def test_sizes_that_do_not_fit_are_refused(tables: FrozenTables, sizes: torch.Tensor) -> None:
     with pytest.raises(TableArgumentError, match="sizes"):
-        tables.lookup(TableIds(ids(7, 9, 7), sizes))
+        tables.lookup(ids(7, 9, 7), sizes)
 
 
 def test_many_threads_and_large_calls_read_what_was_written(tmp_path: Path) -> None:
@@ -279,7 +278,7 @@ def test_many_threads_and_large_calls_read_what_was_written(tmp_path: Path) -> N
 
     def read(seed: int) -> None:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        got = tables.lookup(TableIds(numbers[order], ids(count))).view(count, 17)
+        got = tables.lookup(numbers[order], ids(count)).view(count, 17)
         if not torch.equal(got, values[order]):
             wrong.append(seed)
 
@@ -298,10 +297,10 @@ def test_after_closing_there_is_an_error_and_others_read_on(path: str) -> None:
     table.close()
     with pytest.raises(TableClosedError, match=r"item\.rows"):
         table.lookup(ids(7))
-    assert tables.lookup(TableIds(ids(7), ids(1))).tolist() == [1, 2]
+    assert tables.lookup(ids(7), ids(1)).tolist() == [1, 2]
     tables.close()
     with pytest.raises(TableClosedError, match="closed"):
-        tables.lookup(TableIds(ids(7), ids(1)))
+        tables.lookup(ids(7), ids(1))
 
 
 def test_a_file_that_is_replaced_or_deleted_stays_open_for_its_readers(path: str) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monolith.errors import TableArgumentError, TableClosedError
-from monolith.store import TableIds
 from monolith.table import (
     FrozenSegment,
     FrozenTable,
@@ -51,7 +50,7 @@ def overlaid(table: FrozenTable, overlay: RowOverlay | None = None) -> OverlaidT
 
 
 def read(tables: OverlaidTables, *numbers: int) -> list[list[float]]:
-    rows = tables.lookup(TableIds(ids(*numbers), ids(len(numbers))))
+    rows = tables.lookup(ids(*numbers), ids(len(numbers)))
     return rows.reshape(-1, tables.tables["item"]).tolist()  # type: ignore[no-any-return]
 
 
@@ -93,12 +92,12 @@ def test_one_call_reads_all_tables(tmp_path: Path) -> None:
     overlay = RowOverlay(below.tables)
     tables = OverlaidTables(below, overlay, threads=2)
     overlay.put("b", ids(5), floats([9]))
-    asked = TableIds(ids(1, 7, 5, 1), ids(2, 2))
-    assert tables.lookup(asked).tolist() == [2, 3, 0, 0, 9, 1]
+    asked = ids(1, 7, 5, 1), ids(2, 2)
+    assert tables.lookup(*asked).tolist() == [2, 3, 0, 0, 9, 1]
 
 
 def test_other_tables_or_widths_are_refused(tmp_path: Path, tables: OverlaidTables) -> None:
-    with pytest.raises(TableArgumentError, match="cannot lie over"):
+    with pytest.raises(TableArgumentError, match="cannot cover tables"):
         overlaid(frozen(tmp_path, {1: [1, 2]}), RowOverlay({"item": 3}))
     with pytest.raises(TableArgumentError, match="no table 'user' to follow; the model has item"):
         tables.above.put("user", ids(1), floats([1, 2]))
@@ -189,11 +188,11 @@ def test_rows_are_read_whole_while_they_are_replaced(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=write)
     thread.start()
-    asked = TableIds(ids(*numbers), ids(len(numbers)))
+    asked = ids(*numbers), ids(len(numbers))
     torn = 0
     while not done.is_set():
-        rows = tables.lookup(asked).reshape(-1, 8)
+        rows = tables.lookup(*asked).reshape(-1, 8)
         torn += int((rows != rows[:, :1]).sum())
     thread.join()
     assert torn == 0
-    assert tables.lookup(asked).unique().tolist() == [199.0]
+    assert tables.lookup(*asked).unique().tolist() == [199.0]

@@ -15,7 +15,7 @@ import torch
 from monolith.errors import ConfigError, QueueClosedError, TensorArgumentError
 from monolith.tensors import PrefetchQueue, RaggedTensor, prefetch
 
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 """Nothing takes this long unless it hangs."""
 
 

@@ -21,7 +21,9 @@ def tool() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    sys.path.insert(0, str(TOOL.parent))  # as mkdocs does
     spec.loader.exec_module(module)
+    sys.path.remove(str(TOOL.parent))
     return module
 
 
@@ -46,6 +48,7 @@ def turned(tool: ModuleType, page: str, text: str) -> str:
         ("benchmarks.md", "![a](../docs/images/demo.png)", "![a](images/demo.png)"),
         ("guides/data.md", "[deploy](../../examples/deploy/README.md)", "deploy"),
         ("index.md", "[a](https://example.org) [b](#begin)", "[a](https://example.org) [b](#begin)"),
+        ("reference/tables.md", "[Sgd](../../src/monolith/table/optimizers.py)", "[Sgd](tables/Sgd.md)"),
         ("index.md", "`x[0](../CONTRIBUTING.md)`", "`x[0](../CONTRIBUTING.md)`"),
     ],
 )
@@ -56,9 +59,24 @@ def test_a_link_leads_to_the_same_page_on_the_site(
 
 
 def test_a_lazy_room_is_shown_with_what_its_stub_offers(pages: dict[str, str]) -> None:
-    assert "::: monolith.runtime.trainer.Trainer" in pages["runtime"]
-    assert "::: monolith.data.source.Source" in pages["data"]
-    assert "::: monolith.table.config.TableConfig" in pages["table"]
+    assert "::: monolith.data.source.Stage" in pages["data"]
+    assert "::: monolith.store.store.TableIds" in pages["store"]
+
+
+def test_a_public_name_is_shown_on_its_page_of_the_reference_and_linked_from_its_package(
+    tool: ModuleType, pages: dict[str, str]
+) -> None:
+    assert "::: monolith.runtime.trainer.Trainer" in tool.reference.page("Trainer")
+    assert "::: monolith.runtime.trainer.Trainer" not in pages["runtime"]
+    assert "[`Trainer`][monolith.runtime.trainer.Trainer]" in pages["runtime"]
+
+
+def test_the_reference_lists_the_page_of_every_name_below_its_area(tool: ModuleType) -> None:
+    found = tool.with_names({"Reference": ["reference/errors.md"]})["Reference"]
+    assert found[0]["Errors"][:2] == [
+        "reference/errors.md",
+        {"MonolithError": "reference/errors/MonolithError.md"},
+    ]
 
 
 def test_everything_is_shown_once(pages: dict[str, str]) -> None:
@@ -68,6 +86,6 @@ def test_everything_is_shown_once(pages: dict[str, str]) -> None:
 
 
 def test_what_an_inner_room_shows_is_linked_from_the_outer_one(pages: dict[str, str]) -> None:
-    assert "::: monolith.nn.layers.dense.MLP" in pages["nn.layers"]
-    assert "[`MLP`][monolith.nn.layers.dense.MLP]" in pages["nn"]
+    assert "::: monolith.nn.layers.multi_task.MMoELayer" in pages["nn.layers"]
+    assert "[`MMoELayer`][monolith.nn.layers.multi_task.MMoELayer]" in pages["nn"]
     assert "(nn.layers.md)" in pages["index"]

@@ -84,15 +84,24 @@ def _saved(part: Part, chain: Sequence[Link]) -> list[SavedPart]:
 class Checkpointer:
     """Saves and restores the parts of a run. Only the training thread calls `snapshot` and `restore`.
 
-        checkpointer = Checkpointer(Saver("runs/1"), [TablesPart(tables), DensePart(model, [optimizer])])
-        checkpointer.save(100)                               # writes runs/1/model.ckpt-100.*
-        checkpointer.restore("runs/1/model.ckpt-100").step   # 100; tables and model are as they were
-
     Args:
         saver: Where checkpoints are, and how many stay.
         parts: In the order in which they are restored. Their names must differ.
         full_every: Write a full checkpoint every N saves; the rest are incremental. 1 writes only full ones.
         clock: Unix seconds.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, DensePart, NativeTable, Saver, Segment, TableConfig, TablesPart
+        >>> table = NativeTable(TableConfig(name="item", segments=(Segment(dim=2),)))
+        >>> table.assign(torch.tensor([7]), torch.ones(1, 2))
+        >>> parts = [TablesPart({"item": table}), DensePart(torch.nn.Linear(2, 1))]
+        >>> checkpointer = Checkpointer(Saver("run"), parts)
+        >>> checkpointer.save(100)
+        'run/model.ckpt-100'
+        >>> table.clear()
+        >>> checkpointer.restore("run/model.ckpt-100").step, len(table)
+        (100, 1)
     """
 
     def __init__(

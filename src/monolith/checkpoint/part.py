@@ -288,7 +288,16 @@ class SavedPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreOptions:
-    """What may differ between the checkpoint and what it is restored into."""
+    """Which differences between a checkpoint and the model it is restored into are allowed.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, DensePart, RestoreOptions, Saver
+        >>> prefix = Checkpointer(Saver("run"), [DensePart(torch.nn.Linear(2, 1))]).save(100)
+        >>> wider = Checkpointer(Saver("run"), [DensePart(torch.nn.Linear(3, 1))])
+        >>> wider.restore(prefix, RestoreOptions(strict=False)).step  # only the bias is restored
+        100
+    """
 
     optimizer_state: Literal["keep", "reset", "auto"] = "keep"
     """What happens to optimizer state: "keep" refuses a checkpoint of other optimizers, "reset" starts all

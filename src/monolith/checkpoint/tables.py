@@ -80,6 +80,16 @@ class TablesPart:
 
     Raises:
         ConfigError: There is no such shard.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, NativeTable, Saver, Segment, TableConfig, TablesPart
+        >>> from monolith import read_contents
+        >>> table = NativeTable(TableConfig(name="item", segments=(Segment(dim=2),)))
+        >>> table.assign(torch.tensor([7, 8]), torch.ones(2, 2))
+        >>> prefix = Checkpointer(Saver("run"), [TablesPart({"item": table}, num_shards=2)]).save(100)
+        >>> [(one.name, one.rows, one.shards) for one in read_contents(prefix).tables]
+        [('item', 2, 2)]
     """
 
     name = "tables"

@@ -36,13 +36,25 @@ T = TypeVar("T")
 
 
 class ConsulDiscovery(Closing):
-    """Entries of one job as Consul services of the job's name.
+    """A `Discovery` in Consul: the processes of one job are services of the job's name.
 
     Args:
         consul_id: The service name: the job's.
-        sleep: Between tries.
+        sleep: Sleeps between attempts.
         clock: Unix seconds, for the ages of entries.
-        uniform: Draws the wait after a try that failed, as `random.uniform` does.
+        uniform: Draws the pause after a failed attempt, as `random.uniform` does.
+
+    Examples:
+        >>> from monolith import ConsulDiscovery
+        >>> from monolith.cluster.consul import ConsulConfig
+        >>> from monolith.errors import UnavailableError
+        >>> config = ConsulConfig(host="127.0.0.1", port=1, tries=1)
+        >>> with ConsulDiscovery("clicks", config) as discovery:
+        ...     try:
+        ...         discovery.query("ps")
+        ...     except UnavailableError:  # no agent listens there
+        ...         print("Consul does not answer")
+        Consul does not answer
     """
 
     def __init__(

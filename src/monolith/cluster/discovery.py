@@ -41,7 +41,21 @@ class Registration:
 
 
 class Discovery(Protocol):
-    """A registry in which processes find each other. Any thread may call it."""
+    """A registry in which processes find each other. Any thread may call it.
+
+    Examples:
+        >>> from monolith import FilesDiscovery
+        >>> from monolith.cluster.files_discovery import FilesConfig
+        >>> config = FilesConfig(folder="registry")  # a folder that all processes see
+        >>> server, worker = FilesDiscovery(config), FilesDiscovery(config)
+        >>> server.register("ps", 0, "10.0.0.1:7000")
+        >>> worker.query("ps")
+        {0: '10.0.0.1:7000'}
+        >>> server.close()  # removes its entries
+        >>> worker.query("ps")
+        {}
+        >>> worker.close()
+    """
 
     def register(self, role: str, index: int, address: str) -> None:
         """Register that `role` number `index` listens at `address`; an earlier entry is replaced.
@@ -141,7 +155,7 @@ def locator(discovery: Discovery, role: str, index: int = 0) -> Callable[[], str
         found = discovery.query(role)
         if index not in found:
             others = f"; registered are {sorted(found)}" if found else ""
-            raise UnavailableError(f"nobody is registered as {role} {index}{others}")
+            raise UnavailableError(f"no process is registered as {role} {index}{others}")
         return found[index]
 
     return locate

@@ -65,7 +65,16 @@ class _Entry:
 
 
 class FilesDiscovery(Closing):
-    """Entries in a folder. The process that made one touches it from a thread until it is closed."""
+    """A `Discovery` in a folder: the process that made an entry touches it from a thread until it is closed.
+
+    Examples:
+        >>> from monolith import FilesDiscovery
+        >>> from monolith.cluster.files_discovery import FilesConfig
+        >>> with FilesDiscovery(FilesConfig(folder="registry")) as discovery:
+        ...     discovery.register("worker", 1, "10.0.0.2:7000")
+        ...     discovery.query("worker")
+        {1: '10.0.0.2:7000'}
+    """
 
     def __init__(
         self, config: FilesConfig, clock: Clock = concurrency.time, *, timer: Clock = concurrency.monotonic

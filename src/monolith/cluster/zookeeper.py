@@ -116,11 +116,24 @@ class _Node:
 
 
 class ZooKeeperDiscovery(Closing):
-    """Entries of one job.
+    """A `Discovery` in ZooKeeper, for the processes of one job.
 
     Raises:
         UnavailableError: No server answers.
         MissingExtraError: kazoo is not installed.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith import ZooKeeperDiscovery
+        >>> from monolith.cluster.zookeeper import ZooKeeperConfig
+        >>> from monolith.errors import UnavailableError
+        >>> config = ZooKeeperConfig(servers="127.0.0.1:1", tries=1, connect_timeout=timedelta(seconds=0.05))
+        >>> try:
+        ...     with ZooKeeperDiscovery("clicks", config) as discovery:
+        ...         discovery.register("ps", 0, "10.0.0.1:7000")
+        ... except UnavailableError:  # no server listens there
+        ...     print("ZooKeeper does not answer")
+        ZooKeeper does not answer
     """
 
     def __init__(self, job: str, config: ZooKeeperConfig) -> None:
@@ -510,7 +523,7 @@ def clear_zk_path(
             client.delete(path, recursive=True)
     except errors.not_empty as error:
         raise DiscoveryError(
-            f"cannot clear {BASE}/{job}: somebody puts entries back, so the job is running. Stop it first."
+            f"cannot clear {BASE}/{job}: a process registers again, so the job is running. Stop it first."
         ) from error
     except errors.kazoo as error:
         raise _translated(error, f"clear {BASE}", config) from error

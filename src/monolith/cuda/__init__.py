@@ -1,6 +1,6 @@
 """CUDA devices: their streams, events and memory, and kernels compiled for them when first used.
 
-Who computes on a GPU asks a `Device` for what it needs of CUDA, so that the same code runs on a device of
+Code for a GPU is written against `Device` and not against `torch.cuda`, so that it also runs on a device of
 another kind: tests have one that runs the kernels on the CPU.
 """
 

@@ -1,12 +1,11 @@
 from monolith.cuda.device import CudaDevice, Device, DeviceEvent, DeviceStream, device_of
 from monolith.cuda.graphs import ModuleGraph
-from monolith.cuda.kernels import THREADS, CudaKernels, KernelCompiler, Kernels, blocks_for
+from monolith.cuda.kernels import THREADS, KernelCompiler, Kernels, blocks_for
 from monolith.cuda.transfers import Landing, PinnedPool, Sent, Staged, Transfers
 
 __all__ = [
     "THREADS",
     "CudaDevice",
-    "CudaKernels",
     "Device",
     "DeviceEvent",
     "DeviceStream",

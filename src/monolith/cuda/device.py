@@ -1,7 +1,13 @@
-"""Devices: what code that computes on a GPU needs of CUDA.
+"""Devices: the part of CUDA that code for a GPU uses, as interfaces.
 
-Nothing here waits for the device unless its name says so. Tensors, streams and events go together with
-torch's own: a tensor made by torch on `Device.torch_device` is one a kernel may be given.
+`CudaDevice` is NVIDIA's; tests have an emulated device that runs the same kernels on the CPU, and one whose
+copies take as long as the test says. Nothing here waits for the device unless its name says so. Tensors,
+streams and events are torch's own: a kernel may be given any tensor that torch made on `Device.torch_device`.
+
+Work is ordered by streams. A stream does its work in order; two streams are ordered only where one waits for
+the other (`wait_for`) or for an event of it. torch reuses the memory of a tensor once the work that was put
+on its own stream before it was freed is done, so a tensor that another stream reads must be kept for that
+stream (`keep`).
 """
 
 from __future__ import annotations
@@ -15,18 +21,18 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from monolith.cuda.kernels import CudaKernels, Headers, Kernels
+from monolith.cuda.kernels import Headers, Kernels, compiled_kernels
 from monolith.errors import AcceleratorError
 
 
 class DeviceEvent(Protocol):
-    """A moment on a stream: when all that was put there before it is done."""
+    """A moment on a stream: it is reached when all work put there before it is done."""
 
     def query(self) -> bool:
-        """Whether the moment has come."""
+        """Return whether the moment was reached."""
 
     def synchronize(self) -> None:
-        """Wait on the host until it has."""
+        """Wait on the host until the moment is reached."""
 
     def milliseconds_since(self, earlier: Self) -> float:
         """Return the time between two events that were recorded as `timed`; waits for both."""
@@ -37,22 +43,22 @@ class DeviceStream(Protocol):
 
     @property
     def handle(self) -> int:
-        """The stream as kernels are launched on it."""
+        """The stream's handle, as launches take it."""
 
     def wait_for(self, other: Self) -> None:
-        """Have what follows here begin after what stands on another stream now."""
+        """Start later work of this stream after all present work of another; the host does not wait."""
 
     def wait_for_event(self, event: Any) -> None:
-        """Have what follows here begin after an event of the same device."""
+        """Start later work of this stream after an event of the same device; the host does not wait."""
 
     def record(self, *, timed: bool = False) -> DeviceEvent:
-        """Return the event of all that stands on the stream now."""
+        """Return an event that is reached when all present work of the stream is done."""
 
     def keep(self, tensor: Tensor) -> None:
-        """Have the memory of a tensor of another stream outlive what stands on this one now."""
+        """Keep the memory of a tensor of another stream until all present work of this one is done."""
 
     def synchronize(self) -> None:
-        """Wait on the host until all that stands here is done."""
+        """Wait on the host until all present work of the stream is done."""
 
 
 class Device(Protocol):
@@ -60,31 +66,31 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where torch puts tensors of this device."""
+        """The device as torch names it."""
 
     @property
     def name(self) -> str:
-        """What it calls itself, for people."""
+        """The device's product name, for messages."""
 
     @property
     def processors(self) -> int:
-        """How many multiprocessors it has."""
+        """The number of multiprocessors."""
 
     @property
     def free_bytes(self) -> int:
-        """Memory that is to be had."""
+        """Bytes of free memory."""
 
     def give_back(self) -> None:
-        """Give memory back that torch keeps for tensors to come."""
+        """Return memory to the driver that torch caches for later tensors."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of this device."""
+        """Return whether a tensor is in the memory of this device."""
 
     def active(self) -> AbstractContextManager[None]:
-        """Make it the current device of this thread: launches and streams are of the current one."""
+        """Make this the current device of the thread: launches and new streams belong to it."""
 
     def current_stream(self) -> DeviceStream:
-        """Return the stream that torch and this thread put work on."""
+        """Return the stream that torch puts the work of this thread on."""
 
     def new_stream(self) -> DeviceStream: ...
 
@@ -92,7 +98,7 @@ class Device(Protocol):
         """Make a stream of this device the current one of this thread."""
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a CPU tensor, not filled, that copies to and from the device need not wait for."""
+        """Return an uninitialized CPU tensor in pinned memory: copies to and from it run asynchronously."""
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> Kernels:
         """Return the kernels of a source, compiled once in a process.
@@ -228,6 +234,6 @@ def device_of(device: torch.device | Device | None) -> Device:
 
 
 @functools.cache
-def _kernels(source: str, name: str, headers: Headers, device: torch.device) -> CudaKernels:
+def _kernels(source: str, name: str, headers: Headers, device: torch.device) -> Kernels:
     """Return the compiled kernels of a source: once in a process, since tables of equal rows share them."""
-    return CudaKernels(source, name, device, headers)
+    return compiled_kernels(source, name, device, headers)

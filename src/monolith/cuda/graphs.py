@@ -1,6 +1,6 @@
-"""Graphs: what a module launches in every step, captured once and replayed as one launch.
+"""Graphs: the launches of a module's step, captured once and replayed as one launch.
 
-A small dense half takes the host longer to launch than the device to compute.
+The dense part of a small model takes the host longer to launch than the device to compute.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 
 class ModuleGraph:
-    """A module on a CUDA device whose passes are replayed, forward and backward, in training.
+    """A module on a CUDA device whose forward and backward passes are replayed in training.
 
-    That is for inputs of the shapes it was captured with: those of others, such as the last batch of a file,
-    passes without gradients and eval mode go the plain way. Outputs of a pass are overwritten by the next.
+    Only inputs of the captured shapes are replayed. Other shapes (the last batch of a file), passes without
+    gradients and eval mode run the module as usual. The outputs of a pass are overwritten by the next one.
     The module keeps its parameters and their names; it must have no hooks.
 
     Args:
         module: On the device, in training mode, with gradients on.
-        sample: Inputs by place, on the device, that require gradients where those to come do.
+        sample: Positional inputs on the device; each requires gradients if later inputs will.
 
     Attributes:
         enabled: Whether passes are replayed.
@@ -33,7 +33,7 @@ class ModuleGraph:
         self._plain = module.forward
         self._shapes = [tuple(one.shape) for one in sample]
         capture: Any = torch.cuda.make_graphed_callables
-        capture(module, tuple(sample))  # it gives the module another forward
+        capture(module, tuple(sample))  # replaces module.forward, which decides below whether to use it
         self._captured = module.forward
         module.forward = self._forward
 

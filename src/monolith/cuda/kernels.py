@@ -1,8 +1,11 @@
 """Kernels: CUDA source, compiled when first used and kept, launched on torch's stream.
 
-The compiler is NVRTC, which every CUDA build of torch brings, and the driver loads what it made: a user needs
-neither nvcc nor a compiler, and a machine without a GPU never imports this. Compiled kernels are cached in a
-folder of the user's, by source, options, architecture and compiler.
+The compiler is NVRTC, which every CUDA build of torch brings, and the driver loads its output: a user needs
+neither nvcc nor a host compiler, and importing this needs no GPU. Compiled kernels are cached in a folder of
+the user, by source, options, architecture and compiler.
+
+NVRTC is called by ctypes, a few times in the life of a process. Launches happen many times per step, so the
+compiled core does them (`native.CudaDriver`).
 """
 
 from __future__ import annotations
@@ -11,34 +14,57 @@ import ctypes
 import hashlib
 import os
 import re
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from monolith import native
 from monolith.errors import AcceleratorError
 
 THREADS = 256
-"""Threads of a block, where nothing speaks for another number."""
+"""Threads of a block, unless a kernel needs another number."""
 
-_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 OPTIONS = ("--std=c++17", "--fmad=false", "-default-device")
 """What every source is compiled with: no product is fused with a sum, so that bits are those of the host."""
 
+_DRIVER = "libcuda.so.1"
+_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
+_KERNEL = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)'
+)
+_LETTERS = {"int": "i", "unsigned": "I", "u32": "I", "i64": "q", "long long": "q", "u64": "Q", "float": "f"}
+_QUALIFIERS = {"const", "__grid_constant__", "CONSTANT"}
+
+Argument: TypeAlias = Tensor | float | ctypes.Structure | ctypes.Array[Any] | bytes | memoryview | None
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Name and text of every file that a source includes, directly or not."""
 
-Plain = ctypes._SimpleCData | ctypes.Structure | ctypes.Array  # type: ignore[type-arg]
-Argument = Tensor | Plain | None
 
+class Kernels:
+    """The kernels of one source, loaded on one device. Thread-safe.
 
-class Kernels(Protocol):
-    """The kernels of one source, made for one device. Thread-safe."""
+    A launch is prepared once per kernel: the types of its parameters are read from the source, and the
+    compiled core packs the arguments of each launch by them.
+
+    Args:
+        driver: The driver, on the device.
+        image: The compiled source.
+        signatures: The letter of each parameter's type by kernel; see `kernel_signatures`.
+
+    Raises:
+        AcceleratorError: The driver does not accept the image.
+    """
+
+    def __init__(self, driver: native.CudaDriver, image: bytes, signatures: Mapping[str, str]) -> None:
+        self._signatures = signatures
+        self._kernels: dict[str, native.CudaKernel] = {}
+        with _translated():
+            self._module = driver.load(image)
 
     def launch(
         self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
@@ -46,14 +72,38 @@ class Kernels(Protocol):
         """Put a launch on a stream, by its handle; nothing is waited for.
 
         Args:
-            blocks: How many; none launches nothing.
-            arguments: Tensors as pointers to their first element, None as a null pointer, numbers, arrays
-                and structures of ctypes as they are. Who calls answers for their types, as in C.
+            blocks: The size of the grid; 0 launches nothing.
+            arguments: A tensor is passed as the pointer to its first element, None as a null pointer, a
+                number as the type that the kernel declares, and a struct as a buffer of its bytes, such as a
+                ctypes one.
+
+        Raises:
+            AcceleratorError: The driver refuses the launch; names the kernel and the CUDA error.
+            ValueError: An argument does not fit its parameter, or there are too many or too few.
         """
+        if blocks <= 0:
+            return
+        found = self._kernels.get(kernel)
+        if found is None:
+            # Two threads may both prepare it: either result is as good.
+            with _translated():
+                found = self._kernels[kernel] = self._module.kernel(kernel, self._signatures[kernel])
+        try:
+            found.launch(blocks, threads, stream, arguments)
+        except native.CudaError as cause:
+            raise AcceleratorError(str(cause)) from cause
 
 
-class CudaKernels:
-    """`Kernels` of a CUDA device.
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except native.CudaError as cause:
+        raise AcceleratorError(str(cause)) from cause
+
+
+def compiled_kernels(source: str, name: str, device: torch.device, headers: Headers = ()) -> Kernels:
+    """Compile a source for a CUDA device, unless the cache has it, and load it.
 
     Args:
         source: CUDA C++, with `extern "C"` kernels.
@@ -63,38 +113,29 @@ class CudaKernels:
     Raises:
         AcceleratorError: There is no CUDA device or no compiler, or the source does not compile.
     """
-
-    def __init__(self, source: str, name: str, device: torch.device, headers: Headers = ()) -> None:
-        self._device = device
-        self._driver = _Driver(device)
-        image = _compiled(source, name, device, headers)
-        self._module = self._driver.load(image)
-        self._lock = threading.Lock()
-        self._functions: dict[str, ctypes.c_void_p] = {}
-
-    def launch(
-        self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
-    ) -> None:
-        if blocks <= 0:
-            return
-        with self._lock:
-            function = self._functions.get(kernel)
-            if function is None:
-                function = self._functions[kernel] = self._driver.function(self._module, kernel)
-        packed = [pack(one) for one in arguments]
-        self._driver.launch(function, blocks, threads, ctypes.c_void_p(stream), pointers_to(packed))
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    with _translated():
+        driver = native.CudaDriver(_DRIVER, device.index)
+    return Kernels(driver, _compiled(source, name, device, headers), kernel_signatures(source, headers))
 
 
-def pack(argument: Argument) -> Plain:
-    """Return an argument of a kernel as C has it."""
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    return ctypes.c_void_p(None) if argument is None else argument
+def kernel_signatures(source: str, headers: Headers = ()) -> dict[str, str]:
+    """Return a letter for each parameter of each kernel, as `native.CudaModule.kernel` takes them.
+
+    The source is the only place that declares them: `void f(const i64* ids, int n, Cells cells)` is "Pis".
+    """
+    text = "\n".join([source, *(header for _, header in headers)])
+    return {
+        name: "".join(_letter(parameter) for parameter in parameters.split(",") if parameter.strip())
+        for name, parameters in _KERNEL.findall(text)
+    }
 
 
-def pointers_to(packed: Sequence[Plain]) -> ctypes.Array[ctypes.c_void_p]:
-    """Return arguments as a launch takes them: by their addresses, good for as long as `packed` lives."""
-    return (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one in packed))
+def _letter(parameter: str) -> str:
+    if "*" in parameter:
+        return "P"
+    *words, _ = parameter.split()
+    return _LETTERS.get(" ".join(word for word in words if word not in _QUALIFIERS), "s")
 
 
 def headers_of(source: str, folders: Sequence[Traversable], made: Mapping[str, str] | None = None) -> Headers:
@@ -118,54 +159,6 @@ def headers_of(source: str, folders: Sequence[Traversable], made: Mapping[str, s
 def blocks_for(work: int, *, per_block: int = THREADS) -> int:
     """Return how many blocks do so much work."""
     return -(-work // per_block)
-
-
-class _Driver:
-    """What is needed of the CUDA driver."""
-
-    def __init__(self, device: torch.device) -> None:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as cause:
-            raise AcceleratorError(f"the CUDA driver cannot be loaded: {cause}") from cause
-        self._check(self._cuda.cuInit(0))
-        number, self._context = ctypes.c_int(), ctypes.c_void_p()
-        self._check(self._cuda.cuDeviceGet(ctypes.byref(number), device.index))
-        # The context that torch works in, too.
-        self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), number))
-
-    def load(self, image: bytes) -> ctypes.c_void_p:
-        module = ctypes.c_void_p()
-        self._check(self._cuda.cuCtxSetCurrent(self._context))
-        self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), image))
-        return module
-
-    def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        found = ctypes.c_void_p()
-        self._check(self._cuda.cuModuleGetFunction(ctypes.byref(found), module, name.encode()))
-        return found
-
-    def launch(
-        self,
-        function: ctypes.c_void_p,
-        blocks: int,
-        threads: int,
-        stream: ctypes.c_void_p,
-        arguments: ctypes.Array[ctypes.c_void_p],
-    ) -> None:
-        sizes = [ctypes.c_uint(one) for one in (blocks, 1, 1, threads, 1, 1, 0)]
-        status = self._cuda.cuLaunchKernel(function, *sizes, stream, arguments, None)
-        if status == _NO_CONTEXT:  # a thread that has not computed on the device before, such as autograd's
-            self._check(self._cuda.cuCtxSetCurrent(self._context))
-            status = self._cuda.cuLaunchKernel(function, *sizes, stream, arguments, None)
-        self._check(status)
-
-    def _check(self, status: int) -> None:
-        if status:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorString(status, ctypes.byref(text))
-            raise AcceleratorError(f"CUDA: {(text.value or b'').decode()} (error {status})")
 
 
 # Compiling

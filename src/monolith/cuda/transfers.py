@@ -1,15 +1,15 @@
 """Transfers: tensors between host and device, through reused pinned memory, while kernels run.
 
-Pinned memory takes long to make, and a copy from it or to it overlaps with everything else, as long as no
-thread touches the memory before the copy is over. So a pool lends buffers and gets them back with the event
-of their copy, and copies run on a stream for each direction:
+Pinned memory takes long to allocate, and copies from it and to it overlap with everything else, as long as no
+thread touches the memory before the copy is done. So a pool lends buffers and takes them back with the event
+of their copy, and each direction has a stream of its own:
 
-    host            fill a buffer ──send──┐                   ┌──► wait, read the buffer, let it go
+    host            fill a buffer ──send──┐                   ┌──► wait, read the buffer, release it
     copies                                └─► up      down ───┘
     computing                                 └──► ... ──┘
 
-A stream waits for another by events. The host waits only in `Landing.wait`, and where more copies are under
-way than the pool has buffers for.
+Streams wait for each other by events. The host waits only in `Landing.wait`, and if more copies are in flight
+than the pool has buffers for.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from torch import Tensor
 from monolith.cuda.device import Device, DeviceEvent
 
 _ALIGNED = 256
-"""Bytes to whose multiples the parts of a transfer are laid."""
+"""Bytes: the parts of a transfer begin at multiples of this."""
 _SPARE = 1.25
-"""How much larger a buffer is made than was asked for, since batches differ a little."""
+"""A buffer is this much larger than requested, since batches differ a little in size."""
 _UNDER_WAY = 4
-"""Copies under way before the host waits for the oldest."""
+"""Copies in flight before the host waits for the oldest."""
 
 
 class PinnedPool:
     """Pinned memory, lent and used again. Thread-safe.
 
     Args:
-        under_way: Buffers whose copies may be under way before `lend` waits for one of them.
+        under_way: Copies that may be in flight before `lend` waits for the oldest of them.
     """
 
     def __init__(self, device: Device, under_way: int = _UNDER_WAY) -> None:
         self._device = device
         self._under_way = under_way
         self.made = 0
-        """How often memory was taken that was not here before."""
+        """How many buffers were allocated."""
         self._lock = threading.Lock()
         self._kept: list[tuple[Tensor, DeviceEvent | None]] = []  # guarded by the lock; the oldest first
 
     def lend(self, size: int) -> Tensor:
-        """Return so many bytes of pinned memory, or more, that no copy touches any more."""
+        """Return at least `size` bytes of pinned memory that no copy uses any more."""
         with self._lock:
             waiting = [event for _, event in self._kept if event is not None and not event.query()]
             if len(waiting) >= self._under_way:
@@ -66,12 +66,12 @@ class PinnedPool:
         return self._device.pinned((_rounded(size * _SPARE),), torch.uint8)
 
     def give_back(self, memory: Tensor, after: DeviceEvent | None = None) -> None:
-        """Take memory back, to be lent again once an event has come."""
+        """Take memory back; it is lent again once the event `after` is reached."""
         with self._lock:
             self._kept.append((memory, after))
 
     def _drop_one_too_small(self, size: int) -> None:
-        """Let a larger buffer come in place of one, so that they do not add up as batches grow."""
+        """Drop a buffer that is too small, so that buffers do not add up as batches grow."""
         for place, (memory, event) in enumerate(self._kept):
             if len(memory) < size and (event is None or event.query()):
                 del self._kept[place]
@@ -80,7 +80,7 @@ class PinnedPool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """Tensors on their way to a device."""
+    """Tensors that are being copied to a device."""
 
     device: Device
     tensors: tuple[Tensor, ...]
@@ -91,12 +91,12 @@ class Sent:
         stream = self.device.current_stream()
         stream.wait_for_event(self.ready)
         if self.tensors:
-            stream.keep(self.tensors[0])  # they lie in one piece of memory
+            stream.keep(self.tensors[0])  # all are views of one allocation
         return self.tensors
 
 
 class Staged:
-    """Pinned memory to be filled and sent as one copy. Used by one thread."""
+    """Pinned memory to fill and to send as one copy. Used by one thread."""
 
     def __init__(self, transfers: Transfers, parts: Sequence[tuple[int, torch.dtype]]) -> None:
         self._transfers = transfers
@@ -105,14 +105,16 @@ class Staged:
         self._memory: Tensor | None = transfers.pool.lend(size)
         self._size = size
         self.parts = _cut(self._memory[:size], parts)
-        """To be written to before `send`, not after."""
+        """One tensor per part: write to them before `send`, not after."""
 
     def send(self) -> Sent:
-        """Begin the copy. What is here may no longer be written to."""
+        """Start the copy. The parts must not be written to afterwards."""
         assert self._memory is not None, "it is sent once"
         transfers, memory, self._memory, self.parts = self._transfers, self._memory, None, ()
         device = transfers.device
         with device.active(), device.on(transfers.up):
+            # Allocated on the stream of the copy, so the copy need not wait for the stream that computes. The
+            # stream that uses the tensors waits for `ready` (`Sent.take`).
             there = torch.empty(self._size, dtype=torch.uint8, device=device.torch_device)
             there.copy_(memory[: self._size], non_blocking=True)
             ready = transfers.up.record()
@@ -121,7 +123,7 @@ class Staged:
 
 
 class Landing:
-    """A tensor of a device on its way to the host."""
+    """A tensor that is being copied from a device to the host."""
 
     def __init__(self, transfers: Transfers, tensor: Tensor) -> None:
         device = transfers.device
@@ -138,14 +140,14 @@ class Landing:
         self._memory, self._values = memory, values.view(tensor.shape)
 
     def wait(self) -> Tensor:
-        """Return the tensor in pinned memory, when it is all there. It is valid until `release`."""
+        """Wait for the copy and return the tensor, in pinned memory. It is valid until `release`."""
         self._over.synchronize()
         return self._values
 
     def release(self) -> None:
-        """Release the memory for reuse: the tensor of `wait` must not be read any more. At most once.
+        """Release the memory for reuse: the tensor of `wait` must not be read any more. Call it at most once.
 
-        Without it the memory lives as long as that tensor, and is not used again.
+        Without it the memory lives as long as that tensor, and is not reused.
         """
         self._pool.give_back(self._memory, self._over)
         del self._memory, self._values
@@ -161,16 +163,16 @@ class Transfers:
             self.up, self.down = device.new_stream(), device.new_stream()
 
     def stage(self, *parts: tuple[int, torch.dtype]) -> Staged:
-        """Return memory for tensors of one dimension that go up together: elements and type of each."""
+        """Return pinned memory for one-dimensional tensors to send together: length and type of each."""
         return Staged(self, parts)
 
     def land(self, tensor: Tensor) -> Landing:
-        """Begin to copy a contiguous tensor to the host, after what the current stream has to do now."""
+        """Start copying a contiguous tensor to the host, after all present work of the current stream."""
         return Landing(self, tensor)
 
 
 def _cut(memory: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> tuple[Tensor, ...]:
-    """Return tensors over one piece of memory, one after another."""
+    """Return tensors that follow one another in one piece of memory."""
     found, at = [], 0
     for count, dtype in parts:
         size = count * dtype.itemsize

@@ -76,6 +76,13 @@ class DataSplit(Checked):
 
     By chance: a hash of a record's values decides, so it is in the same part in every run, on every worker
     and in whatever order the files are read. Or by time: records from a moment on.
+
+    Examples:
+        >>> from monolith import DataSplit
+        >>> by_user = DataSplit(evaluate=0.1, by=("user",))  # all records of a user are in one part
+        >>> by_time = DataSplit(time="time", evaluate_from="2024-05-01T10:00:00Z")
+        >>> by_user.columns, by_time.columns
+        (('user',), ('time',))
     """
 
     evaluate: float = 0.0
@@ -141,7 +148,14 @@ class DataSplit(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(Checked):
-    """The files, or the stream, that a task reads."""
+    """The files, or the stream, that a task reads.
+
+    Examples:
+        >>> from monolith import DataConfig, DataSplit
+        >>> data = DataConfig(path="clicks/*.parquet", split=DataSplit(evaluate=0.1))
+        >>> data.split.has("evaluate")
+        True
+    """
 
     path: str | None = None
     """All of the data: a file, a folder with `pattern` or dates below it, or a path with * and {DATE(...)} in

@@ -50,7 +50,19 @@ Predicate = Callable[[Records], Tensor]
 
 
 class Pipeline(Stage[Records, Records]):
-    """A source, and the stages on top of it. Adding a stage returns a new pipeline over the same source."""
+    """A source and the stages on top of it. Adding a stage returns a new pipeline over the same source.
+
+    A pipeline is a source itself: its position includes the records that its stages have buffered. Shapes:
+    each item is `Records` of n records; `to_batches` makes each of them a `Batch` of at most n examples.
+
+    Examples:
+        >>> from monolith import FeatureSpec, IdFeature, Label, MemorySource, Pipeline
+        >>> source = MemorySource({"user": [17, 18, 19], "click": [1, 0, 1]}, batch_size=3)
+        >>> pipeline = Pipeline(source).filter(lambda records: records["user"].flat_values != 18).rebatch(1)
+        >>> spec = FeatureSpec(features={"user": IdFeature()}, labels={"click": Label()})
+        >>> [batch.ids.ids.tolist() for batch in pipeline.to_batches(spec)]
+        [[17], [19]]
+    """
 
     def map(self, function: Map) -> Pipeline:
         """Replace records by the result of a function: as many, fewer or more."""

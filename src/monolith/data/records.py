@@ -45,16 +45,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
-    """Some records, in order. Never changes.
+    """Some records, by column, in order. Never changes.
 
-    With n records and v values, a column is one of
+    Shapes: n records, v values of one column.
 
-        int64, float32    values (v,), row_splits (n + 1,): record i has values[row_splits[i]:row_splits[i +
-        1]] strings, uint8    values (bytes,) in rows (v,) of rows (n,): ragged rank 2
+        int64, float32    values (v,), row_splits (n + 1,): values of record i start at row_splits[i]
+        strings           uint8 (bytes,) in rows (v,) of rows (n,): ragged rank 2
 
-        records = to_records({"user": [17, 18], "tags": [[3, 9], []]})
-        records["tags"].row_splits                     # tensor([0, 2, 2])
-        records.take(torch.tensor([1, 0]))             # the same records in another order
+    Examples:
+        >>> import torch
+        >>> from monolith import MemorySource
+        >>> [records] = MemorySource({"user": [17, 18], "tags": [[3, 9], []]}, batch_size=2)
+        >>> records["tags"].flat_values, records["tags"].row_splits
+        (tensor([3, 9]), tensor([0, 2, 2]))
+        >>> records.take(torch.tensor([1, 0]))["user"].flat_values  # the same records in another order
+        tensor([18, 17])
     """
 
     size: int
@@ -376,11 +381,19 @@ def timely(records: Records, column: str | None) -> Tensor:
 
 
 def make_batch(records: Records, spec: BatchSpec | FeatureSpec) -> Batch:
-    """Return what a model reads of some records.
+    """Turn records into the batch that a model reads.
 
     Raises:
         DataError: They lack a column that is not optional, one is of another type, or an event time is out
             of range. `Pipeline.to_batches` leaves such records out.
+
+    Examples:
+        >>> from monolith import FeatureSpec, IdFeature, Label, MemorySource, make_batch
+        >>> [records] = MemorySource({"user": [17, 18], "click": [1, 0]}, batch_size=2)
+        >>> spec = FeatureSpec(features={"user": IdFeature()}, labels={"click": Label()})
+        >>> batch = make_batch(records, spec)
+        >>> batch.ids.ids, batch.label
+        (tensor([17, 18]), tensor([1., 0.]))
     """
     if isinstance(spec, FeatureSpec):
         return spec.make(records)

@@ -34,7 +34,16 @@ Cursor = TypeVar("Cursor")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffleConfig:
-    """How records are put into another order than that of the data."""
+    """How records are shuffled.
+
+    Examples:
+        >>> from monolith import MemorySource, Pipeline, ShuffleConfig
+        >>> source = MemorySource({"user": list(range(100))}, batch_size=100)
+        >>> [records] = Pipeline(source).shuffle(ShuffleConfig(seed=7, buffer=100))
+        >>> users = records["user"].flat_values.tolist()
+        >>> users == list(range(100)), sorted(users) == list(range(100))
+        (False, True)
+    """
 
     seed: int = 0
     buffer: int = 65_536

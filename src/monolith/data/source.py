@@ -59,7 +59,15 @@ Positions are saved in checkpoints, so their keys never change their meaning."""
 
 
 class Shard(NamedTuple):
-    """One of several equal parts of the data."""
+    """One of several equal parts of the data: worker `worker` of `workers`.
+
+    Examples:
+        >>> from monolith import MemorySource, Shard
+        >>> source = MemorySource({"user": [17, 18, 19, 20]}, batch_size=4)
+        >>> source.read_shard(Shard(worker=1, workers=2))  # a run does this, before the first read
+        >>> [records["user"].flat_values for records in source]
+        [tensor([18, 20])]
+    """
 
     worker: int = 0
     workers: int = 1
@@ -320,7 +328,30 @@ class Stream(ABC, Generic[Item_co]):
 
 
 Source = Stream[Records]
-"""A stream of records: the base class of every source."""
+"""A stream of `Records` with a position that can be saved and restored. Derive your own sources from it.
+
+Examples:
+    >>> from monolith import MemorySource, Source
+    >>> class Squares(Source):
+    ...     def __init__(self):
+    ...         self._next = 0
+    ...     def __iter__(self):
+    ...         while self._next < 4:
+    ...             self._next += 2
+    ...             numbers = range(self._next - 2, self._next)
+    ...             yield from MemorySource({"n": [n * n for n in numbers]}, batch_size=2)
+    ...     def position(self):
+    ...         return {"next": self._next}
+    ...     def restore(self, position):
+    ...         self._next = position["next"]
+    >>> source = Squares()
+    >>> next(iter(source))["n"].flat_values
+    tensor([0, 1])
+    >>> resumed = Squares()
+    >>> resumed.restore(source.position())  # a checkpoint saves the position
+    >>> [records["n"].flat_values for records in resumed]
+    [tensor([4, 9])]
+"""
 
 
 class WorkQueueSource(ABC):

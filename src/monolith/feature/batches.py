@@ -165,7 +165,24 @@ class FeatureIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Everything that a model reads of a number of examples, and their labels."""
+    """The input of a model for n examples, and their labels.
+
+    Shapes: n examples, v IDs of all features together. IDs are int64 of shape (v,), floats float32 of shape
+    (n, width), labels float32 of shape (n,).
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Batch, RaggedTensor
+        >>> from monolith.feature import FeatureIds
+        >>> tags = RaggedTensor.from_list([[3, 9], []])
+        >>> ids = FeatureIds.pack({"user": torch.tensor([17, 18]), "tags": tags})
+        >>> price, click = torch.tensor([[0.5], [2.0]]), torch.tensor([1.0, 0.0])
+        >>> batch = Batch(ids, floats={"price": price}, labels={"click": click})
+        >>> len(batch), batch.ids.ids  # all IDs of all features: user, then tags
+        (2, tensor([17, 18,  3,  9]))
+        >>> batch.ids["tags"].row_lengths()
+        tensor([2, 0])
+    """
 
     ids: FeatureIds
     floats: Mapping[str, Tensor] = field(default_factory=dict)

@@ -29,28 +29,66 @@ class Combiner:
 
 @dataclass(frozen=True, slots=True)
 class Sum(Combiner):
-    """Adds the embeddings up. The gradient of the sum is every id's."""
+    """Adds up the embeddings of an example; each ID gets the whole gradient of the sum.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Sum
+        >>> from monolith.feature import combine
+        >>> splits, vectors = torch.tensor([0, 2, 2]), torch.tensor([[1.0, 5.0], [3.0, 4.0]])
+        >>> combine(Sum(), splits, vectors)  # of two examples: one with two IDs, one with none
+        tensor([[4., 9.],
+                [0., 0.]])
+    """
 
     pooling = Pooling.SUM
 
 
 @dataclass(frozen=True, slots=True)
 class Mean(Combiner):
-    """Averages the embeddings, repeats included; each id gets its part of the gradient."""
+    """Averages the embeddings of an example, repeats included; each ID gets its part of the gradient.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Mean
+        >>> from monolith.feature import combine
+        >>> splits, vectors = torch.tensor([0, 2, 2]), torch.tensor([[1.0, 5.0], [3.0, 4.0]])
+        >>> combine(Mean(), splits, vectors)  # of two examples: one with two IDs, one with none
+        tensor([[2.0000, 4.5000],
+                [0.0000, 0.0000]])
+    """
 
     pooling = Pooling.MEAN
 
 
 @dataclass(frozen=True, slots=True)
 class Max(Combiner):
-    """Takes the largest value of each float of the rows; ids that tie share its gradient evenly."""
+    """Takes the largest value of each float of the embeddings; IDs that tie share its gradient evenly.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Max
+        >>> from monolith.feature import combine
+        >>> splits, vectors = torch.tensor([0, 2, 2]), torch.tensor([[1.0, 5.0], [3.0, 4.0]])
+        >>> combine(Max(), splits, vectors)  # of two examples: one with two IDs, one with none
+        tensor([[3., 5.],
+                [0., 0.]])
+    """
 
     pooling = Pooling.MAX
 
 
 @dataclass(frozen=True, slots=True)
 class FirstN(Combiner):
-    """Keeps the first `n` embeddings in order, zeros behind them when there are fewer."""
+    """Keeps the first `n` embeddings of an example in order, and pads with zeros if there are fewer.
+
+    Examples:
+        >>> from monolith import FirstN, RaggedTensor
+        >>> seen = FirstN(3)
+        >>> seen.mask(RaggedTensor.from_list([[1, 2, 3, 4], [5]]))
+        tensor([[1, 1, 1],
+                [1, 0, 0]])
+    """
 
     n: int
     pooling = Pooling.FIRST_N

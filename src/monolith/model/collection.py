@@ -111,19 +111,37 @@ class Watcher(Protocol):
 
 
 class EmbeddingCollection(nn.Module):
-    """Features over a store.
+    """The sparse half of a model: features over a store.
+
+    Shapes: n examples, u distinct IDs of one table, d floats of its rows. The rows of a batch are float32 of
+    shape (u, d) per table; each layout is a float32 tensor of shape (n, ...).
 
     Args:
         layouts: The tensors to make, over slices of features.
-        store: Where rows live, with the tables the slots need. Without it, the run sets it by
-            `bind`; otherwise they live in a `LocalStore` from their first use on.
-        device: Where the outputs are wanted. On a CUDA device the distinct rows are looked up into pinned
-            memory, copied there while it computes, and combined there; see `HostRowGatherer`. With a
-            store on a CUDA device they are where its rows are: ids go up, rows and gradients never come down,
-            and no call waits for the device.
-        seed: For random initializers.
-        threads: That share a batch at most, the caller counted; by default as many as torch uses. How many
-            a call has is found by measuring, and changes nothing but its time.
+        store: Where rows live, with the tables that the slots need. Without it, the run sets it by
+            `bind`; otherwise rows live in a `LocalStore` from their first use on.
+        device: The device of the outputs. On a CUDA device the distinct rows are looked up into pinned
+            memory, copied there while it computes, and combined there; see `HostRowGatherer`. If the store is
+            on a CUDA device, IDs are copied to it, rows and gradients stay there, and no call waits for it.
+        seed: The seed of random initializers.
+        threads: The most threads that share a batch, the caller included; by default as many as torch uses.
+            How many a call gets is found by measuring, and changes nothing but its time.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import EmbeddingCollection, EmbeddingOptimizer, FeatureSet
+        >>> from monolith.feature import CONCAT, Layout
+        >>> features = FeatureSet(["user", "item"])
+        >>> vectors = features.slices(features.names, "vector", 4)
+        >>> embeddings = EmbeddingCollection([Layout("vectors", CONCAT, vectors)])
+        >>> optimizer = EmbeddingOptimizer([embeddings])
+        >>> inputs = embeddings({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 7])})
+        >>> inputs["vectors"].shape  # n = 2 examples of 2 features of 4 floats
+        torch.Size([2, 8])
+        >>> inputs["vectors"].sum().backward()
+        >>> optimizer.step()
+        >>> {name: stats.rows for name, stats in embeddings.store.stats().items()}  # of distinct IDs
+        {'item': 1, 'user': 2}
     """
 
     def __init__(

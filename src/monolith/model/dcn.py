@@ -70,6 +70,8 @@ class DCNv2Dense(WatchedDense):
 class DCNv2(WatchedModel):
     """Explicit crosses of ever higher order next to an MLP.
 
+    Shapes: n examples in, logits float32 of shape (n,) out.
+
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
             all of them, and the numbers, too.
@@ -78,6 +80,13 @@ class DCNv2(WatchedModel):
         cross: "matrix" or, cheaper for wide inputs, "mixed"; see `nn.DCN`.
         hidden: Widths of the MLP's hidden layers.
         options: See `ModelOptions`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import DCNv2
+        >>> model = DCNv2(["user", "item"], dim=8, cross_layers=3, cross="mixed", hidden=(32,))
+        >>> model({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8])}).shape  # logits
+        torch.Size([2])
     """
 
     def __init__(

@@ -72,6 +72,8 @@ class DeepFMDense(WatchedDense):
 class DeepFM(WatchedModel):
     """Factorization machine and MLP side by side; the usual place to start.
 
+    Shapes: n examples in, logits float32 of shape (n,) out.
+
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
             all of them, and the numbers, too.
@@ -79,6 +81,14 @@ class DeepFM(WatchedModel):
         hidden: Widths of the MLP's hidden layers.
         bias_optimizer: The optimizer of biases; by default that of vectors.
         options: See `ModelOptions`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import DeepFM, Feature, Mean
+        >>> seen = Feature(name="seen", shares="item", combiner=Mean())
+        >>> model = DeepFM(["user", "item", seen], dim=8, hidden=(32,))
+        >>> model({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8])}).shape  # logits
+        torch.Size([2])
     """
 
     def __init__(

@@ -84,6 +84,8 @@ class DeepInterestDense(WatchedDense):
 class DeepInterest(WatchedModel):
     """Plain features next to sequences, whose items are weighted by how they relate to another feature.
 
+    Shapes: n examples in, logits float32 of shape (n,) out.
+
     A sequence is a feature that keeps its ids: a `SequenceFeature` without combiner, or a `Feature` with
     `FirstN`. Where it has time gaps, their vectors are added to those of its items.
 
@@ -95,6 +97,15 @@ class DeepInterest(WatchedModel):
         attention: Widths of the hidden layers of each attention.
         hidden: Widths of the MLP's hidden layers.
         options: See `ModelOptions`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import DeepInterest, Feature, FirstN, RaggedTensor
+        >>> seen = Feature(name="seen", shares="item", combiner=FirstN(10))
+        >>> model = DeepInterest(["user", "item", seen], dim=8, hidden=(32,))  # `item` weights `seen`
+        >>> seen_ids = RaggedTensor.from_list([[1, 2, 3], []])
+        >>> model({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8]), "seen": seen_ids}).shape
+        torch.Size([2])
     """
 
     def __init__(

@@ -64,6 +64,8 @@ class DLRMDense(nn.Module):
 class DLRM(LogitModel):
     """Numbers through a bottom MLP, dot products of all pairs, and a top MLP over both.
 
+    Shapes: n examples in, logits float32 of shape (n,) out.
+
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
             all of them, and the numbers, too.
@@ -71,6 +73,18 @@ class DLRM(LogitModel):
         bottom: Widths of the bottom MLP's hidden layers, before the last, which has `dim`.
         top: Widths of the top MLP's hidden layers.
         options: See `ModelOptions`.
+
+    Examples:
+        >>> from monolith import DLRM, FeatureSpec, FloatFeature, IdFeature, Label, MemorySource, Pipeline
+        >>> spec = FeatureSpec(
+        ...     features={"user": IdFeature(), "item": IdFeature(), "price": FloatFeature()},
+        ...     labels={"click": Label()},
+        ... )
+        >>> model = DLRM(spec, dim=8, bottom=(16,), top=(32,))
+        >>> data = {"user": [17, 18], "item": [7, 8], "price": [0.5, 2.0], "click": [1, 0]}
+        >>> [batch] = Pipeline(MemorySource(data, batch_size=2)).to_batches(spec)
+        >>> model(batch).shape  # logits
+        torch.Size([2])
     """
 
     def __init__(

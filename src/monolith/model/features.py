@@ -78,7 +78,17 @@ _POOLED: dict[str, Combiner] = {"sum": Sum(), "mean": Mean(), "max": Max()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
-    """One input of a model, and what is special about its rows; None is the model's default."""
+    """One ID feature of a model, and the settings of its rows; None takes the model's default.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith import DeepFM, Feature, Mean
+        >>> item = Feature(name="item", occurrence_threshold=2, expire_after=timedelta(days=30))
+        >>> seen = Feature(name="seen", shares="item", combiner=Mean())  # reads the rows of `item`
+        >>> model = DeepFM([item, seen, "user"], dim=8)
+        >>> sorted(model.embeddings.store.tables)
+        ['item', 'user']
+    """
 
     name: str
     combiner: Combiner = field(default_factory=Sum)
@@ -227,6 +237,18 @@ class FeatureSet:
         DuplicateNameError: Two features have one name.
         UnknownFeatureError: A feature shares the rows of one that is not there.
         ConfigError: Features share each other's rows in a circle, so that no feature owns them.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import EmbeddingCollection, Feature, FeatureSet
+        >>> from monolith.feature import ADDN, CONCAT, Layout
+        >>> features = FeatureSet(["user", "item", Feature(name="seen", shares="item")], bias=True)
+        >>> vectors = features.slices(features.names, "vector", 8)
+        >>> layouts = [Layout("bias", ADDN, features.bias()), Layout("vectors", CONCAT, vectors)]
+        >>> ids = {"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8])}
+        >>> inputs = EmbeddingCollection(layouts)(ids)
+        >>> inputs["bias"].shape, inputs["vectors"].shape  # one bias, and 3 vectors of 8 floats
+        (torch.Size([2, 1]), torch.Size([2, 24]))
     """
 
     def __init__(

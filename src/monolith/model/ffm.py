@@ -58,6 +58,8 @@ class FFMDense(nn.Module):
 class FFM(LogitModel):
     """Dot products of chosen pairs of features, and biases. `ffm_sample` makes upstream's.
 
+    Shapes: n examples in, logits float32 of shape (n,) out.
+
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
             all of them, and the numbers, too.
@@ -66,6 +68,14 @@ class FFM(LogitModel):
         optimizer, bias_optimizer: Of rows, where a feature does not say.
         initializer: Of vectors; by default even within 0.05 of 0.
         options: See `PlacementOptions`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import FFM
+        >>> model = FFM(["user", "item", "hour"], pairs=[("user", "item", 8), ("item", "hour", 2)])
+        >>> user, item, hour = torch.tensor([17, 18]), torch.tensor([7, 8]), torch.tensor([9, 23])
+        >>> model({"user": user, "item": item, "hour": hour}).shape  # logits
+        torch.Size([2])
     """
 
     def __init__(

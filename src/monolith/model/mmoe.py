@@ -65,6 +65,8 @@ class MMoEDense(nn.Module):
 class MMoE(ReadyModel):
     """Multi-gate mixture of experts for several tasks; the layer of that name is in `monolith.nn`.
 
+    Shapes: n examples in, logits float32 of shape (n,) per task out.
+
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
             all of them, and the numbers, too.
@@ -76,6 +78,14 @@ class MMoE(ReadyModel):
         gate_type, top_k: Which experts a task mixes; see `nn.MMoE`. With gates that keep only some, add
             a little of `load_loss` to the loss: see `forward_with_load`.
         options: See `ModelOptions`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import MMoE
+        >>> model = MMoE(["user", "item"], tasks=("click", "like"), dim=8, num_experts=2, experts=(16,))
+        >>> logits = model({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8])})
+        >>> {task: logit.shape for task, logit in logits.items()}
+        {'click': torch.Size([2]), 'like': torch.Size([2])}
     """
 
     def __init__(

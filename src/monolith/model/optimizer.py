@@ -90,6 +90,20 @@ class EmbeddingOptimizer(EagerOptimizer):
 
     Raises:
         FeatureError: The module has no collection, or one has an optimizer already.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import DeepFM, EmbeddingOptimizer, sigmoid_loss_and_pred
+        >>> model = DeepFM(["user", "item"], dim=4)
+        >>> sparse, dense = EmbeddingOptimizer(model), torch.optim.Adam(model.parameters(), lr=0.01)
+        >>> logits = model({"user": torch.tensor([17, 18]), "item": torch.tensor([7, 7])})
+        >>> loss, _ = sigmoid_loss_and_pred(logits, torch.tensor([1.0, 0.0]))
+        >>> loss.backward()
+        >>> for optimizer in (sparse, dense):
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> sparse.global_step
+        1
     """
 
     def __init__(

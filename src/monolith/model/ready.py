@@ -296,12 +296,20 @@ def along(segments: Mapping[str, int]) -> list[list[Any]]:
 
 
 class ReadyModel(nn.Module):
-    """Embeddings, and a dense half over them.
+    """A ready-made model: embeddings, and a dense half over them. `DeepFM`, `DLRM` and others derive from it.
 
     Args:
         inputs: The features of the model and its options.
         layouts: The embeddings in the order in which `dense` takes them; the float features come last.
         dense: The dense half.
+
+    Examples:
+        >>> from monolith import DeepFM, ReadyModel
+        >>> model = DeepFM(["user", "item"], dim=4)
+        >>> isinstance(model, ReadyModel)
+        True
+        >>> model.embeddings  # the sparse half; model.dense is the rest
+        EmbeddingCollection(features=2, tables=2, layouts={'bias': (1,), 'vectors': (8,)})
     """
 
     def __init__(self, inputs: ModelInputs, layouts: Sequence[Layout], dense: nn.Module) -> None:

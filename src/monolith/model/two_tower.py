@@ -47,6 +47,8 @@ class PickedItems(NamedTuple):
 class TwoTower(nn.Module):
     """A tower for users and one for items, and the softmax that trains them.
 
+    Shapes: n examples in; vectors float32 of shape (n, out) of users and of items, scores of shape (n,).
+
     Args:
         features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
             all of them, and the numbers, too.
@@ -66,9 +68,19 @@ class TwoTower(nn.Module):
         correction: Whether scores are corrected by how often each item is in a batch; see `ItemFrequency`.
         frequency_buckets: Of that estimate, a power of two: some per item that is seen often.
         options: See `ModelOptions`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import TwoTower
+        >>> model = TwoTower(["user", "item"], item=("item",), dim=8, hidden=(16,), out=4)
+        >>> ids = {"user": torch.tensor([17, 18]), "item": torch.tensor([7, 8])}
+        >>> model.users(ids).shape, model.items(ids).shape  # vectors of users and of items
+        (torch.Size([2, 4]), torch.Size([2, 4]))
+        >>> model(ids).shape  # the score of each user with the item of its example
+        torch.Size([2])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords that users write; see decision 0065
         self,
         features: Sequence[Feature | str] | FeatureSpec,
         *,

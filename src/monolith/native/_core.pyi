@@ -590,7 +590,9 @@ class TableSnapshot:
     def cleared(self) -> bool: ...
 
     def removed(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
-        """Ids removed since the previous snapshot, as int64; some may have a row again."""
+        """
+        Ids removed since the previous snapshot, as int64; some may have a row again.
+        """
 
     def scan(self, cursor: int, last: int, limit: int, changed_only: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]:
         """
@@ -836,9 +838,7 @@ class Routes:
         """Write what there is for each server of `numbers`, one per id."""
 
     def spread_rows(self, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], to: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]]) -> None:
-        """
-        Write what there is for each server of `rows`, one after another.
-        """
+        """Write what there is for each server of `rows`, one after another."""
 
     def gather_rows(self, servers: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]], rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Write the rows of each server where the caller has them."""
@@ -1081,3 +1081,31 @@ class CsvParser:
         """
         Read the records that begin in the first `chunk_bytes`, at least one. `last`: the file ends there.
         """
+
+class CudaError(RuntimeError):
+    pass
+
+class CudaKernel:
+    """A kernel with typed parameters. Thread-safe."""
+
+    def launch(self, blocks: int, threads: int, stream: int, arguments: tuple[object, ...]) -> None:
+        """
+        Put a launch on a stream, by its handle, and return. A pointer is given as a tensor, an address or None; a struct as a buffer of its bytes.
+        """
+
+class CudaModule:
+    """The kernels of a compiled image."""
+
+    def kernel(self, name: str, signature: str) -> CudaKernel:
+        """
+        The kernel of that name. `signature` has a letter for each parameter, as in Python's struct module: P pointer, i int32, I uint32, q int64, Q uint64, f float; s is a struct.
+        """
+
+class CudaDriver:
+    """The CUDA driver, on one device. Thread-safe."""
+
+    def __init__(self, library: str, device: int) -> None:
+        """Open the driver's library and a device by its number."""
+
+    def load(self, image: bytes) -> CudaModule:
+        """Load a cubin, or PTX."""

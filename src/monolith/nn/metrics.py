@@ -25,6 +25,14 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 
     Raises:
         LayerArgumentError: A label is neither 0 nor 1, or a score is NaN, which has no rank.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import auc
+        >>> auc(torch.tensor([0.9, 0.8, 0.3]), torch.tensor([1, 0, 0]))  # the click outranks both
+        1.0
+        >>> auc(torch.tensor([0.5, 0.5]), torch.tensor([1, 0]))
+        0.5
     """
     check_shape("auc", "scores", scores, None)
     check_shape("auc", "labels", labels, len(scores))

@@ -14,7 +14,14 @@ from monolith.config.problems import at_least, not_negative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig(Checked):
-    """The task and the command that a run executes, and the names it uses for itself."""
+    """The task and the command that a run executes, and the names it uses for itself.
+
+    Examples:
+        >>> from monolith import JobConfig, RunConfig
+        >>> job = JobConfig(task="shop.tasks:Clicks", name="clicks")
+        >>> RunConfig(job=job).job.command
+        'train'
+    """
 
     task: str | None = None
     """The task: module:Class, or a Python file."""
@@ -47,7 +54,15 @@ class JobConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig(Checked):
-    """The processes of a run, and the role and index of this one."""
+    """The processes of a run, and the role and index of this one.
+
+    Examples:
+        >>> from monolith import ClusterConfig
+        >>> servers = ClusterConfig(num_ps=4, num_workers=8)  # asynchronous workers over parameter servers
+        >>> ranks = ClusterConfig(num_workers=8, mode="sync")  # each of 8 ranks has a shard of the rows
+        >>> servers.mode, ranks.mode
+        ('async', 'sync')
+    """
 
     role: Literal["worker", "ps", "dispatcher", "data_worker"] = "worker"
     """The role of this process: worker, parameter server, or the dispatcher or a data worker of the run's
@@ -171,7 +186,13 @@ class ClusterConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiscoveryConfig(Checked):
-    """How the processes of a run find each other."""
+    """How the processes of a run find each other.
+
+    Examples:
+        >>> from monolith import DiscoveryConfig
+        >>> DiscoveryConfig(kind="zookeeper", zookeeper="zk1:2181,zk2:2181").kind
+        'zookeeper'
+    """
 
     kind: Literal["consul", "zookeeper", "tf_config", "mlp", "mpi", "files", "ray"] = "consul"
     """The registry in which the processes find each other. Among the ranks of mpirun it is mpi unless another
@@ -209,7 +230,15 @@ class DiscoveryConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailoverConfig(Checked):
-    """What happens when a process of the run dies."""
+    """What happens when a process of the run dies.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith import FailoverConfig, RunConfig
+        >>> failover = FailoverConfig(max_retries=10, wait=timedelta(seconds=1))
+        >>> RunConfig(failover=failover).failover.recovery
+        'exact'
+    """
 
     max_retries: int = 6
     """How often a worker joins its run again after a server was replaced; a local launcher restarts each

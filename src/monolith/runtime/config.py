@@ -153,7 +153,16 @@ TWO_TOWER = "two_tower"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig(Checked):
-    """A whole run. Building one reads, writes and starts nothing; `settle` decides what None leaves open."""
+    """The config of a whole run.
+
+    Building one reads, writes and starts nothing; `settle` decides what None leaves open.
+
+    Examples:
+        >>> from monolith import ClusterConfig, RunConfig, TrainConfig
+        >>> config = RunConfig(cluster=ClusterConfig(num_ps=2), train=TrainConfig(model_dir="run"))
+        >>> config.cluster.num_ps
+        2
+    """
 
     TITLE: ClassVar[str] = "the config"
     """The name of the config in error messages."""

@@ -160,7 +160,7 @@ def load_run_config(
     defaults: Mapping[str, object] | None = None,
     warn: Callable[[str], None] = _log.warning,
 ) -> RunConfig:
-    """Read a config from all sources given, by new names and old. Reads `file` and nothing else.
+    r"""Read a config from all sources given, by new names and old. Reads `file` and nothing else.
 
     Args:
         environ: Variables such as MONOLITH_CLUSTER__NUM_PS, MONOLITH_NUM_PS or TF_CONFIG.
@@ -172,6 +172,14 @@ def load_run_config(
 
     Raises:
         ConfigError: Lists every problem found.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from monolith import load_run_config
+        >>> _ = Path("run.toml").write_text('[train]\nmodel_dir = "run"\nsave = {steps = 1000}\n')
+        >>> config = load_run_config(file=Path("run.toml"), args=["--train.save.steps", "500"])
+        >>> config.train.model_dir, config.train.save.steps  # a flag beats the file
+        ('run', 500)
     """
     if args is not None and {"-h", "--help"} & set(args):
         raise ConfigError(

@@ -40,7 +40,19 @@ class BestEvaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainReport:
-    """What a run did."""
+    """The result of a training run.
+
+    Examples:
+        >>> from monolith import ClickLog, ClickLogConfig, DeepFM, Mode, Task, TrainConfig, Trainer
+        >>> class Clicks(Task):
+        ...     def dataset(self, mode: Mode):
+        ...         return ClickLog(ClickLogConfig(users=100, items=50, history=4, dim=2)).batches(5, 64)
+        ...     def model(self):
+        ...         return DeepFM(["user", "item", "context"], dim=4)
+        >>> report = Trainer(Clicks(), TrainConfig()).train()
+        >>> report.steps, report.examples, report.finished, report.stop_reason
+        (5, 320, True, 'the data ended')
+    """
 
     step: int
     """The global step at its end."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run of one task. `start` and `run` are called once; `stop`, `status` and `wait` from any thread.
+    r"""A run of one task. `start` and `run` are called once; `stop`, `status` and `wait` from any thread.
 
     Args:
         config: The whole run. With `launch`, `cluster.role` and `cluster.index` are decided for each process.
@@ -54,6 +54,24 @@ class Run:
 
     Raises:
         ConfigError: The config cannot be trained; lists every problem found.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from monolith import Run, load_run_config
+        >>> _ = Path("clicks.csv").write_text("user,item,click\n" + "ann,7,1\nbob,8,0\n" * 100)
+        >>> config = load_run_config(
+        ...     code={
+        ...         "data.path": "clicks.csv",
+        ...         "features": {"user": {"kind": "string"}, "item": {"kind": "int"}},
+        ...         "labels": {"click": {}},
+        ...         "model": {"type": "deepfm", "dim": 4, "hidden": [8]},
+        ...         "task": {"batch_size": 50},
+        ...         "train.model_dir": "run",
+        ...     }
+        ... )
+        >>> run = Run(config).start()  # returns at once
+        >>> run.wait().report["step"]
+        4
     """
 
     def __init__(

@@ -157,9 +157,21 @@ class Trainer:
     Raises:
         ConfigError: This machine lacks the accelerator; or rows are to be on it, and it cannot hold them, or
             they are on servers.
+
+    Examples:
+        >>> from monolith import ClickLog, ClickLogConfig, DeepFM, Mode, Task, TrainConfig, Trainer
+        >>> class Clicks(Task):
+        ...     def dataset(self, mode: Mode):
+        ...         return ClickLog(ClickLogConfig(users=100, items=50, history=4, dim=2)).batches(20, 64)
+        ...     def model(self):
+        ...         return DeepFM(["user", "item", "context"], dim=4)
+        >>> Trainer(Clicks(), TrainConfig(model_dir="run", max_steps=10)).train().step
+        10
+        >>> Trainer(Clicks(), TrainConfig(model_dir="run", max_steps=15)).train().restored_from  # resumes
+        'run/model.ckpt-10'
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords that users write; see decision 0065
         self,
         task: Task,
         config: TrainConfig | None = None,
@@ -649,7 +661,6 @@ class Trainer:
         return installed_hooks(
             self.config,
             run,
-            run.session.model.module,
             self.task.name,
             metrics=self._metrics,
             others=self._coordinator.placement.others,

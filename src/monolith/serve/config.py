@@ -199,7 +199,7 @@ class Route:
 
     @classmethod
     def parse(cls, text: str) -> Route:
-        """Read "NAME=MODEL[/VERSION][:WEIGHT],...", as in "ads=ads/120:90,ads/140:10"."""
+        """Read `NAME=MODEL[/VERSION][:WEIGHT],...`, as in `ads=ads/120:90,ads/140:10`."""
         name, equals, rest = text.partition("=")
         parts = [
             re.fullmatch(r"([^/:,\s]+)(?:/([^/:,\s]+))?(?::([0-9.]+))?", part) for part in rest.split(",")
@@ -250,10 +250,10 @@ class ServeConfig(Checked):
     limits: ServeLimits = field(default_factory=ServeLimits)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     splits: tuple[str, ...] = ()
-    """Routes that divide the requests for a name: NAME=MODEL[/VERSION][:WEIGHT],... as in
-    ads=ads/120:90,ads/140:10."""
+    """Routes that divide the requests for a name: `NAME=MODEL[/VERSION][:WEIGHT],...`, as in
+    `ads=ads/120:90,ads/140:10`."""
     shadows: tuple[str, ...] = ()
-    """Shadow traffic, as NAME=MODEL[/VERSION][:FRACTION]: mirror a fraction of the requests for a name to a
+    """Shadow traffic, as `NAME=MODEL[/VERSION][:FRACTION]`: mirror a fraction of the requests for a name to a
     model and compare; clients never see the answers."""
     follow: ServeFollowConfig = field(default_factory=ServeFollowConfig)
     shards: ShardsConfig = field(default_factory=ShardsConfig)

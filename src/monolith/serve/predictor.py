@@ -47,7 +47,15 @@ WEIGHTS = "dense/weights.safetensors"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """The answer of a model for some rows."""
+    """The answer of a model to a request of n rows.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Prediction
+        >>> answer = Prediction({"click": torch.tensor([0.12, 0.40])}, missing=("1",))  # see Predictor
+        >>> answer.outputs["click"], answer.missing  # rows of shard 1 were read as zeros
+        (tensor([0.1200, 0.4000]), ('1',))
+    """
 
     outputs: dict[str, Tensor]
     """Head -> float32 of shape (rows,)."""
@@ -87,13 +95,9 @@ class LoadOptions(TypedDict, total=False):
 
 
 class Predictor:
-    """Answers raw rows with a loaded servable. Thread-safe.
+    r"""Answers raw rows with a loaded servable. Thread-safe.
 
     Shapes: n rows in, one float32 tensor of shape (n,) per head out.
-
-    Example: for a model with the head "click" and the inputs user and price,
-    `predict({"user": ["ann", "bob"], "price": [3.5, 4.0]}).outputs` is
-    {"click": tensor([0.12, 0.40])}.
 
     Args:
         folder: A version of a servable, or the folder of its versions, of which the newest is loaded. It is
@@ -107,6 +111,26 @@ class Predictor:
         CorruptFileError: A file is truncated or altered.
         ConfigError: The servable has no tables of its own and `rows` is None, needs `allow_module`, or is
             withheld.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from monolith import Predictor, Run, load_run_config
+        >>> _ = Path("clicks.csv").write_text("user,item,click\n" + "ann,7,1\nbob,8,0\n" * 100)
+        >>> config = load_run_config(
+        ...     code={
+        ...         "data.path": "clicks.csv",
+        ...         "features": {"user": {"kind": "string"}, "item": {"kind": "int"}},
+        ...         "labels": {"click": {}},
+        ...         "model": {"type": "deepfm", "dim": 4, "hidden": [8]},
+        ...         "train.model_dir": "run",
+        ...         "data.split": {"evaluate": 0.1},
+        ...         "export.when_saving": True,
+        ...     }
+        ... )
+        >>> _ = Run(config).run()
+        >>> with Predictor("run/exported_models") as predictor:
+        ...     predictor.predict({"user": ["ann", "bob"], "item": [7, 8]}).outputs["click"].shape
+        torch.Size([2])
     """
 
     def __init__(

@@ -353,7 +353,7 @@ class MappedRows:
 
     def lookup(self, ids: TableIds, *, deadline: float | None = None) -> FoundRows:  # noqa: ARG002
         before = self._claims.now
-        rows = self._all.lookup(ids)
+        rows = self._all.lookup(ids.ids, ids.sizes)
         return FoundRows(rows, claim=spanning(before, self._claims.now))
 
     def close(self) -> None:

@@ -432,10 +432,6 @@ class AllToAllStore(RankStore):
     """A `Store` whose rows are held by the ranks. Lookups are made by one thread at a time, and so are
     pushes.
 
-        store = AllToAllStore(LocalStore.from_configs(configs), configs, groups)    # on every rank
-        rows = store.lookup(TableIds(ids, sizes))                                   # every rank, its own IDs
-        store.apply_gradients(TableIds(ids, sizes), gradients, step=1)              # every rank again
-
     While training is quiesced, one rank may look rows up alone (`solo_lookups`): the other ranks then take
     part with no IDs, as often as it asks.
 
@@ -444,6 +440,24 @@ class AllToAllStore(RankStore):
         configs: All tables, the same on every rank.
         groups: The connections to the other ranks; closed by the caller.
         number: The index of this store among the model's stores, the same on every rank.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import AllToAllStore, LocalStore, Segment, TableConfig
+        >>> from monolith.cluster.security import Guard
+        >>> from monolith.config import Secret
+        >>> from monolith.store import RankGroups, TableIds
+        >>> from monolith.store.rank_calls import RankPort
+        >>> from monolith.store.rank_keys import begin_attempt
+        >>> token = Secret("shared by the ranks")
+        >>> keys = begin_attempt(torch.distributed.HashStore(), token)
+        >>> configs = {"item": TableConfig(name="item", segments=(Segment(dim=1, learning_rate=1.0),))}
+        >>> with RankGroups(keys, rank=0, size=1, port=RankPort(guard=Guard(token=token))) as groups:
+        ...     store = AllToAllStore(LocalStore.from_configs(configs), configs, groups)  # on every rank
+        ...     ids = TableIds(torch.tensor([7, 8]), sizes=torch.tensor([2]))
+        ...     store.apply_gradients(ids, torch.tensor([1.0, 2.0]), step=1)
+        ...     store.lookup(ids)
+        tensor([-1., -2.])
     """
 
     def __init__(

@@ -32,16 +32,22 @@ from monolith.table import (
 class LocalStore:
     """A `Store` over tables in host memory of this process, or in the memory of its GPU.
 
-        store = LocalStore.from_configs({"item": TableConfig(name="item", dim=4)})
-        store.apply_gradients(TableIds(ids, sizes), gradients, step=1)    # creates rows for new IDs
-        store.lookup(TableIds(ids, sizes))                                # (4 * number of ids,)
-
     Args:
         tables: The tables by name. Only the store may close them.
         filters: The admission filter of each table, for checkpoints.
         workers: Threads that divide a batch among them; None uses the calling thread alone.
         counts_sightings: Whether a table has a filter that counts how often IDs were seen.
         memory: Checks, as rows are trained, whether host memory runs short.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import LocalStore, Segment, TableConfig
+        >>> from monolith.store import TableIds
+        >>> store = LocalStore.from_configs({"item": TableConfig(name="item", segments=(Segment(dim=4),))})
+        >>> ids = TableIds(torch.tensor([7, 8]), sizes=torch.tensor([2]))
+        >>> store.apply_gradients(ids, torch.ones(8), step=1)  # creates rows for new IDs
+        >>> store.lookup(ids).shape, store.stats()["item"].rows
+        (torch.Size([8]), 2)
     """
 
     def __init__(

@@ -23,10 +23,6 @@ from monolith.wire.flight import Answer
 class ParameterServerStore:
     """A `Store` over parameter servers. Thread-safe. A call makes one request to each server, all at once.
 
-        group = ServerGroup(addresses)
-        store = ParameterServerStore(group, 0, configs)
-        rows = store.lookup(TableIds(ids, sizes))      # gathered from all servers, in the order of ids
-
     A broken connection or a late answer only costs time: requests are retried for as long as the group waits
     (`patience`, `replacement_timeout`), and a push is applied once. Only after that do `apply_gradients` and
     `push_dense` raise a RetryableError, and some servers may have applied their part.
@@ -39,6 +35,21 @@ class ParameterServerStore:
     Raises:
         ConfigError: The servers hold other tables, or were given in another order.
         RetryableError: A server does not answer.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import LocalStore, ParameterServerStore, Segment, TableConfig
+        >>> from monolith.store import ParameterServer, ServerGroup, TableIds
+        >>> configs = {"item": TableConfig(name="item", segments=(Segment(dim=1, learning_rate=1.0),))}
+        >>> servers = [ParameterServer([LocalStore.from_configs(configs)], shard=(k, 2)) for k in range(2)]
+        >>> group = ServerGroup([server.address for server in servers])
+        >>> store = ParameterServerStore(group, 0, configs)
+        >>> ids = TableIds(torch.tensor([7, 8]), sizes=torch.tensor([2]))  # 8 is on server 0, 7 on server 1
+        >>> store.apply_gradients(ids, torch.tensor([1.0, 2.0]), step=1)
+        >>> store.lookup(ids)
+        tensor([-1., -2.])
+        >>> for one in (group, *servers):
+        ...     one.close()
     """
 
     def __init__(self, group: ServerGroup, number: int, configs: Mapping[str, TableConfig]) -> None:

@@ -60,9 +60,20 @@ def add_stats(found: Sequence[TableStats]) -> TableStats:
 class Store(Protocol):
     """The tables and the dense variables of one model. Thread-safe if its tables are.
 
-    rows = store.lookup(ids)                         # (sum over ids of the table's width,)
-    store.apply_gradients(ids, gradients, step=7)    # gradients in the layout of `rows`
-    store.push_dense()                               # one step of the dense optimizer
+    Shapes: n IDs of all tables in one call, in one int64 tensor of shape (n,). Rows are float32 of one
+    dimension: as many floats for each ID as its table is wide, in the order of the IDs.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import LocalStore, Segment, TableConfig
+        >>> from monolith.store import TableIds
+        >>> def table(name, dim):
+        ...     return TableConfig(name=name, segments=(Segment(dim=dim, learning_rate=1.0),))
+        >>> store = LocalStore.from_configs({"item": table("item", 2), "user": table("user", 1)})
+        >>> ids = TableIds(torch.tensor([7, 4, 5]), sizes=torch.tensor([2, 1]))  # items 7 and 4, user 5
+        >>> store.apply_gradients(ids, torch.arange(5.0), step=1)
+        >>> store.lookup(ids)  # 2 + 2 + 1 floats
+        tensor([ 0., -1., -2., -3., -4.])
     """
 
     @property

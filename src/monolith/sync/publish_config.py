@@ -15,8 +15,14 @@ from monolith.config import Checked, Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig(Checked):
-    """Bounds that pause publishing if a row, a weight or a metric exceeds them. NaN and infinity always
-    do."""
+    """Bounds that pause publishing if a row, a weight or a metric exceeds them. NaN and infinity always do.
+
+    Examples:
+        >>> from monolith import GuardConfig, PublishConfig
+        >>> guard = GuardConfig(largest_value=100.0, auc_fall=0.05)
+        >>> PublishConfig(to="deltas", guard=guard).guard.resume
+        'by_hand'
+    """
 
     largest_value: float | None = 10_000.0
     """The largest absolute value that a published row or weight may have; None sets no bound."""
@@ -52,7 +58,15 @@ class GuardConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishConfig(Checked):
-    """Publishing of changed rows and weights, for servers that follow the run (`monolith serve --follow`)."""
+    """Publishing of changed rows and weights, for servers that follow the run (`monolith serve --follow`).
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith import PublishConfig, RunConfig
+        >>> publish = PublishConfig(to="grpc://127.0.0.1:7900", interval=timedelta(seconds=1))
+        >>> RunConfig(publish=publish).publish.to
+        'grpc://127.0.0.1:7900'
+    """
 
     to: str | None = None
     """Where changes are published: grpc://host:port (grpc+tls:// with certificates) to listen there,

@@ -108,9 +108,8 @@ class PublishStats:
 class Publisher:
     """Publishes one shard of a model's rows. Thread-safe.
 
-        publisher = Publisher({"item": table}, channel.writer(), PublisherConfig(run="run"))
-        table.assign(ids, values)               # ids (n,), values (n, d): recorded as changed
-        publisher.publish_now().rows["item"]    # the n rows, as delta 1 of the first epoch
+    Shapes: n changed IDs of a table since the last delta, d floats per row: ids int64 (n,), values float32
+    (n, d).
 
     Args:
         tables: The tables of this process, by name.
@@ -121,6 +120,18 @@ class Publisher:
         check_delta: Called with every delta before it is published.
         clock: Returns Unix seconds, which messages are stamped with.
         timer: Returns seconds that only grow, for intervals.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Publisher, Segment, TableConfig
+        >>> from monolith.sync import MemoryChannel, PublisherConfig
+        >>> table = NativeTable(TableConfig(name="item", segments=(Segment(dim=2),)))
+        >>> publisher = Publisher({"item": table}, MemoryChannel().writer(), PublisherConfig(run="clicks"))
+        >>> table.assign(torch.tensor([7]), torch.ones(1, 2))  # recorded as changed
+        >>> delta = publisher.publish_now()
+        >>> delta.position.sequence, delta.rows["item"].ids
+        (1, tensor([7]))
+        >>> publisher.close()
     """
 
     def __init__(

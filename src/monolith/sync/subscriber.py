@@ -95,9 +95,7 @@ class ShardProgress:
 class Subscriber:
     """Follows all shards of a model. Thread-safe.
 
-        subscriber = Subscriber(channel.reader, TableTarget({"item": copy}))
-        subscriber.catch_up()               # or start(), to follow in threads
-        subscriber.progress[0].position     # LogPosition("9f..", 7): deltas up to 7 of shard 0 are applied
+    Shapes: n rows of a delta, d floats per row: ids int64 (n,), values float32 (n, d).
 
     Args:
         open_reader: Opens an end of the channel; each thread has its own.
@@ -110,6 +108,21 @@ class Subscriber:
         on_applied: Called after a delta (after the last one if a publication was split) and after a snapshot,
             on the thread that applied it.
         refuse: Returns why a run must not be followed, for an operator; empty if it may. By default all may.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Publisher, Segment, Subscriber, TableConfig
+        >>> from monolith.sync import MemoryChannel, PublisherConfig, TableTarget
+        >>> config = TableConfig(name="item", segments=(Segment(dim=2),))
+        >>> table, copy = NativeTable(config), NativeTable(config)
+        >>> channel = MemoryChannel()
+        >>> publisher = Publisher({"item": table}, channel.writer(), PublisherConfig(run="clicks"))
+        >>> table.assign(torch.tensor([7]), torch.ones(1, 2))
+        >>> _ = publisher.publish_now()
+        >>> subscriber = Subscriber(channel.reader, TableTarget({"item": copy}))
+        >>> subscriber.catch_up()
+        >>> copy.lookup(torch.tensor([7]))
+        tensor([[1., 1.]])
     """
 
     def __init__(

@@ -65,7 +65,6 @@ from monolith.table.frozen_table import (
     FrozenTable,
     FrozenTables,
     FrozenTableWriter,
-    TableIdsLike,
     open_frozen_writer,
     write_frozen_table,
 )
@@ -95,10 +94,9 @@ from monolith.table.optimizers import (
     from_upstream,
 )
 from monolith.table.overlaid_tables import OverlaidTables, RowOverlay
-from monolith.table.rows import Rows, Scan, TableStats
 from monolith.table.shard_files import ShardInfo, inspect
 from monolith.table.sharded_files import sharded_names, tfrecord, validate_sharded
-from monolith.table.table import Table, TableSnapshot, iterate
+from monolith.table.table import Rows, Scan, Table, TableSnapshot, TableStats, iterate
 from monolith.table.touched_keys import (
     TOUCHED_KEY_SET_CAPACITY,
     TOUCHED_KEY_SET_CONCURRENCY_LEVEL,
@@ -176,7 +174,6 @@ __all__ = [
     "StochasticRounding",
     "Table",
     "TableConfig",
-    "TableIdsLike",
     "TableSnapshot",
     "TableStats",
     "TouchedKeySet",

@@ -64,7 +64,13 @@ class Compressor(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Fp32(Compressor):
-    """Values as they are."""
+    """Stores values as they are, in 4 bytes each.
+
+    Examples:
+        >>> from monolith import Fp32, Segment
+        >>> Segment(dim=8) == Segment(dim=8, compressor=Fp32())  # the default
+        True
+    """
 
     kind: ClassVar[str] = "fp32"
 
@@ -77,7 +83,17 @@ class Fp32(Compressor):
 
 @dataclass(frozen=True, slots=True)
 class Fp16(Compressor):
-    """IEEE half precision, to the nearest and to even; beyond 65504 that is infinity."""
+    """Stores values in IEEE half precision, rounded to nearest, ties to even; infinity beyond 65504.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Fp16, NativeTable, Segment, TableConfig
+        >>> segment = Segment(dim=1, compressor=Fp16())
+        >>> table = NativeTable(TableConfig(name="item", segments=(segment,), serving=True))
+        >>> table.assign(torch.tensor([7]), torch.tensor([[0.1]]))
+        >>> table.lookup(torch.tensor([7])).item()  # 2 bytes per float, about three digits
+        0.0999755859375
+    """
 
     kind: ClassVar[str] = "fp16"
     bytes_per_value: ClassVar[int] = 2

@@ -51,7 +51,18 @@ class Initializer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Constant(Initializer):
-    """Every value is `value`."""
+    """Initializes every value to `value`.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Constant, NativeTable, Segment, TableConfig
+        >>> segment = Segment(dim=2, initializer=Constant(0.5))
+        >>> table = NativeTable(TableConfig(name="item", segments=(segment,)))
+        >>> table.reinitialize(torch.tensor([7]), now=0)
+        tensor([0], dtype=torch.int8)
+        >>> table.lookup(torch.tensor([7]))
+        tensor([[0.5000, 0.5000]])
+    """
 
     kind: ClassVar[str] = "constant"
     value: float
@@ -66,7 +77,13 @@ class Constant(Initializer):
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Initializer):
-    """Every value is 0."""
+    """Initializes every value to 0.
+
+    Examples:
+        >>> from monolith import Segment, Zeros
+        >>> Segment(dim=8) == Segment(dim=8, initializer=Zeros())  # the default
+        True
+    """
 
     kind: ClassVar[str] = "zeros"
 
@@ -104,11 +121,21 @@ class BatchSoftmaxInit(Initializer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomUniform(Initializer):
-    """Values drawn evenly from [low, high), each fixed by (seed, id, column).
+    """Initializes values to numbers drawn evenly from [low, high), each fixed by (seed, id, column).
 
     With u from `hashing.draws`, a value is `low + (high - low) * u`, every
     operation and both bounds rounded to float32 and none of them fused. All
     implementations give the same bits.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, RandomUniform, Segment, TableConfig
+        >>> segment = Segment(dim=2, initializer=RandomUniform(low=-0.01, high=0.01))
+        >>> tables = [NativeTable(TableConfig(name="item", segments=(segment,), seed=7)) for _ in range(2)]
+        >>> _ = [table.reinitialize(torch.tensor([7, 8]), now=0) for table in tables]
+        >>> rows = [table.lookup(torch.tensor([7, 8])) for table in tables]
+        >>> torch.equal(*rows), bool(rows[0].abs().max() <= 0.01)  # one seed, the same rows
+        (True, True)
     """
 
     kind: ClassVar[str] = "random_uniform"
@@ -146,7 +173,14 @@ so that tables with equal schedules can be merged."""
 
 @dataclass(frozen=True, slots=True)
 class ConstantRate:
-    """The same rate at every step. 0 is a rate like any other: the segment does not change."""
+    """A learning rate that is the same at every step. 0 is allowed: the segment then does not change.
+
+    Examples:
+        >>> from monolith import ConstantRate, Segment
+        >>> frozen = Segment(dim=8, learning_rate=ConstantRate(0.0))  # or just learning_rate=0.0
+        >>> frozen.rate(1000)  # at step 1000
+        0.0
+    """
 
     rate: float
 
@@ -163,7 +197,14 @@ class ConstantRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolynomialDecay:
-    """From one rate to another over `decay_steps`, then on at the second; up as well as down."""
+    """A learning rate that moves from one value to another over `decay_steps`, up or down, and stays there.
+
+    Examples:
+        >>> from monolith import PolynomialDecay
+        >>> rate = PolynomialDecay(initial_learning_rate=0.1, decay_steps=100, end_learning_rate=0.02)
+        >>> [round(rate(step), 3) for step in (0, 50, 100, 1000)]
+        [0.1, 0.06, 0.02, 0.02]
+    """
 
     initial_learning_rate: float
     """The rate of the first step."""
@@ -211,7 +252,17 @@ def warmup(optimizer: Optimizer) -> LearningRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A stretch of a row that is initialized, trained and compressed in one way."""
+    """A part of a row that is initialized, trained and compressed in one way.
+
+    Examples:
+        >>> from monolith import Adam, Fp16, PolynomialDecay, RandomUniform, Segment
+        >>> rate = PolynomialDecay(initial_learning_rate=0.01, decay_steps=1000)
+        >>> segment = Segment(
+        ...     dim=8, optimizer=Adam(), initializer=RandomUniform(), compressor=Fp16(), learning_rate=rate
+        ... )
+        >>> segment.state_dim  # two means per float, and two running powers of beta
+        18
+    """
 
     dim: int
     """Floats of the embedding in this segment."""
@@ -257,7 +308,15 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig:
-    """One embedding table."""
+    """One embedding table: the segments of a row, its memory budget, and how rows are created and expire.
+
+    Examples:
+        >>> from monolith import Adagrad, Ftrl, Segment, TableConfig
+        >>> bias, vector = Segment(dim=1, optimizer=Ftrl()), Segment(dim=8, optimizer=Adagrad())
+        >>> config = TableConfig(name="item", segments=(bias, vector), capacity_bytes=1 << 30)
+        >>> config.dim, config.state_dim  # floats per row: of the embedding, of the optimizers
+        (9, 10)
+    """
 
     name: str
     segments: tuple[Segment, ...]
@@ -268,7 +327,7 @@ class TableConfig:
     capacity_bytes: int | None = None
     """A ceiling on the memory of the whole table; None for no ceiling."""
     when_full: Literal["refuse", "expire_oldest"] = "refuse"
-    """At the ceiling, turn new ids away, or let the oldest row go if it is not newer than the newcomer."""
+    """At the ceiling, refuse new ids, or expire the oldest rows that are not newer than the new id."""
     seed: int = 0
     """For random initializers and stochastic rounding; 0 to 2^64 - 1."""
     serving: bool = False
@@ -336,7 +395,14 @@ class TableConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionConfig:
-    """How sightings of ids without a row are counted, where a feature has an `occurrence_threshold`."""
+    """How sightings of ids without a row are counted, if a feature has an `occurrence_threshold`.
+
+    Examples:
+        >>> from monolith import AdmissionConfig, Feature
+        >>> rare = AdmissionConfig(capacity=1 << 20)  # 2.4 MB of counters
+        >>> Feature(name="item", occurrence_threshold=3, admission=rare).occurrence_threshold
+        3
+    """
 
     kind: Literal["sliding_hash_filter", "probabilistic_filter", "no_filter"] = "sliding_hash_filter"
     """The admission filter: count sightings for a while, admit by chance without counting, or admit all."""

@@ -1,7 +1,7 @@
 """DictTable: the simplest table, which defines what the other implementations must do.
 
 One Python dict, one lock, one row at a time. It is the reference in tests and
-serves where a compiled core is not at hand; it is not meant to be fast.
+the fallback without a compiled core; it is not meant to be fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from monolith.table.compressors import round_to_half
 from monolith.table.config import Segment, TableConfig
 from monolith.table.digests import digest_rows
 from monolith.table.hashing import draws, mix, mix_one
-from monolith.table.rows import Rows, Scan, TableStats
+from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 from monolith.table.update_rules import MAX_GRADIENT, decayed, last_steps, state_views, take_step
 
@@ -41,7 +41,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a segment lies in a row."""
+    """The position of a segment in a row."""
 
     segment: Segment
     columns: range
@@ -90,13 +90,25 @@ class _Updates:
 
 
 class DictTable:
-    """A `Table` on a Python dict. Thread-safe: one call at a time.
+    """A `Table` on a Python dict: the plain implementation that all other tables are compared with.
+
+    Shapes: n ids of a call, dim floats of an embedding; ids are int64 of shape (n,), embeddings float32 of
+    shape (n, dim). Thread-safe: one call at a time.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Told the ids that got another row, or lost theirs; see `touch`.
+        touched: A set that gets the ids whose rows changed or were removed; see `touch`.
 
     The memory of a row is taken to be its floats and 24 bytes; `capacity_bytes` is checked by that measure.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import DictTable, Segment, TableConfig
+        >>> table = DictTable(TableConfig(name="item", segments=(Segment(dim=2),)))
+        >>> table.assign(torch.tensor([7]), torch.tensor([[1.0, 2.0]]))
+        >>> table.lookup(torch.tensor([7, 8]))  # ID 8 has no row
+        tensor([[1., 2.],
+                [0., 0.]])
     """
 
     def __init__(

@@ -17,8 +17,7 @@ from monolith import native
 from monolith.errors import TableArgumentError
 from monolith.table import arguments
 from monolith.table.hashing import mix
-from monolith.table.rows import Rows
-from monolith.table.table import Table, iterate
+from monolith.table.table import Rows, Table, iterate
 
 BUCKETS = 4096
 """Of ids: the bucket of an id is the top 12 bits of its hash."""
@@ -32,7 +31,7 @@ def bucket_of(ids: Tensor) -> Tensor:
 
 
 def bucket_numbers(buckets: Tensor) -> Tensor:
-    """Return for each bucket there is where it stands among those given, int32; -1 for one that does not.
+    """Return the position of every bucket among those given, int32; -1 for a bucket that was not given.
 
     Raises:
         TableArgumentError: They are not int64 in ascending order, from 0 to the last there is.

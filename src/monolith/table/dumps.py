@@ -33,7 +33,6 @@ from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
 from monolith.front_door import module_when_used
 from monolith.table.config import TableConfig
-from monolith.table.rows import Rows
 from monolith.table.shard_files import (
     Description,
     RowLayout,
@@ -44,7 +43,7 @@ from monolith.table.shard_files import (
     write_shard,
 )
 from monolith.table.sharded_files import StopTogether, find_sharded, in_parallel, parse, sharded_names
-from monolith.table.table import Table, TableSnapshot, iterate
+from monolith.table.table import Rows, Table, TableSnapshot, iterate
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +124,7 @@ def default_num_shards(rows: int) -> int:
 
 
 def table_basename(folder: str, name: str) -> str:
-    """Return where the dump of the table `name` lies in a folder: `:` and `/` become `-`."""
+    """Return the basename of the dump of table `name` in a folder: `:` and `/` become `-`."""
     return filesystem.join(folder, name.replace(":", "-").replace("/", "-"))
 
 
@@ -225,7 +224,7 @@ def dump_changes(
 ) -> ChangesReport:
     """Write the changes since the snapshot before: rows to `basename`, removed ids to `.removed` next to it.
 
-    Expired rows are written too: what is left out would come back as it was in the dump before.
+    Expired rows are written, too: a row that is left out would come back as it was in the previous dump.
 
     Raises:
         TableArgumentError: The table does not keep track of changes.
@@ -342,6 +341,8 @@ def _write(
     total = wanted.num_shards
     sharded_names(basename, total)  # refuses a number that cannot be
     filesystem.make_dirs(filesystem.parent(basename) or ".")
+    # Shards that an interrupted dump of the same moment completed are reused, and the new ones get its name:
+    # a manifest lists shards of one name only.
     kept = _resumable(basename, wanted, workers) if resume else {}
     if kept:
         wanted = replace(wanted, dump=next(iter(kept.values())).description.dump)
@@ -378,11 +379,14 @@ def _write(
             rows=tuple(shard.rows for shard in shards),
             bytes=tuple(shard.bytes for shard in shards),
         )
+        # The commit point: before this rename the old dump is the current one, after it the new one.
         _write_manifest(basename, manifest)
     except BaseException:
+        # With a stamp the complete shards stay, for a later call to resume; without one they are useless.
         if wanted.stamp == "":
             _remove_generations(basename, lambda name: name == wanted.dump)
         raise
+    # Only now: a crash in between leaves files that no manifest lists, which the next dump removes.
     _remove_generations(basename, lambda name: name != wanted.dump)
     return DumpReport(
         rows=sum(manifest.rows),
@@ -464,6 +468,7 @@ def _load(
                     pass
             return reader.info
 
+    # First pass: nothing of the table has changed yet, so every error found here costs nothing.
     shards = in_parallel(check, range(len(paths)), workers)
     other = refit and any(
         [segment.dim for segment in shard.description.layout.segments]
@@ -474,6 +479,7 @@ def _load(
     chosen = kept_ids(keep)
     skipped = [0] * len(paths)
 
+    # Second pass. Files are checked again as they are read: they may have been replaced since.
     def restore(shard: int, stop: StopTogether) -> None:
         with ShardReader(paths[shard]) as reader:
             _check_belongs(reader.info, manifest, shard)
@@ -691,6 +697,7 @@ def _refitted(rows: Rows, has: RowLayout, config: TableConfig) -> Rows:
     """
     ids, parts, at = rows.ids.numpy(), [], 0
     starts = np.cumsum([0, *(segment.dim for segment in has.segments)])
+    # Segments are matched from the last one backwards: a model may gain or lose leading ones, such as a bias.
     shift = len(has.segments) - len(config.segments)
     for number, segment in enumerate(config.segments):
         first = segment.initializer.values(ids, range(at, at + segment.dim), config.seed)

@@ -40,7 +40,6 @@ from monolith.table.dumps import (
     without_expired,
     without_state,
 )
-from monolith.table.rows import Rows
 from monolith.table.shard_files import RowLayout
 from monolith.table.sharded_files import (
     StopTogether,
@@ -52,7 +51,7 @@ from monolith.table.sharded_files import (
     tfrecord,
 )
 from monolith.table.sharded_files import records as tfrecord_payloads
-from monolith.table.table import Table, iterate
+from monolith.table.table import Rows, Table, iterate
 
 if TYPE_CHECKING:
     from monolith.observe import Progress

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -77,18 +77,6 @@ class FrozenInfo:
     mean_error: float
     crc: int
     """CRC-32C of the whole file."""
-
-
-class TableIdsLike(Protocol):
-    """Ids of all tables of a call in one tensor, as `store.TableIds` has them."""
-
-    @property
-    def ids(self) -> Tensor:
-        """int64: batch after batch and, within a batch, table after table, sorted by name."""
-
-    @property
-    def sizes(self) -> Tensor:
-        """int64 of shape (batches * tables,): how many ids each table has in each batch."""
 
 
 def write_frozen_table(
@@ -185,7 +173,8 @@ class FrozenTable:
 
     Header, sizes and the checksums of both are always checked, so that a file that is foreign, cut or
     unfinished is refused; a row number that makes no sense is, when it is met. A file is never changed in
-    place: to replace one, write another under its name, or delete it. Who has it mapped keeps what it had.
+    place: to replace one, write another under its name, or delete it. A process that has it mapped keeps the
+    old rows.
 
     Args:
         path: On a local disk.
@@ -342,15 +331,19 @@ class FrozenTables:
         """Of all files together."""
         return sum(table.bytes for table in self._members.values())
 
-    def lookup(self, ids: TableIdsLike) -> Tensor:
-        """Return the rows of all ids.
+    def lookup(self, ids: Tensor, sizes: Tensor) -> Tensor:
+        """Return the rows of all ids of several batches.
+
+        Args:
+            ids: int64: batch after batch and, within a batch, table after table, sorted by name.
+            sizes: int64 of shape (batches * tables,): how many ids each table has in each batch.
 
         Returns:
             float32, flat: one row per id, each as wide as its table. Zeros for an id without a row.
         """
         if self._group is None:
             raise TableClosedError("these tables were closed")
-        return fused_lookup(self._group, ids, self._dims)
+        return fused_lookup(self._group, ids, sizes, self._dims)
 
     def prefault(self, progress: Progress | None = None, *, threads: int | None = None) -> None:
         """As `FrozenTable.prefault`, for all tables."""
@@ -365,15 +358,15 @@ class FrozenTables:
 
 
 def fused_lookup(
-    group: native.FrozenGroup | native.OverlaidGroup, ids: TableIdsLike, dims: NDArray[np.int64]
+    group: native.FrozenGroup | native.OverlaidGroup, ids: Tensor, sizes: Tensor, dims: NDArray[np.int64]
 ) -> Tensor:
-    """Return the rows of all ids of a call, flat, by one call of the core."""
-    keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
-    batches = len(sizes) // max(1, len(dims)) or 1
+    """Return the rows of all ids of a call, flat, by one call of the core; see `FrozenTables.lookup`."""
+    keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
+    batches = len(counts) // max(1, len(dims)) or 1
     with frozen_errors():
-        floats = int(native.fused_offsets(dims, sizes, batches, len(keys))[-1][-1])
+        floats = int(native.fused_offsets(dims, counts, batches, len(keys))[-1][-1])
         rows = torch.empty(floats, dtype=torch.float32)
-        group.lookup(keys, sizes, batches, rows.numpy())
+        group.lookup(keys, counts, batches, rows.numpy())
     return rows
 
 

@@ -1,7 +1,7 @@
 """MultiTable: many tables by name, and one call for all of them.
 
 A model has a table per slot, or per group of slots that are configured alike, and
-every step reads and trains all of them. Tables stand in the order of their names,
+every step reads and trains all of them. Tables are in the order of their names,
 whatever order they were given in: ids, sizes and learning rates of a fused call
 follow it. Over native tables a fused call is one call into the core, over tables on
 one GPU it is a few launches; over any other `Table` it is a loop with the same outcome.
@@ -27,13 +27,12 @@ from monolith.table import arguments
 from monolith.table.config import TableConfig, merge
 from monolith.table.cuda.fused import FusedBatch, FusedTables, common_device
 from monolith.table.native_table import NativeTable
-from monolith.table.rows import TableStats
-from monolith.table.table import Table
+from monolith.table.table import Table, TableStats
 
 
 @dataclass(frozen=True, slots=True)
 class FusedRows:
-    """The embeddings of a fused lookup over K tables and N batches, and where each cell of them lies.
+    """The embeddings of a fused lookup over K tables and N batches, and the position of each cell in them.
 
     Cell `batch * K + table` holds the embeddings of one table's ids in one batch.
     """
@@ -89,7 +88,7 @@ class MultiTable:
         self._kept: tuple[list[native.Table], native.TableGroup] | None = None
         self._device = common_device(list(self._tables.values()))
         self._kept_fused: FusedTables | None = None
-        # Settled once, because fused calls are made every step.
+        # Computed once, since fused calls are made every step.
         configs = [table.config for table in self._tables.values()]
         segments = [segment for config in configs for segment in config.segments]
         self._serving = next((config for config in configs if config.serving), None)
@@ -135,7 +134,7 @@ class MultiTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows of all tables lie, and where fused calls may be given their tensors."""
+        """The device of all rows; fused calls accept tensors on it."""
         return torch.device("cpu") if self._device is None else self._device.torch_device
 
     @property
@@ -388,6 +387,7 @@ class MultiTable:
     ) -> list[_Batch]:
         """Check every slot of a call, then bring the slots of each table together."""
         second = 0 if isinstance(event_time, Mapping) else arguments.event_second(event_time)
+        # All slots are checked before any table changes: a call either fails as a whole or not at all.
         by_slot: dict[str, list[dict[str, Tensor]]] = {}
         for slot in sorted(updates):
             columns = dict(zip(("ids", "values"), updates[slot], strict=True))
@@ -435,6 +435,7 @@ class MultiTable:
     def _group(self) -> native.TableGroup | _PlainGroup:
         if self._exclusive and self._kept is not None:
             return self._kept[1]
+        # Tables may have been closed or replaced behind our back: compare the cores with those of the group.
         tables = list(self._tables.values())
         natives = [table for table in tables if isinstance(table, NativeTable)]
         if len(natives) < len(tables):
@@ -537,6 +538,7 @@ class _PlainGroup:
         columns += [] if latest is None else [(latest, floats)]
         cells = [torch.from_numpy(column).split_with_sizes(lengths) for column, lengths in columns]
         own = torch.from_numpy(update["rates"]).split_with_sizes(segments)
+        # Cells are ordered by batch, then by table: those of table k are every K-th from k on.
         for k, table in enumerate(self._tables):
             keys, grads, when, met, *seen = (torch.cat(column[k :: len(self._tables)]) for column in cells)
             table.apply_gradients(

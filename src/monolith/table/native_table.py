@@ -23,7 +23,7 @@ from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.compressors import Compressor, FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.optimizers import Optimizer
-from monolith.table.rows import Rows, Scan, TableStats
+from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
 _COMPRESSOR_KINDS = {
@@ -41,15 +41,24 @@ class NativeTable:
     Shapes: n ids of a call, dim floats of an embedding, state_dim floats of optimizer state. A row
     in memory is dim + state_dim floats; its event time is in the index.
 
-        table = NativeTable(config, workers=native.Workers(4))
-        table.assign(ids, values, event_time=now)   # (n,) int64, (n, dim) float32
-        mask, rows = table.lookup_rows(ids)         # (n,) bool; ids, times, values and state of each row
-
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
         touched: Gets the ids whose rows change or are removed; see `touch`.
         workers: Threads that share large batches; None works on the calling thread alone.
             The outcome does not depend on how many there are.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Segment, Sgd, TableConfig
+        >>> segment = Segment(dim=2, optimizer=Sgd(learning_rate=0.5))
+        >>> table = NativeTable(TableConfig(name="item", segments=(segment,)))
+        >>> ids = torch.tensor([7, 8])                                      # n = 2
+        >>> table.assign(ids, torch.zeros(2, 2), event_time=1_700_000_000)  # dim = 2
+        >>> table.apply_gradients(ids, torch.ones(2, 2), step=1)
+        >>> mask, rows = table.lookup_rows(torch.tensor([7, 9]))
+        >>> mask, rows.values
+        (tensor([ True, False]), tensor([[-0.5000, -0.5000],
+                [ 0.0000,  0.0000]]))
     """
 
     def __init__(

@@ -1,13 +1,17 @@
 """Row streams: the rows of dumps in the order of their hashes, with no table to hold them.
 
-A shard is a range of hashes, and in its file the rows lie in the order of their hashes. So
-a dump is one sorted stream, a dump with the changes that follow it is several, and so are
-dumps of which each holds a share of the ids. They are walked side by side, range after
-range; memory goes to one block of each, however many rows there are.
+A shard is a range of hashes, and in its file the rows are in the order of their hashes. So a dump is one
+sorted stream, a dump with the changes that follow it is several, and so are dumps of which each holds some of
+the ids (k modulo n). They are merged range after range; memory is needed for one block of each, however many
+rows there are.
 
-Of each share of the ids the history is a list of dumps: at every moment the one that this
-share is in. So another number of dumps may follow, and a share that was cleared takes
-nothing from the remaining ones.
+    full dump        h1      h3  h4      h7        a row wins over rows of the same hash in streams above it,
+    removed ids          h2  h3                    a removed id over all rows above it
+    changed rows     h1              h5
+    merged           h1'         h4  h5' h7
+
+For each part of the ids (k modulo n) the history is a list of dumps, one per moment. So the number of dumps
+may change from moment to moment, and a part that was cleared takes nothing from the others.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from monolith.errors import CorruptFileError, RestoreError
 from monolith.front_door import module_when_used
 from monolith.table.dumps import inspect_dump, kept_ids, removed_ids
 from monolith.table.hashing import mix, mix_one
-from monolith.table.rows import Rows
 from monolith.table.shard_files import Description, ShardInfo, ShardReader
+from monolith.table.table import Rows
 
 if TYPE_CHECKING:
     import torch
@@ -97,8 +101,8 @@ class Beside:
 
 def side_by_side(before: History, after: History) -> Iterator[Beside]:
     """Yield what two histories hold, one range of hashes after another."""
-    nobody = torch.empty(0, dtype=torch.int64)
-    none = Rows(nobody, nobody, torch.empty(0, 0), torch.empty(0, 0))
+    no_ids = torch.empty(0, dtype=torch.int64)
+    none = Rows(no_ids, no_ids, torch.empty(0, 0), torch.empty(0, 0))
     for old, new in _windows([_blocks(before, 0, HASHES), _blocks(after, 0, HASHES)]):
         if old is None or new is None:
             yield Beside(0 if old is None else len(old.rows), 0 if new is None else len(new.rows), none, none)
@@ -196,6 +200,8 @@ def _place(hashes: NDArray[np.uint64], wanted: int) -> int:
 
 
 def _blocks(history: History, begin: int, end: int) -> Iterator[_Block]:
+    # Moments may be divided into different numbers of dumps, say 2 and 3. With the least common multiple, 6,
+    # each part of the ids is in exactly one dump of every moment.
     total = math.lcm(*(len(dumps) for dumps in history))
     streams = [_of_share(history, (number, total), begin, end) for number in range(total)]
     if total == 1:
@@ -249,12 +255,16 @@ def _removed(basename: str, begin: int, end: int) -> Iterator[_Block]:
     hashes = hashes[_place(hashes, begin) : _place(hashes, end) if end < HASHES else None]
     if len(hashes):
         none = torch.empty(len(hashes), 0)
-        nobody = torch.zeros(len(hashes), dtype=torch.int64)
-        yield _Block(hashes, Rows(nobody, nobody, none, none))
+        zeros = torch.zeros(len(hashes), dtype=torch.int64)  # only the hashes count
+        yield _Block(hashes, Rows(zeros, zeros, none, none))
 
 
 def _windows(streams: Sequence[Iterator[_Block]]) -> Iterator[list[_Block | None]]:
-    """Yield what each stream has in one range of hashes after another, as far as all are read."""
+    """Yield what each stream has in one range of hashes after another.
+
+    A range ends at the smallest last hash of the current blocks: up to there every stream is known, beyond it
+    the stream with that block may still have rows.
+    """
     heads = [next(stream, None) for stream in streams]
     while there := [head for head in heads if head is not None]:
         upto = min(head.last for head in there)

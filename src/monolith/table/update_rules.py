@@ -32,7 +32,7 @@ from monolith.table.optimizers import (
     Rmsprop,
     RmspropV2,
 )
-from monolith.table.rows import Rows
+from monolith.table.table import Rows
 
 MAX_GRADIENT = 1e15
 """A gradient with a float beyond this, or with a NaN, trains nothing: squares of usable gradients, and sums
@@ -110,7 +110,7 @@ def _adagrad(
     w -= _over(lr, np.sqrt(s["norm"])) * g
 
 
-def _dynamic_wd_adagrad(  # noqa: PLR0917
+def _dynamic_wd_adagrad(
     o: DynamicWdAdagrad, w: Floats, s: State, g: Floats, lr: np.float32, step: int
 ) -> None:
     if o.lazy_decay:  # counts one more than the step: 0 is a row that has not had any
@@ -294,7 +294,7 @@ def newest_step(config: TableConfig, rows: Rows) -> int:
 
 
 def _pieces(config: TableConfig) -> Iterable[tuple[int, slice, slice]]:
-    """Yield each segment's number, and where its values and its state lie."""
+    """Yield each segment's number, and the positions of its values and its state."""
     column = state = 0
     for number, segment in enumerate(config.segments):
         yield number, slice(column, column + segment.dim), slice(state, state + segment.state_dim)

@@ -28,9 +28,7 @@ from monolith.tensors.arguments import check_indices, describe
 class RaggedTensor:
     """Rows of different lengths. Never changes once built; two are equal only if they are one object.
 
-        tags = RaggedTensor.from_list([[3, 9], [], [7]])       # values (3,), row_splits (4,)
-        tags.row_lengths()                                     # tensor([2, 0, 1])
-        tags.to_padded(2)                                      # (3, 2): [[3, 9], [0, 0], [7, 0]]
+    Shapes: nrows rows, n values in all rows together.
 
     Args:
         values: The values of all rows, one after the other: a tensor of shape (n, ...),
@@ -44,6 +42,18 @@ class RaggedTensor:
 
     Raises:
         TensorArgumentError: `values` and `row_splits` do not describe rows.
+
+    Examples:
+        >>> from monolith import RaggedTensor
+        >>> tags = RaggedTensor.from_list([[3, 9], [], [7]])
+        >>> tags.flat_values, tags.row_splits  # (n,) and (nrows + 1,)
+        (tensor([3, 9, 7]), tensor([0, 2, 2, 3]))
+        >>> tags.row_lengths()
+        tensor([2, 0, 1])
+        >>> tags.to_padded(2)
+        tensor([[3, 9],
+                [0, 0],
+                [7, 0]])
     """
 
     __slots__ = ("__weakref__", "_row_splits", "_value_rowids", "_values")

@@ -36,6 +36,7 @@ from monolith import concurrency
 from monolith.cluster.discovery import Callback, Closing, PollingWatch, Registration, check_registration
 from monolith.errors import RetryableError, TransientFilesystemError, UnavailableError
 from monolith.testing.disk import DiskFaults, SimDisk
+from monolith.testing.groups import SimRankNetwork
 from monolith.testing.network import NetworkFaults, SimNetwork
 from monolith.testing.scheduler import MachineKilled, SimMachine, SimThread, Simulation, TraceHandler
 
@@ -166,6 +167,8 @@ class SimCluster:
         self.processes: dict[str, SimProcess] = {}
         self.on_exit: list[Callable[[SimProcess], object]] = []
         """Called with each process that exits with status 0, at that moment."""
+        self.happened = 0
+        """Faults that happened: a run may end before all of them have."""
         self._traced, self._calm = traced, calm
 
     def run(self, play: Callable[[SimCluster], object]) -> None:
@@ -194,6 +197,7 @@ class SimCluster:
             wall_offset=draw.uniform(-60, 60) if self.faults.clock_jumps else 0.0,
         )
         made.transport = self.network.transport(made)
+        made.ranks = SimRankNetwork(self.network, made)
         self.disk.attach(made)
         return made
 
@@ -245,6 +249,7 @@ class SimCluster:
                 heal_at = None
             if faults and now >= next_fault:
                 lasts = faults.pop()()
+                self.happened += 1
                 if lasts and (heal_at is None or now + lasts > heal_at):
                     heal_at = now + lasts
                 next_fault = self._after(self.faults.every)

@@ -133,6 +133,8 @@ class SimMachine:
         """Called once when it is killed: closes its listeners and connections."""
         self.transport: Any = None
         """Of a `SimNetwork`, if the machine is connected to one."""
+        self.ranks: Any = None
+        """A `SimRankNetwork`, if the machine is connected to a network."""
         self.disk: Any = None
         """A `SimDisk`, if the machine has one."""
 
@@ -205,14 +207,14 @@ class SimMachine:
         return SimFuture(self.simulation)
 
     def wait(self, futures: Iterable[Any], timeout: float | None) -> Any:
-        all_of = set(futures)
+        all_of = list(dict.fromkeys(futures))  # and no set, whose order is another one in every run
         until = None if timeout is None else self.monotonic() + timeout
         for one in all_of:
             left = None if until is None else max(0.0, until - self.monotonic())
             with one._condition:
                 one._condition.wait_for(one.done, left)
         done = {one for one in all_of if one.done()}
-        return concurrent.futures._base.DoneAndNotDoneFutures(done, all_of - done)
+        return concurrent.futures._base.DoneAndNotDoneFutures(done, set(all_of) - done)
 
     def token_hex(self, size: int) -> str:
         return self.simulation.random.randbytes(size).hex()
@@ -248,7 +250,8 @@ class Simulation:
         self._ready: list[SimThread] = []
         self._timers: list[tuple[float, int, SimThread, int]] = []
         self._numbers = 0
-        self._current: SimThread | None = None
+        self.current: SimThread = None  # type: ignore[assignment]
+        """The thread that runs; None before the first one does. A plain attribute, since it is read most."""
         self._failure: BaseException | None = None
         self._over = threading.Event()
         """Set when the last thread has ended; the only object that the real world waits for."""
@@ -295,7 +298,7 @@ class Simulation:
 
     def note(self, text: str) -> None:
         """Add an event to the trace."""
-        current = self._current
+        current = self.current
         self._trace.append(
             (self.now, "" if current is None else f"{current.machine.name}/{current.name}", text)
         )
@@ -312,11 +315,6 @@ class Simulation:
                     self.wake(thread)
 
     # What primitives are made of
-
-    @property
-    def current(self) -> SimThread:
-        assert self._current is not None, "a simulated object was used by a thread outside the simulation"
-        return self._current
 
     def dead(self) -> bool:
         """Whether the running thread belongs to a killed machine, so that nothing it does may have an
@@ -393,7 +391,7 @@ class Simulation:
 
     def _resume(self, thread: SimThread) -> None:
         thread.state = "running"
-        self._current = thread
+        self.current = thread
         self.switches += 1
         thread.baton.release()
 

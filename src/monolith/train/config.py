@@ -17,7 +17,13 @@ from monolith.train.rate_schedule import ScheduleConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpiryConfig:
-    """By which clock rows expire, and how many may go at once."""
+    """By which clock rows expire, and how many may go at once.
+
+    Examples:
+        >>> from monolith import ExpiryConfig, KeepConfig, TrainConfig
+        >>> TrainConfig(keep=KeepConfig(evict=True), expiry=ExpiryConfig(max_fraction=0.5)).expiry
+        ExpiryConfig(max_fraction=0.5, max_ahead=datetime.timedelta(seconds=3600))
+    """
 
     max_fraction: float = 0.1
     """The fraction of a table that may expire at once, 0 to 1. If more has expired, the table keeps all of
@@ -34,7 +40,15 @@ class ExpiryConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepConfig:
-    """Which checkpoints are kept."""
+    """Which checkpoints are kept.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith import KeepConfig, TrainConfig
+        >>> keep = KeepConfig(max_to_keep=3, every=timedelta(days=7), full_every=10)
+        >>> TrainConfig(model_dir="run", keep=keep).keep.max_to_keep
+        3
+    """
 
     max_to_keep: int = 10
     """How many checkpoints are kept, besides exempt ones; 0 keeps all."""
@@ -55,7 +69,16 @@ class KeepConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreConfig:
-    """What a run starts from. A model_dir with a checkpoint resumes from it, whatever is set here."""
+    """The checkpoint that a run starts from.
+
+    A model_dir with a checkpoint resumes from it, whatever is set here.
+
+    Examples:
+        >>> from monolith import RestoreConfig, TrainConfig
+        >>> config = TrainConfig(model_dir="run2", restore=RestoreConfig(dir="run1", optimizer_state="reset"))
+        >>> config.restore.strict
+        True
+    """
 
     dir: str | None = None
     """Another model_dir to start from, where this one has no checkpoint of its own. Nothing is copied."""
@@ -120,7 +143,16 @@ class TablesConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """How a task is trained, in each process of a run."""
+    """How a task is trained, in each process of a run.
+
+    Examples:
+        >>> from monolith import KeepConfig, SaveConfig, TrainConfig
+        >>> config = TrainConfig(
+        ...     model_dir="run", max_steps=10_000, save=SaveConfig(steps=1000), keep=KeepConfig(max_to_keep=3)
+        ... )
+        >>> config.save.steps
+        1000
+    """
 
     model_dir: str = ""
     """The folder of checkpoints, summaries and the run's manifest, local or remote; "" keeps nothing. A run
@@ -282,7 +314,7 @@ class TrainConfig:
         return self.epochs is None if self.fresh_rows is None else self.fresh_rows
 
     @property
-    def saves_beside(self) -> bool:
+    def saves_in_background(self) -> bool:
         """Whether checkpoints are written while training continues."""
         return self.save.asynchronous and not self.deterministic
 
@@ -295,8 +327,8 @@ class RanksConfig:
     """What adds them up: gloo in the memory of the host, nccl on GPUs, one for each rank. Rows on GPUs are
     exchanged by the same."""
     bucket_bytes: int = 4 << 20
-    """How many bytes of gradients are sent at a time, while backward computes the others; 0 sends those of
-    each weight for themselves."""
+    """How many bytes of gradients are sent at a time, while backward computes the rest; 0 sends those of each
+    weight separately."""
     half_gradients: bool = False
     """Whether gradients are sent as half floats, at half the bytes; each is rounded to one part in 2,048."""
     skip_allreduce: bool = False

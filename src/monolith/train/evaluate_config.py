@@ -47,14 +47,20 @@ class EvaluateConfig:
 
     Off unless every_steps, every_epochs or every is given. Training pauses meanwhile; `monolith evaluate
     --follow` is another process that evaluates checkpoints while the run trains.
+
+    Examples:
+        >>> from monolith import EvaluateConfig, TrainConfig
+        >>> evaluate = EvaluateConfig(every_steps=1000, metric="auc", patience=3)
+        >>> TrainConfig(model_dir="run", evaluate=evaluate).evaluate.keep_best
+        True
     """
 
     every_steps: int | None = None
     """How many steps there are between evaluations of the model, on the task's evaluation data; None counts
     none."""
     every_epochs: int | None = None
-    """How many passes over the data (train.epochs) there are between evaluations. They compare the model at
-    the same place of each pass."""
+    """How many epochs (train.epochs) there are between evaluations. They compare the model at the same place
+    of each epoch."""
     every: timedelta | None = None
     """How much time there is between evaluations of the model, such as 10m."""
     steps: int | None = None

@@ -111,7 +111,22 @@ class Every:
 
 
 class Hook:
-    """A hook that does nothing; override the events it should receive."""
+    """A hook that does nothing; override the events it should receive.
+
+    Examples:
+        >>> from monolith import ClickLog, ClickLogConfig, DeepFM, Hook, Mode, Task, TrainConfig, Trainer
+        >>> class Clicks(Task):
+        ...     def dataset(self, mode: Mode):
+        ...         return ClickLog(ClickLogConfig(users=100, items=50, history=4, dim=2)).batches(5, 64)
+        ...     def model(self):
+        ...         return DeepFM(["user", "item", "context"], dim=4)
+        >>> class StopAfter(Hook):
+        ...     def after_step(self, run, result):
+        ...         if result.step == 3:
+        ...             run.request_stop("three steps are enough")
+        >>> Trainer(Clicks(), TrainConfig(), hooks=[StopAfter()]).train().stop_reason
+        'three steps are enough'
+    """
 
     def begin(self, run: TrainingRun) -> None: ...
     def after_create(self, run: TrainingRun) -> None: ...

@@ -3,7 +3,7 @@
 A schedule is a factor of the rates that the task has chosen, so that one schedule fits all of them:
 
     constant   1
-    warmup     grows to 1 over `warmup_steps`, and stays; the others may begin with it, too
+    warmup     grows to 1 over `warmup_steps`, and stays; the other schedules may start with it, too
     cosine     falls from 1 to `end` over `steps`, slowly at first and at last
     step       is multiplied by `factor` after every `steps`
 
@@ -22,7 +22,14 @@ from monolith.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """How learning rates move with the global step, as a factor of the task's own."""
+    """How learning rates change with the global step, as a factor of the task's own rates.
+
+    Examples:
+        >>> from monolith import ScheduleConfig
+        >>> schedule = ScheduleConfig(kind="cosine", warmup_steps=9, steps=100, end=0.1)
+        >>> [round(schedule.at(step), 2) for step in (0, 9, 59, 1000)]
+        [0.1, 1.0, 0.55, 0.1]
+    """
 
     kind: Literal["constant", "warmup", "cosine", "step"] = "constant"
     """How the rates move after the warm-up: constant and warmup keep them, cosine lets them fall to `end`

@@ -34,7 +34,28 @@ from monolith.train.task import Mode, Outputs, Task
 
 
 class RetrievalTask(Task):
-    """What to retrieve for whom. Its model is, or has in it, a `TwoTower`."""
+    """A task that learns which items to retrieve for a user. Its model is, or contains, a `TwoTower`.
+
+    Examples:
+        >>> from monolith import FeatureSpec, IdFeature, Label, MemorySource, Mode, Pipeline, RetrievalTask
+        >>> from monolith import TrainConfig, Trainer, TwoTower
+        >>> spec = FeatureSpec(features={"user": IdFeature(), "item": IdFeature()}, labels={"click": Label()})
+        >>> class Retrieve(RetrievalTask):
+        ...     ks = (1, 2)
+        ...     def dataset(self, mode: Mode):
+        ...         data = {"user": [1, 2, 3, 4], "item": [7, 8, 7, 8], "click": [1, 1, 1, 1]}
+        ...         return Pipeline(MemorySource(data, batch_size=4)).to_batches(spec)
+        ...     def model(self):
+        ...         return TwoTower(spec, item=("item",), dim=4, hidden=(8,), out=4)
+        ...     def candidates(self):
+        ...         items = MemorySource({"item": [7, 8, 9]}, batch_size=3)
+        ...         return Pipeline(items).to_batches(self.model().item_spec)
+        >>> trainer = Trainer(Retrieve(), TrainConfig(model_dir="run"))
+        >>> trainer.train().step
+        1
+        >>> sorted(trainer.evaluate())
+        ['examples', 'hit_rate@1', 'hit_rate@2', 'loss', 'mrr', 'ndcg@1', 'ndcg@2', 'recall@1', 'recall@2']
+    """
 
     ks: Sequence[int] = (10, 100)
     """How many of the best candidates count, for recall@k, ndcg@k and hit_rate@k."""

@@ -38,7 +38,13 @@ _CLASS = Target()
 
 
 class Mode(Enum):
-    """What a task is run for."""
+    """The purpose for which a task's data is read: training, evaluation or prediction.
+
+    Examples:
+        >>> from monolith import Mode
+        >>> [mode.value for mode in Mode]
+        ['train', 'evaluate', 'predict']
+    """
 
     TRAIN = "train"
     EVALUATE = "evaluate"
@@ -61,7 +67,23 @@ class Outputs:
 
 
 class Task(ABC):
-    """What to train on what. One object may be run several times, in any mode."""
+    """A training task: its data, its model and its metrics. One object may be run several times, in any mode.
+
+    Shapes: a batch has n examples. The model returns logits of shape (n,), (n, labels) with a column for each
+    label, or a dict of logits (n,) by label.
+
+    Examples:
+        >>> from monolith import ClickLog, ClickLogConfig, DeepFM, Mode, Task, TrainConfig, Trainer
+        >>> class Clicks(Task):
+        ...     def dataset(self, mode: Mode):
+        ...         return ClickLog(ClickLogConfig(users=100, items=50, history=4, dim=2)).batches(5, 64)
+        ...     def model(self):
+        ...         return DeepFM(["user", "item", "context"], dim=4)
+        ...     def metrics(self, mode: Mode):
+        ...         return ("auc", "calibration")
+        >>> Trainer(Clicks(), TrainConfig()).train().examples
+        320
+    """
 
     @property
     def name(self) -> str:
@@ -214,7 +236,7 @@ class Task(ABC):
         return found or None
 
     def hooks(self, mode: Mode) -> Sequence[Hook]:  # noqa: ARG002
-        """Return hooks of one's own; they run after the others."""
+        """Return hooks of one's own; they run after all other hooks."""
         return ()
 
     def chief_hooks(self, mode: Mode) -> Sequence[Hook]:  # noqa: ARG002

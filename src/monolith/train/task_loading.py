@@ -49,7 +49,7 @@ def load_task(
 ) -> Task:
     """Return the task of that name, made with these settings.
 
-    Modules of the current folder are found, and those beside a file, as when Python runs a script.
+    Modules of the current folder are found, and those next to a file, as when Python runs a script.
 
     Args:
         settings: By name, with the values a config file can hold.
@@ -62,6 +62,25 @@ def load_task(
         UnknownTaskError: There is no such module, file or name, or it cannot be imported. Also a LookupError.
         ConfigError: The name makes no sense, what it names is no task, a setting is not one of its, or no
             setting takes one of the `inputs`.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from monolith import load_task
+        >>> source = '''
+        ... from dataclasses import dataclass
+        ... from monolith import ClickLog, DeepFM, Task
+        ...
+        ... @dataclass(frozen=True)
+        ... class Clicks(Task):
+        ...     dim: int = 8
+        ...     def dataset(self, mode):
+        ...         return ClickLog().batches(10, 64)
+        ...     def model(self):
+        ...         return DeepFM(["user", "item"], dim=self.dim)
+        ... '''
+        >>> _ = Path("clicks.py").write_text(source)
+        >>> load_task("clicks.py:Clicks", {"dim": 16}).dim
+        16
     """
     found = _find(name)
     inputs = inputs or {}

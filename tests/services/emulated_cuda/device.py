@@ -8,7 +8,6 @@ import functools
 import hashlib
 import itertools
 import os
-import re
 import subprocess
 import tempfile
 import threading
@@ -21,13 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from monolith.cuda.kernels import THREADS, Argument, Headers, pack, pointers_to
+from monolith import native
+from monolith.cuda.kernels import THREADS, Argument, Headers, Kernels, kernel_signatures
+from monolith.errors import AcceleratorError
 
 HERE = Path(__file__).parent
 # Sources define the same names differently, so that none may be shared between what is made of them.
 ALONE = ["-fvisibility=hidden", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
 OPTIONS = ["-std=c++17", "-Og", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
-KERNELS = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 _streams = itertools.count(1)
 
 
@@ -133,56 +133,46 @@ class EmulatedDevice:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> EmulatedKernels:
-        return EmulatedKernels(load(source, name, headers), self.seed)
+        return _kernels(source, name, headers, self.seed)
 
 
-class EmulatedKernels:
-    """The kernels of one source, run at once. Thread-safe."""
+class EmulatedKernels(Kernels):
+    """The kernels of one source, run at once. Thread-safe.
 
-    def __init__(self, library: ctypes.CDLL, seed: int) -> None:
-        self._library = library
-        self._seed = seed
+    The core launches them as it does on a GPU, through the functions of `driver.cc`.
+    """
 
     def launch(
         self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
     ) -> None:
         assert isinstance(stream, int)
-        if blocks <= 0:
-            return
-        packed = [pack(one) for one in arguments]
-        self._check_sizes(kernel, [ctypes.sizeof(one) for one in packed])
-        call = getattr(self._library, f"emulated_launch_{kernel}")
-        call.restype = ctypes.c_char_p
-        seed = ctypes.c_uint64(self._seed)
-        said = call(pointers_to(packed), ctypes.c_uint(blocks), ctypes.c_uint(threads), seed)
-        if said is not None:
-            raise EmulationError(said.decode())
+        try:
+            super().launch(kernel, blocks, *arguments, stream=stream, threads=threads)
+        except AcceleratorError as error:
+            raise EmulationError(str(error)) from error
 
-    def _check_sizes(self, kernel: str, found: list[int]) -> None:
-        size_of = getattr(self._library, f"emulated_size_{kernel}")
-        expected = [size_of(number) for number in range(size_of(-1))]
-        if found != expected:
-            raise EmulationError(f"{kernel}: takes arguments of {expected} bytes, was given {found}")
+
+@functools.cache
+def _kernels(source: str, name: str, headers: Headers, seed: int) -> EmulatedKernels:
+    library, driver = load(source, name, headers), native.CudaDriver(str(_made_of("driver")), seed)
+    return EmulatedKernels(driver, str(library).encode(), kernel_signatures(source, headers))
 
 
 # Compiling
 
 
 @functools.cache
-def load(source: str, name: str, headers: Headers = ()) -> ctypes.CDLL:
-    """Return a source as a library; compiled once, whoever asks, until it or what it stands on changes."""
-    runtime = _runtime()
-    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    kernels = "\n".join(
-        f"EMULATED_KERNEL({kernel})" for kernel in KERNELS.findall("".join([source, *dict(headers).values()]))
-    )
+def load(source: str, name: str, headers: Headers = ()) -> Path:
+    """Return a source as a library; compiled once in all processes, until its text changes."""
+    ctypes.CDLL(str(_made_of("runtime")), mode=ctypes.RTLD_GLOBAL)  # kernels find what they need of it
+    kernels = "\n".join(f"EMULATED_KERNEL({kernel})" for kernel in kernel_signatures(source, headers))
     text = f'#include "cuda.h"\n#line 1 "{name}.cu"\n{source}\n#line 1 "launches"\n{kernels}\n'
-    return ctypes.CDLL(str(_compiled(text, name, ALONE, headers)))
+    return _compiled(text, name, ALONE, headers)
 
 
 @functools.cache
-def _runtime() -> Path:
-    return _compiled((HERE / "runtime.cc").read_text("utf-8"), "runtime", ["-O2"])
+def _made_of(name: str) -> Path:
+    return _compiled((HERE / f"{name}.cc").read_text("utf-8"), name, ["-O2"])
 
 
 def _compiled(text: str, name: str, more: list[str], headers: Headers = ()) -> Path:
@@ -200,7 +190,7 @@ def _compiled(text: str, name: str, more: list[str], headers: Headers = ()) -> P
                 for header, content in headers:
                     Path(included, header).write_text(content, "utf-8")
                 folders = [f"-I{included}", f"-I{HERE}"]
-                command = ["g++", *options, *folders, "-x", "c++", "-", "-o", str(aside), "-lm"]
+                command = ["g++", *options, *folders, "-x", "c++", "-", "-o", str(aside), "-lm", "-ldl"]
                 found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
             if found.returncode:
                 raise EmulationError(f"{name} does not compile:\n{found.stderr}")

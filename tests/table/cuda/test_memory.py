@@ -8,9 +8,8 @@ from services.emulated_cuda import device_named, device_names
 
 from monolith.cuda import Device
 from monolith.table import Adagrad, Segment, TableConfig
-from monolith.table.cuda.layout import row_layout
+from monolith.table.cuda.layout import StepScalars, row_layout
 from monolith.table.cuda.memory import MARKS, NONE, USED, DeviceMemory, Times
-from monolith.table.cuda.step_scalars import StepScalars
 
 CONFIG = TableConfig(name="item", segments=(Segment(dim=5, optimizer=Adagrad()),))
 

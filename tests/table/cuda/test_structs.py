@@ -13,9 +13,8 @@ from services.emulated_cuda import device_named, device_names
 from monolith.cuda.kernels import headers_of
 from monolith.table import DynamicWdAdagrad, Segment, TableConfig
 from monolith.table.cuda import memory
-from monolith.table.cuda.layout import row_layout
+from monolith.table.cuda.layout import StepScalars, row_layout
 from monolith.table.cuda.layout_groups import _CELL, MAX_CELLS, Cells
-from monolith.table.cuda.step_scalars import StepScalars
 
 LAZY = TableConfig(
     name="t", segments=(Segment(dim=4, optimizer=DynamicWdAdagrad(lazy_decay=True)), Segment(dim=3))

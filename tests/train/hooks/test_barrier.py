@@ -22,7 +22,7 @@ from monolith.train.hooks import (
 )
 from monolith.train.hooks.barrier import STOP
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Worker:

@@ -9,7 +9,7 @@ from train.runs import At, FakeClock, FakeRun, train
 
 from monolith.train.hooks import ActionFileHook, ControllerHook, LocalBarrier, WorkerBarrierHook
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Saves:

@@ -113,10 +113,6 @@ class Saver:
     Writes no file and deletes none before `save` or `recover`. One thread at a time; one process at a time,
     see `ModelDirLock`.
 
-        saver = Saver("runs/1", max_to_keep=2)
-        saver.save(100, write_files)          # write_files("runs/1/model.ckpt-100"), then lists it
-        saver.last_checkpoints                # ["runs/1/model.ckpt-100"]
-
     Args:
         model_dir: Made if it is missing.
         naming: How files are named.
@@ -130,6 +126,16 @@ class Saver:
     Raises:
         ConfigError: A name or a number makes no sense.
         CorruptFileError: The state file or the journal is damaged.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, DensePart, Saver
+        >>> saver = Saver("run", max_to_keep=2)
+        >>> checkpointer = Checkpointer(saver, [DensePart(torch.nn.Linear(2, 1))])
+        >>> for step in (100, 200, 300):
+        ...     prefix = checkpointer.save(step)
+        >>> saver.last_checkpoints
+        ['run/model.ckpt-200', 'run/model.ckpt-300']
     """
 
     def __init__(

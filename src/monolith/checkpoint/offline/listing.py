@@ -89,6 +89,13 @@ def list_checkpoints(model_dir: str) -> Listing:
 
     Raises:
         FileMissingError: There is no such folder.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, DensePart, Saver, list_checkpoints
+        >>> prefix = Checkpointer(Saver("run"), [DensePart(torch.nn.Linear(2, 1))]).save(100)
+        >>> [(one.step, one.name) for one in list_checkpoints("run").checkpoints]
+        [(100, 'model.ckpt-100')]
     """
     folder = absolute_path(model_dir)
     if not filesystem.is_folder(folder):

@@ -55,6 +55,13 @@ def find_checkpoint(run_or_prefix: str) -> str:
     Raises:
         FileMissingError: There is none; the message lists the checkpoints there are.
         CorruptFileError: The state file of the run is damaged.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, DensePart, Saver, find_checkpoint
+        >>> prefix = Checkpointer(Saver("run"), [DensePart(torch.nn.Linear(2, 1))]).save(100)
+        >>> find_checkpoint("run").endswith("run/model.ckpt-100")  # the latest of the run
+        True
     """
     path = absolute_path(run_or_prefix.removesuffix(MANIFEST))
     if checkpoint_exists(path):
@@ -315,16 +322,24 @@ class Contents:
 
 
 def read_contents(prefix: str, *, verify: bool = False, progress: Progress | None = None) -> Contents:
-    """Return what is in a checkpoint.
+    """Return a description of a checkpoint: its tables, variables and positions.
 
     Args:
         verify: Whether every byte of it and of the checkpoints it continues is read and checked;
             otherwise only their headers.
-        progress: Advanced by rows, where they are read.
+        progress: Advanced by rows as they are read.
 
     Raises:
         FileMissingError: There is no such checkpoint.
         CorruptFileError: Its manifest is damaged, so there is nothing to tell.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Checkpointer, DensePart, Saver, read_contents
+        >>> prefix = Checkpointer(Saver("run"), [DensePart(torch.nn.Linear(2, 1))]).save(100)
+        >>> contents = read_contents(prefix, verify=True)
+        >>> contents.step, [(variable.name, variable.shape) for variable in contents.variables]
+        (100, [('bias', (1,)), ('weight', (1, 2))])
     """
     link = read_manifest(prefix)
     problems: list[str] = []

@@ -55,11 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileSource(Source, WorkQueueSource):
-    """Records of files, in batches.
-
-        source = FileSource(find_files("clicks/*.csv"), CsvFormat(), batch_size=512, epochs=3)
-        for records in source: ...                      # Records of 512 records each
-        source.position()                               # {"source": "files", "file": ..., "place": ..., ...}
+    r"""Records of files, in batches.
 
     Args:
         files: Paths; or a watch over patterns; or a queue. Paths are sorted, and path i is for worker i
@@ -80,9 +76,22 @@ class FileSource(Source, WorkQueueSource):
         max_wait: With a watch, how long the first record of a batch waits for the rest of it, before the
             batch is yielded as it is; None does not wait.
         clock: Seconds that only grow.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from monolith import FileSource
+        >>> from monolith.data import format_of
+        >>> _ = Path("clicks.csv").write_text("user,price\n17,0.5\n18,2.0\n19,1.0\n")
+        >>> source = FileSource(["clicks.csv"], format_of("clicks.csv"), batch_size=2)
+        >>> for records in source:
+        ...     print(records["user"].flat_values)
+        tensor([17, 18])
+        tensor([19])
+        >>> source.position()["file"]
+        'clicks.csv'
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords that users write; see decision 0065
         self,
         files: Sequence[str] | Watch | FileQueue,
         format: Format,  # noqa: A002  it is one

@@ -229,6 +229,12 @@ class MemorySource(Source):
         epochs: How often to read the records; None without end. Batches continue across epochs.
         shuffle_seed: Puts each epoch into an order of its own; None leaves the order.
         drop_remainder: Leave out the last batch if it is shorter.
+
+    Examples:
+        >>> from monolith import MemorySource
+        >>> source = MemorySource({"user": [17, 18, 19], "price": [0.5, 2.0, 1.0]}, batch_size=2)
+        >>> [records["user"].flat_values.tolist() for records in source]
+        [[17, 18], [19]]
     """
 
     repeats_order = True

@@ -246,6 +246,14 @@ class ArrowSource(TabularSource):
 
     Raises:
         MissingExtraError: pyarrow is not installed.
+
+    Examples:
+        >>> import pyarrow as pa
+        >>> from monolith import ArrowSource
+        >>> table = pa.table({"user": [17, 18], "tags": [[3, 9], []]})
+        >>> [records] = ArrowSource(table, batch_size=2)
+        >>> records["tags"].row_lengths()
+        tensor([2, 0])
     """
 
     def __init__(self, data: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
@@ -273,6 +281,14 @@ class PandasSource(ArrowSource):
 
     Raises:
         MissingExtraError: pandas or pyarrow is not installed.
+
+    Examples:
+        >>> import pandas as pd
+        >>> from monolith import PandasSource
+        >>> frame = pd.DataFrame({"user": [17, 18], "price": [0.5, None]})
+        >>> [records] = PandasSource(frame, batch_size=2)
+        >>> records["price"].row_lengths()  # a missing number is no value
+        tensor([1, 0])
     """
 
     def __init__(self, frame: Any, **options: Any) -> None:
@@ -294,6 +310,14 @@ class PolarsSource(ArrowSource):
 
     Raises:
         MissingExtraError: polars or pyarrow is not installed.
+
+    Examples:
+        >>> import polars as pl
+        >>> from monolith import PolarsSource
+        >>> frame = pl.DataFrame({"user": [17, 18], "price": [0.5, None]})
+        >>> [records] = PolarsSource(frame, batch_size=2)
+        >>> records["price"].row_lengths()  # null is no value
+        tensor([1, 0])
     """
 
     def __init__(self, frame: Any, **options: Any) -> None:
@@ -318,6 +342,15 @@ class IterableSource(TabularSource):
         types: Column to int, float or str; other keys are ignored. Without them, the narrowest type that
             fits each key of the first `infer_rows` rows, so that the first batch waits for these.
         options: Of `TabularSource`.
+
+    Examples:
+        >>> from monolith import IterableSource
+        >>> def rows():
+        ...     for user in (17, 18, 19):
+        ...         yield {"user": user, "tags": [3, 9], "word": "hi"}
+        >>> source = IterableSource(rows, batch_size=2, types={"user": int, "tags": int})
+        >>> [records["tags"].row_lengths().tolist() for records in source]
+        [[2, 2], [2]]
     """
 
     def __init__(

@@ -55,7 +55,17 @@ class ByWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KafkaConfig:
-    """Which messages are read, by which workers, and how long a read waits."""
+    """Which messages are read, by which workers, and how long a read waits.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith import KafkaConfig
+        >>> config = KafkaConfig(
+        ...     servers=("kafka:9092",), topics=("clicks",), group="train", outage_timeout=timedelta(hours=1)
+        ... )
+        >>> config.start, config.poll_batch
+        ('earliest', 128)
+    """
 
     servers: tuple[str, ...]
     """host:port of some brokers; they name the rest of the cluster."""

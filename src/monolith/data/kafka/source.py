@@ -59,13 +59,11 @@ logger = logging.getLogger(__name__)
 class KafkaSource(Source, WorkQueueSource):
     """Yields the messages of topics as records, `poll_batch` messages at a time, each partition in order.
 
-        source = KafkaSource(KafkaConfig(servers=("kafka:9092",), topics=("clicks",), group="train"), decode)
-        for records in source: ...
-        source.position()       # {"source": "kafka", "offsets": {"clicks": {"0": 17}}, ...}
-
     Connects on first use, and waits for a broker that is away. A message that the decoder cannot read is
     counted, passed to `on_bad` and dropped. Partitions that are added to a topic are noticed by a group
     within minutes, and by `ByWorker` when a new source is made; all their messages are new then.
+
+    A position is a dict such as {"source": "kafka", "offsets": {"clicks": {"0": 17}}, ...}.
 
     Each record counts exactly once because positions are offsets of messages *yielded*, never of messages
     fetched, and the checkpoint decides where reading resumes. Offsets committed to the broker only serve
@@ -73,6 +71,15 @@ class KafkaSource(Source, WorkQueueSource):
 
         _restored ──assign──► _next ──yield──► _next + 1 ──revoke or loss──► _left ──assign again──► _next
                                 └──commit(position)──► OffsetCommits
+
+    Examples:
+        >>> import torch
+        >>> from monolith import KafkaConfig, KafkaSource
+        >>> from monolith.data import JsonMessages
+        >>> config = KafkaConfig(servers=("kafka:9092",), topics=("clicks",), group="train")
+        >>> source = KafkaSource(config, JsonMessages({"user": torch.int64}))  # connects on first use
+        >>> source.live
+        True
     """
 
     live = True

@@ -103,7 +103,7 @@ _BIAS, _CLICK_VECTOR, _LIKE_VECTOR = 1 << 24, 2 << 24, 3 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClickLogConfig:
-    """How many of everything there are, and how clicks come about.
+    """The sizes of a `ClickLog`, and the probability of a click.
 
     With u, i and c for user, item and context, h for the items of the history and x for the numbers:
 
@@ -111,6 +111,12 @@ class ClickLogConfig:
                        + mean(v_h) . v_i) + number_scale (w . x)
 
     Biases are drawn with variance 1, and so are the dot products.
+
+    Examples:
+        >>> from monolith import ClickLogConfig
+        >>> config = ClickLogConfig(users=1_000_000, items=10_000, likes=True, seed=7)
+        >>> config.history  # the most items in a history
+        8
     """
 
     users: int = 100_000
@@ -183,7 +189,20 @@ class _Examples(NamedTuple):
 
 
 class ClickLog:
-    """A log without end. Reading it changes nothing, so any number of threads may."""
+    """A synthetic click log of unbounded length, whose best possible AUC is known.
+
+    Reading it changes nothing, so any number of threads may. Shapes: n examples of a batch, each with one
+    user, item and context ID and up to `history` item IDs; floats of shape (n, numbers).
+
+    Examples:
+        >>> from monolith import ClickLog, ClickLogConfig
+        >>> log = ClickLog(ClickLogConfig(users=100, items=50, history=4, dim=2))
+        >>> batch = log.batch(0, 8)
+        >>> batch.ids.names, batch.label.shape
+        (('user', 'item', 'context', 'history'), torch.Size([8]))
+        >>> 0.5 < log.best_auc(1000) < 1.0  # what a perfect model would reach
+        True
+    """
 
     def __init__(self, config: ClickLogConfig | None = None) -> None:
         self.config = ClickLogConfig() if config is None else config

@@ -55,13 +55,19 @@ _KNOT = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftConfig:
-    """How many appear, how long they stay, and how fast tastes turn.
+    """How many users and items appear in a `DriftingStream`, how long they stay, and how fast tastes change.
 
     With u, i and c for user, item and context, and t for the time:
 
         logit(click) = bias + bias_scale (b_u + b_i(t) + b_c) + vector_scale (v_u(t) + v_c(t)) . v_i
 
     Biases are drawn with variance 1, and so are the dot products.
+
+    Examples:
+        >>> from monolith import DriftConfig
+        >>> config = DriftConfig(examples=10_000, batch_size=100, new_users=20, new_items=5)
+        >>> config.seed
+        0
     """
 
     examples: int | None = None
@@ -160,9 +166,18 @@ class _Examples(NamedTuple):
 
 
 class DriftingStream(Source):
-    """A source of examples in the order of their event time. Its position is the number of the next one.
+    """A synthetic source of examples, ordered by event time, whose users, items and tastes change over time.
 
-    Of several workers (see `read_shard`) each reads every n-th batch of n workers.
+    Its position is the number of the next example. Each of n workers (see `read_shard`) reads every n-th
+    batch.
+
+    Examples:
+        >>> from monolith import DriftConfig, DriftingStream
+        >>> stream = DriftingStream(DriftConfig(examples=200, batch_size=100))
+        >>> [len(records) for records in stream]
+        [100, 100]
+        >>> stream.position()
+        {'source': 'drift', 'seed': 0, 'next': 200}
     """
 
     repeats_order = True

@@ -7,7 +7,6 @@ all outputs of a model, another propagates their gradients (a third, before it, 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -143,7 +142,7 @@ class DeviceGatherer:
                 tables,
                 order,
                 about,
-                ctypes.c_int(n),
+                n,
                 gradients.contiguous(),
                 out,
             )
@@ -386,8 +385,9 @@ class DeviceBatch:
             sums = None
             if self._shared:
                 sums = torch.empty(plan.width, dtype=torch.float32, device=device)
-                examples = ctypes.c_int(self.batch_size)
-                gatherer.launch("sum_examples", blocks_for(plan.width), plan.struct, pointers, examples, sums)
+                gatherer.launch(
+                    "sum_examples", blocks_for(plan.width), plan.struct, pointers, self.batch_size, sums
+                )
             out = torch.empty(self.floats, dtype=torch.float32, device=device)
             gatherer.launch(
                 "scatter",
@@ -397,8 +397,8 @@ class DeviceBatch:
                 pointers,
                 sums,
                 rows,
-                ctypes.c_float(scale),
-                ctypes.c_int64(self.floats),
+                scale,
+                self.floats,
                 out,
             )
         return out

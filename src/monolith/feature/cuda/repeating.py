@@ -7,7 +7,6 @@ ids, and one launch adds up the gradients of each, in the order of the batch.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -101,28 +100,27 @@ class Repeater:
                 "repeat",
                 blocks_for(blocks_for(floats, per_block=_FLOATS)),
                 occurrences.parts,
-                ctypes.c_int(len(self._dims)),
+                len(self._dims),
                 occurrences.numbers,
                 rows,
-                ctypes.c_int64(floats),
+                floats,
                 out,
             )
         return out
 
     def summed(self, gradients: Tensor, occurrences: Occurrences, floats: int) -> Tensor:
         """Return the gradient of each distinct row, of so many floats in all."""
-        numbers, distinct = occurrences.numbers, ctypes.c_int(occurrences.distinct)
+        numbers, distinct = occurrences.numbers, occurrences.distinct
         with self.device.active():
             in_order, order = torch.sort(numbers.to(torch.int32), stable=True)
             starts = torch.empty(occurrences.distinct + 1, dtype=torch.int32, device=gradients.device)
             out = gradients.new_empty(floats)
-            many = ctypes.c_int(len(numbers))
-            self._launch("find_starts", blocks_for(len(numbers)), in_order, many, distinct, starts)
+            self._launch("find_starts", blocks_for(len(numbers)), in_order, len(numbers), distinct, starts)
             self._launch(
                 "sum_repeated",
                 blocks_for(occurrences.distinct * 32),
                 occurrences.parts,
-                ctypes.c_int(len(self._dims)),
+                len(self._dims),
                 starts,
                 order,
                 distinct,

@@ -79,7 +79,21 @@ FREE_TO_DIFFER = (
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """What a model reads of raw data, and as what."""
+    """How a model reads raw columns: which of them are IDs, floats and labels, and how they are converted.
+
+    Examples:
+        >>> from monolith import FeatureSpec, FloatFeature, IdFeature, Label, MemorySource, Pipeline
+        >>> spec = FeatureSpec(
+        ...     features={"user": IdFeature(kind="string"), "tags": IdFeature(), "price": FloatFeature()},
+        ...     labels={"click": Label()},
+        ... )
+        >>> data = {"user": ["ann", "bob"], "tags": [[3, 9], []], "price": [0.5, 2.0], "click": [1, 0]}
+        >>> [batch] = Pipeline(MemorySource(data, batch_size=4)).to_batches(spec)
+        >>> batch.ids["tags"].row_lengths(), batch.floats["price"].shape, batch.label
+        (tensor([2, 0]), torch.Size([2, 1]), tensor([1., 0.]))
+        >>> FeatureSpec.from_json(spec.to_json()) == spec
+        True
+    """
 
     TITLE: ClassVar[str] = "the features"
     """What it is called in messages."""

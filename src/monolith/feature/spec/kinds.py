@@ -175,8 +175,21 @@ OF_ROWS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdFeature(RowSettings):
-    """Ids: whole numbers as they are, or strings by their hash; any number in an example, none included. A
-    missing value (an empty cell, null, NaN) is no id."""
+    """IDs: whole numbers as they are, or strings by their hash; any number of them in an example.
+
+    A missing value (an empty cell, null, NaN) is no ID.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> from monolith import FeatureSpec, IdFeature, MemorySource, Pipeline
+        >>> item = IdFeature(column="item_id", dim=8, occurrence_threshold=2, expire_after=timedelta(days=30))
+        >>> word = IdFeature(kind="string", separator="|")
+        >>> spec = FeatureSpec(features={"item": item, "word": word}, labels={})
+        >>> source = MemorySource({"item_id": [7, 8], "word": ["red|shoe", ""]}, batch_size=4)
+        >>> [batch] = Pipeline(source).to_batches(spec)
+        >>> batch.ids["item"].flat_values, batch.ids["word"].row_lengths()
+        (tensor([7, 8]), tensor([2, 0]))
+    """
 
     column: str | None = None
     """The column it reads; by default that of its name."""
@@ -199,7 +212,17 @@ class IdFeature(RowSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FloatFeature:
-    """Numbers that a model reads as they are, or scaled."""
+    """Numbers that a model reads as they are, or scaled.
+
+    Examples:
+        >>> from monolith import FeatureSpec, FloatFeature, MemorySource, Pipeline
+        >>> spec = FeatureSpec(features={"price": FloatFeature(scale="log")}, labels={})
+        >>> source = MemorySource({"price": [0.0, 9.0]}, batch_size=4)
+        >>> [batch] = Pipeline(source).to_batches(spec)
+        >>> batch.floats["price"]  # log(1 + x), of shape (n, width)
+        tensor([[0.0000],
+                [2.3026]])
+    """
 
     column: str | None = None
     """The column it reads; by default that of its name."""
@@ -237,8 +260,18 @@ class FloatFeature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketFeature(RowSettings):
-    """Numbers that become ids by their bucket: 0 below the first boundary, 1 from it on, and so forth. A
-    missing number is no id."""
+    """Numbers that become IDs by their bucket: 0 below the first boundary, 1 from it on, and so forth.
+
+    A missing number is no ID.
+
+    Examples:
+        >>> from monolith import BucketFeature, FeatureSpec, MemorySource, Pipeline
+        >>> spec = FeatureSpec(features={"age": BucketFeature(boundaries=(18, 25, 35))}, labels={})
+        >>> source = MemorySource({"age": [17, 18, 30, 99]}, batch_size=4)
+        >>> [batch] = Pipeline(source).to_batches(spec)
+        >>> batch.ids["age"].flat_values
+        tensor([0, 1, 2, 3])
+    """
 
     column: str | None = None
     """The column it reads; by default that of its name."""
@@ -263,7 +296,17 @@ class BucketFeature(RowSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossFeature(RowSettings):
-    """Every way to take one id of each of several features, as an id of its own."""
+    """A cross of several features: every combination of one ID of each is an ID of its own.
+
+    Examples:
+        >>> from monolith import CrossFeature, FeatureSpec, IdFeature, MemorySource, Pipeline
+        >>> features = {"user": IdFeature(), "tags": IdFeature(), "both": CrossFeature(of=("user", "tags"))}
+        >>> spec = FeatureSpec(features=features, labels={})
+        >>> source = MemorySource({"user": [17, 18], "tags": [[3, 9], []]}, batch_size=4)
+        >>> [batch] = Pipeline(source).to_batches(spec)
+        >>> batch.ids["both"].row_lengths()  # user 17 with tag 3 and with tag 9; user 18 has no tag
+        tensor([2, 0])
+    """
 
     of: tuple[str, ...]
     """Features of ids: two or more."""
@@ -282,7 +325,18 @@ class CrossFeature(RowSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceFeature(RowSettings):
-    """Ids in order, of which some are kept: the last actions of a user, or the first."""
+    """IDs in order, of which the first or the last `length` are kept, such as the last actions of a user.
+
+    Examples:
+        >>> from monolith import FeatureSpec, IdFeature, MemorySource, Pipeline, SequenceFeature
+        >>> seen = SequenceFeature(length=2, keep="last", shares="item")
+        >>> spec = FeatureSpec(features={"item": IdFeature(), "seen": seen}, labels={})
+        >>> source = MemorySource({"item": [7, 8], "seen": [[1, 2, 3], [4]]}, batch_size=4)
+        >>> [batch] = Pipeline(source).to_batches(spec)
+        >>> batch.ids["seen"].to_padded(2)
+        tensor([[2, 3],
+                [4, 0]])
+    """
 
     column: str | None = None
     """The column it reads; by default that of its name."""
@@ -312,8 +366,20 @@ class SequenceFeature(RowSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """What a model should say of an example. A missing label (an empty cell, null, NaN) makes the record a
-    bad one, unless its column is optional: it is then not trained on."""
+    """A value that a model learns to predict for each example.
+
+    A missing label (an empty cell, null, NaN) makes the record a bad one, unless its column is optional: the
+    example is then not trained on for this label.
+
+    Examples:
+        >>> from monolith import FeatureSpec, IdFeature, Label, MemorySource, Pipeline
+        >>> labels = {"click": Label(), "long_watch": Label(column="seconds", at_least=30)}
+        >>> spec = FeatureSpec(features={"item": IdFeature()}, labels=labels)
+        >>> source = MemorySource({"item": [7, 8], "click": [1, 1], "seconds": [12.0, 45.0]}, batch_size=4)
+        >>> [batch] = Pipeline(source).to_batches(spec)
+        >>> batch.labels
+        {'click': tensor([1., 1.]), 'long_watch': tensor([0., 1.])}
+    """
 
     column: str | None = None
     """The column it reads; by default that of its name."""

@@ -375,11 +375,20 @@ class LayerNorm(nn.Module):
 class Dense(nn.Module):
     """`activation(x W + b)` over the last axis.
 
+    Shapes: (..., in_features) to (..., out_features).
+
     Args:
         activation: A name of `ACTIVATIONS`, a function or module, or None for linear.
             `MonitoredReLU(out_features)` also reports units that died.
         kernel_norm: Normalise the columns of W; see `kernels`.
         kernel_norm_trainable: And scale each by a trainable norm.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Dense
+        >>> layer = Dense(3, 8, activation="relu", kernel_norm=True)
+        >>> layer(torch.zeros(4, 3)).shape
+        torch.Size([4, 8])
     """
 
     bias: nn.Parameter | None
@@ -487,9 +496,6 @@ class MLP(nn.Module):
 
     Shapes: (..., in_features) to (..., output_dims[-1]).
 
-    Example: `MLP(3, (8, 1))` maps a batch of shape (4, 3) to (4, 1), with a relu after the 8 units of the
-    first layer and a linear last layer.
-
     Args:
         output_dims: Width of each layer; the last one is that of the result.
         activations: None uses relu for all layers but the last, which is linear; one activation is used for
@@ -497,6 +503,13 @@ class MLP(nn.Module):
         batch_norm: Whether to normalise the input, and every layer but the last between its linear part and
             its activation.
         options: See `DenseOptions`; `kernel_norm` is True by default.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import MLP
+        >>> mlp = MLP(3, (8, 1))  # a relu after the 8 units of the first layer; the last layer is linear
+        >>> mlp(torch.zeros(4, 3)).shape
+        torch.Size([4, 1])
     """
 
     def __init__(

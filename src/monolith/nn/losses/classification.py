@@ -34,7 +34,7 @@ class LossAndPred(NamedTuple):
     pred: Tensor
 
 
-def sigmoid_loss_and_pred(
+def sigmoid_loss_and_pred(  # noqa: PLR0913  keywords that users write; see decision 0065
     logits: Tensor,
     label: Tensor | None,
     *,
@@ -65,6 +65,13 @@ def sigmoid_loss_and_pred(
 
     Returns:
         The loss, a scalar, and the predictions, float of shape (batch,).
+
+    Examples:
+        >>> import torch
+        >>> from monolith import sigmoid_loss_and_pred
+        >>> loss, predictions = sigmoid_loss_and_pred(torch.tensor([0.0, 2.0]), torch.tensor([0.0, 1.0]))
+        >>> loss, predictions
+        (tensor(0.4100), tensor([0.5000, 0.8808]))
     """
     head = "sigmoid_loss_and_pred"
     logits = _per_row(head, "logits", logits, logits.numel())

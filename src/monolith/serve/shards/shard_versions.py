@@ -53,10 +53,10 @@ class ShardVersion:
         """Return rows, and how new they are; see `monolith.serve.rows`."""
         over = self.over  # read once, so that rows and claim belong together
         if over is None:
-            return self.tables.lookup(ids), self._exported
+            return self.tables.lookup(ids.ids, ids.sizes), self._exported
         tables, claims = over
         before = claims.now
-        rows = tables.lookup(ids)
+        rows = tables.lookup(ids.ids, ids.sizes)
         return rows, spanning(before, claims.now)
 
     def close(self) -> None:

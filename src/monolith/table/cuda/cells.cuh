@@ -1,8 +1,13 @@
 // Many tables in one launch: which of them a thread works for.
 //
-// A batch over many tables is one array, table after table: the ids of one are a cell. The work of a kernel
-// is divided into units (a warp, a tile, a block) such that none has work of two cells, and a cell is found
-// by the number of a unit. Everything comes with the launch, so nothing has to be copied for it first.
+//   ids     | table 0, 70 ids      | table 1, 5 ids | table 2, 33 ids |
+//   units   | 0      1      2      | 3              | 4       5       |     a warp of 32 ids each
+//   cells     begin 0, ids 0         begin 3, ids 70  begin 4, ids 75
+//
+// A batch over many tables is one array, table after table; the ids of one table are a cell. The work of a
+// kernel is divided into units (a warp, a tile or a block) such that no unit has work of two cells. A thread
+// finds its cell by binary search for its unit. Cells are parameters of the launch, so nothing has to be
+// copied to the device first.
 
 #pragma once
 
@@ -11,9 +16,9 @@
 #define CELLS 96  // of a launch: its parameters are 4 KB at most
 
 struct Cell {
-  i64 shift;  // what its floats begin at, or what is added to its places
-  int ids;    // what its ids begin at
-  int size;   // how many there are
+  i64 shift;  // position of its first float; for sort keys, the number of keys of all tables before it
+  int ids;    // position of its first id
+  int size;   // number of its ids
   int begin;  // its first unit
   int table;  // negative if the cell is skipped
 };

@@ -1,6 +1,6 @@
 """CudaTable: a table in the memory of a GPU.
 
-Index and rows lie on the device (`places.cuh` says how), and every call is a few kernels on the caller's
+Index and rows are on the device (`places.cuh` says how), and every call is a few kernels on the caller's
 stream. The host keeps an upper bound of how full the index is, so that it neither waits for the device nor
 lets it overflow: only when the bound comes near is the true number asked for, and the table grown if need be.
 """
@@ -21,9 +21,8 @@ from monolith.errors import AcceleratorError, TableArgumentError, TableClosedErr
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.config import TableConfig
-from monolith.table.cuda.admission import runs_by_kind
 from monolith.table.cuda.inputs import Inputs
-from monolith.table.cuda.layout import row_layout
+from monolith.table.cuda.layout import StepScalars, row_layout
 from monolith.table.cuda.memory import (
     BEFORE,
     ELSEWHERE,
@@ -38,7 +37,7 @@ from monolith.table.cuda.memory import (
     DeviceMemory,
     Times,
 )
-from monolith.table.cuda.resident_rows import ResidentRows, WriteBatch
+from monolith.table.cuda.resident_rows import ResidentRows, WriteBatch, runs_by_kind
 from monolith.table.cuda.snapshots import (
     LAST_HASH,
     CudaTableSnapshot,
@@ -48,10 +47,9 @@ from monolith.table.cuda.snapshots import (
     first_rows,
     merged_scan,
 )
-from monolith.table.cuda.step_scalars import StepScalars
 from monolith.table.cuda.tracking import ids_of
 from monolith.table.digests import bucket_numbers, check_share
-from monolith.table.rows import Rows, Scan, TableStats
+from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
@@ -59,6 +57,9 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 class CudaTable:
     """A `Table` on a CUDA device. Thread-safe: calls follow one another, on whatever streams they come.
+
+    Shapes: n ids of a call, dim floats of an embedding; ids are int64 of shape (n,), embeddings float32 of
+    shape (n, dim).
 
     Tensors on the CPU are answered on the CPU, tensors on the table's device on the device. With those,
     `lookup` and `apply_gradients` do not wait for the device, unless the table has an admission filter, a
@@ -76,13 +77,23 @@ class CudaTable:
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Told the ids that got another row, or lost theirs; see `touch`.
-        device: One of torch's, or one that stands for it; the current CUDA device by default.
+        touched: A set that gets the ids whose rows changed or were removed; see `touch`.
+        device: A CUDA device of torch, or a `Device`; the current CUDA device by default.
         remembers_use: Whether to keep when each row was last written, for `idle`.
 
     Raises:
         AcceleratorError: There is no such device, or the kernels cannot be made for it.
         ConfigError: `capacity_bytes` is less than the smallest table needs.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import CudaTable, Segment, TableConfig
+        >>> config = TableConfig(name="item", segments=(Segment(dim=2),))
+        >>> if torch.cuda.is_available():
+        ...     table = CudaTable(config)
+        ...     ids = torch.tensor([7, 8], device="cuda")
+        ...     table.apply_gradients(ids, torch.ones(2, 2, device="cuda"), step=1)
+        ...     assert table.lookup(ids).device.type == "cuda"  # rows never leave the device
     """
 
     def __init__(
@@ -174,17 +185,17 @@ class CudaTable:
         """How many rows its budget has room for, with as many places free as a quick search needs."""
         return self._rows.growth.most_rows
 
-    def idle(self, count: int, besides: Tensor) -> Tensor:
+    def idle(self, count: int, excluded: Tensor) -> Tensor:
         """Return the ids, on the CPU, of rows that were not written for longest; waits for the device.
 
         Needs `remembers_use`.
 
         Args:
             count: So many at most.
-            besides: Ids that are not returned; they need not have rows.
+            excluded: Ids that are not returned; they need not have rows.
         """
         with self._open() as memory:
-            return ids_of(memory.idle(count, self._inputs.ids(besides)))
+            return ids_of(memory.idle(count, self._inputs.ids(excluded)))
 
     def expire_oldest(self, count: int, latest: int) -> int:
         """Drop rows with the oldest event times, none newer than `latest`; return how many.
@@ -243,6 +254,8 @@ class CudaTable:
                     checked=not self._scalars.stay_finite(by_segment),
                 )
 
+            # Kernels find unusable gradients while they train. Only if the ids that get a row must be known
+            # before (for the filter, for touched sets and snapshots) are the gradients read twice.
             if self._admission is None and self._rows.watch.idle:
                 self._rows.write(
                     WriteBatch(keys, times, train, dedup, lambda: self._memory.unusable(by)), None
@@ -327,6 +340,8 @@ class CudaTable:
             copies = self._rows.watch.copies
             if copies is None:
                 raise TableArgumentError("scan: the snapshot was closed")
+            # Copies join the sorted pieces, so that they can be read by range. Rows in the table that are not
+            # TAKEN are as they were when the snapshot was opened.
             copies.seal(memory)
             flags, held = BEFORE if changed_only else 0, self._rows.usage.read().rows
             rows, following = first_rows(
@@ -394,6 +409,12 @@ class CudaTable:
 
     @contextmanager
     def _open(self, *, writing: bool = False) -> Iterator[DeviceMemory]:
+        """Enter a call: take the lock, and put the call's kernels behind those of all calls before it.
+
+        The lock orders calls on the host; kernels are ordered by streams. Calls may come on different
+        streams, so the new stream waits, on the device, for the stream of the last call. The host never waits
+        here.
+        """
         with self._lock, self._owner.active():
             if writing:
                 self._thawed.wait_for(lambda: not self._frozen)
@@ -402,7 +423,9 @@ class CudaTable:
             if stream != self._stream:
                 stream.wait_for(self._stream)
                 self._stream = stream
-            yield self._memory  # the only reference to it
+            # The generator holds no reference of its own: when the table grows, the old memory is freed at
+            # once.
+            yield self._memory
 
     @property
     def _memory(self) -> DeviceMemory:
@@ -417,6 +440,8 @@ class CudaTable:
         if not self._config.skip_zero:
             self._rows.write(batch, None if whole else self._rows.turned_away(batch, None, None))
             return
+        # A table that skips zeros removes a row that is set to zero. In a batch with equal ids the order
+        # matters: runs of positions to write and to remove alternate.
         zero = (values * values).sum(1) < _SMALLEST_NORMAL
         for run, is_zero in runs_by_kind(ids.cpu(), zero.cpu()):
             mine = run.to(self._device)

@@ -1,17 +1,21 @@
 """FusedTables: many tables on one device, read and trained by a few launches.
 
-A model has dozens of tables, and a launch costs the host more than the device needs for one table's share of
-a batch. So tables whose rows are group are worked on together: a launch is told where the ids of each table
-lie (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. How
-many launches there are does not depend on how many tables there are, up to MAX_CELLS.
+A model has dozens of tables, and a launch costs the host more than the device needs for one table's part of a
+batch. So tables with rows of one layout are worked on together: a launch gets the positions of each table's
+ids (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. The
+number of launches does not depend on the number of tables, up to MAX_CELLS.
 
-What needs more than that (a filter, a byte budget) a table does by itself. Who keeps track of rows is told
-table by table, of every id of a batch: also of those by whose gradients nothing was trained.
+    apply_gradients     claim_tables     find or create the place of each id; sort keys are (table, place)
+                        sort             all keys, stable: one order for all tables
+                        settle_tables    turn sorted keys back into places
+                        train_tables     one launch per layout (two if a batch may have long runs)
+
+A table that needs more than that (a filter, a byte budget) is trained by itself. Trackers of rows are called
+table by table with every id of a batch, even if its gradient was not usable.
 """
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +46,7 @@ from monolith.table.cuda.memory import COUNTERS, EXTRA_PLACES, STRETCH, Claimed,
 from monolith.table.table import Table
 
 _WARP = 32
-_ASKED_AFTER = 0.25  # of the room that there was when the counters came last
+_ASKED_AFTER = 0.25  # of the free places at the last reading of the counters: then they are read again
 _INT32_MAX = (1 << 31) - 1
 
 
@@ -161,12 +165,17 @@ class FusedTables:
         self._widths = np.array([table.dim for table in tables], np.int64)
         segments = np.array([len(table.config.segments) for table in tables], np.int64)
         self._rate_ends = np.cumsum(segments)
+        # By table: the table if launches may cover it, None if it is called by itself. A row of very many
+        # segments has more scalars than the parameters of a launch can hold: `max_cells` is 0.
         fused = [table if isinstance(table, CudaTable) and max_cells(table) else None for table in tables]
         self._fused = fused
         self._others = {number for number, table in enumerate(fused) if table is None}
+        # Two cells of one launch must not train the same rows at the same time.
         self._twice = [sum(one is other for other in tables) > 1 for one in tables]
-        # A thread that takes several locks takes them in this order, so that two threads cannot deadlock.
+        # A thread that takes several locks takes them in this order (by address), so that two threads that
+        # train the same tables in different orders cannot deadlock.
         self._locked = sorted({id(one): one for one in fused if one is not None}.values(), key=id)
+        # Tables whose rows have the same header (`layout.h`) share kernels, and so launches.
         by_source: dict[str, list[int]] = {}
         for number, table in enumerate(fused):
             if table is not None:
@@ -202,11 +211,11 @@ class FusedTables:
         """
         count = len(self._tables)
         out = torch.empty(int(emb_offsets[-1]), dtype=torch.float32, device=self.device.torch_device)
-        together = len(ids) <= _INT32_MAX
+        together = len(ids) <= _INT32_MAX  # positions within a launch are 32 bits wide
         with self._entered() as work:
             for group, one in self._planned_lookups(sizes, id_offsets, emb_offsets) if together else ():
-                told = work.known.arrays, one.cells, group.scalars(one.tables, None)
-                group.kernels.launch("lookup_tables", one.blocks, *told, ids, out, stream=work.stream.handle)
+                given = work.known.arrays, one.cells, group.scalars(one.tables, None)
+                group.kernels.launch("lookup_tables", one.blocks, *given, ids, out, stream=work.stream.handle)
         for cell in np.flatnonzero(sizes).tolist() if self._others or not together else ():
             if cell % count in self._others or not together:
                 own, floats = slice(*id_offsets[cell : cell + 2]), slice(*emb_offsets[cell : cell + 2])
@@ -216,6 +225,7 @@ class FusedTables:
     def _planned_lookups(
         self, sizes: Ints, id_offsets: Ints, emb_offsets: Ints
     ) -> list[tuple[LayoutGroup, PlannedLaunch]]:
+        # Batches of a training run mostly have the same sizes: their launches are planned once.
         data = sizes.tobytes()
         if self._lookups[0] != data:
             count = len(self._tables)
@@ -237,6 +247,8 @@ class FusedTables:
             together = len(batch.ids) <= _INT32_MAX
             alone = [not together or self._is_alone(number) for number in range(len(self._tables))]
             self._learn()
+            # Rows that decay lazily and one_bit segments depend on the step: note it before the scalars are
+            # packed.
             for group in (one for one in self._groups if one.scalars_vary):
                 for number, table, at in zip(group.numbers, group.tables, group.rates_at, strict=True):
                     if not alone[number]:
@@ -278,6 +290,8 @@ class FusedTables:
             for table, at, size in zip(self._fused, plan.spans.ids.tolist(), sizes.tolist(), strict=True)
             if size and table is not None and not table._rows.watch.idle
         ]
+        # Trackers keep ids and places until they are read, so they get their own copy of the ids, which the
+        # caller may overwrite, and the places in the order of the batch.
         ids = places = batch.ids
         if watched:
             ids, places = batch.ids.clone(), torch.empty_like(batch.ids, dtype=torch.int32)
@@ -303,12 +317,14 @@ class FusedTables:
         ):
             return plan
         spans = Spans.of(batch.sizes, self._widths)
-        told = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
+        cells_of = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
+        # Sort keys of a table: one per place, one for ids without a place; one for all ids of a table that is
+        # trained by itself, so that its positions keep their order.
         keys = np.where(alone, 1, known.places + EXTRA_PLACES + 1)
         ends = np.cumsum(keys)
         claims = []
-        for part in told.parts(MAX_CELLS):
-            own = told.some(part)
+        for part in cells_of.parts(MAX_CELLS):
+            own = cells_of.some(part)
             cells = own.cells(-(-own.sizes // _WARP), (ends - keys)[part])
             blocks = blocks_for(cells.units, per_block=THREADS // _WARP)
             claims.append(PlannedLaunch(own.tables, cells, blocks))
@@ -341,6 +357,7 @@ class FusedTables:
             found: Filled with places in the order of the ids.
         """
         n, device = len(batch.ids), self.device.torch_device
+        # Shapes: n ids of all tables. order: sort keys; made, places, times: by position in the batch.
         order = torch.empty(n, dtype=torch.int64 if plan.wide else torch.int32, device=device)
         made = torch.empty(n, dtype=torch.uint8, device=device)
         places = torch.empty(n, dtype=torch.int32, device=device)
@@ -349,7 +366,7 @@ class FusedTables:
             seconds, second, times = second, 0, torch.empty(n, dtype=torch.int32, device=device)
         arrays, stream = work.known.arrays, work.stream.handle
         width = "_wide" if plan.wide else ""
-        filled = batch.ids, seconds, ctypes.c_uint32(second), order, made, times, found
+        filled = batch.ids, seconds, second, order, made, times, found
         for one in plan.claims:
             self._index.launch(f"claim_tables{width}", one.blocks, arrays, one.cells, *filled, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
@@ -371,8 +388,10 @@ class FusedTables:
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
             sums = torch.empty((stretches, group.layout.dim), dtype=torch.float32, device=device)
         for one in planned.sums:
-            told = one.cells, writes, batch.gradients, runs, sums
-            group.kernels.launch("sum_long_runs_of_tables", one.blocks, *told, stream=stream, threads=STRETCH)
+            given = one.cells, writes, batch.gradients, runs, sums
+            group.kernels.launch(
+                "sum_long_runs_of_tables", one.blocks, *given, stream=stream, threads=STRETCH
+            )
         for one in planned.steps:
             group.kernels.launch(
                 "train_tables_checked" if checked else "train_tables",
@@ -383,11 +402,11 @@ class FusedTables:
                 writes,
                 batch.gradients,
                 batch.latest,
-                ctypes.c_int64(batch.step),
+                batch.step,
                 runs,
                 sums,
-                ctypes.c_int(batch.dedup),
-                ctypes.c_int(planned.per_tile),
+                batch.dedup,
+                planned.per_tile,
                 stream=stream,
             )
 
@@ -407,6 +426,8 @@ class FusedTables:
 
     def _count(self, work: _Work, sizes: Sequence[int]) -> None:
         """Note the rows of the batch, and request the counters of all tables if one comes near its limit."""
+        # One copy brings the counters of all tables to the host, as soon as one table may be close to its
+        # limit. Until it arrives, upper bounds are used: nothing waits.
         near = False
         for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
             if size and table is not None:
@@ -415,8 +436,7 @@ class FusedTables:
             return
         many = len(self._fused) * COUNTERS
         counters = torch.empty(self._answer.shape, dtype=torch.int64, device=self.device.torch_device)
-        sizes_of = ctypes.c_int(len(self._fused)), ctypes.c_int(COUNTERS)
-        given = work.known.arrays, *sizes_of, counters
+        given = work.known.arrays, len(self._fused), COUNTERS, counters
         self._index.launch("collect_counters", blocks_for(many), *given, stream=work.stream.handle)
         self._answer.copy_(counters, non_blocking=True)
         written = [0 if table is None else table._rows.usage.written for table in self._fused]
@@ -427,6 +447,7 @@ class FusedTables:
         if self._asked is None or not self._asked[0].query():
             return
         written, self._asked = self._asked[1], None
+        # A table that complains of bad event times must not keep the others from learning their counters.
         complaint: TableArgumentError | None = None
         for number, (table, counters) in enumerate(zip(self._fused, self._answer.tolist(), strict=True)):
             if table is None:
@@ -446,7 +467,10 @@ class FusedTables:
 
     @contextmanager
     def _entered(self, *, writing: bool = False) -> Iterator[_Work]:
-        """Take the locks of all tables, and have what follows on this stream begin after all before it.
+        """Take the locks of all tables, and put the call's kernels behind those of all calls before it.
+
+        Streams order the kernels: this stream waits, on the device, for the last stream of each table, once
+        per distinct stream.
 
         Raises:
             TableClosedError: One of them was closed.
@@ -456,7 +480,9 @@ class FusedTables:
             try:
                 stream = self.device.current_stream()
                 if stream == self._stream:
-                    stream = self._stream  # the same, as most tables have it
+                    # The same object as in the tables: `is` below is much cheaper than comparing dozens of
+                    # streams.
+                    stream = self._stream
                 handle, waited = stream.handle, set[int]()
                 for table in self._locked:
                     memory = table._memory
@@ -487,19 +513,24 @@ class FusedTables:
             finally:
                 for table in taken:
                     table._lock.release()
-            with frozen._lock:  # only this lock: the thread that froze the table may need the remaining ones
+            # A table is frozen: all locks are released before waiting, since the thread that froze it may
+            # need the others. Then it starts over: another table may be frozen by now.
+            with frozen._lock:
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:
-        """Return what is known of the memories, looked at anew where one is another than before."""
+        """Return the addresses and sizes of all memories, read again if a table got another memory."""
         memories = [None if table is None else table._memory for table in self._fused]
+        # Weak references: this must not keep the old memory of a table alive that has grown.
         known = self._known
         if known is not None and all(
             (ref is None or ref() is memory) for ref, memory in zip(known.memories, memories, strict=True)
         ):
             if known.stream != stream.handle:
-                stream.keep(known.arrays)
+                stream.keep(known.arrays)  # allocated on another stream; this one reads it now
             return known
+        # The structs `Arrays` of all tables (places.cuh), as one int64 tensor of shape (tables, 6) on the
+        # device.
         words = [[0] * 6 if memory is None else memory.words() for memory in memories]
         up = self.device.pinned((len(words), 6), torch.int64)
         up.copy_(torch.tensor(words, dtype=torch.int64))

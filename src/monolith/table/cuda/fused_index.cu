@@ -1,7 +1,9 @@
 // Kernels over the indices of many tables at once.
 //
-// Rows of all tables are brought into one order by one sort: a key is a place, and before it come all places
-// of the tables before. Behind the places of a table there is one more key, for ids that have none.
+// One sort brings the rows of all tables into the order in which they are trained. The sort key of an id is
+// its place plus the number of keys of all tables before its own (`Cell::shift`):
+//
+//     keys   | table 0: P0 places, 1 for ids without a place | table 1: P1 places, 1 | ...
 
 #pragma once
 
@@ -10,7 +12,8 @@
 
 #define MAX_TIME 0xffffffffLL
 
-// The position of this thread's id in its cell, one warp to a unit.
+// One warp per unit, one thread per id: `i` is the id's number in its cell, `at` its position in the batch.
+// Whole warps return together, so that warp-wide calls below have all their lanes.
 #define OF_WARP                                                              \
   const int unit = (int)(((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32); \
   if (unit >= cells.units) return;                                           \
@@ -19,8 +22,9 @@
   const bool there = i < cell.size;                                          \
   const int at = cell.ids + (there ? i : 0);
 
-// Gives every id its place; the clocks of tables are moved on by the steps. Event times that no row can keep
-// count as 0, and are counted. `places` are for tables that track changes, or null.
+// Claims a place for every id. The clocks of tables are advanced later, by the steps, which know the
+// gradients that are not usable. An event time that no row can hold counts as 0 and is counted in BAD_TIMES;
+// the host raises when it next reads the counters. `places` is for tables that track changes, or null.
 template <class Key>
 __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, const Cells& cells,
                                             const i64* __restrict__ ids, const i64* __restrict__ seconds,
@@ -48,7 +52,7 @@ __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, c
   }
 }
 
-// Makes places of sorted keys.
+// Turns sorted keys back into places.
 template <class Key>
 __device__ __forceinline__ void settle_cells(const Arrays* __restrict__ tables, const Cells& cells,
                                              const Key* __restrict__ order, int* __restrict__ places) {
@@ -72,7 +76,8 @@ extern "C" __global__ void settle_tables(const Arrays* __restrict__ tables,
   settle_cells(tables, cells, order, places);
 }
 
-// The same for so many places that their numbers need 64 bits.
+// The same for keys of 64 bits: the tables together have more than 2^31 places. Such a sort takes twice as
+// long.
 extern "C" __global__ void claim_tables_wide(const Arrays* __restrict__ tables,
                                              const __grid_constant__ Cells cells, const i64* __restrict__ ids,
                                              const i64* __restrict__ seconds, u32 time,
@@ -87,7 +92,7 @@ extern "C" __global__ void settle_tables_wide(const Arrays* __restrict__ tables,
   settle_cells(tables, cells, order, places);
 }
 
-// Brings the counters of many tables together, zeros for those that are none.
+// Collects the counters of all tables, so that one copy brings them to the host; zeros for absent tables.
 extern "C" __global__ void collect_counters(const Arrays* __restrict__ tables, int n, int counters,
                                             u64* __restrict__ out) {
   const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);

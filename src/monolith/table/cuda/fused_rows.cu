@@ -6,12 +6,12 @@
 
 #define SCALARS_PER_LAUNCH (1024 / (int)sizeof(Scalars) < 1 ? 1 : 1024 / (int)sizeof(Scalars))
 
-// By cell, in the order of cells.
+// The scalars of each cell's table: as many as fit next to the cells into the 4 KB of a launch's parameters.
 struct CellScalars {
   Scalars at[SCALARS_PER_LAUNCH < CELLS ? SCALARS_PER_LAUNCH : CELLS];
 };
 
-// A tile of 16 threads to a unit of TOGETHER ids.
+// One tile of 16 threads per unit of TOGETHER ids; a tile takes several units if there are more than tiles.
 extern "C" __global__ void lookup_tables(const Table* __restrict__ tables,
                                          const __grid_constant__ Cells cells,
                                          const __grid_constant__ CellScalars scalars,

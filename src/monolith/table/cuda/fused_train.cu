@@ -1,22 +1,24 @@
-// Kernels by which the rows of many tables of one layout take steps at once.
+// Kernels that train the rows of many tables of one layout at once.
 #pragma once
 
 #include "fused_rows.cu"
 #include "train.cu"
 
-// The part of a batch that one table has. Positions are those of the whole batch, so that gradients begin
-// where they would if there were as many of this width before them as there are ids.
+// The part of a batch that one table has. Positions in `order` count from the start of the whole batch,
+// although tables before this one may have other widths. So `Cell::shift` makes up for it: gradients + shift
+// + position * DIM is the gradient of a position.
 __device__ __forceinline__ Writes writes_of(const Writes& writes, const Cell& cell) {
   return {
       writes.places + cell.ids, writes.order + cell.ids, cell.size, writes.made, writes.times, writes.time};
 }
 
-// What is known of long runs stands by stretches of the whole batch, of which no two tables share one.
+// Sums of long runs are stored by stretch of the whole batch. Stretches of a cell are counted from its own
+// first id, and a cell has size / STRETCH of them, so no two cells share one.
 __device__ __forceinline__ i64 first_stretch(const Cell& cell) {
   return cell.ids / STRETCH;
 }
 
-// A block to a stretch.
+// One block per stretch of a cell.
 extern "C" __global__ void sum_long_runs_of_tables(const __grid_constant__ Cells cells, Writes writes,
                                                    const float* __restrict__ gradients,
                                                    LongRun* __restrict__ runs, float* __restrict__ sums) {
@@ -43,7 +45,7 @@ __device__ __forceinline__ void train_cells(const Table* __restrict__ tables, co
                  sums + from * DIM, summed, per_tile, unit - cell.begin);
 }
 
-// A tile to a unit of `per_tile` positions.
+// One tile per unit of `per_tile` positions.
 extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
     train_tables(const Table* __restrict__ tables, const __grid_constant__ Cells cells,
                  const __grid_constant__ CellScalars scalars, Writes writes,

@@ -1,6 +1,6 @@
 """Growth: how full a device table is, which size comes next, and how tables share the memory of a device.
 
-Fill. A batch creates at most as many rows as it has ids. The host adds those up to an upper bound, and now
+Usage. A batch creates at most as many rows as it has ids. The host adds those up to an upper bound, and now
 and then has the true number copied from the device, which it reads once the copy has arrived. Only a call
 that must know the number waits for the device.
 
@@ -27,7 +27,7 @@ from monolith.table.config import TableConfig
 from monolith.table.cuda.layout import row_layout
 from monolith.table.cuda.memory import BAD_TIMES, EXTRA_PLACES, KEYS, MARKS, NEWEST, RECENCY_BYTES, USED
 
-_ASKED_FROM = 0.5  # of the limit: below that it does not matter
+_ASKED_FROM = 0.5  # of the limit: while the bound is lower, the true number does not matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,9 @@ class UsageCounters:
 
     def learn(self, counters: list[int], written: int) -> None:
         """Use counters that were read when `written` had the given value."""
-        if written > self._complained_at:  # what came before was complained of
+        if written > self._complained_at:  # bad times of earlier batches were reported already
             self._checked(counters)
+        # Batches since then may have created a row for each of their ids.
         self._bound = min(self._bound, counters[USED] + self.written - written)
 
     def wrote(self, ids: int) -> int:
@@ -85,6 +86,8 @@ class UsageCounters:
     def grew(self, ids: int, limit: int) -> None:
         """Count a batch that was written, and ask the device for the true number if it may matter soon."""
         self.wrote(ids)
+        # One copy at a time. It runs behind the kernels on the stream; `bound` picks it up once it has
+        # arrived.
         if self._arrives is None and self._bound > _ASKED_FROM * limit:
             self._copy.copy_(self.counters, non_blocking=True)
             self._arrives = self._device.current_stream().record()
@@ -111,7 +114,7 @@ class UsageCounters:
             self.counters[BAD_TIMES] = 0
             self._complained_at = self.written
             raise TableArgumentError(
-                f"table {self._name!r}: event_time: {wrong:,} on the device, handed over by an earlier call, "
+                f"table {self._name!r}: event_time: {wrong:,} on the device, given to an earlier call, "
                 f"were not Unix seconds from 0 to {MAX_EVENT_TIME}; those rows were written with time 0"
             )
         return Counted(counters)
@@ -120,12 +123,13 @@ class UsageCounters:
 FULL = 0.75
 """Of its places are in use when a table grows."""
 
-_AFTER_GROWTH = 0.375
-_AFTER_LARGE_GROWTH = 0.5
-_LEAST_GROWTH = 0.7  # the load after a growth that found little room
-_FULL_FOR_A_WHILE = 0.8
+# Loads are shares of places in use: searches get slow above 0.9.
+_AFTER_GROWTH = 0.375  # half of FULL: the table doubled
+_AFTER_LARGE_GROWTH = 0.5  # grown by half: old and new memory must fit at the same time
+_LEAST_GROWTH = 0.7  # after growth on a device with little free memory
+_FULL_FOR_A_WHILE = 0.8  # while a large table waits for the call that moves it
 _LARGE_BYTES = 1 << 30
-_BRIM = 0.9  # of the places of a table that does not grow any more
+_BRIM = 0.9  # a table that has its final size fills up to this
 _LEAST_PLACES = 256
 _SMALL = 16  # a budget's part that a table leaves for all the rest
 _MUCH_TOO_LARGE = 4  # times the size that the rows need: then memory is returned
@@ -226,6 +230,9 @@ def device_budgets(configs: Mapping[str, TableConfig], total: int) -> dict[str, 
     said = [one.initial_rows for one in configs.values() if one.initial_rows]
     usual = max(1, sum(said) // len(said)) if said else 1
     weights = {name: (one.initial_rows or usual) * per_place[name] for name, one in configs.items()}
+    # Shares are by weight, but a table takes no more than its own capacity_bytes. What those tables leave is
+    # divided among the remaining ones, which may bring further tables to their capacity: repeat until none
+    # is.
     shares: dict[str, int] = {}
     while open_names := [name for name in configs if name not in shares]:
         left = total - sum(shares.values())

@@ -1,4 +1,7 @@
 // Kernels over the index alone: the same for every table.
+//
+// One thread per id, or one thread per place; warps work together only to add to a counter with one atomic,
+// and to copy rows. B is the number of buckets, P = 16 B + 2 the number of places, n the number of ids.
 #pragma once
 
 #include "places.cuh"
@@ -9,15 +12,16 @@ extern "C" __global__ void find_all(const u64* __restrict__ keys, u64 buckets, c
   if (i < n) places[i] = find(keys, buckets, mix((u64)ids[i]));
 }
 
-// The same for hashes: ids that are known by their place in another index.
+// The same for hashes: for rows that moved here from another index.
 extern "C" __global__ void find_hashes(const u64* __restrict__ keys, u64 buckets,
                                        const u64* __restrict__ hashes, i64 n, int* __restrict__ places) {
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) places[i] = find(keys, buckets, hashes[i]);
 }
 
-// Gives an id of a batch its place, tells whether it was made for it, and moves the clock on. Every thread of
-// a warp calls it, with the same table.
+// Returns the place of an id of a batch, which is claimed if it has none (`fresh`), and advances the table's
+// clock. Every thread of a warp must call it, with the same table: `there` is false past the end of the
+// batch, and `why` not 0 if the position is skipped.
 __device__ __forceinline__ int claim_one(u64* keys, u64 buckets, u64* counters, bool there, i64 id, u8 why,
                                          u32 time, bool& fresh) {
   int place = NONE;
@@ -25,7 +29,8 @@ __device__ __forceinline__ int claim_one(u64* keys, u64 buckets, u64* counters, 
   fresh = false;
   if (there) {
     if (why == 0) {
-      // Most ids have a place. A cache that is behind may only miss it, and claiming looks past that.
+      // Most ids have a place, and `find` reads through the L1 cache. A stale cache can only miss a place
+      // that was just claimed; `claim` then finds it in L2.
       const u64 hash = mix((u64)id);
       place = find(keys, buckets, hash);
       if (place == NONE) place = claim(keys, buckets, hash, fresh);
@@ -36,12 +41,14 @@ __device__ __forceinline__ int claim_one(u64* keys, u64 buckets, u64* counters, 
   count(&counters[INSERTED], fresh);
   for (int lanes = 16; lanes > 0; lanes >>= 1)
     newest = max(newest, __shfl_xor_sync(0xffffffffu, newest, lanes));
+  // Most batches do not advance the clock much: a plain read saves most of the atomics. A stale one is at
+  // worst too old, which costs an atomic.
   if ((threadIdx.x & 31) == 0 && newest > 0 && newest > counters[NEWEST])
     atomicMax(&counters[NEWEST], (u64)newest);
   return place;
 }
 
-// Gives every id of a batch its place, and tells which of equal ids made it.
+// Claims a place for every id of a batch. Of equal ids that had none, one gets `made`: any of them.
 extern "C" __global__ void claim_all(u64* keys, u64 buckets, const i64* __restrict__ ids, i64 n,
                                      const u8* __restrict__ skip, const u32* __restrict__ times, u32 time,
                                      int* __restrict__ places, u8* __restrict__ made, u64* counters) {
@@ -57,7 +64,9 @@ extern "C" __global__ void claim_all(u64* keys, u64 buckets, const i64* __restri
   }
 }
 
-// The same for ids that differ and have no place, which may take marked places, too.
+// The same for distinct ids that have no place. They may take marked places, too. `claim` may not:
+// it would have to search all buckets up to a free place first, and between that search and taking the mark
+// another thread with an equal id could take the free place.
 extern "C" __global__ void claim_absent(u64* keys, u64 buckets, const i64* __restrict__ ids, i64 n,
                                         int* __restrict__ places, u64* counters) {
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -74,7 +83,7 @@ extern "C" __global__ void claim_absent(u64* keys, u64 buckets, const i64* __res
         for (int j = 0; j < KEYS && found == NONE; ++j) {
           const u64 place = bucket * KEYS + j;
           u64 key = __ldcg(&keys[place]);
-          while (key <= MARK) {  // a marked place that another takes is not free again: this ends
+          while (key <= MARK) {  // ends: a place only goes from free or marked to taken here
             const u64 before = atomicCAS(&keys[place], key, hash);
             if (before == key) {
               found = (int)place;
@@ -104,7 +113,7 @@ extern "C" __global__ void drop_places(u64* keys, u64 buckets, const i64* __rest
   count(&counters[FOUND], gone);
 }
 
-// Which rows are looked for. Flags only where there are any, age only where `aged`.
+// The rows that `list_rows` lists. Flags are checked if there are any, ages only if `aged`.
 struct Wanted {
   u64 first;  // hashes, both included
   u64 last;
@@ -127,7 +136,9 @@ struct Wanted {
 };
 static_assert(sizeof(Wanted) == 64, "as in memory.py");
 
-// Counts rows and lists them, in any order, as far as there is room.
+// Counts rows and lists them, in any order, up to `room` of them. One thread per place; a warp reserves space
+// for all its rows with one atomic, and each lane takes the position that follows those of the lanes before
+// it.
 extern "C" __global__ void list_rows(const u64* __restrict__ keys, u64 buckets,
                                      const u32* __restrict__ row_times, Wanted wanted,
                                      u64* __restrict__ hashes, i64* __restrict__ places, u64 room,
@@ -152,20 +163,27 @@ extern "C" __global__ void list_rows(const u64* __restrict__ keys, u64 buckets,
 
 // ---- tracking of changes -----------------------------------------------------------------------
 
-// What is known of a place while a snapshot is open or changes are tracked (`tracking.py`).
+// What is known of a place while a snapshot is open or changes are tracked (`tracking.py`):
+//
+//     previous snapshot            open snapshot                now
+//     -----+---------------------------+------------------------+----> time
+//          |<-------- BEFORE --------->|<------- CHANGED ------->|
+//
 enum Flag {
   TAKEN = 1,    // the snapshot does not read the row here: it was copied, or it is newer
   CHANGED = 2,  // since the last snapshot
   BEFORE = 4    // between the open snapshot and the one before
 };
 
-// Sets flags of a place and returns those it had.
+// Sets flags of a place and returns those it had. There are no atomics on bytes, so the four places of a word
+// are updated together; the array is padded to whole words.
 __device__ __forceinline__ u32 set_flags(u8* flags, int place, u32 bits) {
   const int shift = 8 * (place & 3);
   return atomicOr((u32*)(flags + (place & ~3)), bits << shift) >> shift & 0xff;
 }
 
-// Rows of a batch are written: they change, and those that were made for it are of no snapshot.
+// Flags the rows of a batch that is about to be written. A row that the batch created is TAKEN, too: it did
+// not exist when the snapshot was opened.
 extern "C" __global__ void note_writes(const int* __restrict__ places, const u8* __restrict__ made, i64 n,
                                        u8* flags) {
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -178,8 +196,10 @@ struct alignas(16) Four {
   u32 word[4];
 };
 
-// Copies one row for each lane that has one, `from` and `to` places. All lanes of the warp copy together:
-// as many rows at a time as they are wide enough for, and four such groups are on their way at once.
+// Copies one row for each lane with `to` >= 0, from place `from` to place `to`. All 32 lanes copy together,
+// so that they read consecutive words: a row of 8 words is copied by 8 lanes, four rows at a time. The loads
+// of four such groups are issued before the first store, to hide their latency. Every lane of the warp must
+// call it.
 template <class Word>
 __device__ __forceinline__ void copy_words(const Word* __restrict__ source, Word* __restrict__ target,
                                            int words, i64 from, i64 to) {
@@ -209,13 +229,14 @@ __device__ __forceinline__ void copy_words(const Word* __restrict__ source, Word
   }
 }
 
-// Rows by their words or, where they are of a width that allows it, by four at once.
+// Words of 32 bits per row.
 struct Widths {
   int values;
   int states;
 };
 static_assert(sizeof(Widths) == 8, "as in memory.py");
 
+// Copies values and state, by 16 bytes at once if the width allows it.
 __device__ __forceinline__ void copy_rows(const u32* values, const u32* states, u32* new_values,
                                           u32* new_states, Widths words, i64 from, i64 to) {
   if (words.values % 4 == 0)
@@ -228,7 +249,9 @@ __device__ __forceinline__ void copy_rows(const u32* values, const u32* states, 
     copy_words(states, new_states, words.states, from, to);
 }
 
-// Copies rows that are about to change or to be dropped, each once while a snapshot is open.
+// Copy on write: copies rows that are about to change or to be dropped to the end of the snapshot's buffer,
+// each once while the snapshot is open. The atomic on TAKEN decides which of several threads with one place
+// copies it; the write itself is a later launch on the same stream, so the copy is of the old row.
 extern "C" __global__ void capture_rows(const u64* __restrict__ keys, u64 buckets,
                                         const u32* __restrict__ row_times, const u32* __restrict__ values,
                                         const u32* __restrict__ states, Widths words,
@@ -254,7 +277,8 @@ extern "C" __global__ void capture_rows(const u64* __restrict__ keys, u64 bucket
   if (ones != 0) copy_rows(values, states, new_values, new_states, words, place, first ? (i64)at : -1);
 }
 
-// Moves all rows into an index that has none.
+// Moves all rows into an empty index. One thread per old place; marks are left behind. Rows differ, so every
+// claim succeeds, and the new index is large enough by the caller's choice of its size.
 extern "C" __global__ void move_rows(const u64* __restrict__ keys, u64 buckets,
                                      const u32* __restrict__ row_times, const u32* __restrict__ values,
                                      const u32* __restrict__ states, const u8* __restrict__ flags,
@@ -274,9 +298,14 @@ extern "C" __global__ void move_rows(const u64* __restrict__ keys, u64 buckets,
 }
 
 // ---- clearing marks away ---------------------------------------------------------------------------
+//
+// A mark may become free only if no row was stored past its bucket. Rows that are away from home are pulled
+// into marked places nearer to it, which lets more marks go; two rounds leave few (DeviceMemory.tidy):
+//
+//     note_away, free_marks, then twice: pull_rows, drop_copied, note_away, free_marks
 
-// Notes the rows that are not at home, a bit each, and the buckets they passed by on their way: a free place
-// there would hide them.
+// Notes the rows that are not in their home bucket, one bit each, and the buckets they passed on the way from
+// it: a free place there would hide them.
 extern "C" __global__ void note_away(const u64* __restrict__ keys, u64 buckets, u32* __restrict__ away,
                                      u8* __restrict__ passed) {
   const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -303,8 +332,9 @@ extern "C" __global__ void free_marks(u64* keys, u64 buckets, const u8* __restri
   }
 }
 
-// Copies rows that are not at home to marked places nearer to it; `drop_copied` follows. Only rows that were
-// noted before: one that has just come to a place may not be all there.
+// Copies rows that are not in their home bucket to marked places nearer to it; `drop_copied` removes the
+// originals. Only rows noted by `note_away` move: a row that another thread is just copying may be
+// incomplete.
 extern "C" __global__ void pull_rows(u64* keys, u64 buckets, const u32* __restrict__ away, u32* row_times,
                                      u32* values, u32* states, u8* flags, Widths words) {
   const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -326,7 +356,8 @@ extern "C" __global__ void pull_rows(u64* keys, u64 buckets, const u32* __restri
     copy_rows(values, states, values, states, words, (i64)place, to);
 }
 
-// Marks the places of rows that are found nearer to their home.
+// Marks the old places of copied rows: `find` returns the copy, which is nearer to the home bucket. A
+// separate launch, since until all copies are complete the originals are the only valid rows.
 extern "C" __global__ void drop_copied(u64* keys, u64 buckets) {
   const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (place >= buckets * KEYS) return;

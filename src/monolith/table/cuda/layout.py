@@ -1,24 +1,34 @@
-"""Layouts: the kernels that are compiled for the rows of one table.
+"""Layouts: what kernels know about the rows of a table, when they are compiled and at each launch.
 
 The segments of a row never change, so kernels have them as constants (`layout.h`): loops have fixed widths,
 and an optimizer's settings are folded into its arithmetic. Tables of equal segments share the compiled
 kernels. The arithmetic itself is in headers that the core is compiled with, too.
+
+A few numbers change from step to step and are an argument of each launch (`StepScalars`): learning rates are
+given with each step, the scale of one_bit segments follows from the steps, and rows with lazy decay are shown
+as of the newest step and its rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from monolith.cuda.device import Device
 from monolith.cuda.kernels import Headers, Kernels, headers_of
+from monolith.errors import TableArgumentError
 from monolith.table.compressors import FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import mix_one
-from monolith.table.update_rules import decays_lazily
+from monolith.table.update_rules import decays_lazily, last_steps
 
 MAX_LANES = 32
 """Threads of a warp: as many as can work on one row together."""
@@ -42,12 +52,12 @@ class KernelProgram:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRowLayout:
-    """Where the floats of a row lie in device memory, and by how many threads it is worked on."""
+    """The layout of a row in device memory, and the number of threads that work on it."""
 
     dim: int
     state_dim: int
     row_bytes: int
-    """Of the values alone, in whole words; state lies apart."""
+    """Bytes of the values, in whole words; state is a separate array."""
     lanes: int
     lazy: bool
     """Whether rows decay by steps they are not in, which kernels that show or write them must know of."""
@@ -59,15 +69,12 @@ class DeviceRowLayout:
     @property
     def rows(self) -> KernelProgram:
         """The kernels over the rows of one table."""
-        return self._program("rows_of_table", "train.cu" if self.trained else "rows.cu")
+        return _program("rows_of_table", "train.cu" if self.trained else "rows.cu", self.header)
 
     @property
     def fused_rows(self) -> KernelProgram:
         """The kernels over the rows of many tables of this layout at once."""
-        return self._program("rows_of_tables", "fused_train.cu" if self.trained else "fused_rows.cu")
-
-    def _program(self, name: str, file: str) -> KernelProgram:
-        return _program(name, file, {"layout.h": self.header})
+        return _program("rows_of_tables", "fused_train.cu" if self.trained else "fused_rows.cu", self.header)
 
     @property
     def bytes_per_place(self) -> int:
@@ -85,10 +92,12 @@ def fused_index_kernels() -> KernelProgram:
     return _program("index_of_tables", "fused_index.cu")
 
 
-def _program(name: str, file: str, made: Mapping[str, str] | None = None) -> KernelProgram:
+@functools.cache  # a table asks again whenever it grows, and reading the files takes milliseconds
+def _program(name: str, file: str, layout: str | None = None) -> KernelProgram:
     source = f'#include "{file}"\n'
     # The second has the headers that the core is compiled with, too: hashes, quantizers, update rules.
     folders = (resources.files(__package__), resources.files("monolith.native").joinpath("include"))
+    made = {} if layout is None else {"layout.h": layout}
     return KernelProgram(name, source, headers_of(source, folders, made))
 
 
@@ -104,6 +113,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     lanes = _lanes(config.dim)
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
     lazy = decays_lazily(config) and not config.serving
+    # PLAIN: training sees the stored floats as they are, so that a lookup is a copy.
     numbers = {
         "DIM": config.dim,
         "STATE_DIM": config.state_dim,
@@ -175,3 +185,104 @@ def _constant(name: str, value: float | bool) -> str:
     if isinstance(value, bool):
         return f"bool {name} = {str(value).lower()}"
     return f"float {name} = {float(np.float32(value)).hex()}f"
+
+
+class StepScalars:
+    """The rates, scales and decays of one table, by segment. Not thread-safe.
+
+    Attributes:
+        scales: One per segment: how steep a one_bit segment has become.
+    """
+
+    def __init__(self, config: TableConfig, *, lazy: bool) -> None:
+        self._name = config.name
+        self._segments = config.segments
+        self._lazy = lazy
+        self._one_rule = _has_one_rule(config)
+        self.scales = [float(np.float32(s.compressor.initial_scale)) for s in config.segments]
+        self._decays = self._decays_at([segment.decay_rate for segment in config.segments])
+        self._steps = 0  # one more than the newest
+
+    def set_scales(self, scales: Sequence[float]) -> None:
+        """Set the scale of each segment.
+
+        Raises:
+            TableArgumentError: There is not one for each segment.
+        """
+        if len(scales) != len(self.scales):
+            raise TableArgumentError(
+                f"table {self._name!r}: needs {len(self.scales)} scales, got {len(scales)}"
+            )
+        self.scales = [float(np.float32(scale)) for scale in scales]
+
+    def begin(self, step: int, rates: Sequence[float]) -> None:
+        """Record a step that is about to be taken."""
+        if self._lazy:
+            self._decays = self._decays_at(rates)
+            self._steps = max(self._steps, step + 1)
+        for number, segment in enumerate(self._segments):
+            compressor = segment.compressor
+            if isinstance(compressor, OneBit) and step % compressor.step_size == 0:
+                # In double, rounded once: the core computes the same bits.
+                first, most = np.float32(compressor.init_scale), np.float32(compressor.max_scale)
+                self.scales[number] = float(
+                    min(np.float32(float(first) * math.sqrt(1.0 + 0.005 * step)), most)
+                )
+
+    def note(self, state: NDArray[np.float32] | None) -> None:
+        """Advance to the newest step in the state of restored rows."""
+        if not self._lazy or state is None or not len(state):
+            return
+        begin = 0
+        for segment in self._segments:
+            if segment.optimizer.decays_lazily:
+                seen = last_steps(state[:, begin : begin + segment.state_dim], segment.dim)
+                self._steps = max(self._steps, int(seen.max()))
+            begin += segment.state_dim
+
+    def forget(self) -> None:
+        """Reset the step after the table was cleared."""
+        self._steps = 0
+
+    def scalars(self, rates: Sequence[float] | None = None) -> ctypes.Structure:
+        """Return the argument of a launch: struct Scalars in rows.cuh."""
+        n = len(self._segments)
+        told: Any = _scalars_type(n, self._lazy)()
+        told.rates = (ctypes.c_float * n)(*(rates or ()))
+        told.scales = (ctypes.c_float * n)(*self.scales)
+        if self._lazy:
+            told.decays = (ctypes.c_float * n)(*self._decays)
+            told.steps = self._steps
+        structure: ctypes.Structure = told
+        return structure
+
+    def stay_finite(self, rates: Sequence[float]) -> bool:
+        """Whether steps by usable gradients leave every row finite, so that kernels need not check."""
+        decay = getattr(self._segments[0].optimizer.rule, "weight_decay", 0.0)
+        return self._one_rule and all(rate == rates[0] for rate in rates) and not abs(rates[0] * decay) > 1
+
+    def _decays_at(self, rates: Sequence[float]) -> list[float]:
+        """Return the share that a step at these rates takes of a value, by segment, as float32 has it."""
+        decays = [getattr(segment.optimizer.rule, "weight_decay", 0.0) for segment in self._segments]
+        return [float(np.float32(r) * np.float32(d)) for r, d in zip(rates, decays, strict=True)]
+
+
+@functools.cache
+def _scalars_type(segments: int, lazy: bool) -> Any:
+    floats = ctypes.c_float * segments
+    fields: list[tuple[str, Any]] = [("rates", floats), ("scales", floats)]
+    if lazy:
+        fields += [("decays", floats), ("steps", ctypes.c_int64)]
+    return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
+
+
+def _has_one_rule(config: TableConfig) -> bool:
+    """Whether all values of a row are trained by one rule that keeps them finite; see `stay_finite`."""
+    # The rules alone keep a row finite if the gradients are usable. Anything that mixes values of different
+    # columns or scales gradients may overflow: one_bit, delay compensation, rounding, or state shared by all
+    # columns of a segment if there are several segments.
+    first = config.segments[0].optimizer
+    same_rule = all(s.optimizer == first and not isinstance(s.compressor, OneBit) for s in config.segments)
+    by_value = first.state_dim(2) in (0, 2) and first.rule.kind != "batch_softmax"
+    plain = first.delay_compensation is None and not first.stochastic_rounding
+    return same_rule and plain and (len(config.segments) == 1 or by_value)

@@ -1,7 +1,19 @@
-"""The memory of a device table: an index, its rows, and what is counted on the device.
+"""The memory of a device table: an index, its rows, and the counters on the device.
 
-Everything here goes to the current stream, and little is waited for: what returns a number waits,
-the rest does not. Callers see to it that calls follow one another.
+    place      0 ... 15 | 16 ... 31 | ...      | P, P + 1        P places in buckets of 16, and 2 extra ones
+    keys       hash, FREE or MARK              | FREE or HELD    int64; see places.cuh
+    times      event time of the row                             int32 (the bits of a uint32)
+    values     the embedding, float32 or compressed              (places, row_bytes / 4) int32
+    states     optimizer state                                   (places, state_dim) float32
+
+A row is stored at the place of its key. A batch of n ids is written in two launches and a sort between them:
+
+    claim      find or create the place of each id               places (n,), made (n,)
+    sort       positions by place, so that equal ids follow one another: a run is one row
+    work       put, add, reset or train, one tile of threads per run: no two threads write one float
+
+Every call launches on the current stream and returns; only methods that return a number wait for the device.
+Callers make sure that calls follow one another: nothing here locks.
 """
 
 from __future__ import annotations
@@ -21,7 +33,7 @@ from monolith.table.cuda.layout import DeviceRowLayout, index_kernels
 KEYS = 16
 """Keys of a bucket of the index."""
 EXTRA_PLACES = 2
-"""Places behind the buckets, for the ids whose hashes stand for something else as keys."""
+"""Places behind the buckets, for the two ids whose hashes mean FREE and MARK as keys."""
 NONE = (1 << 31) - 1
 """The place of an id that has none."""
 MAX_PLACES = NONE - EXTRA_PLACES
@@ -29,13 +41,14 @@ RECENCY_BYTES = 4
 """More for a place of a table that remembers when its rows were written."""
 
 USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES = range(7)
-"""What the device counts, by its place among the counters. Places in use, and of those the marked."""
+"""Positions of the counters on the device. USED counts places that are not free, MARKS those of them that are
+marked: a table has USED - MARKS rows."""
 
 TAKEN, CHANGED, BEFORE = 1, 2, 4
-"""What is known of a place, as bits: see index.cu."""
+"""Flags of a place: see index.cu."""
 
 UNUSABLE, TURNED_AWAY, ELSEWHERE = 1, 2, 4
-"""Why a position of a batch is skipped; an id elsewhere is written by another part of its batch."""
+"""Why a position of a batch is skipped. ELSEWHERE: another part of the batch writes this id."""
 
 COUNTERS = 8
 """Of a table."""
@@ -149,7 +162,7 @@ class Ages:
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
-    """Rows as they lie in device memory, by number."""
+    """Arrays of rows in device memory, by position."""
 
     times: Tensor
     values: Tensor
@@ -166,14 +179,14 @@ class RowArrays:
 
 
 class Recency:
-    """The last batch of each place. Nothing here waits for the device, but `idle`. Not thread-safe.
+    """The last batch that wrote each place, for spilling. Only `idle` waits for the device. Not thread-safe.
 
     Args:
         places: All there are, those behind the buckets too.
     """
 
     def __init__(self, places: int, device: torch.device) -> None:
-        # One more, for ids that have no place.
+        # One more: ids that have no place write there, so that a batch needs no filtering.
         self._used = torch.zeros(places + 1, dtype=torch.int32, device=device)
         self._batch = 0
 
@@ -182,14 +195,14 @@ class Recency:
         self._batch += 1
         self._used.index_fill_(0, self._inside(places), self._batch)
 
-    def idle(self, held: Tensor, count: int, besides: Tensor) -> Tensor:
+    def idle(self, held: Tensor, count: int, excluded: Tensor) -> Tensor:
         """Return the places that were not written for longest, `count` at most, in no order.
 
         Args:
             held: A bool for each place: whether it has a row.
-            besides: Places that are not returned, int32; those beyond the last count for nothing.
+            excluded: Places that are not returned, int32; those beyond the last count for nothing.
         """
-        free = torch.cat([~held, held.new_ones(1)]).index_fill_(0, self._inside(besides), True)
+        free = torch.cat([~held, held.new_ones(1)]).index_fill_(0, self._inside(excluded), True)
         used = self._used.masked_fill(free, _NEVER_IDLE)
         oldest = torch.topk(used, min(count, len(held)), largest=False, sorted=False)
         return oldest.indices[oldest.values != _NEVER_IDLE]
@@ -215,7 +228,7 @@ class DeviceMemory:
         stream: The handle of the current stream, to which kernels go.
 
     Attributes:
-        stream: Set anew whenever another is the current one.
+        stream: The table sets it when a call comes on another stream.
         recency: Called with every batch that claims places; None if no spilling table needs it.
     """
 
@@ -244,9 +257,11 @@ class DeviceMemory:
                 f"{places:,} places; give the table a capacity_bytes, or spread it over several devices"
             ) from cause
         self._times, self._values, self._states = self._at.times, self._at.values, self._at.states
+        self._struct = _Table(*self.words())  # the arrays of a memory never move
         self._flags: Tensor | None = None
         self._index = index_kernels().on(device)
         self._rows = layout.rows.on(device)
+        # Tiles that the device runs at once: with fewer positions than that, each tile takes one.
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
         self._lookup_blocks = LOOKUP_BLOCKS * device.processors
 
@@ -274,20 +289,20 @@ class DeviceMemory:
     def find(self, ids: Tensor) -> Tensor:
         """Return the int32 place of each id, or NONE."""
         places = torch.empty(len(ids), dtype=torch.int32, device=self._device)
-        n = _i64(len(ids))
+        n = len(ids)
         self._launch(self._index, "find_all", blocks_for(len(ids)), *self._head(), ids, n, places)
         return places
 
     def lookup(self, ids: Tensor, scalars: ctypes.Structure, out: Tensor) -> None:
         """Fill `out` with what training or serving sees of each id."""
         blocks = min(self._lookup_blocks, blocks_for(len(ids), per_block=4 * 256 // KEYS))
-        self._launch(self._rows, "lookup", blocks, self._table(), ids, _i64(len(ids)), scalars, out)
+        self._launch(self._rows, "lookup", blocks, self._table(), ids, len(ids), scalars, out)
 
     def read(self, places: Tensor, at: RowArrays | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return event times (int64), values and state of rows by their int32 places; zeros for NONE.
 
         Args:
-            at: Rows that lie elsewhere, by number.
+            at: Other rows than those of this memory, by position.
         """
         n, device = len(places), self._device
         times = torch.empty(n, dtype=torch.int64, device=device)
@@ -295,7 +310,7 @@ class DeviceMemory:
         states = torch.empty((n, self.layout.state_dim), dtype=torch.float32, device=device)
         blocks = blocks_for(n, per_block=8)
         table = self._table(at)
-        self._launch(self._rows, "read_rows", blocks, table, places, _i64(n), times, values, states)
+        self._launch(self._rows, "read_rows", blocks, table, places, n, times, values, states)
         return times, values, states
 
     def listed(
@@ -336,27 +351,29 @@ class DeviceMemory:
             wanted,
             hashes,
             places,
-            ctypes.c_uint64(room),
+            room,
         )
         taken = min(found, room)
         if not ordered:
             return hashes[:taken], places[:taken], found
-        # Hashes are unsigned: with their highest bit turned they are in order as torch sees them.
+        # Hashes are unsigned and torch sorts signed numbers: with the highest bit flipped both orders agree.
         order = (hashes[:taken] ^ SIGN).argsort()
         return hashes[:taken][order], places[:taken][order], found
 
-    def idle(self, count: int, besides: Tensor) -> Tensor:
-        """Return the hashes of the rows not written for longest, `count` at most, none of `besides`."""
+    def idle(self, count: int, excluded: Tensor) -> Tensor:
+        """Return the hashes of the rows not written for longest, `count` at most, none of `excluded`."""
         assert self.recency is not None
+        # Keys are unsigned hashes in an int64 tensor: those from 2^63 on are negative. Behind the buckets a
+        # key is not a hash but FREE or HELD.
         held = self._keys > _MARK
-        held |= self._keys < 0  # hashes are unsigned
+        held |= self._keys < 0
         held[self.places :] = self._keys[self.places :] != _FREE
-        return self.hashes_at(self.recency.idle(held, count, self.find(besides)))
+        return self.hashes_at(self.recency.idle(held, count, self.find(excluded)))
 
     def hashes_at(self, places: Tensor) -> Tensor:
         """Return the hashes of rows by their int64 places."""
-        beside = places - self.places
-        return torch.where(beside >= 0, beside, self._keys[places])
+        extra = places - self.places  # behind the buckets, the hash of a place is its number there: 0 or 1
+        return torch.where(extra >= 0, extra, self._keys[places])
 
     def digests(self, into: Tensor, number: int, total: int, count: int) -> Tensor:
         """Return `count` sums of digests, int64: of each bucket of ids at the place that `into` has for it.
@@ -366,9 +383,8 @@ class DeviceMemory:
             number, total: Of the ids that are, as unsigned numbers, `number` modulo `total`.
         """
         sums = torch.zeros(count, dtype=torch.int64, device=self._device)
-        share = ctypes.c_uint64(number), ctypes.c_uint64(total)
         blocks = blocks_for(self.places + EXTRA_PLACES)
-        self._launch(self._rows, "digest_rows", blocks, self._table(), into, *share, sums)
+        self._launch(self._rows, "digest_rows", blocks, self._table(), into, number, total, sums)
         return sums
 
     def times_at(self, places: Tensor) -> Tensor:
@@ -381,14 +397,18 @@ class DeviceMemory:
         """Return a uint8 for each gradient, UNUSABLE where nothing is trained by it, and count those."""
         n = len(gradients)
         skip = torch.empty(n, dtype=torch.uint8, device=self._device)
-        self._launch(self._rows, "find_unusable", self._blocks(n), gradients, _i64(n), skip, self.counters)
+        self._launch(self._rows, "find_unusable", self._blocks(n), gradients, n, skip, self.counters)
         return skip
 
     def claim(self, ids: Tensor, times: Times, skip: Tensor | None, *, clock: bool = True) -> Claimed:
-        """Give a place to every id that is not skipped. There must be enough free places.
+        """Give a place to every id that is not skipped.
+
+        There must be enough free places for all ids that have none, which `ResidentRows` makes sure of: the
+        kernel cannot grow the table, and would leave an id without a row.
 
         Args:
-            clock: Whether the times of the batch move the table's clock on; training does that by itself.
+            clock: Whether the times of the batch advance the table's clock; training does that by itself,
+                since it knows which gradients are left out.
         """
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
@@ -399,16 +419,17 @@ class DeviceMemory:
             blocks_for(n),
             *self._head(),
             ids,
-            _i64(n),
+            n,
             skip,
             times.each if clock else None,
-            ctypes.c_uint32(times.all if clock else 0),
+            times.all if clock else 0,
             places,
             made,
             self.counters,
         )
         if self.recency is not None:
             self.recency.note(places)
+        # Stable: gradients of equal ids are added in the order of the batch, on every device the same.
         sorted_places, order = torch.sort(places, stable=True)
         return Claimed(places, sorted_places, order, made, times)
 
@@ -417,7 +438,7 @@ class DeviceMemory:
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
         blocks = blocks_for(n)
-        self._launch(self._index, "claim_absent", blocks, *self._head(), ids, _i64(n), places, self.counters)
+        self._launch(self._index, "claim_absent", blocks, *self._head(), ids, n, places, self.counters)
         return places
 
     def put(
@@ -430,13 +451,13 @@ class DeviceMemory:
         scalars: ctypes.Structure,
     ) -> None:
         """Set values; `whole` rows with their own time, and their state or a new one."""
-        self._write("put_rows", claimed, values, states, ctypes.c_int(whole), scalars)
+        self._write("put_rows", claimed, values, states, whole, scalars)
 
     def add(self, claimed: Claimed, values: Tensor, scalars: ctypes.Structure) -> None:
         self._write("add_rows", claimed, values, scalars)
 
     def reset(self, claimed: Claimed, status: Tensor) -> None:
-        """Start rows anew; `status`, int8, is 0 for the first position of a new one and 1 for others."""
+        """Reset rows; `status`, int8, is 0 for the first position of a new one and 1 for others."""
         self._write("reset_rows", claimed, status)
 
     def train(
@@ -456,6 +477,8 @@ class DeviceMemory:
         """
         n, device = len(claimed.places), self._device
         runs = sums = None
+        # A batch this large may have a run that is too long for one tile. Its sum is computed by a launch
+        # before, one block per stretch; blocks that find no long run return at once.
         if summed and n >= LONG_RUN:
             stretches = n // STRETCH
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
@@ -472,11 +495,11 @@ class DeviceMemory:
             gradients,
             latest,
             scalars,
-            _i64(step),
+            step,
             runs,
             sums,
-            ctypes.c_int(summed),
-            ctypes.c_int(per_tile),
+            summed,
+            per_tile,
         )
 
     def per_tile(self, positions: int) -> int:
@@ -487,13 +510,13 @@ class DeviceMemory:
 
     def watch(self, *, on: bool) -> None:
         """Keep flags from now on, none of them set; or keep them no more."""
-        rounded = -(-(self.places + EXTRA_PLACES) // 4) * 4  # kernels set them by the word
+        rounded = -(-(self.places + EXTRA_PLACES) // 4) * 4  # kernels update whole words of four flags
         self._flags = torch.zeros(rounded, dtype=torch.uint8, device=self._device) if on else None
 
     def note_writes(self, claimed: Claimed) -> None:
         """Flag the rows of a batch that is about to be written."""
         n = len(claimed.places)
-        arguments = claimed.places, claimed.made, _i64(n), self._flags
+        arguments = claimed.places, claimed.made, n, self._flags
         self._launch(self._index, "note_writes", blocks_for(n), *arguments)
 
     def capture(
@@ -511,7 +534,7 @@ class DeviceMemory:
             *self._head(),
             *source,
             places,
-            _i64(n),
+            n,
             self._flags,
             *target,
         )
@@ -520,10 +543,10 @@ class DeviceMemory:
 
     def drop(self, places: Tensor) -> int:
         """Drop the rows at int64 places; return how many there were."""
-        return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, _i64(len(places)))
+        return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, len(places))
 
     def tidy(self) -> None:
-        """Clear marks away, where rows lie: those that are not at home are pulled nearer to it."""
+        """Turn marks into free places, in place; rows move nearer to their home buckets. See index.cu."""
         buckets, blocks = self.places // KEYS, blocks_for(self.places)
         away = torch.empty(8 * blocks, dtype=torch.int32, device=self._device)
         rows = self._times, self._values, self._states, self._flags, self._widths()
@@ -542,6 +565,7 @@ class DeviceMemory:
             self._launch(self._index, "drop_copied", blocks, *self._head())
             free()
         if self.recency is not None and hashes is not None and before is not None:
+            # Rows changed their places; the recency of each follows its hash.
             self.recency = self.recency.moved(before, self._places_of(hashes), self.places + EXTRA_PLACES)
 
     def empty(self, places: int) -> DeviceMemory:
@@ -549,7 +573,11 @@ class DeviceMemory:
         return DeviceMemory(self.layout, self.counters, places, device=self._owner, stream=self.stream)
 
     def moved(self, new: DeviceMemory) -> DeviceMemory:
-        """Return an empty memory with all rows of this one moved there, without marks."""
+        """Move all rows to `new`, an empty memory, without marks, and return it.
+
+        This memory stays as it was: its kernels may still run on other streams. The caller keeps it alive for
+        them (`keep_for`) and drops it.
+        """
         new.stream = self.stream
         if self._flags is not None:
             new.watch(on=True)
@@ -569,7 +597,7 @@ class DeviceMemory:
             new._states,
             new._flags,
         )
-        self.counters[USED] -= self.counters[MARKS]
+        self.counters[USED] -= self.counters[MARKS]  # on the device: nothing is read back
         self.counters[MARKS] = 0
         if self.recency is not None:
             hashes, before, _ = self.listed(self.places + EXTRA_PLACES)
@@ -581,7 +609,7 @@ class DeviceMemory:
     def _places_of(self, hashes: Tensor) -> Tensor:
         """Return the int64 places of rows by their hashes; all must be there."""
         places = torch.empty(len(hashes), dtype=torch.int32, device=self._device)
-        n = _i64(len(hashes))
+        n = len(hashes)
         self._launch(self._index, "find_hashes", blocks_for(len(hashes)), *self._head(), hashes, n, places)
         return places.to(torch.int64)
 
@@ -590,17 +618,17 @@ class DeviceMemory:
     ) -> None:
         kernels.launch(kernel, blocks, *arguments, stream=self.stream, threads=threads)
 
-    def _head(self) -> tuple[Tensor, ctypes.c_uint64]:
-        return self._keys, ctypes.c_uint64(self.places // KEYS)
+    def _head(self) -> tuple[Tensor, int]:
+        return self._keys, self.places // KEYS
 
     def _widths(self) -> _Widths:
         return _Widths(self.layout.row_bytes // 4, self.layout.state_dim)
 
     def words(self, at: RowArrays | None = None) -> list[int]:
-        """Return what kernels are told of a table, in the order of `Arrays`.
+        """Return the fields of `Arrays` (places.cuh), in order.
 
         Args:
-            at: Rows that lie elsewhere, by number.
+            at: Other rows than those of this memory, by position.
         """
         rows = self._at if at is None else at
         return [
@@ -613,7 +641,7 @@ class DeviceMemory:
         ]
 
     def _table(self, at: RowArrays | None = None) -> _Table:
-        return _Table(*self.words(at))
+        return self._struct if at is None else _Table(*self.words(at))
 
     def _blocks(self, rows: int) -> int:
         return blocks_for(rows * self.layout.lanes)
@@ -623,10 +651,6 @@ class DeviceMemory:
         self._launch(self._rows, kernel, blocks, self._table(), claimed.writes(), *arguments)
 
     def _counted(self, kernel: str, blocks: int, *arguments: Any) -> int:
-        self.counters[FOUND] = 0
+        self.counters[FOUND] = 0  # kernels add to it
         self._launch(self._index, kernel, blocks, *arguments, self.counters)
         return int(self.counters[FOUND].item())
-
-
-def _i64(number: int) -> ctypes.c_int64:
-    return ctypes.c_int64(number)

@@ -1,13 +1,25 @@
 // The index of a table in device memory: which place a row has, by the hash of its id.
 //
-// Keys are hashes (hash.h) in buckets of 16, 128 bytes each, and a row lies at the place of its key. The home
-// of a hash is a bucket by its leading bits; where that has no free place the next one follows, and so on, so
-// that a hash is in the first bucket with a free place at the latest. That holds by bucket, not by place: a
-// place may become free again wherever its bucket has a free one already, and is marked otherwise. Two hashes
-// mean something else as keys, free and marked: their ids have places of their own behind the buckets.
+//   bucket 0            bucket 1           ...   bucket B-1          extra
+//   | 16 keys, 128 B |  | 16 keys, 128 B |       | 16 keys, 128 B |  | 2 keys |     place = index of a key
 //
-// Kernels that claim never run at the same time as kernels that drop: the table launches them one after
-// another on one stream.
+// Keys are hashes (hash.h) in buckets of 16, and a row is stored at the place of its key: `values`, `states`
+// and `times` are arrays by place. The home of a hash is a bucket by its leading bits. If that has no free
+// place, the next bucket is tried, and so on.
+//
+// Invariant: a hash is never stored beyond the first bucket, counted from its home, that has a FREE place. So
+// a search stops at the first bucket with a free place. The invariant is by bucket, not by place: a dropped
+// place becomes FREE only if its bucket has a free place already; otherwise it is marked (MARK), since a free
+// place there would hide rows that were stored further on. Marks are used again by `claim_absent`, or cleared
+// by `note_away`, `free_marks` and `pull_rows`.
+//
+// The hashes 0 and 1 mean FREE and MARK as keys, so their ids have two places of their own behind the
+// buckets.
+//
+// Order. Kernels that claim never run at the same time as kernels that drop: the table launches them one
+// after another on one stream. Within a launch, all writes to a key are atomic, and a key that was taken
+// stays taken. That is all the order there is: rows are written by later launches, which see everything of
+// earlier ones.
 
 #pragma once
 
@@ -25,7 +37,7 @@ using namespace monolith;
 // What a table counts on the device, in this order.
 enum Counter { USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES };
 
-// Why a position of a batch is skipped.
+// Why a position of a batch is skipped: bits, as in memory.py.
 enum Skip { UNUSABLE = 1, TURNED_AWAY = 2, ELSEWHERE = 4 };
 
 // The arrays of a table.
@@ -47,6 +59,9 @@ __device__ __forceinline__ bool held_at(const u64* keys, u64 buckets, u64 place)
   return place < buckets * KEYS ? keys[place] > MARK : keys[place] != FREE;
 }
 
+// The place of a hash, or NONE. The starting position within the bucket comes from the low bits, so that rows
+// of one bucket do not all compete for its first place. Reads may come from a cache that misses claims of the
+// same launch: NONE is final only if no kernel claims meanwhile.
 __device__ __forceinline__ int find(const u64* keys, u64 buckets, u64 hash) {
   if (hash <= MARK) {
     const u64 place = buckets * KEYS + hash;
@@ -68,9 +83,12 @@ __device__ __forceinline__ int find(const u64* keys, u64 buckets, u64 hash) {
   return NONE;
 }
 
-// The place of a hash, which is given one where it has none. Threads with equal hashes go through a bucket in
-// one order and each takes the first free place of it, so that one of them takes it for all: while this runs
-// a place that is taken stays taken. Caches next to the processors may be behind, so loads go past them.
+// The place of a hash; takes a free one if it has none. `fresh` is set for the one thread that took it.
+//
+// Threads with equal hashes search a bucket in the same order, and each tries the first free place in it.
+// Only one compare-and-swap succeeds; the other threads read the winner's key from it and return the same
+// place. This is correct because a place that is taken stays taken while claims run. The L1 cache may be
+// stale, so loads go to L2 (__ldcg).
 __device__ __forceinline__ int claim(u64* keys, u64 buckets, u64 hash, bool& fresh) {
   if (hash <= MARK) {
     const u64 place = buckets * KEYS + hash;
@@ -93,14 +111,16 @@ __device__ __forceinline__ int claim(u64* keys, u64 buckets, u64 hash, bool& fre
       const u64 key = atomicCAS(&keys[place], FREE, hash);
       fresh = key == FREE;
       if (fresh || key == hash) return (int)place;
-      from = open + 1;
+      from = open + 1;  // another hash won this place; the ones before it were taken already
     }
     if (++bucket == buckets) bucket = 0;
   }
   return NONE;
 }
 
-// Takes the row from a place; false when another thread has.
+// Drops the row at a place; false if another thread already has. The bucket's free places cannot be taken
+// meanwhile, since no claim runs: `open` stays true once it is. Two threads that drop in a bucket without a
+// free place both mark theirs, which is safe.
 __device__ __forceinline__ bool drop(u64* keys, u64 buckets, u64 place, u64* counters) {
   if (place >= buckets * KEYS) {
     if (atomicCAS(&keys[place], HELD, FREE) != HELD) return false;
@@ -120,7 +140,8 @@ __device__ __forceinline__ bool drop(u64* keys, u64 buckets, u64 place, u64* cou
   return true;
 }
 
-// Adds up what each thread of a warp says, into a counter. Every thread of the warp calls it.
+// Adds the number of threads for which `one` holds to a counter, with one atomic per warp. Every thread of
+// the warp must call it.
 __device__ __forceinline__ void count(u64* counter, bool one) {
   const u32 ones = __ballot_sync(0xffffffffu, one);
   if ((threadIdx.x & 31) == 0 && ones != 0) atomicAdd(counter, (u64)__popc(ones));

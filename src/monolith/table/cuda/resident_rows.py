@@ -10,9 +10,10 @@ and the memory budget allow, and the change tracker is told. Locks, streams and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ from monolith.cuda.device import Device
 from monolith.errors import AcceleratorError, TableClosedError
 from monolith.table.admission import AdmissionFilter, Refusals
 from monolith.table.config import TableConfig
-from monolith.table.cuda.admission import ask_filter, in_order, parts_of_batch
 from monolith.table.cuda.growth import Counted, Growth, UsageCounters
 from monolith.table.cuda.layout import DeviceRowLayout
 from monolith.table.cuda.memory import (
@@ -43,10 +43,10 @@ from monolith.table.cuda.memory import (
 )
 from monolith.table.cuda.tracking import ChangeTracker
 
-_CLEANED = 0.95  # in use, marks included: then marks are cleared away
-_SPARE = 2  # batches that find room without a question
-_PART = 8  # of a full table comes and goes at once, as a share
-_AT_ONCE = 1 << 22  # rows that expire together
+_CLEANED = 0.95  # share of places in use, marks included, above which marks are turned into free places
+_SPARE = 2  # batches that must fit after growth before the device is asked for its counters again
+_PART = 8  # a batch replaces at most one in so many rows of a full table at once
+_AT_ONCE = 1 << 22  # rows that expire together: bounds the memory of their list
 
 Work = Callable[[Claimed], None]
 
@@ -128,14 +128,20 @@ class ResidentRows:
         """
         if not len(batch.ids):
             return
+        # The usual case: the upper bound of the places in use says that all ids fit, and nothing is waited
+        # for.
         if self._makes_room(batch, skip):
             self._write_now(batch, skip, None)
             return
+        # The budget is used up. Which ids get a row must be known before anything is written, so unusable
+        # gradients are found first: no row is created, or expired, for them.
         if batch.unusable is not None:
             skip = batch.unusable()
         if self._config.when_full == "refuse":
             self._write_full(batch, skip)
             return
+        # Rows expire to make room for the batch. In parts, so that one large batch cannot push out its own
+        # rows before they are written; the other positions are ELSEWHERE meanwhile.
         keys = batch.ids.cpu().numpy()
         for part in parts_of_batch(keys, max(1, self.limit // _PART)):
             outside = torch.from_numpy(np.where(part, 0, ELSEWHERE).astype(np.uint8)).to(self._device)
@@ -160,10 +166,13 @@ class ResidentRows:
 
     def _write_now(self, batch: WriteBatch, skip: Tensor | None, born: Tensor | None) -> None:
         """Write, given room for all. Rows at the places `born` are new, though claimed before."""
+        # Kernels that train advance the clock themselves, by the gradients that they use; if unusable ones
+        # are already skipped, claiming may do it.
         looked_at = batch.unusable is None or skip is not None
         claimed = self.memory.claim(batch.ids, batch.times, skip, clock=looked_at)
         if born is not None:
             claimed.made.copy_(torch.isin(claimed.places, born))
+        # In this order, on one stream: a snapshot's copies are made before the rows change.
         self.watch.writing(self.memory, claimed)
         batch.work(claimed)
         self.usage.grew(len(batch.ids), self.limit)
@@ -177,6 +186,9 @@ class ResidentRows:
             if not gone:
                 break
             coming, room = self._newcomers(batch, skip)  # some of the batch may have gone
+        # The first of the new ids get rows, the remaining ones are refused. Their places are claimed apart
+        # from the batch, since `claim_absent` may use marked places; `born` then tells the write which rows
+        # are new.
         taken, left = np.split(coming, [min(room, len(coming))])
         if self.usage.read().counters[USED] + len(taken) > _CLEANED * self.memory.places:
             self.memory.tidy()
@@ -230,14 +242,17 @@ class ResidentRows:
         n = len(batch.ids)
         if self.usage.bound() + n <= self.limit:
             return True
+        # The bound is too high to tell: ask the device, which waits. Most often the true number is much
+        # lower.
         seen = self.usage.read()
         used = seen.counters[USED]
         if used + n <= self.limit:
             return True
+        # Still too many: count the ids of the batch that have no row, each once.
         unknown = self._unknown(batch, skip)
         coming = len(torch.unique(batch.ids[unknown]))
         if used + coming > self.limit >= seen.rows + coming:
-            self.memory.tidy()
+            self.memory.tidy()  # they fit if marks are cleared
             seen = self.usage.read()
         if seen.counters[USED] + coming <= self.limit:
             return True
@@ -250,8 +265,11 @@ class ResidentRows:
         return seen.rows + coming <= self.limit
 
     def _prepares(self, wanted: int, seen: Counted, coming: int) -> bool:
-        """Take the memory that a large table moves to, and leave moving to the next call; False where it is
-        there, or moving cannot wait."""
+        """Allocate the memory that a large table moves to, and leave moving to the next call.
+
+        Both take long, and no call should do both. Returns False if the memory is there already, or if moving
+        cannot wait.
+        """
         used = seen.counters[USED] + coming
         if self._next is not None or not self.growth.may_wait(self.memory.places, used):
             return False
@@ -271,9 +289,10 @@ class ResidentRows:
         before, sizes = self.memory, self.growth.sizes(places, rows + coming)
         new, self._next = self._next, None
         if new is None or new.places < sizes[-1]:
-            new = None
+            new = None  # freed before the next is allocated: there may be no memory for three
             new = self._taken(sizes)
         self._memory = before.moved(new)
+        # torch must not reuse the old memory before `move_rows` has read it.
         before.keep_for(self._owner.current_stream())
         self.usage.holds(rows)
 
@@ -341,7 +360,7 @@ class ResidentRows:
         """
         self.watch.clearing(self.memory, self.usage.read().rows)
         self.memory.keep_for(self._owner.current_stream())
-        self._memory = self._next = None  # given back before the new one is taken
+        self._memory = self._next = None  # freed before the new one is allocated
         self._memory = self._new_memory(expect_rows)
         self.watch.follow(self._memory)
         self.usage.clear()
@@ -351,3 +370,97 @@ class ResidentRows:
         self.watch.tell_touched()
         self.memory.keep_for(self._owner.current_stream())
         self._memory = self._next = None
+
+
+# Which ids of a batch get a row: only for tables with an admission filter or a memory budget. They have to
+# know that before they write, so it is computed on the host.
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer of a filter."""
+
+    waits: NDArray[np.bool_]
+    """For each sighting, whether it was refused and has no effect."""
+    filtered: int
+    """How many sightings were refused, by their counts."""
+
+
+def ask_filter(
+    admission: AdmissionFilter, ids: NDArray[np.int64], counts: NDArray[np.int64], *, together: bool
+) -> Verdict:
+    """Ask about ids without a row. An id that was let in is not asked about again.
+
+    Args:
+        ids: In the order of the batch.
+        counts: How many sightings each counts for.
+        together: Whether equal ids are one sighting, which counts for the sum of their counts.
+    """
+    distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    if together:
+        sums = np.zeros(len(distinct), np.int64)
+        np.add.at(sums, inverse, counts)
+        order = np.argsort(first)
+        waits = np.empty(len(distinct), np.bool_)
+        waits[order] = _refused(admission, distinct[order], sums[order])
+        return Verdict(waits[inverse], int(sums[waits].sum()))
+    waiting = np.ones(len(distinct), np.bool_)
+    all_waits = np.zeros(len(ids), np.bool_)
+    for turn in _turns(inverse):
+        asked = turn[waiting[inverse[turn]]]
+        if not len(asked):
+            break
+        waits = _refused(admission, ids[asked], counts[asked])
+        all_waits[asked] = waits
+        waiting[inverse[asked]] = waits
+    return Verdict(all_waits, int(counts[all_waits].sum()))
+
+
+def in_order(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return distinct ids in the order of first sight."""
+    distinct, first = np.unique(ids, return_index=True)
+    ordered: NDArray[np.int64] = distinct[np.argsort(first)]
+    return ordered
+
+
+def parts_of_batch(ids: NDArray[np.int64], size: int) -> Iterator[NDArray[np.bool_]]:
+    """Yield masks of the parts of a batch: up to `size` distinct ids each, in the order of first sight."""
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    number = rank[inverse] // size
+    for part in range(int(number.max()) + 1):
+        yield number == part
+
+
+def runs_by_kind(ids: Tensor, zero: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """Yield masks of positions to write or to remove, such that equal ids keep their order."""
+    if len(torch.unique(ids)) == len(ids):
+        for kind in (True, False):
+            if bool((zero == kind).any()):
+                yield zero == kind, kind
+        return
+    changes = (zero[1:] != zero[:-1]).nonzero().squeeze(1) + 1
+    edges = [0, *changes.tolist(), len(ids)]
+    for begin, end in pairwise(edges):
+        mask = torch.zeros(len(ids), dtype=torch.bool)
+        mask[begin:end] = True
+        yield mask, bool(zero[begin])
+
+
+def _turns(inverse: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+    """Yield the positions at which an id is seen for the first time, for the second time, and so on."""
+    by_id = np.argsort(inverse, kind="stable")
+    starts = np.flatnonzero(np.diff(inverse[by_id], prepend=-1))
+    lengths = np.diff(np.append(starts, len(by_id)))
+    turn = np.empty(len(by_id), np.int64)
+    turn[by_id] = np.arange(len(by_id)) - np.repeat(starts, lengths)
+    by_turn = np.argsort(turn, kind="stable")
+    yield from np.split(by_turn, np.flatnonzero(np.diff(turn[by_turn])) + 1)
+
+
+def _refused(
+    admission: AdmissionFilter, ids: NDArray[np.int64], counts: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    waits: NDArray[np.bool_] = admission.refuse(torch.from_numpy(ids), torch.from_numpy(counts)).numpy()
+    return waits

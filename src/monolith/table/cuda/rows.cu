@@ -5,8 +5,15 @@
 // number.
 //
 // A batch is written by runs of equal places: `order` lists its positions sorted by place, equal ones as they
-// came. LANES threads do one row, each the columns lane, lane + LANES and so on, so that a float of a row is
-// only ever touched by one of them; what is not a column belongs to the first.
+// came.
+//
+//     ids     7  3  7  9        places (sorted)   2  2  5  8       runs: {place 2: positions 0, 2}, {5: 1},
+//     {8: 3} place   2  5  2  8        order             0  2  1  3
+//
+// A tile of LANES threads (a power of two, at most a warp) does one row. Lane k owns the columns k, k + LANES
+// and so on: a float of a row is touched by one thread only, so rows need no atomics. Event time and step
+// counters belong to lane 0. `tile` is the mask of the tile's lanes for warp-wide calls: tiles of a warp
+// diverge.
 
 #pragma once
 
@@ -18,7 +25,7 @@ enum Compressor { FP32, FP16, FIXED_R8, ONE_BIT };
 
 #include "layout.h"
 
-// By segment: what changes from step to step.
+// The numbers of a table that change from step to step, by segment: layout.py fills them.
 struct Scalars {
   float rate[SEGMENTS];
   float scale[SEGMENTS];
@@ -109,7 +116,7 @@ __device__ __forceinline__ void write_value(u8* row, int column, float x) {
 #endif
 }
 
-// What training sees of a value.
+// A value as training sees it: quantized as it will be when served.
 template <class S>
 __device__ __forceinline__ float view(float x, float scale) {
   if (S::kCompressor == FIXED_R8) return r8_value(r8_code(x, S::kRange), S::kRange);
@@ -127,10 +134,13 @@ __device__ __forceinline__ float seen_value(const u8* row, int column, const Sca
   return x;
 }
 
-// ---- rows that decay by steps they are not in -----------------------------------------------------
+// ---- lazy decay: rows decay by steps they take no part in -----------------------------------------
+//
+// A row stores the last step it took part in. Its decay since then is computed when it is read (`Kept`), and
+// applied when it is written (`catch_up`).
 
 #if LAZY
-// What is left of the values of each segment of a row after the steps since its last.
+// The factor for the values of each segment after the steps since the row's last one.
 struct Kept {
   float of[SEGMENTS];
 
@@ -160,7 +170,7 @@ __device__ __forceinline__ float seen_now(const u8* row, int column, const Kept&
 __device__ __forceinline__ void catch_up(float* row, float* state, const Scalars& scalars, int lane,
                                          u32 tile) {
   const Kept kept(state, scalars);
-  __syncwarp(tile);  // everyone has read the steps
+  __syncwarp(tile);  // all lanes have read the step counter, which lane 0 overwrites below
 #define CATCH_UP(p)                                                                                  \
   if (Segment##p::kLazy) {                                                                           \
     float* const counter = state + Segment##p::kState + Segment##p::kDim;                            \
@@ -205,10 +215,11 @@ __device__ __forceinline__ void start_state(float* state, int lane) {
 
 // ---- reading -------------------------------------------------------------------------------------
 
-#define TOGETHER 4  // ids that are on their way at once
+#define TOGETHER 4  // ids whose loads are in flight at once
 
-// Finds and copies in one go: the ids from `i` on, up to TOGETHER of them, by 16 threads, which look at a
-// bucket at once.
+// Finds and copies in one go: the ids i to i + TOGETHER - 1, by a tile of 16 threads. Lane k reads key k of a
+// bucket, so that a bucket is one load of 128 bytes and one ballot. A lookup is bound by the latency of
+// memory: the loads of all TOGETHER ids are issued before the first answer is looked at.
 __device__ __forceinline__ void look_up(const Table& table, const i64* __restrict__ ids, i64 i, i64 n,
                                         const Scalars& scalars, float* __restrict__ out) {
   const u64* __restrict__ keys = table.keys;
@@ -253,7 +264,7 @@ __device__ __forceinline__ void look_up(const Table& table, const i64* __restric
         four[j] = place[j] < 0 ? make_float4(0, 0, 0, 0) : rows[place[j] * kFours + v];
 #pragma unroll
       for (int j = 0; j < TOGETHER; ++j)
-        if (i + j < n) __stcs(&to[(i + j) * kFours + v], four[j]);
+        if (i + j < n) __stcs(&to[(i + j) * kFours + v], four[j]);  // evicted first: rows stay in the cache
     }
     return;
   }
@@ -279,7 +290,7 @@ extern "C" __global__ void lookup(Table table, const i64* __restrict__ ids, i64 
   for (i64 i = tile * TOGETHER; i < n; i += tiles * TOGETHER) look_up(table, ids, i, n, scalars, out);
 }
 
-// Whole rows by their places, zeros where there is none.
+// Whole rows by their places, zeros for NONE. A warp per row.
 extern "C" __global__ void read_rows(Table table, const int* __restrict__ places, i64 n,
                                      i64* __restrict__ times, float* __restrict__ values,
                                      float* __restrict__ states) {
@@ -293,8 +304,9 @@ extern "C" __global__ void read_rows(Table table, const int* __restrict__ places
   for (int s = lane; s < STATE_DIM; s += 32) states[i * STATE_DIM + s] = there ? table.state(place)[s] : 0.0f;
 }
 
-// Adds the digest of each row, as native/src/digest.h has it, to that of its bucket of ids. `into` says where
-// that is, or -1 for a bucket that was not requested; of the ids only those that are `number` modulo `total`.
+// Adds the digest of each row, as native/src/digest.h has it, to that of its bucket of ids. `into` has the
+// position of each bucket's sum, or -1 if it was not requested; only ids that are `number` modulo `total`
+// count. One thread per place; the warp then works on its rows one by one, since a row has many columns.
 extern "C" __global__ void digest_rows(Table table, const int* __restrict__ into, u64 number, u64 total,
                                        u64* sums) {
   const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -329,7 +341,8 @@ struct Run {
   u32 newest;
 };
 
-// The run that begins at `at` of the sorted batch, to all lanes of a tile; false when none begins there.
+// Finds the run that begins at `at` of the sorted batch; false if none begins there. All lanes of the tile
+// get the same answer.
 __device__ __forceinline__ bool run_at(const Writes& writes, i64 at, int lane, u32 tile, Run& run) {
   if (at >= writes.n) return false;
   run.place = writes.places[at];
@@ -360,6 +373,8 @@ __device__ __forceinline__ bool run_at(const Writes& writes, i64 at, int lane, u
 #define TILE_MASK \
   (LANES == 32 ? 0xffffffffu : ((1u << (LANES & 31)) - 1) << (threadIdx.x & 31 & ~(LANES - 1)))
 
+// One tile per position of the sorted batch. Tiles whose position does not begin a run have nothing to do: a
+// run is written by the tile of its first position alone.
 #define TILE                                                           \
   const i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES; \
   const int lane = threadIdx.x & (LANES - 1);                          \
@@ -367,11 +382,13 @@ __device__ __forceinline__ bool run_at(const Writes& writes, i64 at, int lane, u
   Run run;                                                             \
   if (!run_at(writes, at, lane, tile, run)) return;
 
+// Event times only advance: older data does not make a row older.
 __device__ __forceinline__ void refresh(const Table& table, const Run& run, int lane) {
   if (lane == 0) table.times[run.place] = run.fresh ? run.newest : max(table.times[run.place], run.newest);
 }
 
-// Sets values: of equal ids the last. `whole` rows bring their time, and their state unless it is null.
+// Sets values; of equal ids the last wins. `whole` rows also set their event time, and their state unless it
+// is null.
 extern "C" __global__ void put_rows(Table table, Writes writes, const float* __restrict__ values,
                                     const float* __restrict__ states, int whole, Scalars scalars) {
   TILE
@@ -392,6 +409,7 @@ extern "C" __global__ void put_rows(Table table, Writes writes, const float* __r
     table.times[run.place] = writes.time_of(last);
 }
 
+// Adds values, for equal ids in the order of the batch: the sum is the same to the last bit on every device.
 extern "C" __global__ void add_rows(Table table, Writes writes, const float* __restrict__ values,
                                     Scalars scalars) {
   TILE u8* const row = table.row(run.place);
@@ -411,6 +429,7 @@ extern "C" __global__ void add_rows(Table table, Writes writes, const float* __r
   refresh(table, run, lane);
 }
 
+// Starts rows anew. `status` is 0 for the first position of a new row, 1 for all others.
 extern "C" __global__ void reset_rows(Table table, Writes writes, signed char* __restrict__ status) {
   TILE start_values(table.row(run.place), table.hash(run.place), lane);
   start_state(table.state(run.place), lane);

@@ -28,8 +28,7 @@ from monolith.table import arguments
 from monolith.table.config import TableConfig
 from monolith.table.cuda.memory import BEFORE, SIGN, DeviceMemory, RowArrays
 from monolith.table.hashing import mix, unmix
-from monolith.table.rows import Rows, Scan
-from monolith.table.table import Table, TableSnapshot
+from monolith.table.table import Rows, Scan, Table, TableSnapshot
 
 LAST_HASH = (1 << 64) - 1
 
@@ -89,7 +88,9 @@ def first_rows(
     def read(hashes: Tensor, places: Tensor) -> HashedRows:
         return HashedRows(hashes, *memory.read(places.to(torch.int32)))
 
-    # Hashes are spread evenly: so much of the range should hold what is asked for, and a little more.
+    # The kernel lists rows in any order, so a range of hashes is needed that holds about `limit` rows. Hashes
+    # are spread evenly: the range is chosen to hold `limit` and some standard deviations more, and is halved
+    # or doubled if that was wrong (a filter by flags, or a small table).
     wanted = limit + 4 * int(limit**0.5) + 16
     room = min(rows, 2 * wanted)
     width = last - first if rows <= wanted else wanted * (LAST_HASH // rows)
@@ -134,6 +135,7 @@ class _Piece:
     """When it is on the device as a whole; None on the host."""
 
     def between(self, first: int, last: int, *, changed_only: bool) -> HashedRows:
+        # Pieces are sorted by hash, so a range is a slice; see SIGN for the order of unsigned hashes.
         ordered = self.rows.hashes ^ SIGN
         begin = int(torch.searchsorted(ordered, first + SIGN))
         end = int(torch.searchsorted(ordered, last + SIGN, right=True))
@@ -158,13 +160,19 @@ class CopiedRows:
         self._hashes = torch.empty(self._room, dtype=torch.int64, device=where)
         self._rows = RowArrays.of(layout, self._room, where)
         self._flags = torch.empty(self._room, dtype=torch.uint8, device=where)
-        self._captured = torch.zeros((), dtype=torch.int64, device=where)
-        self._bound = 0
-        self._lock = threading.Lock()  # guards what follows, whose entries are replaced and never taken out
+        self._captured = torch.zeros((), dtype=torch.int64, device=where)  # rows in the buffer
+        self._bound = 0  # an upper bound of that, known without asking the device
+        # Guards the pieces. Entries are replaced (device by host) and never removed, so a position stays
+        # valid while `offload` copies without the lock.
+        self._lock = threading.Lock()
         self._pieces: list[_Piece] = []
 
     def capture(self, memory: DeviceMemory, places: Tensor) -> None:
-        """Copy the rows at int32 places that were not copied yet."""
+        """Copy the rows at int32 places that were not copied yet.
+
+        The device knows how many rows were copied; the host keeps an upper bound, and asks only when the
+        bound says that the buffer may overflow. Most batches change rows that were copied before.
+        """
         for begin in range(0, len(places), self._room):
             some = places[begin : begin + self._room]
             if self._bound + len(some) > self._room:
@@ -175,7 +183,7 @@ class CopiedRows:
             self._bound += len(some)
 
     def seal(self, memory: DeviceMemory) -> None:
-        """Turn the buffer into a piece, sorted by hash."""
+        """Turn the buffer into a piece, sorted by hash; waits for the device."""
         found = int(self._captured.item()) if self._bound else 0
         self._bound = 0
         if not found:
@@ -188,7 +196,7 @@ class CopiedRows:
             self._pieces.append(_Piece(rows, changed, self._device.current_stream().record()))
             waiting = sum(len(piece.rows) for piece in self._pieces if piece.ready is not None)
         if waiting > self._room:
-            self.offload()
+            self.offload()  # no more than a buffer's worth of pieces stays on the device
 
     def between(self, first: int, last: int, *, changed_only: bool) -> list[HashedRows]:
         """Return copies by their hashes, both included, on the device or the host."""
@@ -324,6 +332,9 @@ class CudaTableSnapshot:
         if changed_only and not self.tracked:
             raise TableArgumentError("scan: this table does not keep track of changes")
         with self._device.active():
+            # Two streams, so that writers wait for as little as possible. The next write waits, on the
+            # device, for the stream of this call (`reading`): that only gathers rows within the device. The
+            # copy to the host takes longest, and runs on `copying`, which no writer waits for.
             reading, copying = self._device.new_stream(), self._device.new_stream()
             with self._device.on(reading):
                 last = min(end - 1, LAST_HASH)
@@ -338,13 +349,15 @@ class CudaTableSnapshot:
     def close(self, *, saved: bool) -> None:
         with self._lock:
             was_open, self._open = self._open, False
-        if was_open:
+        if was_open:  # outside the lock: the table takes its own
             self._end(None if saved else self._moment.gone)
 
 
 def joined_scan(scans: Sequence[Scan], limit: int) -> Scan:
     """Return the first `limit` rows of several scans from one hash, and the hash to continue from."""
     rows = Rows.concat([scan.rows for scan in scans])
+    # A scan that stopped early knows nothing beyond its cursor: only rows before the smallest cursor are
+    # complete.
     hashes = mix(rows.ids.numpy())
     order = np.argsort(hashes)
     end = min((scan.cursor for scan in scans if scan.cursor is not None), default=None)
@@ -371,7 +384,7 @@ class JoinedSnapshot:
             for table in tables:
                 self._parts.append(table.snapshot())
         except BaseException:
-            self.close(saved=False)
+            self.close(saved=False)  # a snapshot that stays open would have the first table copy rows forever
             raise
 
     @property

@@ -32,25 +32,24 @@ from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.compressors import OneBit
 from monolith.table.config import TableConfig
-from monolith.table.cuda.admission import parts_of_batch
 from monolith.table.cuda.cuda_table import CudaTable
+from monolith.table.cuda.resident_rows import parts_of_batch
 from monolith.table.cuda.snapshots import JoinedSnapshot, joined_scan
 from monolith.table.native_table import NativeTable
-from monolith.table.rows import Rows, Scan, TableStats
-from monolith.table.table import Table
+from monolith.table.table import Rows, Scan, Table, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 from monolith.table.update_rules import decays_lazily, newest_step
 
-_PART = 8  # of the device's rows go far at once, as a share,
-_MOST_AT_ONCE = 1 << 18  # but no more than these, so that no caller waits long
-_RESERVE = 16  # of the device's rows are kept for those that come near, as a share, where there is a ceiling
-_CHUNK = 1 << 16  # rows that are carried at once
-_INDEX_BYTES = 32  # of a far row at most, for its place in the index
+_PART = 8  # one in so many of the device's rows spills at once: spilling few at a time would wait too often
+_MOST_AT_ONCE = 1 << 18  # rows, so that no caller waits long
+_RESERVE = 16  # with a ceiling, one in so many places stays free, so that rows can be exchanged
+_CHUNK = 1 << 16  # rows that are copied at once
+_INDEX_BYTES = 32  # of the index, per far row, at most
 
 
 @dataclass(slots=True)
 class _Moves:
-    """What the halves have counted because rows moved, and nothing came or went."""
+    """Counts in the stats of the halves that come from moved rows; the table's stats subtract them."""
 
     inserted: int = 0
     removed: int = 0
@@ -66,15 +65,15 @@ class SpillingTable:
 
     A row is as recent as the last batch that wrote it. Rows that are restored go where there is room, near
     first, and move nothing. In a table with `capacity_bytes` that is nearly full no more rows go far than
-    come near: new ids have what room is left, and then are refused or let the oldest rows go, as the config
-    says.
+    come near: new ids get the room that is left, and are then refused or expire the oldest rows, as the
+    config says.
 
     Args:
         config: `capacity_bytes` is that of both halves together.
         near: The table in which rows are trained; its capacity is a number of rows.
         far: The table with the remaining rows. Both have this config except for its capacity, share one
             filter, and are closed by this table.
-        touched: Told the ids that got another row, or lost theirs; see `touch`.
+        touched: A set that gets the ids whose rows changed or were removed; see `touch`.
     """
 
     def __init__(
@@ -380,7 +379,7 @@ class SpillingTable:
                 raise TableClosedError(f"table {self._config.name!r} was closed")
             yield
 
-    # What lies on the device is looked at as far as can be done without waiting for it.
+    # Tensors on the device are checked as far as that is possible without waiting for it.
 
     def _check_ids(self, ids: Tensor) -> int:
         if not self._is_near(ids):
@@ -414,11 +413,11 @@ class SpillingTable:
     def _settled(self, ids: Tensor, **columns: Any) -> Iterator[tuple[Table, Tensor | None, dict[str, Any]]]:
         """Bring a batch near as far as there is room; yield what each half works on, and its positions.
 
-        A table that is full and lets its oldest rows go takes a large batch in parts: later ids of it may
+        A full table that expires its oldest rows takes a large batch in parts: later ids of it may
         push out earlier ones.
         """
         whole = {"ids": ids, **columns}
-        if not self._lets_go(ids):
+        if not self._may_expire(ids):
             yield from self._split(whole, None)
             return
         for part in parts_of_batch(ids.cpu().numpy(), max(1, self._room // _PART)):
@@ -444,14 +443,24 @@ class SpillingTable:
             yield table, places if at is None else at[places], part
 
     def _settle(self, ids: Tensor, times: int | Tensor) -> Tensor | None:
-        """Return a bool for each position whose row stays far or is made there; None if there is none."""
+        """Return a bool for each position whose row stays far or is created there; None if there is none.
+
+        Makes room and moves rows, so that as much of the batch as possible is near:
+
+            1. no row is far and the bound says that all fit: done, nothing is waited for 2. sort the ids that
+            are not near into far rows and new ids 3. too little room: spill idle rows, if the far half has
+            room for them 4. bring far rows near, then spill again if that went beyond the room for new rows
+            5. new ids get what room is left; in a table that expires its oldest rows, each half expires its
+            own
+        """
         if not len(self._far) and self._bound + len(ids) <= self._room:
-            self._bound += len(ids)
+            self._bound += len(ids)  # no row is created for an id that has one: an upper bound
             return None
         coming = _distinct(ids[~self._near.contains(ids)].cpu())
         is_far = self._far.contains(coming)
         far, new = coming[is_far], coming[~is_far]
         if (missing := len(coming) - self._free(len(coming))) > 0:
+            # More than is missing, so that the next batches find room without spilling.
             wanted = max(missing, min(self._most // _PART, _MOST_AT_ONCE))
             if self._takes(wanted):
                 self._spill(wanted, ids)
@@ -460,8 +469,8 @@ class SpillingTable:
         if self._bound > self._room:
             self._spill(self._bound - self._room, ids)
         born = self._free(len(new))
-        if born < len(new) and self._lets_go(ids):
-            # Each half has its share of them, and lets its own oldest rows go.
+        if born < len(new) and self._may_expire(ids):
+            # Each half gets new ids in proportion to its rows, and expires its own oldest rows for them.
             share = len(new) * self._room // (self._room + len(self._far))
             if share > born:
                 latest = int(times.max()) if isinstance(times, Tensor) else times
@@ -471,31 +480,37 @@ class SpillingTable:
         stays = torch.cat([far[rise:], new[born:]])
         return torch.isin(ids, stays.to(ids.device)) if len(stays) else None
 
-    def _lets_go(self, ids: Tensor) -> bool:
+    def _may_expire(self, ids: Tensor) -> bool:
         """Whether rows may have to go for those of a batch."""
         return self._config.when_full == "expire_oldest" and not self._takes(len(ids))
 
     def _free(self, wanted: int) -> int:
         """Return for how many new rows there is room near, `wanted` at most."""
         if self._bound + wanted > self._room:
-            self._bound = len(self._near)
+            self._bound = len(self._near)  # the true number; waits for the device
         return min(wanted, max(0, self._room - self._bound))
 
     def _takes(self, rows: int) -> bool:
         """Whether the far half surely has room for so many."""
+        # Twice the bytes: its index and its rows grow in steps.
         ceiling = self._far.config.capacity_bytes
         return ceiling is None or self._far.stats().bytes_total + 2 * rows * self._row_bytes <= ceiling
 
-    def _spill(self, count: int, besides: Tensor) -> None:
-        """Let idle rows go far, but those of a batch; who finds no room there stays."""
-        with self._untold():
-            for ids in _chunks(self._near.idle(count, besides)):
+    def _spill(self, count: int, excluded: Tensor) -> None:
+        """Move idle rows to the far half, except those of a batch; rows that find no room there stay.
+
+        A row is restored far before it is removed near, and only if it arrived: no moment loses it.
+        """
+        with self._moves_untracked():
+            for ids in _chunks(self._near.idle(count, excluded)):
                 _, rows = self._near.lookup_rows(ids)
                 before = self._far.stats()
                 self._far.restore(rows)
                 after = self._far.stats()
                 arrived = self._far.contains(ids)
                 gone = self._near.remove(ids[arrived])
+                # The halves count these moves as births, removals and refusals; the table's stats leave them
+                # out.
                 made = after.inserted - before.inserted
                 self._moves.inserted += made
                 self._moves.refused += after.refused - before.refused
@@ -506,7 +521,7 @@ class SpillingTable:
                     self._drop_oldest(ids[~arrived])
 
     def _drop_oldest(self, ids: Tensor) -> None:
-        """Let rows go that are idle, and older than all that are far, which has no room left."""
+        """Drop idle rows that are older than all far rows: the far half is full and kept newer ones."""
         for touched in self._touched:
             touched.insert(ids)
         gone = self._near.remove(ids)
@@ -515,8 +530,8 @@ class SpillingTable:
         self._bound -= gone
 
     def _bring(self, ids: Tensor) -> None:
-        """Have far rows come near. There must be room."""
-        with self._untold():
+        """Move far rows to the near half. There must be room."""
+        with self._moves_untracked():
             for some in _chunks(ids):
                 self._near.restore(self._far.lookup_rows(some)[1])
                 moved = self._far.remove(some)
@@ -525,7 +540,7 @@ class SpillingTable:
                 self._bound += moved
 
     @contextmanager
-    def _untold(self) -> Iterator[None]:
+    def _moves_untracked(self) -> Iterator[None]:
         """Report no change for rows that move: their values stay the same."""
         for table in (self._near, self._far):
             for touched in self._touched:
@@ -538,7 +553,7 @@ class SpillingTable:
                     table.touch(touched)
 
     def _tell_step(self, step: int, rates: Tensor | None) -> None:
-        """Have both halves be at a step, whichever of them had rows in it."""
+        """Advance both halves to a step, even one without rows in it: decay and scales depend on it."""
         if self._counts_steps:
             none, nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, self.dim)
             for table in (self._near, self._far):
@@ -546,11 +561,12 @@ class SpillingTable:
             self._steps = max(self._steps, step + 1)
 
     def _tell_steps_of(self, rows: Rows) -> None:
-        """Have both halves be at the newest step of rows that only one of them was given."""
+        """Advance both halves to the newest step of rows that only one of them was given."""
         if not self._decays_lazily or not rows.state.shape[1] or not len(rows):
             return
         newest = newest_step(self._config, rows)
         if newest > self._steps:
+            # A step of no rows advances the counters, but also the scales: put those back.
             scales = self._near.scales
             rates = [segment.decay_rate for segment in self._config.segments]
             self._tell_step(newest - 1, torch.tensor(rates, dtype=torch.float32))

@@ -1,8 +1,14 @@
-"""Tracking: who is told about changed rows of a device table, and what.
+"""Tracking: what publishers, snapshots and checkpoints learn about changed rows of a device table.
 
-Touched sets are told the ids whose rows changed or were removed. Those ids wait on the device until a set is
-read: a training step waits for nothing. A snapshot has rows copied before they change. A table that tracks
-changes remembers which rows changed since the last snapshot and which ids were removed.
+Touched sets get the ids whose rows changed or were removed. Those ids stay on the device until a set is read,
+so that a training step waits for nothing. A snapshot has rows copied before they change. A table that tracks
+changes remembers which rows changed since the last snapshot (flags on the device) and which ids were removed
+(a list on the host).
+
+    flags of a place    TAKEN: the open snapshot does not read the row in the table
+                        CHANGED: changed since the last snapshot       BEFORE: changed before the open one
+    open_snapshot       CHANGED becomes BEFORE, TAKEN is cleared
+    close_snapshot      saved: BEFORE is forgotten; not saved: BEFORE becomes CHANGED again
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ class ChangeTracker:
         self._device = device
         self._tell = tell
         self._touched: list[TouchedKeySet] = []
-        self._untold: list[tuple[Tensor, Tensor]] = []
+        self._untold: list[tuple[Tensor, Tensor]] = []  # ids and places of batches, on the device
         self._untold_ids = 0
         self._removed: Removed | None = None  # None tracks nothing
         self._copies: CopiedRows | None = None  # None while no snapshot is open
@@ -64,7 +70,7 @@ class ChangeTracker:
             places = torch.cat([places for _, places in untold])
             self._insert(torch.unique(ids[places != NONE]).cpu())
 
-    # Cuts and changes
+    # Snapshots and changes
 
     def track(self, memory: DeviceMemory, *, on: bool) -> None:
         """Forget what changed; remember it from now on, or not."""
@@ -84,7 +90,7 @@ class ChangeTracker:
         self._copies = CopiedRows(memory, self._device, rows)
         self._set_flags(memory)
         assert memory.flags is not None
-        memory.flags.bitwise_and_(CHANGED).mul_(BEFORE // CHANGED)
+        memory.flags.bitwise_and_(CHANGED).mul_(BEFORE // CHANGED)  # CHANGED becomes BEFORE, the rest 0
         before = self._removed
         self._removed = None if before is None else Removed()
         return before
@@ -95,7 +101,12 @@ class ChangeTracker:
         return self._copies
 
     def close_snapshot(self, memory: DeviceMemory | None, unsaved: Removed | None) -> None:
-        """Let the copies go; what went and changed up to the snapshot counts again, where it is not saved."""
+        """Free the copies. Unless they were saved, changes up to the snapshot count as changes again.
+
+        Args:
+            memory: None if the table was closed.
+            unsaved: The ids removed before the snapshot, if it was not saved; None if it was.
+        """
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.keep_for_current()
@@ -112,14 +123,14 @@ class ChangeTracker:
     # What happens to rows
 
     def writing(self, memory: DeviceMemory, claimed: Claimed) -> None:
-        """Rows of a batch are about to be written."""
+        """Note that rows of a batch are about to be written; call it before the write is launched."""
         if self._keeps_flags:
             memory.note_writes(claimed)
         if self._copies is not None:
             self._copies.capture(memory, claimed.places)
 
     def wrote(self, ids: Tensor, places: Tensor) -> None:
-        """Rows of a batch were written, at these places. No other thread writes to either."""
+        """Note that rows of a batch were written, at these places. Neither tensor may change afterwards."""
         if not self._touched or not len(ids):
             return
         self._untold.append((ids, places))
@@ -128,7 +139,7 @@ class ChangeTracker:
             self.tell_touched()
 
     def dropping(self, memory: DeviceMemory, places: Tensor) -> None:
-        """Rows at int64 places are about to go."""
+        """Note that the rows at int64 places are about to be dropped."""
         if self._copies is not None:
             self._copies.capture(memory, places.to(torch.int32))
         if self._touched or self._removed is not None:
@@ -138,7 +149,7 @@ class ChangeTracker:
                 self._removed.ids.append(ids)
 
     def clearing(self, memory: DeviceMemory, rows: int) -> None:
-        """All rows are about to go.
+        """Note that all rows are about to be dropped.
 
         Raises:
             TableArgumentError: A snapshot is open.
@@ -147,7 +158,9 @@ class ChangeTracker:
             raise TableArgumentError("clear: a snapshot of this table is open; close it first")
         self.tell_touched()
         if self._touched:
-            # So many at most: the set is full then, loses them by the last, and says so.
+            # A set that overflows drops everything and counts the loss. So no more ids than its capacity and
+            # two are listed, and the last is inserted by itself: it finds the set full, which then counts
+            # them all.
             most = 2 + max(touched.capacity for touched in self._touched)
             ids = ids_of(memory.listed(min(rows, most), ordered=False)[0])
             self._insert(ids[:-1])
@@ -156,7 +169,7 @@ class ChangeTracker:
             self._removed = Removed(cleared=True)
 
     def follow(self, memory: DeviceMemory) -> None:
-        """A table without rows got another memory."""
+        """Note that a table without rows got another memory."""
         self._set_flags(memory)
 
     # Inside

@@ -1,5 +1,17 @@
-// How rows take steps, compiled for one layout. Serving tables have none of it. The arithmetic is that of the
-// core: both compile update_rules.h.
+// How rows take steps, compiled for one layout. Serving tables do not include it. The arithmetic is that of
+// the core: both compile update_rules.h.
+//
+// A step of a row, by one tile (see rows.cu):
+//
+//     fetch values, state and the first gradient -> add the other gradients of the run, in order
+//       -> update rule -> round, check that all is finite -> store
+//
+// Runs of LONG positions or more (one id that dominates a batch) are summed by a block of their own before,
+// in a launch of their own (`sum_long_runs`): a tile would take longer for them than all others for the whole
+// batch.
+//
+// Gradients that are not usable (NaN, infinite, absurdly large) are left out and counted. That is found while
+// the gradients are fetched for the step, and not before: they are read from memory once.
 #pragma once
 
 #include "rows.cu"
@@ -8,7 +20,7 @@ __device__ __forceinline__ bool usable(float x) {
   return fabsf(x) <= kMaxGradient;
 }
 
-// Whether all floats of a gradient are usable that are of one of `lanes` threads.
+// Whether this lane's part of a gradient is usable; `lanes` threads share the gradient.
 __device__ __forceinline__ bool usable_share(const float* gradient, int lane, int lanes) {
   bool all = true;
   if (DIM % 4 == 0 && ((u64)gradient & 15) == 0) {
@@ -22,7 +34,7 @@ __device__ __forceinline__ bool usable_share(const float* gradient, int lane, in
   return all;
 }
 
-// Whether nothing is trained by a gradient. Every thread of a warp calls it, with the same table.
+// Finds out whether a gradient is left out. Every thread of a warp must call it, with the same table.
 __device__ __forceinline__ void look_at(const float* __restrict__ gradients, i64 i, i64 n,
                                         u8* __restrict__ skip, u64* counters) {
   const int lane = threadIdx.x & (LANES - 1);
@@ -33,22 +45,25 @@ __device__ __forceinline__ void look_at(const float* __restrict__ gradients, i64
   count(&counters[NON_FINITE], lane == 0 && i < n && left_out);
 }
 
-// Which gradients nothing is trained by.
+// Finds the gradients that are left out, before a step: for tables that must know which ids get a row first.
 extern "C" __global__ void find_unusable(const float* __restrict__ gradients, i64 n, u8* __restrict__ skip,
                                          u64* counters) {
   look_at(gradients, ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES, n, skip, counters);
 }
 
-// How wide floats may be fetched at once that begin at `offset` of rows of `width` floats.
+// How many floats may be fetched at once: `many` floats that begin at `offset` of rows of `width` floats.
 constexpr int wide_enough(int many, int offset, int width) {
   return many % 4 == 0 && offset % 4 == 0 && width % 4 == 0   ? 4
          : many % 2 == 0 && offset % 2 == 0 && width % 2 == 0 ? 2
                                                               : 1;
 }
 
-// What a lane holds of a segment while it takes a step: its columns of values, gradient and state. Those are
-// as many that follow one another, where rows are of a width that lets them be fetched together; otherwise
-// lane, lane + LANES and so on.
+// What a lane holds of a segment in registers during a step: kMany columns of values, gradient and state.
+// If the widths allow wide loads, a lane owns consecutive columns (kFollowing); otherwise lane, lane + LANES,
+// ...
+//
+//     LANES = 8, kDim = 32:   lane 0 has columns 0-3, lane 1 has 4-7, ...        one float4 each
+//     LANES = 8, kDim = 30:   lane 0 has 0, 8, 16, 24, lane 1 has 1, 9, 17, 25, ...
 template <class S>
 struct Held {
   static constexpr int kMany = (S::kDim + LANES - 1) / LANES;
@@ -106,7 +121,8 @@ __device__ __forceinline__ void put(float* to, const float (&from)[Held<S>::kMan
   }
 }
 
-// The sum over the columns, in their order.
+// The sum over the columns in their order, the same in all lanes. Not a tree of shuffles, which would be
+// faster: the host adds in this order, and results must be equal to the last bit.
 template <class S>
 __device__ __forceinline__ float sum_in_order(const float (&x)[Held<S>::kMany], u32 tile) {
   constexpr int kMany = Held<S>::kMany;
@@ -128,7 +144,8 @@ __device__ __forceinline__ float sum_in_order(const float (&x)[Held<S>::kMany], 
   return sum;
 }
 
-// A segment as update rules see it (`update_rules.h`): the lanes of a tile have its columns between them.
+// A segment as update rules see it (`update_rules.h`): the lanes of a tile share its columns. Rules that need
+// a sum or a maximum over all columns get it in every lane.
 template <class S>
 struct TileValues {
   Held<S>& held;
@@ -207,10 +224,11 @@ __device__ __forceinline__ void fetch_gradient(const Gradients& by, const float*
     fetch<S, 1>(from + S::kColumn, into, lane);
 }
 
-// What became of a step. Gradients are looked at only where told to, and then all lanes agree on it.
+// What became of a step. NOT_USABLE is returned only if `look` was set, and then by all lanes; NOT_FINITE is
+// each lane's own finding, which the caller combines.
 enum Outcome { DONE, NOT_FINITE, NOT_USABLE };
 
-// Steps a segment, unless that would make a value that is not finite. Nothing is written unless STORE.
+// Steps a segment. With STORE false nothing is written: the outcome says whether the row would stay finite.
 template <class S, bool STORE>
 __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 hash, const Gradients& by,
                                             float rate, float scale, i64 step, bool look, int lane,
@@ -221,7 +239,7 @@ __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 ha
   constexpr int kRest = Held<S>::kRest;
   float* const state = state_row + S::kState;
   Held<S> held = {};
-  // All that memory has to say is asked for before the first of it is looked at.
+  // All loads are issued before the first result is used: a step is bound by the latency of memory.
   fetch<S, Held<S>::kWide>(row + S::kColumn, held.x, lane);
   fetch_gradient<S>(by, by.first, held.g, lane);
 #pragma unroll
@@ -266,7 +284,7 @@ __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 ha
     for (int v = 0; v < kVectors; ++v) put<S, Held<S>::kStateWide>(state + v * d, held.state[v], lane);
   }
   if (STORE && kRest > 0) {
-    __syncwarp(tile);  // everyone has read it
+    __syncwarp(tile);  // all lanes have read the scalars that lane 0 overwrites
 #pragma unroll
     for (int r = 0; r < kRest; ++r)
       if (lane == 0) state[kVectors * d + r] = held.rest[r];
@@ -274,8 +292,8 @@ __device__ __forceinline__ int step_segment(float* row, float* state_row, u64 ha
   return finite ? DONE : NOT_FINITE;
 }
 
-// Steps a row. Rows of several segments have their gradients looked at before: the first must not be stepped
-// by one that is not usable in the last.
+// Steps all segments of a row. With several segments the gradients must be checked before: otherwise the
+// first segment would be stepped by a gradient that turns out not to be usable in the last.
 template <bool STORE>
 __device__ __forceinline__ int step_row(float* row, float* state, u64 hash, const Gradients& by,
                                         const Scalars& scalars, i64 step, bool look, int lane, u32 tile) {
@@ -288,7 +306,8 @@ __device__ __forceinline__ int step_row(float* row, float* state, u64 hash, cons
   return outcome;
 }
 
-// Leaves out the positions of a run whose gradients nothing is trained by, and counts them.
+// Leaves out the positions of a run whose gradients are not usable, and counts them. The order of the run is
+// compacted in place; no other tile reads the positions of this run.
 __device__ __forceinline__ void keep_usable(const Table& table, const Writes& writes, const float* gradients,
                                             Run& run, int lane, u32 tile) {
   i64* const order = (i64*)writes.order + run.first;
@@ -307,9 +326,13 @@ __device__ __forceinline__ void keep_usable(const Table& table, const Writes& wr
   run.newest = newest;
 }
 
-// Runs of so many positions are summed before the steps, each by a block of its own: what a tile would sum
-// gradient by gradient, a block fetches many at a time. Such a run has all of at least one stretch of half
-// its length that begins at a multiple of that, and what is known of it stands at the first of those.
+// Runs of LONG positions or more are summed before the steps, each by a block of its own: a tile sums
+// gradient by gradient, a block fetches many at a time. The batch is divided into stretches of STRETCH
+// positions, one block each. A run of LONG = 2 STRETCH positions covers at least one whole stretch; the block
+// of the first one sums the run and stores the result at the number of that stretch, where the run's tile
+// finds it.
+//
+//     positions  |....rrrr|rrrrrrrr|rrrrrr..|      the block of the middle stretch sums the run
 #define LONG 512
 #define STRETCH (LONG / 2)
 
@@ -321,8 +344,11 @@ struct LongRun {
 };
 static_assert(sizeof(LongRun) == 16, "two int64 in memory.py");
 
-// Sums the run that has its first whole stretch here, if there is one and it is long. A block of STRETCH
-// threads.
+// Sums the run whose first whole stretch this is, if there is one and it is long. A block of STRETCH threads;
+// all of them take the same returns, so that barriers are met by the whole block.
+//
+// Gradients are added in the order of the batch, column by column, as a tile would: thread t owns the columns
+// t, t + STRETCH, ... and adds row after row. The block fetches chunks of kRows gradients into shared memory.
 __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* __restrict__ gradients,
                                              LongRun* __restrict__ runs, float* __restrict__ sums,
                                              i64 stretch) {
@@ -338,7 +364,7 @@ __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* 
   const int place = writes.places[begin];
   if (place == NONE || writes.places[begin + STRETCH - 1] != place) return;
   if (stretch > 0 && writes.places[begin - STRETCH] == place) return;  // not its first
-  // Sorted, so that of the positions before those of this run are the last.
+  // Places are sorted: of the STRETCH positions before this stretch, those of this run are the last.
   const i64 before = begin - STRETCH + thread;
   const i64 first =
       begin - __syncthreads_count(before >= 0 && writes.places[before < 0 ? 0 : before] == place);
@@ -352,7 +378,8 @@ __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* 
     if (more < STRETCH) break;
   }
   if (end - first < LONG) return;
-  // Positions of usable gradients are brought together.
+  // Compact the positions of usable gradients in place, in order: a prefix sum over the warps of the block
+  // gives each kept position its target. Targets are never behind the positions still to be read.
   __shared__ int kept_by_warp[STRETCH / 32];
   i64* const order = (i64*)writes.order;
   i64 kept = first;
@@ -388,7 +415,9 @@ __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* 
   __syncthreads();
   if (thread == 0) runs[stretch] = {(u32)(end - first), left_out, fresh, latest};
   if (end == first) return;
-  // While a chunk of gradients is summed the next is on its way, and where the one after that is to be found.
+  // Three stages overlap: chunk k is summed from shared memory, the floats of chunk k + 1 are being loaded
+  // into registers (`coming`), and so are the positions of chunk k + 2 (`later`), which say where its floats
+  // are.
   const auto row_at = [&](i64 at) { return writes.order[at < end ? at : first]; };
   for (int column = 0; column < DIM; column += kColumns) {
     const int wide = DIM <= kColumns || DIM - column > kColumns ? kColumns : DIM - column;
@@ -434,15 +463,18 @@ __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* 
   }
 }
 
-// One block for each stretch.
+// One block per stretch of the batch.
 extern "C" __global__ void sum_long_runs(Writes writes, const float* __restrict__ gradients,
                                          LongRun* __restrict__ runs, float* __restrict__ sums) {
   sum_long_run(writes, gradients, runs, sums, blockIdx.x);
 }
 
-// One step for each row, by the sum of its gradients, or one for each gradient in order. A tile takes
-// `per_tile` positions, up to one for each lane: what is to be known of them is fetched together, because
-// waiting for it row by row takes longer than the steps.
+// One step per row by the sum of its gradients (`summed`), or one step per gradient in order.
+//
+// A tile takes `per_tile` positions of the sorted batch, at most one per lane. Lane k fetches place,
+// neighbours, position and time of the k-th; then the tile trains the runs that begin among them one by one,
+// and lane k's findings are broadcast by shuffles. Waiting for those loads row by row would take longer than
+// the steps.
 template <bool CHECKED>
 __device__ __forceinline__ void train(const Table& table, const Writes& writes, const float* gradients,
                                       const float* latest, const Scalars& scalars, i64 step,
@@ -494,7 +526,8 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
     } else {
       run_at(writes, run.first, lane, tile, run);
     }
-    const bool summed_here = look;  // and not before
+    // A run of one position, a long run whose sum is known, or a run that is summed here.
+    const bool summed_here = look;
     const auto by_usable = [&] {
       keep_usable(table, writes, gradients, run, lane, tile);
       look = false;
@@ -524,14 +557,14 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
       }
       __syncwarp(tile);
       if (outcome == NOT_USABLE)
-        by_usable();  // and again with those
+        by_usable();  // rare: leave those gradients out and take the step again
       else
         q += by.count;
     }
     if (run.count > 0) {
       refresh(table, run, lane);
       newest = max(newest, run.newest);
-    } else if (run.fresh && lane == 0) {  // made for a gradient that nothing is trained by
+    } else if (run.fresh && lane == 0) {  // the row was created for gradients that are all left out
       if (drop(table.keys, table.buckets, (u64)run.place, table.counters))
         atomicAdd(&table.counters[INSERTED], (u64)0 - 1ULL);
     }
@@ -550,7 +583,8 @@ extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
                TILE_NUMBER);
 }
 
-// For steps that could make a row that is not finite: computed, looked at, and taken if the row is fine.
+// For steps that could make a row that is not finite: computed without storing, checked, then taken if all is
+// fine. Twice the arithmetic, so only tables that need it (`StepScalars.stay_finite`) are launched with it.
 extern "C" __global__ void train_rows_checked(Table table, Writes writes, const float* __restrict__ gradients,
                                               const float* __restrict__ latest, Scalars scalars, i64 step,
                                               const LongRun* __restrict__ long_runs,

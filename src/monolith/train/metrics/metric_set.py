@@ -46,7 +46,18 @@ __all__ = [
 
 
 class Metric(Protocol):
-    """One number about all examples since the last reset. One thread uses it at a time."""
+    """One number about all examples since the last reset. One thread uses it at a time.
+
+    Shapes: predictions and labels of n examples, of shape (n,).
+
+    Examples:
+        >>> import torch
+        >>> from monolith import METRICS
+        >>> metric = METRICS["auc"]()  # a Metric
+        >>> metric.update(torch.tensor([0.9, 0.8, 0.3]), torch.tensor([1.0, 0.0, 0.0]))
+        >>> round(metric.value(), 3)
+        1.0
+    """
 
     def update(
         self,
@@ -150,7 +161,7 @@ class NormalizedEntropy(_Sums):
 
 
 class Calibration(_Sums):
-    """What was predicted in all over what happened in all: 1.1 promises a tenth too much.
+    """The sum of predictions over the sum of labels: 1.1 promises a tenth too much.
 
     NaN while nothing happened at all.
     """
@@ -229,6 +240,15 @@ METRICS: dict[str, Callable[[], Metric]] = {
     "mae": partial(MeanLoss, "absolute"),
     "rmse": RootMeanSquare,
 }
+"""The metrics by name: each value makes a new `Metric`.
+
+In addition to these, `recall@10`, `ndcg@10` and `hit_rate@10` are names of metrics, with any k.
+
+Examples:
+    >>> from monolith import METRICS
+    >>> sorted(METRICS)
+    ['absolute_loss', 'auc', 'calibration', 'gauc', 'log_loss', 'mae', 'mrr', 'ne', 'rmse', 'squared_loss']
+"""
 
 
 def make_metric(name: str) -> Metric:
@@ -420,11 +440,17 @@ class Windowed:
 class MetricSet:
     """Named metrics for each head of a model.
 
-        metrics = MetricSet.named({"click": ("auc", "ne"), "like": ("auc",)}, window=100_000)
-        metrics.update(result.predictions, result.batch.labels, event_time=result.batch.ids.event_time)
-        metrics.values()    # {"click/auc": 0.71, "click/ne": 0.93, "like/auc": 0.64}
-
     Heads without metrics may be predicted; a head that has some must be.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import MetricSet
+        >>> metrics = MetricSet.named({"click": ("auc", "calibration"), "like": ("mae",)})
+        >>> predictions = {"click": torch.tensor([0.9, 0.1]), "like": torch.tensor([0.5, 0.5])}
+        >>> labels = {"click": torch.tensor([1.0, 0.0]), "like": torch.tensor([1.0, 0.0])}
+        >>> metrics.update(predictions, labels)
+        >>> {name: round(value, 3) for name, value in metrics.values().items()}
+        {'click/auc': 1.0, 'click/calibration': 1.0, 'like/mae': 0.5}
     """
 
     def __init__(self, heads: Mapping[str, Mapping[str, Metric]]) -> None:

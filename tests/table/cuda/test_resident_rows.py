@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.table.cuda.admission import ask_filter, in_order, parts_of_batch
+from monolith.table.cuda.resident_rows import ask_filter, in_order, parts_of_batch
 
 
 class AfterSightings:
