@@ -16,7 +16,7 @@ FOUND = [
     (
         "data_service",
         2,
-        "the dispatcher told trainers of turns that were not synced to its disk, and lost them with its power",
+        "the dispatcher told trainers turns that were not synced to its disk and lost them with its power",
     ),
 ]
 
