@@ -16,13 +16,13 @@ SEEDS = 1_000
 @pytest.mark.soak
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_world_finds_the_bug(mutant: str) -> None:
-    world, what, broken = MUTANTS[mutant]
-    play = getattr(importlib.import_module(f"simulation.{world}"), world)
+    bug = MUTANTS[mutant]
+    play = getattr(importlib.import_module(f"simulation.{bug.world}"), bug.world)
     torch.set_num_threads(1)
-    with broken():
+    with bug.applied():
         for seed in range(SEEDS):
             try:
                 play(seed)
             except SimulationError:
                 return
-    pytest.fail(f"{SEEDS} seeds of {world} did not notice that {what}")
+    pytest.fail(f"{SEEDS} seeds of {bug.world} did not notice: {bug.sentence}")
