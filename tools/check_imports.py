@@ -108,7 +108,7 @@ OWNERS = {
     "httpx": {"cluster"},
     "kazoo": {"cluster"},
     "matplotlib": {"monolith_bench"},
-    "mpi4py": {"cluster"},
+    "mpi4py": {"monolith_compat"},
     "msgspec": {"config", "wire"},
     "prometheus_client": {"observe"},
     "pyarrow": {"data", "store", "sync"},
@@ -240,7 +240,7 @@ def check_direction(module: Module) -> Iterator[Finding]:
             if target is None:
                 yield module.finding(node, f"imports {room!r}, which is not a room of ROWS")
             elif target >= row:
-                where = "beside" if target == row else "below"
+                where = "on the same row as" if target == row else "below"
                 yield module.finding(node, f"{module.room} imports {room}, which is {where} it")
             elif (module.room, room) in STRANGERS:
                 yield module.finding(node, f"{module.room} and {room} do not know each other")

@@ -20,10 +20,12 @@ import secrets
 import threading
 import time as _time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 __all__ = [
     "BoundedSemaphore",
+    "Clocks",
     "Condition",
     "Empty",
     "Event",
@@ -82,6 +84,10 @@ class Machine(Protocol):
         """A `monolith.wire.flight_transport.Transport`."""
 
     @property
+    def ranks(self) -> Any:
+        """A `monolith.store.rank_network.RankNetwork`."""
+
+    @property
     def disk(self) -> Any:
         """A `monolith.filesystem.backends.Backend`, for paths that begin with sim://."""
 
@@ -119,6 +125,17 @@ def sleep(seconds: float) -> None:
         _time.sleep(seconds)
     else:
         here.sleep(seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clocks:
+    """The clocks of one object, for a test to replace."""
+
+    wall: Callable[[], float] = time
+    """Unix seconds, for stamps: an operator or NTP may set it, forward or back."""
+    timer: Callable[[], float] = monotonic
+    """Seconds that only grow, for intervals."""
+    sleep: Callable[[float], None] = sleep
 
 
 def token_hex(size: int) -> str:

@@ -1,11 +1,11 @@
-"""The front door of a room: its names are imported when somebody first asks for them.
+"""The front door of a room: its names are imported when they are first used.
 
 `monolith checkpoint list` reads a few small files, and must not wait for torch because the room it
 knocks at could also restore a model. So the `__init__.py` of a room that needs torch says only
 
     __getattr__, __dir__ = open_when_asked(__name__)
 
-and the `__init__.pyi` beside it lists what the room offers and where that lives: for type checkers,
+and the `__init__.pyi` next to it lists what the room offers and where that lives: for type checkers,
 editors and this module alike.
 
 Likewise `torch = module_when_used("torch")` stands for a module that only some functions of another need:

@@ -264,7 +264,7 @@ def measure_beside(plan: CheckpointPlan, report: Report, case: str, trained: Ste
         quiet = train(trained.step, lambda: time.perf_counter() < until)  # noqa: B023
         alone = max(alone, rate(quiet, trained.examples))
         calm.append(max(quiet))
-        run_dir = folder / "beside"
+        run_dir = folder / "background"
         rest = Resting(SHARE) if torch.get_num_threads() >= cores() else None  # as a session does
         part = TablesPart(trained.tables, write_workers=1, write_progress=rest)
         checkpointer = Checkpointer(Saver(str(run_dir), max_to_keep=1), [part])

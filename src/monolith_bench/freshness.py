@@ -392,7 +392,7 @@ def measure_serving(report: Report, root: Path, options: BenchFreshnessOptions) 
     for metric, unit, value in (("requests_per_s", "requests/s", per_second), ("p99", "ms", p99_ms)):
         report.add(AT_REST, metric, value(at_rest), unit)
         report.compare(name, metric, value(busy), unit, {AT_REST: value(at_rest)})
-    report.show(f"Serving beside applying, gRPC, requests of {case}")
+    report.show(f"Serving while applying, gRPC, requests of {case}")
 
 
 def best_load(loads: Sequence[LoadSeen]) -> LoadSeen:
@@ -437,15 +437,15 @@ def measure_rollback(report: Report, root: Path, options: BenchFreshnessOptions)
     widths = write_deepfm(root, made, START)
     took: list[float] = []
     for turn in range(min(options.repeats, 3)):
-        report.say(f"going back, round {turn + 1}")
+        report.say(f"rolling back, round {turn + 1}")
         with (
             RowFeed(widths, ids=rows // made.features, rows=min(rows, 100_000), interval=1.0) as feed,
             served(root, follow=feed.url) as ports,
             asking(ports["http"]) as wire,
         ):
             took.append(seconds_back(feed, wire))
-    report.add(f"going back to a version of {rows:,} rows", "seconds", min(took), "s")
-    report.add(f"going back to a version of {rows:,} rows, longest", "longest_seconds", max(took), "s")
+    report.add(f"rolling back to a version of {rows:,} rows", "seconds", min(took), "s")
+    report.add(f"rolling back to a version of {rows:,} rows, longest", "longest_seconds", max(took), "s")
     report.show("From the trainer's word to an answer of the exported version")
 
 
@@ -457,7 +457,7 @@ def seconds_back(feed: RowFeed, wire: HttpTransport) -> float:
     wait_for(lambda: scores(wire, asked) != exported, "the server does not follow")
     begun = time.monotonic()
     feed.go_back("1")
-    wait_for(lambda: scores(wire, asked) == exported, "the server does not go back")
+    wait_for(lambda: scores(wire, asked) == exported, "the server does not roll back")
     return time.monotonic() - begun
 
 

@@ -162,7 +162,7 @@ class _Orders(Hook):
                 asked = time.time()
                 self._run.save.trigger_save().result()
                 _tell({"save": [asked, time.time()]})
-        self._run.interrupt("nobody listens any more")
+        self._run.interrupt("no process listens any more")
 
 
 def _tell(what: dict[str, object]) -> None:

@@ -326,7 +326,7 @@ def early_stopped(
             best = TwoAucs(reached, learner.auc(test), epoch)
         if epoch == most or epoch - best.epoch >= patience:
             return best
-    raise AssertionError("epochs go on for good")
+    raise AssertionError("epochs continue for good")
 
 
 def streamed(recipe: Recipe, ratings: Likes, seed: int) -> TwoAucs:

@@ -27,7 +27,7 @@ SAID = {"longest_pause": "longest", "p99.9_pause": "p99.9"}
 HEADINGS: dict[str, JustifyMethod] = {
     "case": "left",
     "": "right",
-    "beside": "left",
+    "baseline": "left",
     " ": "right",
     "ratio": "right",
 }

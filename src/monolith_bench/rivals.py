@@ -90,7 +90,7 @@ def why_no_fbgemm() -> str | None:
     except ModuleNotFoundError as error:
         return f"no module {error.name}: pip install --no-deps fbgemm-gpu-cpu"
     except (ImportError, OSError) as error:
-        return f"does not load beside torch {torch.__version__}: {error}"
+        return f"does not load next to torch {torch.__version__}: {error}"
     return None
 
 

@@ -143,7 +143,7 @@ def check(plan: ScalePlan, costs: Costs, measured: dict[int, RealStep], report: 
         report.add(f"{name}, measured", "cpu_ms", real.processor * 1e3, "ms")
         beside = {f"{name}, measured": real.processor * 1e3}
         report.compare(f"{name}, simulated", "cpu_ms", work * 1e3, "ms", beside)
-    report.show(f"The simulation beside a real worker, {check_ids(plan):,} ids a step")
+    report.show(f"The simulation compared with a real worker, {check_ids(plan):,} ids a step")
 
 
 # Sizes
@@ -217,7 +217,7 @@ def keep_up(
             ("memory of a server for connections", kept.server_connection_bytes / 1e9, "GB"),
         ):
             report.add(f"{case}, {metric}", metric, value, unit)
-    report.show("Beside the steps")
+    report.show("In addition to the steps")
 
 
 def picture(plan: ScalePlan, found: dict[str, dict[int, SimulatedSteps]]) -> str:

@@ -110,7 +110,7 @@ class TorchModel(nn.Module):
 
 def measure_alone(report: Report, predictor: Predictor, options: BenchServeOptions) -> None:
     """Compare one caller of the predictor with one of plain torch; both take numpy columns."""
-    report.say("the predictor beside plain torch, one caller")
+    report.say("the predictor compared with plain torch, one caller")
     model = TorchModel(options).eval()
     for batch in options.batches:
         requests = columns_of(options, batch, 32)
@@ -133,7 +133,7 @@ def measure_alone(report: Report, predictor: Predictor, options: BenchServeOptio
             "requests/s",
             {f"{case}, {TORCH}": 1 / min(theirs)},
         )
-    report.show("The predictor beside plain torch eager, one caller")
+    report.show("The predictor compared with plain torch eager, one caller")
 
 
 def mean_seconds(ask: Callable[[Any], object], requests: list[Any], seconds: float) -> float:

@@ -141,7 +141,7 @@ class FollowingCopies:
             subscriber.catch_up()
             if subscriber.progress[0].position != publisher.position:
                 raise TrainingError(
-                    f"a copy did not catch up with what was published: it is at {subscriber.progress[0]}, "
+                    f"a copy did not catch up with the published rows: it is at {subscriber.progress[0]}, "
                     f"the publisher at {publisher.position}"
                 )
 

@@ -193,8 +193,8 @@ def run(options: ExperimentFreshnessOptions) -> int:
 def table(found: FreshnessGain, seeds: int) -> Table:
     """Return the AUCs, an interval in each line."""
     title = (
-        f"AUC of what was served on {found.title}, {found.events:,} events in {found.hours:,.0f} h online, "
-        f"mean of {seeds} seeds and its standard error"
+        f"AUC of the served predictions on {found.title}, {found.events:,} events in {found.hours:,.0f} h "
+        f"online, mean of {seeds} seeds and its standard error"
     )
     drawn = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("synced every", "syncs", "AUC", "over batch only"):
@@ -256,7 +256,7 @@ def draw(found: Sequence[FreshnessGain], seeds: int, path: Path) -> None:
         names = [served.interval for served in synced]
         axes.errorbar(names, means, errors, label="online", marker="o", capsize=3)
         axes.set_xlabel("synced every, in event time")
-        axes.set_ylabel("AUC of what was served")
+        axes.set_ylabel("AUC of the served predictions")
         axes.set_title(f"{one.title}: mean of {seeds} seeds")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)

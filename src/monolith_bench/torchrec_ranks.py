@@ -44,7 +44,7 @@ def why_no_torchrec() -> str | None:
     except ModuleNotFoundError as error:
         return f"installed, but there is no module {error.name}: {INSTALL}"
     except Exception as error:  # whatever it is: its own libraries are built for one version of torch
-        return f"installed, but does not load beside torch {torch.__version__}: {error}"
+        return f"installed, but does not load next to torch {torch.__version__}: {error}"
     return None
 
 

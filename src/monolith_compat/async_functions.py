@@ -102,7 +102,7 @@ class AsyncFunctions:
             self.close()
         except Exception as late:
             _log.error("async functions failed while ending after another error", exc_info=late)
-            error.add_note(f"Beside this, an async function failed at the end: {late!r}")
+            error.add_note(f"In addition, an async function failed at the end: {late!r}")
 
 
 class _Kept:

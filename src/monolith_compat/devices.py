@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from monolith.cluster.mpi import world_from_environment
 from monolith.errors import ConfigError
+from monolith.runtime.discovery import world_from_environment
 
 
 def visible_gpu(local_rank: int, processes_per_gpu: int = 1) -> int:

@@ -128,7 +128,7 @@ def publish_place(value: object) -> object:
     if str(value).strip().lower() in ("", "0", "false", "no", "off", "none"):
         return None
     raise ConfigError(
-        "servers read what a run publishes, and nobody finds them for it: say where to publish, as "
+        "servers read what a run publishes, and no registry finds them for it: say where to publish, as "
         "publish.to, and start them with `monolith serve DIR --follow`"
     )
 
@@ -158,9 +158,7 @@ _FOLLOWED = (
     "nothing is sent to servers by name: each reads what the run publishes, by `monolith serve DIR --follow` "
     "with the place that publish.to says"
 )
-_ITEMS = (
-    "no run passes over all items after training; `monolith export embeddings` does, with candidates.path"
-)
+_ITEMS = "no run reads all items after training; `monolith export embeddings` does, with candidates.path"
 _LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
 
@@ -231,7 +229,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "containers_ready_time_secs": Dropped("the chief takes the time itself, when all processes are there"),
     "cluster_type": Renamed("cluster.kind"),
     "max_slow_start_wait_minute": Renamed("train.hooks.slow_start_max_wait", minutes),
-    "enable_model_ckpt_info": Dropped("a checkpoint always has the number of ids of each slot beside it"),
+    "enable_model_ckpt_info": Dropped("a checkpoint always has the number of ids of each slot next to it"),
     "feature_eviction_on_save": Renamed("train.keep.evict"),
     "only_feature_engineering": Renamed("job.dump_features"),
     "enable_variable_partition": Dropped(
@@ -351,7 +349,7 @@ OTHER_FLAGS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "with_allreduce_fp16": Renamed("ranks.half_gradients"),
     "skip_allreduce": Renamed("ranks.skip_allreduce"),
     "sync_empty_rank0_ps_shard": Dropped(
-        "rank 0 holds its share of the rows, as every rank does: it is not busier than the others"
+        "rank 0 holds its share of the rows, as every rank does: it is not busier than the other ranks"
     ),
 }
 """Old flags, and variables less their MONOLITH_, that no config had."""

@@ -31,7 +31,7 @@ from monolith.cluster.addresses import (
 )
 from monolith.cluster.discovery import Callback, Closing, Registration, Watchers
 from monolith.errors import ConfigError
-from monolith.runtime.cluster_config import DiscoveryConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.discovery import CheckPort, Role, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -197,7 +197,6 @@ class MLPEnv:
         every: timedelta = timedelta(seconds=10),
         probe_timeout: timedelta = timedelta(seconds=60),
         check: CheckPort = check_port,
-        clock: Clock = time.monotonic,
         sleep: Sleep = time.sleep,
     ) -> None:
         """Wait until a peer answers and then until it no longer does, and exit with status 0: helpers end so.
@@ -215,7 +214,7 @@ class MLPEnv:
                 f"MLP_{role.upper()}_{index}_PRIMARY_HOST"
             )
         port = self._probe_port(role, index, use_ssh)
-        self.wait(role, index, None, use_ssh, check=check, clock=clock, sleep=sleep)
+        self.wait(role, index, None, use_ssh, check=check, sleep=sleep)
         while check(host, port, probe_timeout):
             sleep(every.total_seconds())
         _log.info("MLP: %s %d is gone; this process stops, too", role, index)
@@ -403,7 +402,7 @@ class MlpScheduler(Scheduler):
     def has_started(self, environ: Mapping[str, str]) -> bool:
         return bool(environ.get("MLP_ROLE", "").strip())
 
-    def role(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> Role:  # noqa: ARG002
+    def role(self, config: RunConfig, environ: Mapping[str, str]) -> Role:  # noqa: ARG002
         env = MLPEnv(environ)
         if not env.available or not env.role:
             raise ConfigError(
@@ -418,10 +417,10 @@ class MlpScheduler(Scheduler):
             num_workers=env.num_replicas("worker"),
         )
 
-    def open(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> MLPDiscovery:  # noqa: ARG002
+    def open(self, config: RunConfig, environ: Mapping[str, str]) -> MLPDiscovery:  # noqa: ARG002
         return MLPDiscovery(MLPEnv(environ))
 
-    def listen_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str | None:  # noqa: ARG002
+    def listen_address(self, config: RunConfig, environ: Mapping[str, str]) -> str | None:  # noqa: ARG002
         """Return the address in MLP's entry for this process; without an entry, MLP_PORT of this host.
 
         Raises:
@@ -440,7 +439,7 @@ class MlpScheduler(Scheduler):
             )
         return named
 
-    def dispatcher_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str:  # noqa: ARG002
+    def dispatcher_address(self, config: RunConfig, environ: Mapping[str, str]) -> str:  # noqa: ARG002
         address = MLPEnv(environ).dispatcher_addr()
         if address is None:
             wanted = ("MLP_DISPATCHER_0_PRIMARY_HOST", "MLP_DISPATCHER_0_PORT")
@@ -448,7 +447,7 @@ class MlpScheduler(Scheduler):
             known = [name for name in environ if name.startswith("MLP_")]
             near = difflib.get_close_matches(missing, known, n=1)
             raise ConfigError(
-                f"data service: MLP's environment has no {missing}, so nobody can find the dispatcher"
+                f"data service: MLP's environment has no {missing}, so no process can find the dispatcher"
                 + (f"; it has {near[0]}" if near else "")
             )
         return address
@@ -456,6 +455,9 @@ class MlpScheduler(Scheduler):
     def extra_data_workers(self, environ: Mapping[str, str], count: int) -> tuple[int, list[int]]:
         env = MLPEnv(environ)
         return env.num_replicas("dsworker"), env.extra_dsworker_ports(count)
+
+    def sets_variable(self, name: str) -> bool:
+        return name.startswith("MLP_")
 
     def stop_with_chief(
         self, stop: threading.Event, environ: Mapping[str, str], check: CheckPort | None = None

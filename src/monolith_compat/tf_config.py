@@ -9,7 +9,7 @@ from typing import Any, Self
 from monolith.cluster.addresses import Address
 from monolith.cluster.discovery import Callback, Closing, Registration
 from monolith.errors import ConfigError
-from monolith.runtime.cluster_config import DiscoveryConfig
+from monolith.runtime.config import RunConfig
 from monolith.runtime.discovery import Role, Scheduler
 
 
@@ -125,8 +125,8 @@ class TfConfigScheduler(Scheduler):
     def has_started(self, environ: Mapping[str, str]) -> bool:
         return bool(environ.get("TF_CONFIG"))
 
-    def role(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> Role:  # noqa: ARG002
-        found = TfConfigDiscovery.from_json(config.tf_config or "")
+    def role(self, config: RunConfig, environ: Mapping[str, str]) -> Role:  # noqa: ARG002
+        found = TfConfigDiscovery.from_json(config.discovery.tf_config or "")
         return Role(
             kind=found.server_type,
             index=found.index,
@@ -136,11 +136,11 @@ class TfConfigScheduler(Scheduler):
             num_workers=len(found.query("worker")),
         )
 
-    def open(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> TfConfigDiscovery:  # noqa: ARG002
-        return TfConfigDiscovery.from_json(config.tf_config or "")
+    def open(self, config: RunConfig, environ: Mapping[str, str]) -> TfConfigDiscovery:  # noqa: ARG002
+        return TfConfigDiscovery.from_json(config.discovery.tf_config or "")
 
-    def dispatcher_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str:  # noqa: ARG002
-        found = TfConfigDiscovery.from_json(config.tf_config or "").query("dispatcher")
+    def dispatcher_address(self, config: RunConfig, environ: Mapping[str, str]) -> str:  # noqa: ARG002
+        found = TfConfigDiscovery.from_json(config.discovery.tf_config or "").query("dispatcher")
         if not found:
             raise ConfigError("data service: TF_CONFIG's cluster has no dispatcher")
         return found[min(found)]

@@ -95,7 +95,7 @@ def test_publishing_and_applying_are_compared_with_neither() -> None:
     beside = {one["baseline"] for one in report["results"]} - {None}
     assert beside == {"training, nothing published", "requests, nothing applied"}
     assert value(report, "rows applied") > 0
-    assert value(report, "going back to a version of 2,000 rows") > 0
+    assert value(report, "rolling back to a version of 2,000 rows") > 0
 
 
 @pytest.mark.parametrize(

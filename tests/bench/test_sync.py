@@ -61,7 +61,7 @@ def test_a_torchrec_that_does_not_load_is_a_reason_and_no_failure(
     monkeypatch.delitem(sys.modules, "torchrec", raising=False)
     with torchrec_stepping(FleetTask(features=1), 2, 4) as found:
         assert found == (
-            f"installed, but does not load beside torch {torch.__version__}: undefined symbol: boom"
+            f"installed, but does not load next to torch {torch.__version__}: undefined symbol: boom"
         )
 
 

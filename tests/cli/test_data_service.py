@@ -227,7 +227,7 @@ def test_a_worker_that_finds_no_dispatcher_says_what_it_found() -> None:
     discovery = MemoryDiscovery()
     find = locator(discovery, DATA_DISPATCHER)
     with pytest.raises(
-        DeadlineExceededError, match=r"waited 0 s for the dispatcher: nobody is registered as"
+        DeadlineExceededError, match=r"waited 0 s for the dispatcher: no process is registered as"
     ):
         dispatcher_answers(find, timedelta(), threading.Event())
     discovery.register(DATA_DISPATCHER, 0, "127.0.0.1:1")

@@ -44,7 +44,7 @@ from monolith.sync.channel_url import open_reader
 from monolith.sync.messages import run_identity
 from monolith.train import Hook, Mode, StepResult, TrainConfig, TrainingRun
 from monolith.train.hooks import ControlClient, LiveLineHook
-from monolith.train.hooks.live_line import log_status
+from monolith.train.hooks.live_line import LiveValues, log_status
 from monolith.ui.publishing import RunPublishing, orders_of
 
 TASK = "train.tasks:Clicks"
@@ -405,7 +405,7 @@ def test_a_person_sees_it_drawn_unless_logs_are_json(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stderr", stream)
     view = command.live_line(Clicks(), RunConfig())
     with view.opened:
-        LiveLineHook(view.show, every=view.every, stats=dict)._tell(3, 1e9)
+        LiveLineHook(view.show, LiveValues(stats=dict), every=view.every)._tell(3, 1e9)
     assert view.every == command.DRAW_EVERY
     assert "Training clicks" in stream.getvalue()
     observe.configure_logging("info", json=True, stream=stream)

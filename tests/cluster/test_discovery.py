@@ -32,7 +32,7 @@ def test_discoveries_without_a_registry_in_common_do_not_meet():
 def test_a_locator_returns_the_current_address_or_that_there_is_none():
     discovery = MemoryDiscovery()
     locate = locator(discovery, "ps", 1)
-    with pytest.raises(UnavailableError, match=r"nobody is registered as ps 1$"):
+    with pytest.raises(UnavailableError, match=r"no process is registered as ps 1$"):
         locate()
     discovery.register("ps", 0, A)
     with pytest.raises(UnavailableError, match=r"as ps 1; registered are \[0\]"):

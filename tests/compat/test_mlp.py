@@ -176,6 +176,10 @@ class Peer:
     def hands(self):
         return {"check": self.check, "clock": lambda: self.now, "sleep": self.sleep}
 
+    @property
+    def of_join(self):
+        return {"check": self.check, "sleep": self.sleep}
+
 
 def test_waiting_asks_every_five_seconds_until_the_peer_answers():
     peer = Peer([False, False, True])
@@ -207,7 +211,7 @@ def test_a_helper_joins_the_chief_and_leaves_with_it():
     peer = Peer([False, True, True, True, False])
     left = []
     chief = {"MLP_WORKER_0_PRIMARY_HOST": "c", "MLP_WORKER_0_PORT": "9"}
-    env({**WORKER, **chief, "MLP_ROLE": "dispatcher"}).join(leave=left.append, **peer.hands)
+    env({**WORKER, **chief, "MLP_ROLE": "dispatcher"}).join(leave=left.append, **peer.of_join)
     assert left == [0]
     assert [timeout for _, _, timeout in peer.asked] == [1.0, 1.0, 60.0, 60.0, 60.0]
     assert peer.now == 5 + 5 + 2 * 10
@@ -216,13 +220,13 @@ def test_a_helper_joins_the_chief_and_leaves_with_it():
 def test_leaving_ends_the_process_with_status_0():
     chief = {"MLP_WORKER_0_PRIMARY_HOST": "c", "MLP_WORKER_0_PORT": "9"}
     with pytest.raises(SystemExit) as left:
-        env({**WORKER, **chief}).join(**Peer([True, False]).hands)
+        env({**WORKER, **chief}).join(**Peer([True, False]).of_join)
     assert left.value.code == 0
 
 
 def test_joining_a_role_without_processes_is_an_error():
     with pytest.raises(ConfigError, match="MLP_WORKER_0_PRIMARY_HOST"):
-        env().join(**Peer([]).hands)
+        env().join(**Peer([]).of_join)
 
 
 # Discovery

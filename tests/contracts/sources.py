@@ -30,7 +30,7 @@ from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSour
 from monolith.data.formats.tfrecord import TfRecordFormat
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Pipeline
-from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher
+from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, DataWorkerConfig, Dispatcher
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 from monolith.data.transforms import MergeFlow
@@ -259,7 +259,7 @@ def data_service(folder: Path) -> Iterator[Dispatcher]:
 
     with (
         Dispatcher(config, folder=str(folder)) as dispatcher,
-        DataWorker(dispatcher.address, open_split, chunk_records=3),
+        DataWorker(dispatcher.address, open_split, DataWorkerConfig(chunk_records=3)),
     ):
         yield dispatcher
 

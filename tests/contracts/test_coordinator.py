@@ -121,7 +121,7 @@ def test_what_trains_the_weights_trains_those_of_the_model(crew: Crew) -> None:
 
 def test_a_checkpoint_keeps_rows_and_weights(crew: Crew) -> None:
     leader = crew[0]
-    parts = leader.coordinator.placement.parts(leader.model, incremental=False, beside=False)
+    parts = leader.coordinator.placement.parts(leader.model, incremental=False, background=False)
     assert [part.name for part in parts] == ["tables", "dense"]
     assert leader.coordinator.placement.dense_part(leader.model).name == "dense"
 

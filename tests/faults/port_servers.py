@@ -24,7 +24,7 @@ from train.tasks import Clicks
 
 from monolith.cluster.security import Guard, SecurityConfig
 from monolith.config import Secret
-from monolith.data.service import DataWorker, Dispatcher
+from monolith.data.service import DataWorker, DataWorkerConfig, Dispatcher
 from monolith.observe import Metrics
 from monolith.runtime.cluster_config import ClusterConfig
 from monolith.runtime.parameter_server import ServedShard
@@ -51,7 +51,9 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     """Start all of them, and return their addresses."""
     job = replace(CONFIG, lease=timedelta(seconds=600))
     dispatcher = stack.enter_context(Dispatcher(job, folder=f"{folder}/job", limits=LIMITS))
-    worker = stack.enter_context(DataWorker(dispatcher.address, open_split, limits=LIMITS, chunk_records=5))
+    worker = stack.enter_context(
+        DataWorker(dispatcher.address, open_split, DataWorkerConfig(chunk_records=5), limits=LIMITS)
+    )
     config, channel = TrainConfig(model_dir=f"{folder}/model"), MemoryChannel()
     plan = PublishPlan(config=PublishConfig(to="memory"), run="r", open_writer=lambda _: channel.writer())
     share = ServedShard(Clicks(), config, ClusterConfig(role="ps", num_ps=1, num_workers=2), publish=plan)

@@ -20,7 +20,7 @@ from monolith.data import DriftConfig, DriftingStream, FileSource, Pipeline, Rec
 from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.records import BatchSpec
-from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher
+from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, DataWorkerConfig, Dispatcher
 from monolith.data.synthetic.drift import FEATURES, SPEC, TIME
 from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
@@ -206,7 +206,9 @@ class TalliedService(TalliedFiles):
 
         with (
             Dispatcher(config, folder=f"{self.folder}/job") as dispatcher,
-            DataWorker(dispatcher.address, split, readers=1, buffer_chunks=4, chunk_records=8),
+            DataWorker(
+                dispatcher.address, split, DataWorkerConfig(readers=1, buffer_chunks=4, chunk_records=8)
+            ),
         ):
             yield replace(self, address=dispatcher.address)
 

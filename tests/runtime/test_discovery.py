@@ -7,7 +7,6 @@ from services.consul import Agent
 
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.files_discovery import FilesDiscovery
-from monolith.cluster.mpi import MPI_VARIABLES
 from monolith.cluster.zookeeper import ZooKeeperConfig
 from monolith.errors import ConfigError
 from monolith.runtime import discovery
@@ -52,9 +51,8 @@ def tf_config(kind: str, index: int) -> str:
 def role_of(environ: Mapping[str, str]) -> Role:
     """The role that the scheduler of this environment names."""
     kind = discovery_defaults(environ)["discovery.kind"]
-    return installed_schedulers()[kind].role(
-        DiscoveryConfig(kind=kind, tf_config=environ.get("TF_CONFIG")), environ
-    )
+    found = DiscoveryConfig(kind=kind, tf_config=environ.get("TF_CONFIG"))
+    return installed_schedulers()[kind].role(replace(RunConfig(), discovery=found), environ)
 
 
 def load(**values: object) -> RunConfig:
@@ -106,42 +104,6 @@ def test_without_the_package_of_a_scheduler_an_error_names_it(monkeypatch):
     monkeypatch.setattr(discovery, "installed_schedulers", dict)
     with pytest.raises(ConfigError, match="'mlp' needs the package monolith_compat"):
         assign_role(load_run_config(code={"discovery.kind": "mlp"}), MLP)
-
-
-def test_ranks_of_mpirun_meet_in_a_folder_of_the_model_dir_that_is_gone_after_them(tmp_path):
-    environ = {
-        **dict(zip(MPI_VARIABLES, ("0", "2", "0", "2"), strict=True)),
-        "OMPI_MCA_ess_base_jobid": "77",
-    }
-    run = read_run(None, environ, flags=("--cluster.mode", "sync", "--train.model-dir", str(tmp_path)))
-    assert (run.discovery.kind, run.cluster.num_workers) == ("mpi", 2)
-    assert listen_address(run, environ) == ("127.0.0.1", 0), "all are on this machine"
-    with open_discovery(run, environ) as one, open_discovery(_as_rank(run, 1), environ) as other:
-        one.register("rank", 0, "127.0.0.1:1")
-        assert other.query("rank") == {0: "127.0.0.1:1"}
-        assert (tmp_path / "mpirun" / "77" / "rank" / "0").exists()
-    assert not list((tmp_path / "mpirun").iterdir())
-    away = listen_address(run, {**environ, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "YARN_INET_ADDR": "10.0.0.7"})
-    assert away == ("10.0.0.7", 0)
-
-
-def _as_rank(run, rank):
-    return replace(run, cluster=replace(run.cluster, index=rank))
-
-
-def test_where_ranks_of_mpirun_cannot_meet_says_what_to_do():
-    environ = dict(zip(MPI_VARIABLES, ("0", "2", "0", "2"), strict=True))
-    config = load(discovery_type="mpi", model_dir="hdfs://there/m")
-    with pytest.raises(ConfigError, match="-x MASTER_ADDR"), open_discovery(config, environ):
-        pass
-    with pytest.raises(ConfigError, match="this one was not"), open_discovery(config, {}):
-        pass
-
-
-def test_another_registry_may_be_named_for_ranks_of_mpirun():
-    flags = ("--cluster.mode", "sync", "--discovery.kind", "files", "--discovery.folder", "f")
-    run = read_run(None, {"PMI_RANK": "1", "PMI_SIZE": "2"}, flags=(*flags, "--train.model-dir", "m"))
-    assert (run.discovery.kind, run.cluster.index) == ("files", 1)
 
 
 def test_what_makes_no_sense_is_refused():

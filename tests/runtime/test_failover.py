@@ -129,7 +129,7 @@ def test_a_server_that_is_lost_during_a_save_spoils_that_checkpoint_only(
         assert "model.ckpt-6.manifest" in saved
     else:
         assert "model.ckpt-6.manifest" not in saved
-        assert "dropped the checkpoint of step 6, and training goes on" in caplog.text
+        assert "dropped the checkpoint of step 6, and training continues" in caplog.text
     assert set(read_model(TASK, tmp_path).tally.values()) == {1.0}
 
 
@@ -234,7 +234,7 @@ class Trained:
         return self
 
     def parts(self, coordinator: FleetCoordinator, model: Model) -> list[Any]:
-        return coordinator.placement.parts(model, incremental=False, beside=False)
+        return coordinator.placement.parts(model, incremental=False, background=False)
 
     def _set(self, value: float) -> None:
         """Make every weight, and the one row of each server, this value."""

@@ -461,10 +461,10 @@ def test_rows_expire_on_all_ranks_at_the_same_place(prefetch: int, tmp_path: Pat
     assert oldest > 0, "the first rows have expired"
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_each_rank_writes_its_share_of_increments_too(beside: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_each_rank_writes_its_share_of_increments_too(background: bool, tmp_path: Path) -> None:
     task, config = tallied(
-        tmp_path, save=SaveConfig(steps=1, asynchronous=beside), keep=KeepConfig(full_every=3)
+        tmp_path, save=SaveConfig(steps=1, asynchronous=background), keep=KeepConfig(full_every=3)
     )
     train_ranks([task] * 2, replace(config, steps=5))
     found = {path.name for path in (tmp_path / "model").glob("model.ckpt-5.assets/*") if path.is_dir()}

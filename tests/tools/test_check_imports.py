@@ -68,7 +68,7 @@ def test_an_import_of_a_row_below_is_refused(findings: Findings) -> None:
 
 def test_an_import_of_a_neighbour_is_refused(findings: Findings) -> None:
     assert findings(config__a="import monolith.filesystem.paths") == [
-        "config/a.py:1: config imports filesystem, which is beside it"
+        "config/a.py:1: config imports filesystem, which is on the same row as it"
     ]
 
 
@@ -113,7 +113,7 @@ def test_the_library_does_not_know_the_packages_built_on_it(tool: ModuleType, tm
     found = tool.check(*(tmp_path / name for name in tool.PACKAGES))
     assert [finding.message for finding in found] == [
         "cli imports monolith_compat, which is below it",
-        "monolith_bench imports monolith_compat, which is beside it",
+        "monolith_bench imports monolith_compat, which is on the same row as it",
     ]
 
 

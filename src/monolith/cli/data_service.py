@@ -109,7 +109,7 @@ def data_guard(options: SecurityOptions, bind: str, environ: Mapping[str, str]) 
 
 def worker(options: DataWorkerOptions) -> int:
     """Run a data worker until it is told to stop, or loses its dispatcher."""
-    from monolith.data.service import DataWorker
+    from monolith.data.service import DataWorker, DataWorkerConfig
 
     open_split = find_function(options.source)
     guard = data_guard(options.security, options.host, os.environ)
@@ -125,15 +125,17 @@ def worker(options: DataWorkerOptions) -> int:
             DataWorker(
                 where,
                 open_split,
+                DataWorkerConfig(
+                    readers=options.readers,
+                    buffer_chunks=options.buffer_chunks,
+                    chunk_records=options.chunk_records,
+                    patience=patience,
+                ),
                 host=options.host,
                 port=options.port,
                 advertise=advertise,
                 guard=guard,
                 limits=limits_of(options.security, os.environ),
-                readers=options.readers,
-                buffer_chunks=options.buffer_chunks,
-                chunk_records=options.chunk_records,
-                patience=patience,
             )
         )
         say(f"worker {running.address}")

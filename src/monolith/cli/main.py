@@ -31,22 +31,24 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. A rank of mpirun that failed ends here, and all others.
+    """Run one command and return its exit status. A rank of mpirun that failed ends all ranks.
 
     Args:
         argv: The arguments after the program's name; by default those of this process.
     """
     status = answer(sys.argv[1:] if argv is None else argv)
-    if status and is_rank_of_mpi():
-        from monolith.cluster.mpi import end_rank
+    if status and may_be_rank():
+        from monolith.runtime.discovery import installed_schedulers
 
-        end_rank(os.environ, status)
+        for scheduler in installed_schedulers().values():
+            scheduler.end_ranks(os.environ, status)
     return status
 
 
-def is_rank_of_mpi() -> bool:
-    """Whether mpirun started this process, told from two variables without importing anything."""
-    return bool(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK"))
+def may_be_rank() -> bool:
+    """Whether a variable such as RANK or PMI_RANK is set. To ask the schedulers takes imports of some 0.5 s,
+    which other processes are spared."""
+    return any(name.endswith("RANK") for name in os.environ)
 
 
 def answer(words: Sequence[str]) -> int:
@@ -126,10 +128,11 @@ def run(argv: Sequence[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     observe.install_stack_dump()
     raise_file_limit()
-    if is_rank_of_mpi():
-        from monolith.cluster.mpi import abort_on_exception
+    if may_be_rank():
+        from monolith.runtime.discovery import installed_schedulers
 
-        abort_on_exception(os.environ)
+        for scheduler in installed_schedulers().values():
+            scheduler.abort_on_exception(os.environ)
     command = find_command(name)
     try:
         status: int = getattr(importlib.import_module(command.module), command.function)(options)

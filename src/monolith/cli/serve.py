@@ -27,7 +27,7 @@ from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.flags import SecurityOptions, guard_of, limits_of, run_config_of, security_of
 from monolith.cli.options.serve import SERVE_FIELDS, ServeOptions
 from monolith.cluster import Discovery, open_discovery_url
-from monolith.cluster.launch.processes import Member, launch
+from monolith.cluster.launch.processes import LaunchOptions, Member, launch
 from monolith.cluster.run_token import TOKEN_FILE, read_token
 from monolith.cluster.security import Guard, SecurityConfig, derive_token, guard_caller, ssl_context
 from monolith.config import parse_bytes, parse_duration
@@ -195,11 +195,13 @@ def serve_together(options: ServeOptions) -> int:
 
         outcome = launch(
             members,
-            output=sys.stderr,
-            grace=config.drain + timedelta(seconds=5),
-            followers=(),
-            restarts=RESTARTS,
-            tap=tap,
+            LaunchOptions(
+                output=sys.stderr,
+                grace=config.drain + timedelta(seconds=5),
+                followers=(),
+                restarts=RESTARTS,
+                tap=tap,
+            ),
         )
     if outcome.failed is not None:
         raise ConfigError(f"serve: {outcome.text}; its lines above say why")

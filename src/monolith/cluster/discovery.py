@@ -155,7 +155,7 @@ def locator(discovery: Discovery, role: str, index: int = 0) -> Callable[[], str
         found = discovery.query(role)
         if index not in found:
             others = f"; registered are {sorted(found)}" if found else ""
-            raise UnavailableError(f"nobody is registered as {role} {index}{others}")
+            raise UnavailableError(f"no process is registered as {role} {index}{others}")
         return found[index]
 
     return locate

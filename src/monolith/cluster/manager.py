@@ -239,7 +239,7 @@ class ClusterManager:
             entries = self._discovery.entries(role)
         except ClusterError as error:
             return f"unknown ({error})"
-        return ", ".join(f"{entry.index} at {entry.address}" for entry in entries) or "nobody"
+        return ", ".join(f"{entry.index} at {entry.address}" for entry in entries) or "none"
 
     def _ps_for_chief(self) -> list[str]:
         """Return the servers of the job. An earlier choice is kept."""

@@ -189,7 +189,7 @@ def guard_listener(
                 "nor a token. Set security.cert, key and ca, or security.token_file, as flags "
                 "--security.token-file and so on (of data commands --tls-cert, --tls-key, --tls-ca and "
                 "--token-file); or listen on 127.0.0.1. On a network that you trust, commands with "
-                "--insecure let everybody in."
+                "--insecure accept every caller."
             )
         if open_to_all:
             _log.warning("listening on %s without authentication (--insecure)", bind)

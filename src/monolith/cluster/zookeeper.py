@@ -523,7 +523,7 @@ def clear_zk_path(
             client.delete(path, recursive=True)
     except errors.not_empty as error:
         raise DiscoveryError(
-            f"cannot clear {BASE}/{job}: somebody puts entries back, so the job is running. Stop it first."
+            f"cannot clear {BASE}/{job}: a process registers again, so the job is running. Stop it first."
         ) from error
     except errors.kazoo as error:
         raise _translated(error, f"clear {BASE}", config) from error

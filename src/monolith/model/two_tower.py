@@ -80,7 +80,7 @@ class TwoTower(nn.Module):
         torch.Size([2])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords that users write; see decision 0065
         self,
         features: Sequence[Feature | str] | FeatureSpec,
         *,

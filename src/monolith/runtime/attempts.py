@@ -18,7 +18,6 @@ from datetime import timedelta
 from monolith import concurrency
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.addresses import get_local_host
-from monolith.cluster.mpi import is_restarted_by_launcher, keys_are_named, world_from_environment
 from monolith.cluster.run_token import rank_security
 from monolith.cluster.security import guard_listener
 from monolith.errors import FailedPeerError, RetryableError
@@ -27,7 +26,12 @@ from monolith.runtime import Coordinator, Fleet, FleetCoordinator, TrainReport, 
 from monolith.runtime.cluster_config import FailoverConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output
-from monolith.runtime.discovery import listen_address
+from monolith.runtime.discovery import (
+    is_restarted_by_launcher,
+    keys_are_named,
+    listen_address,
+    world_from_environment,
+)
 from monolith.runtime.fleet_join import reach_servers
 from monolith.runtime.rank_rendezvous import RankRendezvous
 from monolith.runtime.ranks import RankCoordinator

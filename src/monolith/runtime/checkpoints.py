@@ -39,6 +39,7 @@ from monolith.train.hooks import (
     SaveHook,
     SaveMemory,
 )
+from monolith.train.hooks.save import SavePlan
 from monolith.train.hooks.save_timing import SaveListener
 
 _log = logging.getLogger(__name__)
@@ -147,18 +148,20 @@ class RunCheckpoints:
         """
         config = self._config
         memory = self._memory
+        clocks = concurrency.Clocks(wall=self._clock, timer=self._timer)
         save = SaveHook(
             self,
-            replace(config.save, asynchronous=config.saves_beside),
+            replace(config.save, asynchronous=config.saves_in_background),
+            plan=SavePlan(
+                resumed=lambda: self._session.rejoined,
+                together=self._session.quiesced,
+                outlives=self._placement.survives,
+                on_saved=self._note,
+            ),
             listeners=listeners,
             memory=memory,
-            resumed=lambda: self._session.rejoined,
-            together=self._session.quiesced,
-            outlives=self._placement.survives,
-            on_saved=self._note,
             metrics=metrics,
-            clock=self._clock,
-            timer=self._timer,
+            clocks=clocks,
         )
         self.save = save
         self._session.save_due = lambda: save.timer.retry_due and not save.is_writing
@@ -179,11 +182,10 @@ class RunCheckpoints:
             dense = SaveHook(
                 Checkpointer(self._dense_saver(), [dense_part], clock=self._clock),
                 config.dense_save,
+                plan=SavePlan(dense_only=True),
                 memory=memory,
-                dense_only=True,
                 metrics=metrics,
-                clock=self._clock,
-                timer=self._timer,
+                clocks=clocks,
             )
             if config.hooks.online_file:
                 every = config.hooks.online_file_every_steps

@@ -292,7 +292,7 @@ class Placement(Protocol):
             ConfigError: Its rows are in a store of its own.
         """
 
-    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:
+    def parts(self, model: Model, *, incremental: bool, background: bool) -> list[Part]:
         """Return the parts of a checkpoint that hold rows and weights; see `Model.parts`."""
 
     def dense_part(self, model: Model) -> Part:

@@ -154,7 +154,7 @@ def read_splits(
     open_things: ExitStack,
 ) -> None:
     """Read files for the workers of a run until asked to stop."""
-    from monolith.data.service import DataWorker
+    from monolith.data.service import DataWorker, DataWorkerConfig
 
     service = config.data_service or DataServiceConfig()
     dispatcher = dispatcher_of(config, run.environ, open_things)
@@ -165,13 +165,13 @@ def read_splits(
         DataWorker(
             dispatcher,
             data.open_split,
+            DataWorkerConfig(
+                readers=service.readers, chunk_records=data.batch_size, patience=service.patience
+            ),
             host=host,
             port=port,
             guard=guard_listener(host, config.security),
             limits=config.limits,
-            readers=service.readers,
-            chunk_records=data.batch_size,
-            patience=service.patience,
         )
     )
     run.output.say(f"data worker {config.cluster.index} listens on {running.address}")

@@ -1,31 +1,29 @@
-"""The role and the registry of this process: from its config, its launcher, or a scheduler.
+"""The role, the rank and the registry of this process: from its config, torchrun, or a scheduler.
 
-Flags and files set role and index, unless a launcher does: torchrun and mpirun count ranks, and a scheduler
-(TF_CONFIG of Primus and Kubeflow, MLP) names every process. Schedulers are found through entry points.
-`open_discovery` then opens the registry in which the processes of the run find each other.
+Flags and files set role and index, unless the system that started the process does: torchrun and mpirun
+number ranks, and TF_CONFIG (of Primus and Kubeflow) and MLP name every process. The library knows torchrun;
+all others are schedulers that are found through entry points. `open_discovery` then opens the registry in
+which the processes of the run find each other.
 """
 
 from __future__ import annotations
 
 import difflib
-import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Literal
 
-from monolith import concurrency, filesystem
+from monolith import concurrency
 from monolith.cluster.addresses import Address, get_local_host
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.consul_client import ConsulConfig
 from monolith.cluster.discovery import Discovery
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
-from monolith.cluster.mpi import is_under_mpi, job_of_mpi, world_from_environment, world_or_alone
 from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
 from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery
 from monolith.errors import ConfigError
@@ -57,12 +55,55 @@ class Role:
     """How many processes of each kind there are, if the scheduler says so."""
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """The rank of one process among all ranks."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """The rank among the processes on this machine."""
+    local_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or not 0 <= self.local_rank < self.local_size:
+            raise ConfigError(
+                f"invalid ranks: rank {self.rank} of {self.size}, here {self.local_rank} of {self.local_size}"
+            )
+
+    @classmethod
+    def from_variables(cls, environ: Mapping[str, str], names: RankVariables) -> World | None:
+        """Read the four variables that a launcher sets; None if it does not set the first one.
+
+        Raises:
+            ConfigError: A variable is no number, or the numbers make no sense.
+        """
+
+        def number(name: str, default: int) -> int:
+            text = environ.get(name, "").strip()
+            try:
+                return int(text) if text else default
+            except ValueError:
+                raise ConfigError(f"the environment's {name} must be a number, got {text!r}") from None
+
+        rank, size, local_rank, local_size = names
+        if not environ.get(rank):
+            return None
+        return cls(number(rank, 0), number(size, 1), number(local_rank, 0), number(local_size, 1))
+
+
+RankVariables = tuple[str, str, str, str]
+"""The variables of a rank, of the number of ranks, and of the two on this machine."""
+
+TORCHRUN_VARIABLES: RankVariables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
 class Scheduler(ABC):
-    """A system that starts all processes of a run and tells each its role and the addresses of its peers.
+    """A system that starts the processes of a run and tells each its role or its rank.
 
     A package adds one by an entry point of the group `monolith.schedulers`, whose name is a value of
-    `discovery.kind`. `monolith_compat` adds tf_config and mlp, and passes `tests/contracts/test_discovery.py`
-    with the registries that they open.
+    `discovery.kind`. `monolith_compat` adds tf_config and mlp, which name all processes, and mpi, which
+    numbers ranks. The registries that they open pass `tests/contracts/test_discovery.py`.
     """
 
     @abstractmethod
@@ -70,29 +111,30 @@ class Scheduler(ABC):
         """Whether the environment says that this scheduler started the process."""
 
     @abstractmethod
-    def role(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> Role:
-        """Return the role of this process.
+    def role(self, config: RunConfig, environ: Mapping[str, str]) -> Role | None:
+        """Return the role of this process; None if it only numbers ranks, see `world`.
 
         Raises:
             ConfigError: The scheduler did not start this process, or contradicts itself.
         """
 
     @abstractmethod
-    def open(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> AbstractContextManager[Discovery]:
+    def open(self, config: RunConfig, environ: Mapping[str, str]) -> AbstractContextManager[Discovery]:
         """Return the registry with the addresses of all processes."""
 
-    def listen_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str | None:
+    def listen_address(self, config: RunConfig, environ: Mapping[str, str]) -> str | None:
         """Return the address at which the other processes look for this one, if the scheduler sets it."""
-        return self.role(config, environ).address
+        role = self.role(config, environ)
+        return None if role is None else role.address
 
-    def dispatcher_address(self, config: DiscoveryConfig, environ: Mapping[str, str]) -> str:
-        """Return the address of the data service's dispatcher.
+    def dispatcher_address(self, config: RunConfig, environ: Mapping[str, str]) -> str | None:
+        """Return the address of the data service's dispatcher; None if the registry may have it.
 
         Raises:
-            ConfigError: The scheduler names none.
+            ConfigError: The scheduler names all processes, and no dispatcher.
         """
         del config, environ
-        raise ConfigError(f"{type(self).__name__} names no data service; set its address in the config")
+        return None
 
     def extra_data_workers(self, environ: Mapping[str, str], count: int) -> tuple[int, list[int]]:
         """Return the first index and the ports of data workers that this worker starts; port 0 is any."""
@@ -105,12 +147,34 @@ class Scheduler(ABC):
         """Set `stop` when the chief ends, if the scheduler itself does not end its helper processes."""
         del stop, environ, check  # by default the scheduler ends them
 
+    def sets_variable(self, name: str) -> bool:
+        """Whether a variable identifies a process to this scheduler. Processes that it does not know, which a
+        worker starts, must not inherit such a variable."""
+        del name
+        return False
+
+    # Of a scheduler that numbers ranks. When one rank fails it ends all of them, and restarts all or none.
+
+    def world(self, environ: Mapping[str, str]) -> World | None:
+        """Return the rank of this process; None if this scheduler gave it none."""
+        del environ
+        return None
+
+    def abort_on_exception(self, environ: Mapping[str, str]) -> None:
+        """Let an uncaught exception in this process end all its ranks. Every command calls it first."""
+        del environ
+
+    def end_ranks(self, environ: Mapping[str, str], status: int) -> None:
+        """End all ranks after this one failed with a status that is not 0; return if there are no others."""
+        del environ, status
+
 
 CheckPort = Callable[[str, int, timedelta], bool]
 """Whether a connection to a host and port succeeds in time."""
 
-SCHEDULERS = ("tf_config", "mlp")
-"""Kinds of discovery that are schedulers. TF_CONFIG counts first, since it names every process."""
+SCHEDULERS = ("tf_config", "mlp", "mpi")
+"""Kinds of discovery that are schedulers. TF_CONFIG counts first, since it names every process; mpi last,
+since MLP may start its workers by mpirun."""
 
 
 @cache
@@ -141,14 +205,44 @@ def discovery_defaults(environ: Mapping[str, str]) -> dict[str, object]:
     for kind in SCHEDULERS:
         if kind in schedulers and schedulers[kind].has_started(environ):
             return {"discovery.kind": kind}
-    return {"discovery.kind": "mpi"} if is_under_mpi(environ) else {}
+    return {}
+
+
+def scheduled_world(environ: Mapping[str, str]) -> World | None:
+    """Return the rank that a scheduler such as mpirun gave this process; None if none did."""
+    found = (scheduler.world(environ) for scheduler in installed_schedulers().values())
+    return next((world for world in found if world is not None), None)
+
+
+def world_from_environment(environ: Mapping[str, str]) -> World | None:
+    """Return the rank that mpirun or torchrun gave this process; None if neither started it.
+
+    If both have set variables, those of mpirun count: its processes may have inherited torchrun's.
+
+    Raises:
+        ConfigError: A variable is no number, or the numbers make no sense.
+    """
+    return scheduled_world(environ) or World.from_variables(environ, TORCHRUN_VARIABLES)
+
+
+def keys_are_named(environ: Mapping[str, str]) -> bool:
+    """Whether ranks need no registry to find each other: they are numbered, and variables name the address at
+    which all of them share keys, as those of torchrun do."""
+    named = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
+    return named and world_from_environment(environ) is not None
+
+
+def is_restarted_by_launcher(environ: Mapping[str, str]) -> bool:
+    """Whether a rank that lost another is to end: torchrun and mpirun end all ranks then, and restart all of
+    them or none."""
+    return scheduled_world(environ) is not None or keys_are_named(environ)
 
 
 def assign_role(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     """Return the config with the role and index that the launcher of this process set.
 
-    A scheduler (TF_CONFIG, MLP) sets them for any role, torchrun and mpirun for ranks. Otherwise flags,
-    environment and file set them. The launcher also sets counts that the config leaves at their defaults.
+    TF_CONFIG and MLP set them for any role, torchrun and mpirun for ranks. Otherwise flags, environment and
+    file set them. A scheduler also sets counts that the config leaves at their defaults.
 
     Raises:
         ConfigError: The scheduler names no role, or one that a run does not have.
@@ -156,11 +250,11 @@ def assign_role(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     if config.job.local:
         return config
     cluster = config.cluster
-    if (scheduler := scheduler_of(config.discovery)) is not None:
-        role = scheduler.role(config.discovery, environ)
-    elif cluster.mode == "sync" and (world := world_from_environment(environ)) is not None:
-        return replace(config, cluster=replace(cluster, index=world.rank, num_workers=world.size))
-    else:
+    scheduler = scheduler_of(config.discovery)
+    role = None if scheduler is None else scheduler.role(config, environ)
+    if role is None:
+        if cluster.mode == "sync" and (world := world_from_environment(environ)) is not None:
+            return replace(config, cluster=replace(cluster, index=world.rank, num_workers=world.size))
         return config
     if role.kind not in ROLES:
         near = difflib.get_close_matches(role.kind, ROLES, n=1)
@@ -190,9 +284,7 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
         return nullcontext(None)
     discovery = config.discovery
     if (scheduler := scheduler_of(discovery)) is not None:
-        return scheduler.open(discovery, environ)
-    if discovery.kind == "mpi":
-        return _met_in_model_dir(config, environ)
+        return scheduler.open(config, environ)
     if discovery.kind == "files":
         return FilesDiscovery(FilesConfig(folder=discovery.folder or ""))
     if discovery.kind == "ray":
@@ -214,48 +306,18 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
     return ZooKeeperDiscovery(config.job.name, ZooKeeperConfig(servers=servers, auth=auth))
 
 
-@contextmanager
-def _met_in_model_dir(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Discovery]:
-    """Give the registry of the processes of one mpirun: a folder, which is gone after them.
-
-    Raises:
-        ConfigError: mpirun did not start this process, or the model_dir is no path of this machine.
-    """
-    model_dir = config.train.model_dir
-    if not is_under_mpi(environ):
-        raise ConfigError("discovery by mpi is for processes that mpirun started, and this one was not")
-    if filesystem.is_remote(model_dir):
-        raise ConfigError(
-            f"the ranks of mpirun meet in a folder of the model_dir, and {model_dir} is remote. Say where "
-            "rank 0 is, by `mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=<port>`, or name a registry by "
-            "discovery.kind"
-        )
-    folder = Path(model_dir) / "mpirun" / job_of_mpi(environ)
-    try:
-        with FilesDiscovery(FilesConfig(folder=str(folder))) as discovery:
-            yield discovery
-    finally:
-        if config.cluster.role == "worker" and config.cluster.index == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port that this process is to listen on; port 0 is any free one.
 
     The config comes first; then the address at which a scheduler tells the other processes to look for this
-    one; then the machine's own address, or, if mpirun started all of them on this machine, one that no other
-    machine reaches.
+    one; then the machine's own address.
 
     Raises:
         ConfigError: The scheduler names no address for this process.
         ClusterError: This machine's address cannot be found.
     """
-    cluster, kind = config.cluster, config.discovery.kind
-    given: str | None = None
-    if (scheduler := scheduler_of(config.discovery)) is not None:
-        given = scheduler.listen_address(config.discovery, environ)
-    elif kind == "mpi" and (world := world_or_alone(environ)).size == world.local_size:
-        given = "127.0.0.1:0"
+    cluster, scheduler = config.cluster, scheduler_of(config.discovery)
+    given = None if scheduler is None else scheduler.listen_address(config, environ)
     if given is None:
         return cluster.listen or get_local_host(environ), cluster.port
     address = Address.parse(given)
@@ -272,4 +334,4 @@ def dispatcher_address(config: RunConfig, environ: Mapping[str, str]) -> str | N
     if service is not None and service.dispatcher is not None:
         return service.dispatcher
     scheduler = scheduler_of(config.discovery)
-    return None if scheduler is None else scheduler.dispatcher_address(config.discovery, environ)
+    return None if scheduler is None else scheduler.dispatcher_address(config, environ)

@@ -231,7 +231,7 @@ def _first_batch(task: Task, spec: FeatureSpec | None, say: Callable[[str], obje
 def _read_first(task: Task, names: Sequence[str], say: Callable[[str], object]) -> Batch | None:
     with closing(as_stream(task.dataset(Mode.EVALUATE))) as data:
         if data.size() is None and data.fraction_read(data.position()) is None:
-            say("no warm-up requests: nobody knows whether the evaluation data ends")
+            say("no warm-up requests: it is unknown whether the evaluation data ends")
             return None
         if names:
             data.keep_columns(names)

@@ -312,7 +312,7 @@ class ServerPlacement:
         self._dense = ServedDense(self._fleet, model, self._buffers)
         return ServedOptimizer(store, model.dense)
 
-    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:  # noqa: ARG002
+    def parts(self, model: Model, *, incremental: bool, background: bool) -> list[Part]:  # noqa: ARG002
         # Incremental or in the background: the servers have the same settings, and decide by them.
         return [ServedTables(self._fleet), self.dense_part(model)]
 

@@ -24,16 +24,27 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from monolith import concurrency, filesystem
-from monolith.cluster.launch import Member, job_members, run_members, run_members_on_ray
+from monolith.cluster.launch import (
+    LaunchOptions,
+    Member,
+    RayLaunch,
+    job_members,
+    run_members,
+    run_members_on_ray,
+)
 from monolith.cluster.launch.processes import Events, StopRequest
-from monolith.cluster.mpi import MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLES
 from monolith.cluster.run_token import RUN_TOKEN
 from monolith.config import differences, to_dict
 from monolith.errors import ConfigError
 from monolith.runtime.config import RunConfig
 from monolith.runtime.config_loading import FOREIGN_VARIABLES, NOT_CONFIG, listed_problems, refused
 from monolith.runtime.context import Launch, MakeTask, RunContext, RunResult
-from monolith.runtime.discovery import listen_address, scheduler_of
+from monolith.runtime.discovery import (
+    TORCHRUN_VARIABLES,
+    installed_schedulers,
+    listen_address,
+    scheduler_of,
+)
 
 if TYPE_CHECKING:
     from monolith.train import Task
@@ -97,25 +108,15 @@ def run_launched(run: RunContext) -> RunResult:
         members_of(config, launch, run.environ, report.mark) as members,
         run.stopped_by(ask),
     ):
+        options = LaunchOptions(output=run.lines, grace=GRACE, tap=report.take)
         if launch.kind == "local":
             outcome = run_members(
                 members,
-                output=run.lines,
-                grace=GRACE,
-                restarts=config.failover.max_retries,
-                chief="worker 0",
-                tap=report.take,
-                events=events,
+                replace(options, restarts=config.failover.max_retries, chief="worker 0"),
+                events,
             )
         else:
-            outcome = run_members_on_ray(
-                members,
-                address=launch.ray_address,
-                output=run.lines,
-                grace=GRACE,
-                tap=report.take,
-                events=events,
-            )
+            outcome = run_members_on_ray(members, RayLaunch(address=launch.ray_address), options, events)
     status = outcome.status
     if report.found is not None:
         run.output.report(report.found)
@@ -342,10 +343,8 @@ def extra_data_workers(run: RunContext, config: RunConfig, dispatcher: Callable[
     def look_after() -> None:
         outcome = run_members(
             members,
-            output=run.lines,
-            grace=DATA_WORKER_GRACE,
-            restarts=config.failover.max_retries,
-            events=events,
+            LaunchOptions(output=run.lines, grace=DATA_WORKER_GRACE, restarts=config.failover.max_retries),
+            events,
         )
         if outcome.failed is not None:
             run.output.warn(f"{outcome.text}; this worker continues with the data of other data workers")
@@ -373,8 +372,12 @@ def extra_members(
     first, ports = (0, [0] * count) if scheduler is None else scheduler.extra_data_workers(environ, count)
     host, _ = listen_address(config, environ)
     # They are told everything they need: no scheduler knows of them, so its variables must not count.
-    ranks = (*MPI_VARIABLES, *PMI_VARIABLES, *TORCHRUN_VARIABLES)
-    cleared = [name for name in environ if name.startswith("MLP_") or name in ranks]
+    known = installed_schedulers().values()
+    cleared = [
+        name
+        for name in environ
+        if name in TORCHRUN_VARIABLES or any(scheduler.sets_variable(name) for scheduler in known)
+    ]
     words = without_flags(command, *_NOT_OF_DATA_WORKERS)
     token = {} if config.security.token is None else {RUN_TOKEN: config.security.token.reveal()}
     members = []

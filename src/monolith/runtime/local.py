@@ -111,8 +111,8 @@ class LocalPlacement:
     def attach(self, model: Model) -> WeightOptimizer | None:
         return scheduled(model)
 
-    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:
-        return model.parts(incremental=incremental, beside=beside)
+    def parts(self, model: Model, *, incremental: bool, background: bool) -> list[Part]:
+        return model.parts(incremental=incremental, background=background)
 
     def dense_part(self, model: Model) -> Part:
         return model.dense_part()

@@ -78,6 +78,7 @@ from monolith.runtime.standbys import CopiedShard, CopyPlan, StandbyCopy
 from monolith.store import DenseShard, LocalStore, ParameterServer
 from monolith.store.dense import unpack_tensors
 from monolith.store.server import NewestPush
+from monolith.sync.flight_channel import DeltaPort
 from monolith.sync.messages import LearnedUpTo
 from monolith.sync.publish_messages import (
     PublishedWeights,
@@ -695,9 +696,7 @@ class ServedShard:
                     incarnation=self._server.incarnation,
                     pushes=self._server.known_pushes,
                     plan=self._copies,
-                    host=host,
-                    guard=guard,
-                    limits=limits,
+                    port=DeltaPort(host=host, guard=guard, limits=limits),
                 )
             return held.copied.opened
 
@@ -820,7 +819,7 @@ class ServedShard:
         model = Model(self._task, Mode.TRAIN, seed=config.seed, rates=config.schedule, tables=config.tables)
         part = model.tables_part(
             incremental=self._config.keep.full_every > 1,
-            beside=self._config.saves_beside,
+            background=self._config.saves_in_background,
             share=share,
         )
         stores = [store for store in model.stores if isinstance(store, LocalStore)]

@@ -19,7 +19,6 @@ from typing import Any, Literal
 from monolith import concurrency, filesystem
 from monolith.checkpoint import read_checkpoint_state
 from monolith.cluster import Discovery, Waiting
-from monolith.cluster.mpi import keys_are_named
 from monolith.cluster.security import guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
 from monolith.errors import ConfigError, MonolithError
@@ -33,7 +32,7 @@ from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output, RunContext, RunResult
 from monolith.runtime.control import ControlPlace, control_hooks, control_place, profiled_on_demand, tracer_of
 from monolith.runtime.data_service import data_security, read_for_workers, secured, served_task
-from monolith.runtime.discovery import listen_address, open_discovery
+from monolith.runtime.discovery import keys_are_named, listen_address, open_discovery
 from monolith.runtime.launch import MARK
 from monolith.runtime.local_profile import profiled_by_user
 from monolith.runtime.publish import publish_plan
@@ -41,7 +40,7 @@ from monolith.runtime.status import OwnStatus
 from monolith.runtime.task_setup import prepared_task, set_threads
 from monolith.train import Hook, Task, TrainConfig
 from monolith.train.hooks import LiveLineHook, ProfilerHook, TrainStatus
-from monolith.train.hooks.live_line import gauge_status
+from monolith.train.hooks.live_line import LiveValues, Outlook, gauge_status
 from monolith.train.hooks.profiling import FIRST_STEP, WINDOW_STEPS
 from monolith.train.hooks.save_timing import SaveListener
 
@@ -441,15 +440,15 @@ def line_hook(local: LocalRun, config: TrainConfig, show: Show, every: timedelta
     coordinator = local.session.coordinator
     return LiveLineHook(
         show,
+        LiveValues(
+            stats=local.session.model.stats,
+            metrics=local.session.metrics.values,
+            skipped=lambda: local.session.progress.total_skipped,
+            staleness=lambda: None if (found := coordinator.status().staleness) is None else found.last,
+            evaluated=lambda: last.metrics if local.evaluate and (last := local.evaluate.latest) else {},
+        ),
+        Outlook(steps=config.steps, max_steps=config.max_steps, read=local.session.fraction_read),
         every=every,
-        stats=local.session.model.stats,
-        metrics=local.session.metrics.values,
-        skipped=lambda: local.session.progress.total_skipped,
-        staleness=lambda: None if (found := coordinator.status().staleness) is None else found.last,
-        evaluated=lambda: last.metrics if local.evaluate and (last := local.evaluate.latest) else {},
-        steps=config.steps,
-        max_steps=config.max_steps,
-        read=local.session.fraction_read,
         epochs=config.epochs or 1,
         live=local.session.batches.live,
     )

@@ -112,7 +112,7 @@ def address_of(addresses: tuple[str, ...], share: IdShard) -> Address:
     if len(addresses) != 1:
         raise ConfigError(
             f"publish.to: there are {len(addresses)} addresses for {count} publishers; name one "
-            "for each, in order, or the first alone: the others listen at the ports after it"
+            "for each, in order, or only the first: the other publishers listen at the ports after it"
         )
     first = Address.parse(addresses[0])
     return Address(first.host, first.port + number if first.port else 0)

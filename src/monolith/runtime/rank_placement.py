@@ -255,7 +255,7 @@ class RankPlacement:
         self._average = AveragedGradients(list(model.weights().values()), self._groups.dense, self._config)
         return scheduled(model)
 
-    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:  # noqa: ARG002
+    def parts(self, model: Model, *, incremental: bool, background: bool) -> list[Part]:  # noqa: ARG002
         return [self.rows.tables_part(), self.dense_part(model)]
 
     def dense_part(self, model: Model) -> Part:

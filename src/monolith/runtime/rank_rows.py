@@ -165,7 +165,7 @@ class RowsOnRanks:
     def attach(self, model: Model, config: TrainConfig) -> None:
         part = model.tables_part(
             incremental=config.keep.full_every > 1,
-            beside=config.saves_beside,
+            background=config.saves_in_background,
             share=(self._groups.rank, self._groups.size),
         )
         self._share = RankShard(self._groups.calls, part, self._count, config.model_dir)

@@ -371,7 +371,12 @@ class RankCoordinator:
             return False
         if self.membership.is_chief:
             self._groups.expect_end()
-            self._say(Word(over=True))
+            try:
+                self._say(Word(over=True))
+            except RetryableError as error:
+                # Everything is saved, and a rank that has received the word may be gone before its part of
+                # the call arrives here. A retry would wait for that rank in vain.
+                _log.warning("some ranks may not know that the run is over: %s", error)
             rows.end(finished=not self._unfinished and not outcome.interrupted)
             return False
         assert state is not None

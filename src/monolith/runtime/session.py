@@ -322,7 +322,7 @@ class Session:
         placement = self.coordinator.placement
         parts: list[Part] = [
             *self.model.features_parts(),
-            *placement.parts(self.model, incremental=incremental, beside=self.config.saves_beside),
+            *placement.parts(self.model, incremental=incremental, background=self.config.saves_in_background),
             StatePart("progress", self.progress.saved, self.progress.restore),
             StatePart("position", self._positions, self._restore_positions),
             StatePart("metrics", self.metrics.state, self.metrics.restore),

@@ -41,7 +41,6 @@ from monolith.sync.target import TableTarget
 from monolith.table import Rows
 from monolith.train.model import Model
 from monolith.wire.messages import Nothing, read_message, write_message
-from monolith.wire.ports import Limits
 from monolith.wire.transport import PortGuard
 
 _log = logging.getLogger(__name__)
@@ -331,8 +330,7 @@ class CopiedShard:
         dense: The weights of the share.
         incarnation: Names what is held.
         pushes: Says which pushes have been applied to it.
-        host: Where to listen, on a port of its own.
-        guard: What callers must present.
+        port: Where standbys read; it is closed with this.
     """
 
     def __init__(
@@ -344,16 +342,14 @@ class CopiedShard:
         incarnation: str,
         pushes: Callable[[], Mapping[str, KnownPushes]],
         plan: CopyPlan,
-        host: str,
-        guard: PortGuard | None,
-        limits: Limits | None,
+        port: DeltaPort,
     ) -> None:
         self._tables = model.tables
         self._dense = dense
         self._pushes = pushes
         self._incarnation = incarnation
         self._known = threading.local()
-        self.port = DeltaPort(host=host, guard=guard, limits=limits)
+        self.port = port
         tables: Mapping[str, Any] = self._tables
         self.publisher = Publisher(
             tables,

@@ -104,11 +104,11 @@ def data_of(task: Task) -> TaskData:
         )
     if noted[0].config.live:
         raise ConfigError(
-            "data.watch and data.kafka: a data service hands out files that are there. Leave data_service "
+            "data.watch and data.kafka: a data service assigns files that exist. Leave data_service "
             "out, and have the workers read the stream themselves"
         )
     if noted[0].config.queue is not None:
-        raise ConfigError("data.queue: a data service hands out the files itself; leave the queue out")
+        raise ConfigError("data.queue: a data service assigns the files itself; leave the queue out")
     return noted[0]
 
 

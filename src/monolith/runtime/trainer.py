@@ -171,7 +171,7 @@ class Trainer:
         'run/model.ckpt-10'
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords that users write; see decision 0065
         self,
         task: Task,
         config: TrainConfig | None = None,
@@ -661,7 +661,6 @@ class Trainer:
         return installed_hooks(
             self.config,
             run,
-            run.session.model.module,
             self.task.name,
             metrics=self._metrics,
             others=self._coordinator.placement.others,

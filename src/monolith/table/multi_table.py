@@ -1,7 +1,7 @@
 """MultiTable: many tables by name, and one call for all of them.
 
 A model has a table per slot, or per group of slots that are configured alike, and
-every step reads and trains all of them. Tables stand in the order of their names,
+every step reads and trains all of them. Tables are in the order of their names,
 whatever order they were given in: ids, sizes and learning rates of a fused call
 follow it. Over native tables a fused call is one call into the core, over tables on
 one GPU it is a few launches; over any other `Table` it is a loop with the same outcome.
@@ -32,7 +32,7 @@ from monolith.table.table import Table, TableStats
 
 @dataclass(frozen=True, slots=True)
 class FusedRows:
-    """The embeddings of a fused lookup over K tables and N batches, and where each cell of them lies.
+    """The embeddings of a fused lookup over K tables and N batches, and the position of each cell in them.
 
     Cell `batch * K + table` holds the embeddings of one table's ids in one batch.
     """
@@ -144,7 +144,7 @@ class MultiTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows of all tables lie, and where fused calls may be given their tensors."""
+        """The device of all rows; fused calls accept tensors on it."""
         return torch.device("cpu") if self._device is None else self._device.torch_device
 
     @property

@@ -159,7 +159,7 @@ class TableSnapshot(Protocol):
 
     @property
     def max_event_time(self) -> int:
-        """The newest event time that the table had been told by then."""
+        """The newest event time of the table when the snapshot was opened."""
 
     @property
     def captured_bytes(self) -> int:

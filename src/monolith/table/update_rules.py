@@ -110,7 +110,7 @@ def _adagrad(
     w -= _over(lr, np.sqrt(s["norm"])) * g
 
 
-def _dynamic_wd_adagrad(  # noqa: PLR0917
+def _dynamic_wd_adagrad(
     o: DynamicWdAdagrad, w: Floats, s: State, g: Floats, lr: np.float32, step: int
 ) -> None:
     if o.lazy_decay:  # counts one more than the step: 0 is a row that has not had any
@@ -294,7 +294,7 @@ def newest_step(config: TableConfig, rows: Rows) -> int:
 
 
 def _pieces(config: TableConfig) -> Iterable[tuple[int, slice, slice]]:
-    """Yield each segment's number, and where its values and its state lie."""
+    """Yield each segment's number, and the positions of its values and its state."""
     column = state = 0
     for number, segment in enumerate(config.segments):
         yield number, slice(column, column + segment.dim), slice(state, state + segment.state_dim)

@@ -63,7 +63,7 @@ class Candidates:
     vectors: Tensor
     """float32 of shape (n, out): a row for each id."""
     raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
-    """Columns of the items as they were read, for whoever asked for some; see `Stream.keep_columns`."""
+    """Columns of the items as they were read, if columns were asked for; see `Stream.keep_columns`."""
     raw_kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
     """How the data holds the columns of `raw`, where that is known."""
 
@@ -127,7 +127,7 @@ class Candidates:
     ) -> dict[str, Tensor]:
         """Return recall@k, ndcg@k, hit_rate@k for each k, and mrr, of each query among all candidates.
 
-        What was wanted and is no candidate is not found, and counts as such.
+        A relevant item that is no candidate counts as not found.
 
         Args:
             queries: float of shape (queries, out).

@@ -314,7 +314,7 @@ class TrainConfig:
         return self.epochs is None if self.fresh_rows is None else self.fresh_rows
 
     @property
-    def saves_beside(self) -> bool:
+    def saves_in_background(self) -> bool:
         """Whether checkpoints are written while training continues."""
         return self.save.asynchronous and not self.deterministic
 
@@ -327,8 +327,8 @@ class RanksConfig:
     """What adds them up: gloo in the memory of the host, nccl on GPUs, one for each rank. Rows on GPUs are
     exchanged by the same."""
     bucket_bytes: int = 4 << 20
-    """How many bytes of gradients are sent at a time, while backward computes the others; 0 sends those of
-    each weight for themselves."""
+    """How many bytes of gradients are sent at a time, while backward computes the rest; 0 sends those of each
+    weight separately."""
     half_gradients: bool = False
     """Whether gradients are sent as half floats, at half the bytes; each is rounded to one part in 2,048."""
     skip_allreduce: bool = False

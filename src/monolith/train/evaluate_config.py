@@ -59,8 +59,8 @@ class EvaluateConfig:
     """How many steps there are between evaluations of the model, on the task's evaluation data; None counts
     none."""
     every_epochs: int | None = None
-    """How many passes over the data (train.epochs) there are between evaluations. They compare the model at
-    the same place of each pass."""
+    """How many epochs (train.epochs) there are between evaluations. They compare the model at the same place
+    of each epoch."""
     every: timedelta | None = None
     """How much time there is between evaluations of the model, such as 10m."""
     steps: int | None = None

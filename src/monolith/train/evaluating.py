@@ -1,6 +1,6 @@
 """Evaluating a run while it trains: on held data, with the model as it stands, and what follows from it.
 
-    due ──all stand still, every update done──► measured ──better than the best──► saved, and named the best
+    due ──all paused, every update done──► measured ──better than the best──► saved, and named the best
                                                     └──not, `patience` times in a row──► the run stops early
 
 What was best and how long ago is part of every checkpoint: a run that was killed compares on as if it had
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 _ROUNDING = 1e-6
-"""Of passes over the data, which are counted in fractions."""
+"""The error of epochs, which are counted in fractions."""
 
 OnOpen = Callable[[Stream[Batch]], object]
 """Told of data that was opened and not read yet."""
@@ -139,7 +139,7 @@ class BestSoFar:
         self.last_step: int | None = None
         """Of the last evaluation."""
         self.passes = 0.0
-        """Passes over the data between the best evaluation and the last."""
+        """Epochs between the best evaluation and the last."""
 
     @property
     def gives_up(self) -> bool:
@@ -310,7 +310,7 @@ class EvaluateHook(Hook):
 
         if config.every_epochs is not None and epochs is None:
             raise ConfigError(
-                "evaluate: every_epochs counts passes over the data; set train.epochs, or every_steps instead"
+                "evaluate: every_epochs counts epochs of the data; set train.epochs, or every_steps instead"
             )
 
     def after_create(self, run: TrainingRun) -> None:

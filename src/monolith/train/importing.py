@@ -110,7 +110,7 @@ def _move_schedule(model: Model, report: ImportReport) -> None:
     if schedule is None:
         return
     if not isinstance(schedule, RateSchedule):  # most of torch's compute a rate from the one before
-        why = f"{type(schedule).__name__} starts at step 0; rates of train.schedule go on at the step"
+        why = f"{type(schedule).__name__} starts at step 0; rates of train.schedule continue at the step"
         report.names.append(ImportedName("optimizer", "learning rates", None, why))
         return
     schedule.load_state_dict(

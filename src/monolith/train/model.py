@@ -30,7 +30,7 @@ from monolith.train.task import Mode, Outputs, Task
 _log = logging.getLogger(__name__)
 
 SHARE = 0.1
-"""Of a processor, for whoever saves where training has them all."""
+"""The fraction of a processor for a save in the background, if training uses all of them."""
 
 LookedUp = list[PreparedBatch]
 """The rows of a batch, by collection."""
@@ -104,14 +104,14 @@ class Model:
         """Made around every restore of rows of this process."""
         self._checked = False
 
-    def parts(self, *, incremental: bool = False, beside: bool = False) -> list[Part]:
+    def parts(self, *, incremental: bool = False, background: bool = False) -> list[Part]:
         """Return what a checkpoint keeps of the model; see `TablesPart`.
 
         Args:
-            beside: Whether it is written while training goes on: by one thread, which rests where training
-                has all processors, so that little is lost to it.
+            background: Whether it is written while training continues: by one thread, which rests if training
+                uses all processors, so that training loses little.
         """
-        return [self.tables_part(incremental=incremental, beside=beside), self.dense_part()]
+        return [self.tables_part(incremental=incremental, background=background), self.dense_part()]
 
     @property
     def spec(self) -> FeatureSpec | None:
@@ -134,7 +134,7 @@ class Model:
         self,
         *,
         incremental: bool = False,
-        beside: bool = False,
+        background: bool = False,
         share: tuple[int, int] = (0, 1),
     ) -> TablesPart:
         """Return what a checkpoint keeps of the rows; see `parts` and `TablesPart`."""
@@ -145,8 +145,8 @@ class Model:
             filters,
             shard=share,
             incremental=incremental,
-            write_workers=1 if beside else 4,
-            write_progress=Resting(SHARE) if beside and busy else None,
+            write_workers=1 if background else 4,
+            write_progress=Resting(SHARE) if background and busy else None,
             restoring=self._while_restoring,
         )
 
@@ -184,7 +184,7 @@ class Model:
         return {name: p for name, p in self.module.named_parameters() if id(p) in trained}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return what the module keeps beside weights and a checkpoint has: running means, counters."""
+        """Return the saved tensors of the module that are no weights: running means, counters."""
         saved = self.module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
 
@@ -358,7 +358,7 @@ _State = tuple[Tensor, list[Tensor]]
 
 
 class OwnRandom:
-    """A stream of torch's random numbers that begins at a seed and goes on from block to block."""
+    """A stream of torch's random numbers that starts at a seed and continues from block to block."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -3,7 +3,7 @@
 A schedule is a factor of the rates that the task has chosen, so that one schedule fits all of them:
 
     constant   1
-    warmup     grows to 1 over `warmup_steps`, and stays; the others may begin with it, too
+    warmup     grows to 1 over `warmup_steps`, and stays; the other schedules may start with it, too
     cosine     falls from 1 to `end` over `steps`, slowly at first and at last
     step       is multiplied by `factor` after every `steps`
 

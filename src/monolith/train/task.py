@@ -236,7 +236,7 @@ class Task(ABC):
         return found or None
 
     def hooks(self, mode: Mode) -> Sequence[Hook]:  # noqa: ARG002
-        """Return hooks of one's own; they run after the others."""
+        """Return hooks of one's own; they run after all other hooks."""
         return ()
 
     def chief_hooks(self, mode: Mode) -> Sequence[Hook]:  # noqa: ARG002

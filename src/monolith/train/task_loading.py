@@ -49,7 +49,7 @@ def load_task(
 ) -> Task:
     """Return the task of that name, made with these settings.
 
-    Modules of the current folder are found, and those beside a file, as when Python runs a script.
+    Modules of the current folder are found, and those next to a file, as when Python runs a script.
 
     Args:
         settings: By name, with the values a config file can hold.

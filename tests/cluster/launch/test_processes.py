@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from monolith.cluster.launch import Member, job_members, launch, processes, run_members
+from monolith.cluster.launch import LaunchOptions, Member, job_members, launch, processes, run_members
 from monolith.cluster.launch.processes import StopRequest
 from monolith.errors import ConfigError, WrongThreadError
 from monolith.runtime.config_loading import load_run_config
@@ -40,7 +40,7 @@ def without_ids(text: str) -> str:
 
 def run(*members: Member, grace: timedelta = GRACE, color: bool | None = None):
     output = io.StringIO()
-    outcome = run_members(members, output=output, grace=grace, color=color)
+    outcome = run_members(members, LaunchOptions(output=output, grace=grace, color=color))
     return outcome, without_ids(output.getvalue()).splitlines()
 
 
@@ -74,7 +74,7 @@ def test_each_line_has_the_name_of_its_process():
 def test_each_line_has_the_process_id_of_its_writer_also_after_a_restart():
     output = io.StringIO()
     code = "echo $$; kill -9 $$"
-    run_members([shell("worker", 0, code)], output=output, restarts=1)
+    run_members([shell("worker", 0, code)], LaunchOptions(output=output, restarts=1))
     lines = [re.fullmatch(r"\[worker 0 pid (\d+)\] (\d+)", line) for line in output.getvalue().splitlines()]
     assert len(lines) == 2
     assert all(line is not None and line[1] == line[2] for line in lines)
@@ -107,7 +107,7 @@ def test_a_line_that_is_tapped_is_not_shown():
         return line.startswith("mark ")
 
     output = io.StringIO()
-    run_members([shell("worker", 0, "echo mark one; echo two")], output=output, tap=tap)
+    run_members([shell("worker", 0, "echo mark one; echo two")], LaunchOptions(output=output, tap=tap))
     assert seen == [("worker 0", "mark one"), ("worker 0", "two")]
     assert without_ids(output.getvalue()) == "[worker 0] two\n"
 
@@ -159,7 +159,7 @@ def lives(tmp_path: Path, *ends: str) -> str:
 def test_a_member_that_was_killed_or_raised_a_retryable_error_is_restarted(tmp_path: Path, end: str, caplog):
     (tmp_path / "count").touch()
     members = [shell("worker", 0, lives(tmp_path, end, end, "exit 0"))]
-    assert run_members(members, output=io.StringIO(), restarts=2).status == 0
+    assert run_members(members, LaunchOptions(output=io.StringIO(), restarts=2)).status == 0
     assert [line for line in caplog.messages if "restarting it" in line][1].endswith("restarting it (2 of 2)")
     assert (tmp_path / "count").read_text() == "\n" * 3
 
@@ -170,21 +170,23 @@ def test_a_member_that_died_more_often_than_it_may_ends_the_run(tmp_path: Path):
         shell("worker", 0, lives(tmp_path, "kill -9 $$", "kill -9 $$")),
         shell("ps", 0, "exec sleep 100"),
     ]
-    outcome = run_members(members, output=io.StringIO(), restarts=1, grace=GRACE)
+    outcome = run_members(members, LaunchOptions(output=io.StringIO(), restarts=1, grace=GRACE))
     assert (outcome.status, outcome.failed) == (128 + 9, members[0])
 
 
 def test_a_member_that_failed_by_itself_is_not_restarted(tmp_path: Path):
     (tmp_path / "count").touch()
     members = [shell("worker", 0, lives(tmp_path, "exit 2", "exit 0"))]
-    assert run_members(members, output=io.StringIO(), restarts=3).status == 2
+    assert run_members(members, LaunchOptions(output=io.StringIO(), restarts=3)).status == 2
 
 
 def test_a_stop_request_is_not_answered_by_a_restart():
     events: queue.SimpleQueue = queue.SimpleQueue()
     threading.Timer(1.0, lambda: events.put(StopRequest(signal.SIGTERM))).start()
     members = [shell("worker", 0, "exec sleep 100"), shell("worker", 1, "kill -9 $$")]
-    outcome = run_members(members, output=io.StringIO(), restarts=1000, grace=GRACE, events=events)
+    outcome = run_members(
+        members, LaunchOptions(output=io.StringIO(), restarts=1000, grace=GRACE), events=events
+    )
     assert (outcome.status, outcome.text) == (128 + 15, "stopped by SIGTERM")
 
 
@@ -192,9 +194,28 @@ def test_when_the_chief_is_done_the_run_is_and_a_member_that_restarted_too_late_
     monkeypatch.setattr(processes, "LEAVE_WITHIN", timedelta(seconds=0.5))
     late = shell("worker", 1, "exec sleep 100")
     outcome = run_members(
-        [shell("worker", 0, "exit 0"), late], output=io.StringIO(), grace=GRACE, chief="worker 0"
+        [shell("worker", 0, "exit 0"), late],
+        LaunchOptions(output=io.StringIO(), grace=GRACE, chief="worker 0"),
     )
     assert outcome.status == 0
+
+
+def test_members_that_are_done_are_started_again_if_the_chief_has_to_be(tmp_path: Path):
+    """The chief may be killed after it told the servers that the run is over, and before it exits."""
+    for name in ("chief", "server"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "count").touch()
+    served = tmp_path / "server" / "count"
+    waits = f"until [ $(wc -l < {served}) = 1 ]; do sleep 0.05; done; sleep 0.5; kill -9 $$"
+    finds = f"until [ $(wc -l < {served}) = 2 ]; do sleep 0.05; done; exit 0"
+    members = [
+        shell("ps", 0, lives(tmp_path / "server", "exit 0", "exit 0")),
+        shell("worker", 0, lives(tmp_path / "chief", waits, finds)),
+    ]
+    options = LaunchOptions(output=io.StringIO(), restarts=1, grace=GRACE, chief="worker 0")
+    outcome = run_members(members, options)
+    assert outcome.status == 0
+    assert served.read_text() == "\n" * 2
 
 
 def test_a_command_that_is_not_there_fails_with_a_line_that_says_so():
@@ -235,7 +256,9 @@ def test_a_stop_request_stops_all_and_a_second_one_at_once():
             return super().write(text)
 
     begun = time.monotonic()
-    outcome = run_members([stubborn], output=Watched(), grace=timedelta(seconds=60), events=events)
+    outcome = run_members(
+        [stubborn], LaunchOptions(output=Watched(), grace=timedelta(seconds=60)), events=events
+    )
     assert (outcome.status, outcome.failed) == (130, None)
     assert time.monotonic() - begun < 50  # less than the grace period
 
@@ -264,8 +287,7 @@ def test_a_member_that_is_asked_to_stop_keeps_its_followers_until_it_has_saved(t
             shell("worker", 0, SAVES.format(tmp_path, FOREVER)),
             shell("worker", 1, watch),
         ],
-        output=output,
-        grace=GRACE,
+        LaunchOptions(output=output, grace=GRACE),
         events=events,
     )
     assert outcome.status == (3 if why == "failed" else 130)
@@ -297,7 +319,7 @@ def test_only_the_main_thread_launches():
 
 def test_launching_gives_the_signals_back():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert launch([shell("worker", 0, "true")], output=io.StringIO()).status == 0
+    assert launch([shell("worker", 0, "true")], LaunchOptions(output=io.StringIO())).status == 0
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
@@ -323,7 +345,7 @@ members = [
     Member(role=role, index=index, command=(sys.executable, "-S", "-c", code, f"{folder}/{role}{index}"))
     for role, index in [("ps", 0), ("worker", 0), ("worker", 1)]
 ]
-outcome = launch(members, grace=timedelta(seconds=1))
+outcome = launch(members, LaunchOptions(grace=timedelta(seconds=1)))
 print(outcome.text)
 sys.exit(outcome.status)
 """

@@ -16,8 +16,15 @@ from pathlib import Path
 import pytest
 from services.ray import RayCluster
 
+from monolith.cluster.launch import LaunchOptions
 from monolith.cluster.launch.processes import Member, StopRequest
-from monolith.cluster.launch.ray import PLACEMENTS, RayPlacement, launch_on_ray, run_members_on_ray
+from monolith.cluster.launch.ray import (
+    PLACEMENTS,
+    RayLaunch,
+    RayPlacement,
+    launch_on_ray,
+    run_members_on_ray,
+)
 from monolith.errors import ConfigError, DeadlineExceededError, MissingExtraError, WrongThreadError
 
 GRACE = timedelta(seconds=5)
@@ -55,8 +62,18 @@ def run(ray_cluster: RayCluster):  # noqa: ARG001
 
     def run(*members: Member, output=None, **options):
         output = Output() if output is None else output
-        options = {"grace": GRACE, "placements": TWO_LIVES, **options}
-        outcome = run_members_on_ray(members, output=output, **options)
+        asked = {
+            name: options.pop(name)
+            for name in ("address", "placements", "runtime_env", "room_timeout")
+            if name in options
+        }
+        events = options.pop("events", None)
+        outcome = run_members_on_ray(
+            members,
+            RayLaunch(**{"placements": TWO_LIVES, **asked}),
+            LaunchOptions(**{"output": output, "grace": GRACE, **options}),
+            events,
+        )
         return outcome, without_ids(output.getvalue()).splitlines()
 
     return run
@@ -396,7 +413,7 @@ LAUNCHER = """
 import sys
 from datetime import timedelta
 from monolith.cluster.launch.processes import Member
-from monolith.cluster.launch.ray import RayPlacement, launch_on_ray
+from monolith.cluster.launch import LaunchOptions, RayLaunch, RayPlacement, launch_on_ray
 
 folder, address = sys.argv[1], sys.argv[2] or None
 script = "sleep 100 & echo $$ $! > {0}.tmp; mv {0}.tmp {0}; wait"
@@ -406,7 +423,9 @@ members = [
 ]
 little = RayPlacement(cpus=0.1)
 outcome = launch_on_ray(
-    members, address=address, grace=timedelta(seconds=2), placements={"ps": little, "worker": little}
+    members,
+    RayLaunch(address=address, placements={"ps": little, "worker": little}),
+    LaunchOptions(grace=timedelta(seconds=2)),
 )
 print(outcome.text)
 sys.exit(outcome.status)

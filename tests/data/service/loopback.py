@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields
 from datetime import timedelta
 
 from data.service.processes import open_split, start
 
-from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
+from monolith.data.service import DataServiceSource, DataWorker, DataWorkerConfig, Dispatcher
 
 SOON = timedelta(seconds=20)
 
 
 def add_worker(stack: ExitStack, dispatcher: Dispatcher | str, **options) -> DataWorker:
+    names = {field.name for field in fields(DataWorkerConfig)}
+    reading = {"chunk_records": 5, **{name: options.pop(name) for name in names & options.keys()}}
     address = dispatcher if isinstance(dispatcher, str) else dispatcher.address
-    return stack.enter_context(DataWorker(address, open_split, **{"chunk_records": 5, **options}))
+    return stack.enter_context(DataWorker(address, open_split, DataWorkerConfig(**reading), **options))
 
 
 def add_process(stack: ExitStack, *arguments: str):

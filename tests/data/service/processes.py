@@ -19,7 +19,7 @@ from services import warm
 
 from monolith import filesystem
 from monolith.data import Position, Records, Source
-from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher
+from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, DataWorkerConfig, Dispatcher
 
 YIELD, RECORDS = 7, 49
 SPLITS = tuple(f"{number}" for number in range(6))
@@ -95,7 +95,9 @@ def start(*arguments: str) -> tuple[warm.Popen, str]:
 
 def main(role: str, *arguments: str) -> None:
     if role == "worker":
-        with DataWorker(arguments[0], open_split, chunk_records=5, readers=1, buffer_chunks=4) as worker:
+        with DataWorker(
+            arguments[0], open_split, DataWorkerConfig(chunk_records=5, readers=1, buffer_chunks=4)
+        ) as worker:
             say(worker.address)
             worker.wait()
     elif role == "dispatcher":

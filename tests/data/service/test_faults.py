@@ -13,7 +13,7 @@ from data.service.loopback import SOON, add_process, add_worker, numbers, read, 
 from data.service.processes import ALL, CONFIG, open_split
 
 from monolith.cluster import DATA_DISPATCHER, MemoryDiscovery, locator
-from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
+from monolith.data.service import DataServiceSource, DataWorker, DataWorkerConfig, Dispatcher
 from monolith.data.service.messages import DataCaller
 from monolith.errors import DataError, DiscoveryError
 
@@ -79,7 +79,7 @@ def test_a_dispatcher_at_another_address_is_found_by_asking(stack, tmp_path):
     folder, where = str(tmp_path / "job"), []
     first = Dispatcher(CONFIG, folder=folder)
     where.append(first.address)
-    stack.enter_context(DataWorker(lambda: where[-1], open_split, chunk_records=5))
+    stack.enter_context(DataWorker(lambda: where[-1], open_split, DataWorkerConfig(chunk_records=5)))
     shares = iter(DataServiceSource(lambda: where[-1], "one", prefetch=1, patience=SOON))
     seen = numbers(next(shares))
     first.close()
@@ -92,17 +92,19 @@ def test_an_unknown_dispatcher_is_waited_for_and_then_given_up(stack, tmp_path, 
     registry = MemoryDiscovery()
     where = locator(registry, DATA_DISPATCHER)
     with pytest.raises(
-        DataError, match="lost the dispatcher: nobody is registered as dataservice_dispatcher 0"
+        DataError, match="lost the dispatcher: no process is registered as dataservice_dispatcher 0"
     ):
         list(DataServiceSource(where, "one", patience=timedelta()))
-    with pytest.raises(DataError, match="nobody is registered as"):
-        DataWorker(where, open_split, patience=timedelta())
+    with pytest.raises(DataError, match="no process is registered as"):
+        DataWorker(where, open_split, DataWorkerConfig(patience=timedelta()))
     with ThreadPoolExecutor(1) as pool:
         share = pool.submit(read, DataServiceSource(where, "one", patience=SOON))
-        until(lambda: "nobody is registered as dataservice_dispatcher 0; retrying for 20 s" in caplog.text)
+        until(
+            lambda: "no process is registered as dataservice_dispatcher 0; retrying for 20 s" in caplog.text
+        )
         dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path)))
         registry.register(DATA_DISPATCHER, 0, dispatcher.address)
-        stack.enter_context(DataWorker(where, open_split, chunk_records=5))
+        stack.enter_context(DataWorker(where, open_split, DataWorkerConfig(chunk_records=5)))
         assert sorted(share.result()) == ALL
 
 
@@ -117,7 +119,7 @@ def test_a_registry_that_refuses_is_no_reason_to_wait():
 def test_a_closed_worker_gives_its_splits_back_at_once(stack, tmp_path):
     slow = replace(CONFIG, lease=timedelta(hours=1))
     dispatcher = stack.enter_context(Dispatcher(slow, folder=str(tmp_path)))
-    with DataWorker(dispatcher.address, open_split, chunk_records=5, buffer_chunks=1):
+    with DataWorker(dispatcher.address, open_split, DataWorkerConfig(chunk_records=5, buffer_chunks=1)):
         until(lambda: dispatcher.status()["chunks_waiting"] > 0)
     add_worker(stack, dispatcher)
     assert sorted(read(trainer(dispatcher))) == ALL
@@ -159,4 +161,4 @@ def test_a_missing_dispatcher_is_reported(dispatcher):
     with pytest.raises(DataError, match=f"lost the dispatcher: no answer from {gone}"):
         list(trainer(gone, patience=timedelta()))
     with pytest.raises(DataError, match="no answer"):
-        DataWorker(gone, open_split, patience=timedelta())
+        DataWorker(gone, open_split, DataWorkerConfig(patience=timedelta()))

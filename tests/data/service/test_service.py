@@ -17,7 +17,7 @@ from data.service.processes import ALL, CONFIG, SPLITS, Counting, open_split
 from monolith.cluster.security import Guard, SecurityConfig, guard_caller
 from monolith.config import Secret
 from monolith.data import Epochs, Shard
-from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
+from monolith.data.service import DataServiceSource, DataWorker, DataWorkerConfig, Dispatcher
 from monolith.data.service.messages import DataCaller
 from monolith.errors import ConfigError, DataError, ListenError, NotRepeatableError, RestoreError
 from monolith.wire.ports import Limits
@@ -90,7 +90,9 @@ def test_stopping_early_and_iterating_again_continues(stack, dispatcher):
 def test_a_worker_stops_reading_while_no_trainer_fetches(stack, dispatcher):
     counts: list[int] = []
     worker = DataWorker(
-        dispatcher.address, lambda split: Counting(split, counts), readers=2, buffer_chunks=3, chunk_records=7
+        dispatcher.address,
+        lambda split: Counting(split, counts),
+        DataWorkerConfig(readers=2, buffer_chunks=3, chunk_records=7),
     )
     stack.enter_context(worker)
     until(lambda: dispatcher.status()["chunks_waiting"] >= 3)
@@ -190,7 +192,7 @@ def test_a_split_that_changed_is_an_error_not_other_records(stack, dispatcher):
         source.restore = lambda _: None
         return source
 
-    worker = stack.enter_context(DataWorker(dispatcher.address, shrinking, chunk_records=5))
+    worker = stack.enter_context(DataWorker(dispatcher.address, shrinking, DataWorkerConfig(chunk_records=5)))
     caller = stack.enter_context(DataCaller(worker.address))
     until(lambda: dispatcher.status()["chunks"] > 0)
     ticket = {"job": dispatcher.status()["job"], "epoch": 0, "number": 0, "sequence": 0}

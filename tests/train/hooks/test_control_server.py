@@ -335,7 +335,7 @@ def test_an_address_without_a_server_is_that_of_a_job_that_has_ended():
         address = f"127.0.0.1:{listening.getsockname()[1]}"
     with (
         ControlClient("", address=address, timeout=SECONDS) as job,
-        pytest.raises(TrainingError, match="Nobody listens there: the job has ended, was killed"),
+        pytest.raises(TrainingError, match="No process listens there: the job has ended, was killed"),
     ):
         job.global_step()
 

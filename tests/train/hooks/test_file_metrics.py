@@ -25,7 +25,9 @@ def message(at: int, **others: Any) -> str:
 
 def hook(base: Path, **options: Any) -> FileMetricHook:
     chosen = {"batch_lines": 8, "part_lines": 32, **options}
-    made = FileMetricHook(base=str(base), model_name="feed", worker=3, **chosen)
+    files = {name: chosen.pop(name) for name in ("batch_lines", "part_lines")}
+    clock = {"clock": chosen["clock"]} if "clock" in chosen else {}
+    made = FileMetricHook(DayFiles(str(base), "feed", 3, **files, **clock), **chosen)
     made.begin(None)  # type: ignore[arg-type]
     return made
 
@@ -163,10 +165,10 @@ def test_a_line_break_is_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"base": "s3://bucket/x"}, "needs a local folder"),
-        ({"model_name": "a/b"}, "is not a valid folder name"),
+        ({"model": "a/b"}, "is not a valid folder name"),
         ({"batch_lines": 0}, "at least 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FileMetricHook(**{"base": "x", "model_name": "feed", **options})
+        DayFiles(**{"base": "x", "model": "feed", **options})

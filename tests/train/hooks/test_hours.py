@@ -9,8 +9,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from train.runs import FakeClock, FakeRun, train
 
+from monolith.concurrency import Clocks
 from monolith.errors import ConfigError
 from monolith.train.hooks import DailyHours, SlowStartHook, StopOutsideHoursHook, before, slow_start_target
+from monolith.train.hooks.hours import SlowStart
 
 
 def at(hour: int, minute: int = 0, second: int = 0) -> float:
@@ -116,8 +118,12 @@ class Fixed(random.Random):
 
 def hook(target: int, clock: FakeClock, global_step, **options) -> SlowStartHook:
     options = {"rng": Fixed(), **options}
+    waits = {name: options.pop(name) for name in ("max_wait", "grace") if name in options}
     return SlowStartHook(
-        target, global_step=global_step, clock=clock, timer=clock, sleep=clock.sleep, **options
+        SlowStart(target_step=target, **waits),
+        clocks=Clocks(wall=clock, timer=clock, sleep=clock.sleep),
+        global_step=global_step,
+        **options,
     )
 
 
@@ -206,5 +212,9 @@ def test_a_stop_that_another_thread_asked_for_ends_the_wait():
         clock.sleep(seconds)
         run.request_stop("somebody")
 
-    SlowStartHook(1000, global_step=lambda: 0, clock=clock, timer=clock, sleep=sleep).before_step(run)
+    SlowStartHook(
+        SlowStart(target_step=1000),
+        clocks=Clocks(wall=clock, timer=clock, sleep=sleep),
+        global_step=lambda: 0,
+    ).before_step(run)
     assert clock.sleeps == [0.5]

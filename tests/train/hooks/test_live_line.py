@@ -17,12 +17,17 @@ from monolith.observe.logs import JsonFormatter
 from monolith.observe.terminal import LiveLine
 from monolith.table import TableStats
 from monolith.train.hooks import LiveLineHook, TrainStatus
-from monolith.train.hooks.live_line import describe_status, gauge_status, log_status
+from monolith.train.hooks.live_line import LiveValues, Outlook, describe_status, gauge_status, log_status
 
 
 def stats(rows: int, **others: int) -> TableStats:
     numbers: dict[str, Any] = dict.fromkeys(TableStats.__dataclass_fields__, 0)
     return TableStats(**{**numbers, "rows": rows, "bytes_total": 100 * rows, **others})
+
+
+def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Take what is named out of the options."""
+    return {name: options.pop(name) for name in names if name in options}
 
 
 class Shown:
@@ -36,14 +41,14 @@ class Shown:
         tables = {"user": stats(3, filtered=5, non_finite=6), "item": stats(4, refused=1, evicted=2)}
         self.hook = LiveLineHook(
             self.seen.append,
+            LiveValues(
+                **{"stats": lambda: tables, "skipped": lambda: 3, **taken(options, "metrics", "evaluated")}
+            ),
+            Outlook(timer=self.timer, **taken(options, "steps", "max_steps", "read")),
             every=timedelta(seconds=every),
-            **{
-                "stats": lambda: tables,
-                "skipped": lambda: 3,
-                "clock": self.clock,
-                "timer": self.timer,
-                **options,
-            },
+            clock=self.clock,
+            timer=self.timer,
+            **options,
         )
 
     def run(self, steps: int, *, first_step: int = 0, **how: Any) -> list[TrainStatus]:

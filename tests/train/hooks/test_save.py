@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from train.runs import At, FakeClock, FakeRun, result, train
 
+from monolith.concurrency import Clocks
 from monolith.errors import ConfigError, TrainingError, TransientFilesystemError
 from monolith.observe import Metrics
 from monolith.train.hook import Hook
@@ -27,7 +28,7 @@ from monolith.train.hooks import (
     SaveListener,
     SaveMemory,
 )
-from monolith.train.hooks.save import FILES_PAUSE
+from monolith.train.hooks.save import FILES_PAUSE, SavePlan
 
 SECONDS = 60.0
 """The most that a test waits for a thread; none should."""
@@ -131,13 +132,13 @@ def test_one_step_then_the_end_saves_that_step_and_not_the_first(checkpoints):
 def test_the_log_says_whether_all_was_written_or_what_changed(checkpoints, caplog):
     caplog.set_level("INFO")
     train([SaveHook(checkpoints, SaveConfig(steps=100))], 1)
-    train([SaveHook(checkpoints, SaveConfig(steps=1), dense_only=True)], 1)
+    train([SaveHook(checkpoints, SaveConfig(steps=1), plan=SavePlan(dense_only=True))], 1)
     assert "saved step 1 (incremental)" in caplog.text
     assert "saved step 1 (dense_only)" in caplog.text
 
 
 def test_the_first_state_is_saved_where_that_is_asked_for(checkpoints):
-    train([SaveHook(checkpoints, no_first_save=False)], 1)
+    train([SaveHook(checkpoints, plan=SavePlan(no_first_save=False))], 1)
     assert checkpoints.steps == [0, 1]
 
 
@@ -159,7 +160,7 @@ def test_a_run_without_steps_saves_nothing(checkpoints):
 def test_every_so_many_seconds(checkpoints):
     clock = FakeClock()
     train(
-        [SaveHook(checkpoints, SaveConfig(secs=10), clock=clock, timer=clock)],
+        [SaveHook(checkpoints, SaveConfig(secs=10), clocks=Clocks(wall=clock, timer=clock))],
         30,
         on_step=lambda _: clock.sleep(1),
     )
@@ -193,7 +194,11 @@ def test_without_an_interval_a_save_is_due_every_hundred_million_steps():
 def test_the_tide_has_its_own_interval(checkpoints):
     clock = FakeClock(0.0)  # midnight
     config = SaveConfig(secs=1000, hours=DailyHours(1, 0, 3, 0), secs_outside_hours=5)
-    train([SaveHook(checkpoints, config, clock=clock, timer=clock)], 12, on_step=lambda _: clock.sleep(1))
+    train(
+        [SaveHook(checkpoints, config, clocks=Clocks(wall=clock, timer=clock))],
+        12,
+        on_step=lambda _: clock.sleep(1),
+    )
     assert checkpoints.steps == [5, 10, 12]
 
 
@@ -268,7 +273,7 @@ def test_a_listener_may_ask_to_stop(checkpoints):
 
 def test_the_state_file_is_told_where_the_checkpoint_is(checkpoints):
     told = []
-    train([SaveHook(checkpoints, by_steps(2), on_saved=lambda *saved: told.append(saved))], 3)
+    train([SaveHook(checkpoints, by_steps(2), plan=SavePlan(on_saved=lambda *saved: told.append(saved)))], 3)
     assert told == [(2, "model.ckpt-2"), (3, "model.ckpt-3")]
 
 
@@ -276,7 +281,7 @@ def test_a_state_file_that_cannot_be_written_does_not_undo_the_checkpoint(checkp
     def fail(step: int, prefix: str | None) -> None:
         raise OSError(f"cannot note {step} {prefix}")
 
-    train([SaveHook(checkpoints, by_steps(1), on_saved=fail)], 2)
+    train([SaveHook(checkpoints, by_steps(1), plan=SavePlan(on_saved=fail))], 2)
     assert checkpoints.steps == [1, 2]
     assert "cannot note 2 model.ckpt-2" in caplog.text
 
@@ -284,8 +289,19 @@ def test_a_state_file_that_cannot_be_written_does_not_undo_the_checkpoint(checkp
 def test_saves_and_failures_are_counted_by_mode(checkpoints):
     metrics, clock = Metrics(prefix=""), FakeClock()
     checkpoints.fail_writes = 1
-    train([SaveHook(checkpoints, by_steps(1), metrics=metrics, clock=clock, timer=clock)], 2)
-    train([SaveHook(checkpoints, by_steps(1), metrics=metrics, clock=clock, timer=clock, dense_only=True)], 2)
+    train([SaveHook(checkpoints, by_steps(1), clocks=Clocks(wall=clock, timer=clock), metrics=metrics)], 2)
+    train(
+        [
+            SaveHook(
+                checkpoints,
+                by_steps(1),
+                plan=SavePlan(dense_only=True),
+                clocks=Clocks(wall=clock, timer=clock),
+                metrics=metrics,
+            )
+        ],
+        2,
+    )
     text = metrics.render().decode()
     assert 'save_checkpoint_total{mode="full"} 2.0' in text
     assert 'save_checkpoint_failed_total{mode="full"} 1.0' in text
@@ -360,7 +376,11 @@ def test_after_an_ignored_failure_the_next_attempt_is_soon(checkpoints):
     clock = FakeClock()
     checkpoints.fail_writes = 2
     config = SaveConfig(secs=600, retry_secs=30, ignore_errors=True)
-    train([SaveHook(checkpoints, config, clock=clock, timer=clock)], 640, on_step=lambda _: clock.sleep(1))
+    train(
+        [SaveHook(checkpoints, config, clocks=Clocks(wall=clock, timer=clock))],
+        640,
+        on_step=lambda _: clock.sleep(1),
+    )
     assert checkpoints.steps == [630, 640]
 
 
@@ -515,7 +535,7 @@ def test_a_dense_only_save_is_left_out_where_a_full_one_of_the_step_exists():
     train(
         [
             SaveHook(full, by_steps(4), memory=memory),
-            SaveHook(dense, by_steps(2), memory=memory, dense_only=True),
+            SaveHook(dense, by_steps(2), plan=SavePlan(dense_only=True), memory=memory),
         ],
         8,
     )
@@ -537,7 +557,7 @@ def test_a_dense_only_save_is_left_out_where_a_full_one_of_the_step_is_being_wri
     train(
         [
             SaveHook(full, SaveConfig(steps=4, asynchronous=True), memory=memory),
-            SaveHook(dense, by_steps(2), memory=memory, dense_only=True),
+            SaveHook(dense, by_steps(2), plan=SavePlan(dense_only=True), memory=memory),
             Look(),
         ],
         6,
@@ -551,7 +571,7 @@ def test_a_full_save_that_failed_leaves_room_for_a_dense_only_one():
     full.fail_writes = 99
     hooks = [
         SaveHook(full, SaveConfig(steps=4, ignore_errors=True), memory=memory),
-        SaveHook(dense, by_steps(4), memory=memory, dense_only=True),
+        SaveHook(dense, by_steps(4), plan=SavePlan(dense_only=True), memory=memory),
     ]
     train(hooks, 4)
     assert dense.steps == [4]
@@ -559,7 +579,7 @@ def test_a_full_save_that_failed_leaves_room_for_a_dense_only_one():
 
 def test_a_full_checkpoint_from_before_a_run_was_taken_back_does_not_count():
     full, dense, memory, run = Checkpoints(), Checkpoints(), SaveMemory(), FakeRun()
-    dense_hook = SaveHook(dense, memory=memory, dense_only=True)
+    dense_hook = SaveHook(dense, plan=SavePlan(dense_only=True), memory=memory)
     seen = []
     ask = At(4, lambda: (dense_hook.trigger_save(), seen.append(list(dense.steps))))
     back = At(5, lambda: setattr(run, "step", 1))
@@ -569,7 +589,7 @@ def test_a_full_checkpoint_from_before_a_run_was_taken_back_does_not_count():
 
 def test_a_dense_only_hook_saves_nothing_at_the_end_but_ends_its_listeners(checkpoints):
     log: list[str] = []
-    train([SaveHook(checkpoints, dense_only=True, listeners=[Listener("a", log)])], 3)
+    train([SaveHook(checkpoints, plan=SavePlan(dense_only=True), listeners=[Listener("a", log)])], 3)
     assert checkpoints.steps == []
     assert log == ["a begin", "a end"]
 
@@ -577,9 +597,9 @@ def test_a_dense_only_hook_saves_nothing_at_the_end_but_ends_its_listeners(check
 @pytest.mark.parametrize("reason", ["dense-only hook", "asked for"])
 def test_a_run_without_steps_may_still_have_to_end_with_a_full_checkpoint(checkpoints, reason):
     memory = SaveMemory()
-    hooks = [SaveHook(checkpoints, memory=memory, always_final=reason == "asked for")]
+    hooks = [SaveHook(checkpoints, plan=SavePlan(always_final=reason == "asked for"), memory=memory)]
     if reason == "dense-only hook":
-        hooks.append(SaveHook(Checkpoints(), memory=memory, dense_only=True))
+        hooks.append(SaveHook(Checkpoints(), plan=SavePlan(dense_only=True), memory=memory))
     train(hooks, 0, run=FakeRun(step=7))
     assert checkpoints.steps == [7]
 
@@ -664,7 +684,9 @@ def test_guards_are_released_after_the_cut_and_listeners_told_after_the_write():
 def test_a_save_due_while_another_is_written_is_postponed(checkpoints, caplog):
     metrics, clock = Metrics(prefix=""), FakeClock()
     checkpoints.may_write.clear()
-    hook = SaveHook(checkpoints, behind(10, retry_secs=3), metrics=metrics, clock=clock, timer=clock)
+    hook = SaveHook(
+        checkpoints, behind(10, retry_secs=3), clocks=Clocks(wall=clock, timer=clock), metrics=metrics
+    )
 
     def write() -> None:
         checkpoints.may_write.set()
@@ -706,7 +728,9 @@ def test_a_background_error_is_ignored_and_counted(checkpoints):
 def test_an_ignored_background_error_is_mended_soon(checkpoints):
     clock = FakeClock()
     checkpoints.fail_writes = 2
-    hook = SaveHook(checkpoints, behind(100, ignore_errors=True, retry_secs=5), clock=clock, timer=clock)
+    hook = SaveHook(
+        checkpoints, behind(100, ignore_errors=True, retry_secs=5), clocks=Clocks(wall=clock, timer=clock)
+    )
     hooks = [hook, At(100, lambda: settle(checkpoints)), At(106, lambda: settle(checkpoints))]
     train(hooks, 110, on_step=lambda _: clock.sleep(1))
     assert checkpoints.steps == [106, 110]
@@ -854,7 +878,7 @@ def test_training_continues_while_saves_fail_for_a_reason_that_may_pass(
 ):
     clock, metrics, seen = failing(checkpoints, 3), Metrics(prefix=""), {}
     config = SaveConfig(steps=10, retry_secs=10, asynchronous=asynchronous)
-    hook = SaveHook(checkpoints, config, metrics=metrics, clock=clock, timer=clock)
+    hook = SaveHook(checkpoints, config, clocks=Clocks(wall=clock, timer=clock), metrics=metrics)
 
     def step(run: FakeRun) -> None:
         clock.sleep(1)
@@ -883,7 +907,9 @@ def test_training_continues_while_saves_fail_for_a_reason_that_may_pass(
 
 def test_so_many_failures_in_a_row_end_the_run_and_say_what_to_do(checkpoints, tmp_path):
     clock = failing(checkpoints, 100)
-    hook = SaveHook(checkpoints, SaveConfig(steps=10, retry_secs=1, max_failures=3), timer=clock)
+    hook = SaveHook(
+        checkpoints, SaveConfig(steps=10, retry_secs=1, max_failures=3), clocks=Clocks(timer=clock)
+    )
     with pytest.raises(TransientFilesystemError, match=r"3 times in a row .*save.max_failures.*resumes"):
         train([hook], 100, run=FakeRun(tmp_path), on_step=lambda _: clock.sleep(1))
     assert checkpoints.writes == 3
@@ -891,7 +917,7 @@ def test_so_many_failures_in_a_row_end_the_run_and_say_what_to_do(checkpoints, t
 
 def test_without_failures_allowed_the_first_ends_the_run(checkpoints):
     clock = failing(checkpoints, 100)
-    hook = SaveHook(checkpoints, SaveConfig(steps=10, max_failures=0), timer=clock)
+    hook = SaveHook(checkpoints, SaveConfig(steps=10, max_failures=0), clocks=Clocks(timer=clock))
     with pytest.raises(TransientFilesystemError, match="No space left"):
         train([hook], 100)
     assert checkpoints.writes == 1
@@ -904,14 +930,16 @@ def test_a_save_between_them_that_succeeds_resets_the_count_of_failures(checkpoi
         clock.sleep(1)
         checkpoints.fail_writes = 1 if run.step % 20 < 10 else 0
 
-    hook = SaveHook(checkpoints, SaveConfig(steps=5, retry_secs=1, max_failures=5), timer=clock)
+    hook = SaveHook(
+        checkpoints, SaveConfig(steps=5, retry_secs=1, max_failures=5), clocks=Clocks(timer=clock)
+    )
     train([hook], 211, on_step=step)
     assert checkpoints.steps[-1] == 211
 
 
 def test_waiting_for_a_save_does_not_shorten_the_pause(checkpoints):
     clock = failing(checkpoints, 1)
-    hook = SaveHook(checkpoints, SaveConfig(steps=10, retry_secs=20), timer=clock)
+    hook = SaveHook(checkpoints, SaveConfig(steps=10, retry_secs=20), clocks=Clocks(timer=clock))
 
     class Wants(Hook):
         def before_step(self, run: FakeRun) -> None:
@@ -924,7 +952,7 @@ def test_waiting_for_a_save_does_not_shorten_the_pause(checkpoints):
 
 def test_the_last_save_of_a_run_is_retried_within_a_bound(checkpoints):
     clock = failing(checkpoints, 3)
-    hook = SaveHook(checkpoints, SaveConfig(last_secs=20), timer=clock, sleep=clock.sleep)
+    hook = SaveHook(checkpoints, SaveConfig(last_secs=20), clocks=Clocks(timer=clock, sleep=clock.sleep))
     train([hook], 5)
     assert checkpoints.steps == [5]
     assert clock.sleeps == [0.5, 1, 2]
@@ -932,7 +960,9 @@ def test_the_last_save_of_a_run_is_retried_within_a_bound(checkpoints):
 
 def test_a_last_save_that_keeps_failing_is_an_error_that_says_what_is_lost(checkpoints, tmp_path):
     clock = failing(checkpoints, 1000)
-    hook = SaveHook(checkpoints, SaveConfig(steps=10, last_secs=20), timer=clock, sleep=clock.sleep)
+    hook = SaveHook(
+        checkpoints, SaveConfig(steps=10, last_secs=20), clocks=Clocks(timer=clock, sleep=clock.sleep)
+    )
     with pytest.raises(TransientFilesystemError, match=r"step 5 without a checkpoint of it.* for 20 s"):
         train([hook], 5, run=FakeRun(tmp_path))
     assert sum(clock.sleeps) == 20
@@ -942,12 +972,14 @@ def test_a_last_save_that_keeps_failing_is_an_error_that_says_what_is_lost(check
 def test_a_save_that_finds_no_free_descriptor_is_retried_at_once_and_is_no_failed_save(checkpoints, number):
     clock = failing(checkpoints, 4)
     checkpoints.error = TransientFilesystemError(number, "no free descriptor")
-    hook = SaveHook(checkpoints, SaveConfig(steps=10), timer=clock, sleep=clock.sleep)
+    hook = SaveHook(checkpoints, SaveConfig(steps=10), clocks=Clocks(timer=clock, sleep=clock.sleep))
     train([hook], 10)
     assert checkpoints.steps == [10]
     assert clock.sleeps == [FILES_PAUSE] * 3
     checkpoints.fail_writes = 1000
-    bounded = SaveHook(checkpoints, SaveConfig(steps=10, max_failures=1), timer=clock, sleep=clock.sleep)
+    bounded = SaveHook(
+        checkpoints, SaveConfig(steps=10, max_failures=1), clocks=Clocks(timer=clock, sleep=clock.sleep)
+    )
     with pytest.raises(TransientFilesystemError, match=r"1 times in a row"):
         train([bounded], 10)
 
@@ -976,7 +1008,11 @@ def test_a_save_has_descriptors_in_reserve_when_connections_have_taken_all_other
             with pytest.raises(OSError, match="Too many open files"):
                 (tmp_path / "one more").open("wb")
 
-        train([SaveHook(checkpoints, SaveConfig(steps=10), timer=clock, sleep=clock.sleep)], 10, on_step=step)
+        train(
+            [SaveHook(checkpoints, SaveConfig(steps=10), clocks=Clocks(timer=clock, sleep=clock.sleep))],
+            10,
+            on_step=step,
+        )
         assert checkpoints.steps == [10]
     assert clock.sleeps == []
 
@@ -993,12 +1029,14 @@ def test_what_a_listener_could_not_do_after_the_last_save_is_retried_within_the_
             self.after_save(5)
 
     clock, exports = FakeClock(), Exports()
-    hook = SaveHook(checkpoints, listeners=[exports], timer=clock, sleep=clock.sleep)
+    hook = SaveHook(checkpoints, clocks=Clocks(timer=clock, sleep=clock.sleep), listeners=[exports])
     train([hook], 5)
     assert (checkpoints.steps, clock.sleeps, hook.trouble) == ([5], [0.5, 1, 2], "")
     clock, exports = FakeClock(), Exports()
     exports.fails = 1000
-    hook = SaveHook(checkpoints, SaveConfig(), listeners=[exports], timer=clock, sleep=clock.sleep)
+    hook = SaveHook(
+        checkpoints, SaveConfig(), clocks=Clocks(timer=clock, sleep=clock.sleep), listeners=[exports]
+    )
     train([hook], 5)
     assert sum(clock.sleeps) == SaveConfig().last_secs == 5
     assert hook.trouble == "step 5 is not exported"
@@ -1011,5 +1049,7 @@ def test_a_wall_clock_that_jumps_a_day_ahead_and_back_stops_no_save_by_seconds(c
         timer.sleep(1)
         wall.now += {10: 86_400, 30: -86_400}.get(run.step, 1)
 
-    train([SaveHook(checkpoints, SaveConfig(secs=10), clock=wall, timer=timer)], 60, on_step=step)
+    train(
+        [SaveHook(checkpoints, SaveConfig(secs=10), clocks=Clocks(wall=wall, timer=timer))], 60, on_step=step
+    )
     assert checkpoints.steps == [10, 20, 30, 40, 50, 60]

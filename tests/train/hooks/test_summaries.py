@@ -246,7 +246,7 @@ def test_a_tracker_that_fails_is_said_once_and_counted_and_does_not_end_the_run(
     broken.close()
     assert broken.lost == 3
     assert [record.message for record in caplog.records] == [
-        "a tracker does not take numbers, training goes on without: "
+        "a tracker does not take numbers; training continues without it: "
         "OSError('no network for 1 numbers of step 0')",
         "a tracker did not take the numbers of 3 steps",
     ]

@@ -4,7 +4,9 @@ Each child has a guardian (see `guardian`), so that none is left over when this 
 
     running ──exits 0──► done
        │ ▲
-       │ └── restarted: it was killed, or exited to be started again, and has restarts left
+       │ └── restarted: it was killed, or exited to be started again, and has restarts left. If it is the
+       │     chief, members that are done are started again, too: the chief may have told them that the run is
+       │     over and died before it exited, and finds nobody to train with otherwise.
        └──exits otherwise──► failed: the other members are stopped, and the outcome names this one
 """
 
@@ -114,17 +116,7 @@ def job_members(
     )
 
 
-def launch(
-    members: Sequence[Member],
-    *,
-    output: TextIO | None = None,
-    color: bool | None = None,
-    grace: timedelta = timedelta(seconds=20),
-    followers: Collection[str] = ("ps",),
-    restarts: int = 0,
-    chief: str | None = None,
-    tap: Tap | None = None,
-) -> LaunchOutcome:
+def launch(members: Sequence[Member], options: LaunchOptions | None = None) -> LaunchOutcome:
     """Run all members until they are done, one fails for good, or a signal stops them (a second, at once).
 
     For the main thread, since it takes the two signals for as long as it runs. See `run_members`.
@@ -138,17 +130,7 @@ def launch(
         )
     events: Events = queue.SimpleQueue()
     with signals_into(events):
-        return run_members(
-            members,
-            output=output,
-            color=color,
-            grace=grace,
-            followers=followers,
-            restarts=restarts,
-            chief=chief,
-            tap=tap,
-            events=events,
-        )
+        return run_members(members, options, events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +154,42 @@ Tap = Callable[[str, str], bool]
 """Is given each line after the name of its member; one that it takes, by returning True, is not shown."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """How members run, are shown, and stop."""
+
+    output: TextIO | None = None
+    """Where their lines go, each after its member's name; by default standard output."""
+    color: bool | None = None
+    """Whether names have colours; by default if `output` is a terminal."""
+    tap: Tap | None = None
+    """Sees all lines before they are shown."""
+    grace: timedelta = timedelta(seconds=20)
+    """Time from asking a member to stop (SIGTERM) to killing it (SIGKILL)."""
+    followers: Collection[str] = ("ps",)
+    """Roles that have nothing to do once the other roles are done; they are then asked to stop."""
+    restarts: int = 0
+    """How often each member is restarted after it was killed, or exited with os.EX_TEMPFAIL (a peer failed).
+    A member that failed by itself would fail again. On Ray the placement of a member decides instead."""
+    chief: str | None = None
+    """The name of the member whose clean end finishes the run, also for a member that restarted so late that
+    no process is left to tell it. Not on Ray."""
+
+    def lines(self, members: Sequence[Member]) -> MemberLines:
+        """Return the writer of the members' lines.
+
+        Raises:
+            ConfigError: No members, or two of one name.
+        """
+        names = [member.name for member in members]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"cannot launch: need at least one member, with unique names; got {names}")
+        stream = sys.stdout if self.output is None else self.output
+        return MemberLines(stream, names, stream.isatty() if self.color is None else self.color, self.tap)
+
+
 def run_members(
-    members: Sequence[Member],
-    *,
-    output: TextIO | None = None,
-    color: bool | None = None,
-    grace: timedelta = timedelta(seconds=20),
-    followers: Collection[str] = ("ps",),
-    restarts: int = 0,
-    chief: str | None = None,
-    tap: Tap | None = None,
-    events: Events | None = None,
+    members: Sequence[Member], options: LaunchOptions | None = None, events: Events | None = None
 ) -> LaunchOutcome:
     """Run all members until they are done, or one fails for good. When it returns, none of them runs.
 
@@ -190,28 +197,16 @@ def run_members(
     after all other members have ended.
 
     Args:
-        output: Where their lines go, each after its member's name; by default standard output.
-        color: Whether names have colours; by default if `output` is a terminal.
-        grace: Time from asking a member to stop (SIGTERM) to killing it (SIGKILL).
-        followers: Roles that have nothing to do once the other roles are done; they are then asked to stop.
-        restarts: How often each member is restarted after it was killed, or exited with os.EX_TEMPFAIL (a
-            peer failed). A member that failed by itself would fail again.
-        chief: The name of the member whose clean end finishes the run, also for a member that restarted so
-            late that no process is left to tell it.
-        tap: Sees all lines before they are shown.
         events: A StopRequest put here stops the run; a second one, at once.
 
     Raises:
         ConfigError: No members, or two of one name.
     """
-    names = [member.name for member in members]
-    if not names or len(set(names)) < len(names):
-        raise ConfigError(f"cannot launch: need at least one member, with unique names; got {names}")
-    stream = sys.stdout if output is None else output
-    lines = MemberLines(stream, names, stream.isatty() if color is None else color, tap)
-    running = _Running(members, lines, queue.SimpleQueue() if events is None else events, grace, restarts)
+    options = options or LaunchOptions()
+    lines = options.lines(members)
+    running = _Running(members, lines, queue.SimpleQueue() if events is None else events, options)
     try:
-        return running.until_done(followers, chief)
+        return running.until_done(options.followers, options.chief)
     finally:
         running.close()
 
@@ -220,14 +215,16 @@ class _Running:
     """The children of one run."""
 
     def __init__(
-        self, members: Sequence[Member], lines: MemberLines, events: Events, grace: timedelta, restarts: int
+        self, members: Sequence[Member], lines: MemberLines, events: Events, options: LaunchOptions
     ) -> None:
         self._events = events
-        self._grace = grace
-        self._restarts = restarts
+        self._grace = options.grace
+        self._restarts = options.restarts
         self._restarted: Counter[str] = Counter()
         self._due: dict[str, tuple[float, Member]] = {}
-        """Who is to be started again, and when."""
+        """The members to restart, and when."""
+        self._done: dict[str, Member] = {}
+        """Members that exited with status 0 while the run was not over."""
         self._lines = lines
         self._alive: dict[str, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
@@ -265,14 +262,18 @@ class _Running:
                 continue
             self._alive.pop(event.member.name, None)
             if outcome is None and self._may_start_again(event):
+                if event.member.name == chief:
+                    leaders |= self._start_done_again(followers)
                 continue
+            if event.status == 0:
+                self._done[event.member.name] = event.member
             leaders.discard(event.member.name)
             finished = event.status == 0 and event.member.name == chief
             if event.status != 0 and outcome is None:
                 outcome = failure_of(event)
                 restarted = self._restarted[event.member.name]
                 after = f" after {restarted} restarts" if restarted else ""
-                _log.error("%s%s; stopping the others", outcome.text, after)
+                _log.error("%s%s; stopping the other processes", outcome.text, after)
                 leaders -= self._due.keys()
                 self._due.clear()
                 self._ask(leaders or self._alive)
@@ -307,6 +308,14 @@ class _Running:
         )
         self._due[name] = time.monotonic() + RESTART_AFTER.total_seconds(), event.member
         return True
+
+    def _start_done_again(self, followers: Collection[str]) -> set[str]:
+        """Plan another start of members that are done, with the chief; return the leaders among them."""
+        again, self._done = self._done, {}
+        for name, member in again.items():
+            _log.warning("%s had ended; starting it again with the chief", name)
+            self._due[name] = time.monotonic() + RESTART_AFTER.total_seconds(), member
+        return {name for name, member in again.items() if member.role not in followers}
 
     def _start_due(self) -> None:
         now = time.monotonic()

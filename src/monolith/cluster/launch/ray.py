@@ -31,12 +31,12 @@ from monolith.cluster.launch.processes import (
     GUARD,
     LATE,
     Events,
+    LaunchOptions,
     LaunchOutcome,
     Member,
     MemberEnded,
     MemberLines,
     StopRequest,
-    Tap,
     failure_of,
     signals_into,
 )
@@ -91,18 +91,24 @@ PLACEMENTS: Mapping[str, RayPlacement] = {"ps": RayPlacement(strategy="SPREAD")}
 """By role, where nothing else is said: servers share neither memory bandwidth nor a network card."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayLaunch:
+    """The Ray cluster that members run on, and their placement there."""
+
+    address: str | None = None
+    """As `ray.init` takes it: "auto", "host:port" or "ray://host:port". None starts a cluster on this
+    machine, on which there is room for all members, and stops it in the end. A process that is connected to
+    Ray already stays so."""
+    placements: Mapping[str, RayPlacement] = field(default_factory=dict)
+    """By role; a role that is not named has the placement of `PLACEMENTS`."""
+    runtime_env: Mapping[str, Any] | None = None
+    """Files and packages that Ray takes to the machines, such as {"working_dir": "."}."""
+    room_timeout: timedelta = timedelta(minutes=10)
+    """How long to wait until the cluster has room for all members."""
+
+
 def launch_on_ray(
-    members: Sequence[Member],
-    *,
-    address: str | None = None,
-    placements: Mapping[str, RayPlacement] | None = None,
-    runtime_env: Mapping[str, Any] | None = None,
-    output: TextIO | None = None,
-    color: bool | None = None,
-    grace: timedelta = timedelta(seconds=20),
-    followers: Collection[str] = ("ps",),
-    tap: Tap | None = None,
-    room_timeout: timedelta = timedelta(minutes=10),
+    members: Sequence[Member], place: RayLaunch | None = None, options: LaunchOptions | None = None
 ) -> LaunchOutcome:
     """Run all members on Ray until they are done, one fails for good, or Ctrl-C or SIGTERM says to stop.
 
@@ -118,33 +124,13 @@ def launch_on_ray(
         )
     events: Events = queue.SimpleQueue()
     with signals_into(events):
-        return run_members_on_ray(
-            members,
-            address=address,
-            placements=placements,
-            runtime_env=runtime_env,
-            output=output,
-            color=color,
-            grace=grace,
-            followers=followers,
-            tap=tap,
-            room_timeout=room_timeout,
-            events=events,
-        )
+        return run_members_on_ray(members, place, options, events)
 
 
 def run_members_on_ray(
     members: Sequence[Member],
-    *,
-    address: str | None = None,
-    placements: Mapping[str, RayPlacement] | None = None,
-    runtime_env: Mapping[str, Any] | None = None,
-    output: TextIO | None = None,
-    color: bool | None = None,
-    grace: timedelta = timedelta(seconds=20),
-    followers: Collection[str] = ("ps",),
-    tap: Tap | None = None,
-    room_timeout: timedelta = timedelta(minutes=10),
+    place: RayLaunch | None = None,
+    options: LaunchOptions | None = None,
     events: Events | None = None,
 ) -> LaunchOutcome:
     """Run all members on Ray until they are done, or one has failed beyond its restarts.
@@ -156,17 +142,6 @@ def run_members_on_ray(
     cluster, and PATH includes the folder of the machine's Python, so programs installed there are found.
 
     Args:
-        address: Of a cluster, as `ray.init` takes it: "auto", "host:port" or "ray://host:port". None starts
-            one on this machine, on which there is room for all, and stops it in the end. Where this process
-            is connected to Ray already, it stays so.
-        placements: By role; a role that is not named has what `PLACEMENTS` says.
-        runtime_env: What Ray takes to the machines, such as {"working_dir": "."}; see its documentation.
-        output: Where their lines go, each after its member's name; by default standard output.
-        color: Whether names have colours; by default if `output` is a terminal.
-        grace: Time from asking a command to stop (SIGTERM) to killing it (SIGKILL).
-        followers: Roles that have nothing to do once the other roles are done; they are then asked to stop.
-        tap: Sees all lines before they are shown.
-        room_timeout: How long to wait until the cluster has room for all members.
         events: A StopRequest put here stops the run; a second one, at once.
 
     Raises:
@@ -175,19 +150,16 @@ def run_members_on_ray(
         MissingExtraError: Ray is not installed.
         UnavailableError: There is no cluster at `address`.
     """
-    names = [member.name for member in members]
-    if not names or len(set(names)) < len(names):
-        raise ConfigError(f"cannot launch: need at least one member, with unique names; got {names}")
-    wanted = {**PLACEMENTS, **(placements or {})}
+    place, options = place or RayLaunch(), options or LaunchOptions()
+    lines = options.lines(members)
+    wanted = {**PLACEMENTS, **place.placements}
     by_role = {member.role: wanted.get(member.role) or RayPlacement() for member in members}
     cpus = math.ceil(sum(by_role[member.role].cpus for member in members))
-    stream = sys.stdout if output is None else output
-    lines = MemberLines(stream, names, stream.isatty() if color is None else color, tap)
     with connected(
         _PURPOSE,
-        LOCAL if address is None else address,
+        LOCAL if place.address is None else place.address,
         cpus=max(cpus, os.cpu_count() or 1),
-        runtime_env=runtime_env,
+        runtime_env=place.runtime_env,
     ) as ray:
         run = _RayRun(
             ray,
@@ -195,10 +167,10 @@ def run_members_on_ray(
             placements=by_role,
             lines=lines,
             events=queue.SimpleQueue() if events is None else events,
-            grace=grace,
+            grace=options.grace,
         )
         try:
-            return run.wait_for_room(room_timeout) or run.until_done(followers)
+            return run.wait_for_room(place.room_timeout) or run.until_done(options.followers)
         finally:
             run.close()
 
@@ -312,7 +284,7 @@ class _RayRun:
             leaders.discard(event.member.name)
             if event.status != 0 and outcome is None:
                 outcome = _failed(event, self._restarts[event.member.name])
-                _log.error("%s; stopping the others", outcome.text)
+                _log.error("%s; stopping the other processes", outcome.text)
                 self._ask(leaders or self._alive)
                 stopping = True
             elif not leaders and stopping and event.member.role not in followers:

@@ -91,7 +91,7 @@ class FileSource(Source, WorkQueueSource):
         'clicks.csv'
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  keywords that users write; see decision 0065
         self,
         files: Sequence[str] | Watch | FileQueue,
         format: Format,  # noqa: A002  it is one

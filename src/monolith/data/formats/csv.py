@@ -159,7 +159,7 @@ class CsvFormat(TextFormat):
         A line break ends a record unless it is within quotes. A quote that stays open for longer than a
         record may be is a stray one: it is left to the parser, as in a file that does not grow.
         """
-        # With an odd number of quotes the last line break is inside of quotes: go back line by line.
+        # With an odd number of quotes the last line break is inside of quotes: search backwards line by line.
         end = piece.rfind(b"\n") + 1
         quotes, at = piece.count(b'"', 0, end), end
         while quotes % 2 and at:

@@ -49,12 +49,13 @@ from monolith.data.service.client import DataServiceSource
 from monolith.data.service.dispatcher import Dispatcher, dispatcher_from_environment
 from monolith.data.service.job import DataJobConfig
 from monolith.data.service.messages import PortGuard
-from monolith.data.service.worker import DataWorker, OpenSplit
+from monolith.data.service.worker import DataWorker, DataWorkerConfig, OpenSplit
 
 __all__ = [
     "DataJobConfig",
     "DataServiceSource",
     "DataWorker",
+    "DataWorkerConfig",
     "Dispatcher",
     "OpenSplit",
     "PortGuard",

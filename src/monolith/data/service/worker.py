@@ -108,6 +108,25 @@ class _Buffer:
     given: dict[_Id, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataWorkerConfig:
+    """How a data worker reads."""
+
+    readers: int = 2
+    """Splits to read at a time."""
+    buffer_chunks: int = 16
+    """Chunks, of all splits together, that may wait for a trainer before reading stops; and about as many
+    that trainers were given and have not fetched."""
+    chunk_records: int = 4096
+    """The most records of a chunk."""
+    patience: timedelta = timedelta(minutes=5)
+    """How long the dispatcher may be unreachable."""
+
+    def __post_init__(self) -> None:
+        if min(self.readers, self.buffer_chunks, self.chunk_records) < 1:
+            raise ConfigError("data worker: readers, buffer_chunks and chunk_records must be at least 1")
+
+
 class DataWorker:
     """Serves one dispatcher until it is closed.
 
@@ -117,11 +136,6 @@ class DataWorker:
         advertise: The host by which trainers reach this worker, if that is not `host`.
         guard: The credentials for the dispatcher, and those to demand of trainers.
         limits: What one trainer may ask for.
-        readers: Splits to read at a time.
-        buffer_chunks: Chunks, of all splits together, that may wait for a trainer before reading stops;
-            and about as many that trainers were given and have not fetched.
-        chunk_records: The most records of a chunk.
-        patience: How long the dispatcher may be unreachable.
 
     Raises:
         ListenError: The port is taken.
@@ -134,29 +148,23 @@ class DataWorker:
         self,
         dispatcher: Address,
         open_split: OpenSplit,
+        config: DataWorkerConfig | None = None,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
         guard: PortGuard | None = None,
         limits: Limits | None = None,
-        readers: int = 2,
-        buffer_chunks: int = 16,
-        chunk_records: int = 4096,
-        patience: timedelta = timedelta(minutes=5),
     ) -> None:
-        if min(readers, buffer_chunks, chunk_records) < 1:
-            raise ConfigError("data worker: readers, buffer_chunks and chunk_records must be at least 1")
+        self._config = config = config or DataWorkerConfig()
         self._open_split = open_split
-        self._buffer_chunks = buffer_chunks
-        self._chunk_records = chunk_records
         self._stop = concurrency.Event()
         self._changed = concurrency.Condition()  # guards _buffer, _leases, _renew_every and _failure
         self._buffer = _Buffer()
         self._leases: set[str] = set()
         self._renew_every = POLL
         self._failure: Exception | None = None
-        self._address_of_dispatcher, self._guard, self._patience = dispatcher, guard, patience
+        self._address_of_dispatcher, self._guard = dispatcher, guard
         self._server = DataServer(
             {"ping": typed(Nothing, lambda _: {})},
             fetch=lambda ticket: self._fetch(read_message(ChunkBody, ticket)),
@@ -176,7 +184,7 @@ class DataWorker:
             concurrency.Thread(target=self._guarded, args=(work,), name=name)
             for name, work in [
                 ("renew", self._renew),
-                *((f"read-{one}", self._read) for one in range(readers)),
+                *((f"read-{one}", self._read) for one in range(config.readers)),
             ]
         ]
         for thread in self._threads:
@@ -221,7 +229,7 @@ class DataWorker:
     def _dispatcher(self) -> DataCaller:
         """Return a way to call the dispatcher, for one thread."""
         return DataCaller(
-            self._address_of_dispatcher, guard=self._guard, patience=self._patience, stop=self._stop
+            self._address_of_dispatcher, guard=self._guard, patience=self._config.patience, stop=self._stop
         )
 
     # Reading
@@ -272,7 +280,7 @@ class DataWorker:
             source = self._open_split(split)
             try:
                 begin = None if place is None else Place(**place)
-                for piece in pieces(source, begin, self._chunk_records):
+                for piece in pieces(source, begin, self._config.chunk_records):
                     if not self._offer(dispatch, (job, epoch, number, sequence), lease, piece):
                         return
                     sequence += 1
@@ -289,7 +297,7 @@ class DataWorker:
     def _offer(self, dispatch: DataCaller, chunk: _Id, lease: str, piece: Piece) -> bool:
         """Wait until the buffer has space, then announce a chunk; return whether the lease is still valid."""
         with self._changed:
-            while len(self._buffer.free) >= self._buffer_chunks and lease in self._leases:
+            while len(self._buffer.free) >= self._config.buffer_chunks and lease in self._leases:
                 if self._stop.is_set():
                     raise StoppedError
                 self._changed.wait()
@@ -325,7 +333,7 @@ class DataWorker:
                     # given ones too early, which costs nothing but its place in the count.
                     if chunk[1:] not in waiting and chunk in self._buffer.free:
                         self._buffer.given[chunk] = self._buffer.free.pop(chunk)
-                while len(self._buffer.given) > self._buffer_chunks:
+                while len(self._buffer.given) > self._config.buffer_chunks:
                     del self._buffer.given[next(iter(self._buffer.given))]  # the oldest; it can be read again
                 self._changed.notify_all()
                 every = self._renew_every

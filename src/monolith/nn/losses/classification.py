@@ -34,7 +34,7 @@ class LossAndPred(NamedTuple):
     pred: Tensor
 
 
-def sigmoid_loss_and_pred(
+def sigmoid_loss_and_pred(  # noqa: PLR0913  keywords that users write; see decision 0065
     logits: Tensor,
     label: Tensor | None,
     *,

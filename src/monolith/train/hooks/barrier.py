@@ -45,8 +45,8 @@ KeepWaiting = Callable[[PlacedBarrier], bool]
 class Barrier(Protocol):
     """Holds workers back. Thread-safe. Every implementation passes `tests/contracts/test_barrier.py`.
 
-    How workers come to stand still is not said here: those of a fleet do so where they meet between steps,
-    the threads of a process by a `WaitingBarrier`.
+    How workers pause is not part of it: those of a fleet do so where they meet between steps, the threads of
+    a process by `LocalBarrier.wait_until_removed`.
     """
 
     @property
@@ -295,7 +295,7 @@ def wait_until_blocked(
     limit = clock() + at_most
     while missing := unblocked_indices(barrier):
         if clock() >= limit:
-            _log.warning("waited %.0f s for workers %s to halt; going on without them", at_most, missing)
+            _log.warning("waited %.0f s for workers %s to pause; continuing without them", at_most, missing)
             return False
         sleep(poll)
     return True

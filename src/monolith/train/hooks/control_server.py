@@ -360,11 +360,12 @@ def _publish(obey: Obey | None, request: Any) -> wire.PublishResponse:
 
 
 def control_token(model_dir: str) -> Secret:
-    """Return a token that this user's processes share in their model_dir; one that nobody knows without."""
+    """Return a token that this user's processes share in their model_dir; without a local model_dir, a token
+    that no other process knows."""
     if not model_dir or filesystem.is_remote(model_dir):
         _log.warning(
-            "nobody can control this run: it has no token, and others could read one in %r. Start it with "
-            "security.token_file.",
+            "this run cannot be controlled: it has no token, and other users could read one in %r. Start it "
+            "with security.token_file.",
             model_dir,
         )
         return Secret(concurrency.token_hex(32))
@@ -518,7 +519,9 @@ def _translate(grpc: Any, name: str, address: str, cause: Any) -> NoReturn:
     if code == grpc.StatusCode.UNAUTHENTICATED:
         raise ConfigError(f"{address} refuses {name}: {details}. Give the token of the job.") from cause
     gone = code == grpc.StatusCode.UNAVAILABLE and "connect" in details
-    hint = ". Nobody listens there: the job has ended, was killed, or is being started again" if gone else ""
+    hint = (
+        ". No process listens there: the job has ended, was killed, or is being started again" if gone else ""
+    )
     raise TrainingError(f"{name} at {address} failed: {code.name}: {details}{hint}") from cause
 
 

@@ -1,4 +1,4 @@
-"""Deep insight: what was predicted for single examples, for people who look at single examples.
+"""Deep insight: the predictions of single examples, for people who look at single examples.
 
 A sample of each batch becomes messages, one JSON object an example. Version 1 tells of one
 target; version 2, when targets are named, of several, and of further fields of the example:
@@ -43,7 +43,7 @@ SAMPLE_RATE = "sample_rate"
 Column = Tensor | Sequence[str]
 """One value for each example: float or int64 of shape (n,), or texts."""
 ReadField = Callable[[Batch, str], Column | None]
-"""Reads a field of a batch; None where the batch does not have it."""
+"""Reads a field of a batch; None if the batch does not have it."""
 
 
 def read_field(batch: Batch, name: str) -> Column | None:
@@ -262,16 +262,15 @@ def _some(column: Column, chosen: Tensor) -> Column:
     return [column[place] for place in chosen.tolist()]
 
 
-# Messages of a training run in files, by day, for whoever reads them tomorrow.
+# Messages of a training run in files, by day.
 #
 #     <base>/<model>/<date>/worker_<i>/part_000000.txt
 #
 # The date is that of the request, in UTC. A line is `req_time;gid;uid;<json predict>;<json label>`.
 # Lines are written in batches, and a part that is full is followed by the next; a run that
-# goes on begins a new part beside those it finds.
+# resumes starts a new part next to the existing ones.
 
 
-DEFAULT_BASE = "deep_insight"
 _PART = re.compile(r"part_(\d{6,})\.txt")
 
 Layout = Callable[[str], tuple[str, str]]
@@ -316,11 +315,11 @@ class DayFiles:
         self,
         base: str,
         model: str,
-        worker: int,
+        worker: int = 0,
         *,
-        batch_lines: int,
-        part_lines: int,
-        clock: Callable[[], float],
+        batch_lines: int = 1024,
+        part_lines: int = 1_000_000,
+        clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         if batch_lines < 1 or part_lines < 1:
             raise ConfigError(
@@ -396,9 +395,10 @@ class DayFiles:
 class FileMetricHook(Hook):
     """Writes messages to files of their day while a run lasts, from a thread of its own.
 
-    A message that cannot be laid out as a line is counted as failed and stops nobody.
+    A message that cannot be laid out as a line is counted as failed; other messages are written.
 
     Args:
+        files: The files, which only this hook writes.
         layout: Of messages; by default that of deep insight.
         idle: How long a day may go without a line before it is forgotten.
         sweep: How often lines of unfinished batches are written and idle days are looked for.
@@ -407,21 +407,15 @@ class FileMetricHook(Hook):
 
     def __init__(
         self,
+        files: DayFiles,
         *,
-        base: str = DEFAULT_BASE,
-        model_name: str,
-        worker: int = 0,
-        batch_lines: int = 1024,
-        part_lines: int = 1_000_000,
         layout: Layout = insight_line,
         idle: timedelta = timedelta(hours=24),
         sweep: timedelta = timedelta(seconds=600),
         capacity: int = 100_000,
         clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
-        self._files = DayFiles(
-            base, model_name, worker, batch_lines=batch_lines, part_lines=part_lines, clock=clock
-        )
+        self._files = files
         self._layout = layout
         self._queue = MessageQueue(
             "file-metrics",
@@ -471,14 +465,14 @@ class Producer(Protocol):
     """Sends messages to one topic; used by one thread at a time."""
 
     def send(self, payload: bytes, done: Callable[[bool], None]) -> None:
-        """Take a message; `done` hears later, from any call, whether it was delivered."""
+        """Take a message; `done` is called later, from any call, with whether it was delivered."""
 
     def flush(self, timeout: timedelta) -> int:
-        """Wait for what is on its way; return how many messages nothing was heard of."""
+        """Wait for what is on its way; return how many messages have no outcome yet."""
 
 
 class KafkaProducer:
-    """A producer of confluent-kafka, from which each message's own end can be heard.
+    """A producer of confluent-kafka that reports the outcome of each message.
 
     Args:
         delivery_timeout: How long a message may wait for a broker to take it.

@@ -1,6 +1,6 @@
 """Feature engineering: batches go to files instead of into the model.
 
-Whoever invents a feature wants to see what training would see. A file holds batches as Monolith
+The author of a feature wants to see the input of training. A file holds batches as Monolith
 frames them, `u64 0 | u64 length | ExampleBatch`, so that its own tools read them, and
 `FramedFormat("example_batch", framing=FEATURE_FRAMING)` does.
 """

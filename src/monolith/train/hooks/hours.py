@@ -99,7 +99,7 @@ def stop_outside(run: TrainingRun, window: DailyHours | None, now: float) -> boo
 # Slow start: workers join a young model one after another.
 #
 # Many workers on fresh parameters push gradients that contradict each other. So worker i takes
-# its first step only when the others have brought the model to a step that grows with i, or
+# its first step only when the other workers have brought the model to a step that grows with i, or
 # when it has waited long enough.
 
 
@@ -113,63 +113,63 @@ def slow_start_target(slow_start_steps: int, worker: int) -> int:
     return int(slow_start_steps * math.log(1 + worker))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowStart:
+    """How long a worker delays its first step."""
+
+    target_step: int
+    """The step of the model to wait for, see `slow_start_target`; 0 or less does not wait."""
+    max_wait: timedelta = timedelta(minutes=10)
+    """The longest wait once the model moves, plus up to 10 random minutes, so that the workers that give up
+    do not all start at once."""
+    grace: timedelta = timedelta(minutes=30)
+    """How long the model may take to start to move before `max_wait` counts anyway."""
+
+
 class SlowStartHook(Hook):
-    """Holds a worker's first step back until the model has reached a step.
+    """Delays a worker's first step until the model has reached a step.
 
     Args:
-        target_step: See `slow_start_target`. Not above 0 does not wait.
         global_step: Reads the step of the whole model, which other workers move.
-        idle: Called with the run again and again while waiting: what keeps this worker together with the
-            others, who may want to save meanwhile.
+        idle: Called with the run again and again during the wait, to keep this worker in step with the other
+            workers, which may save meanwhile.
         hours: Outside of this window the run is asked to stop instead.
-        max_wait: How long to wait at most once the model moves, with up to 10 random minutes on top,
-            so that those who give up do not all begin at once.
-        grace: How long the model may take to begin to move before `max_wait` counts anyway.
-        clock: Unix seconds, for the daily window.
-        timer: Seconds that only grow.
     """
 
     def __init__(
         self,
-        target_step: int,
+        start: SlowStart,
         *,
         global_step: Callable[[], int],
         idle: Sequence[Callable[[TrainingRun], None]] = (),
         hours: DailyHours | None = None,
-        max_wait: timedelta = timedelta(minutes=10),
-        grace: timedelta = timedelta(minutes=30),
-        clock: Callable[[], float] = concurrency.time,
-        timer: Callable[[], float] = concurrency.monotonic,
-        sleep: Callable[[float], None] = concurrency.sleep,
+        clocks: concurrency.Clocks | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self._target_step = target_step
+        self._start = start
         self._global_step = global_step
         self._idle = tuple(idle)
         self._hours = hours
-        self._max_wait = max_wait.total_seconds()
-        self._grace = grace.total_seconds()
-        self._clock, self._timer = clock, timer
-        self._sleep = sleep
+        self._clocks = clocks or concurrency.Clocks()
         self._rng = rng or random.Random()
         self._started = False
 
     def before_step(self, run: TrainingRun) -> None:
         if self._started:
             return
-        now = self._timer()
+        now = self._clocks.timer()
         # The model may never move: its chief may be gone. Then the count begins by itself.
-        counts_from = now + self._grace
-        patience = self._max_wait + self._rng.uniform(0, _JITTER_SECONDS)
+        counts_from = now + self._start.grace.total_seconds()
+        patience = self._start.max_wait.total_seconds() + self._rng.uniform(0, _JITTER_SECONDS)
         next_log = now
         while run.stop_reason is None:
-            now = self._timer()
-            if stop_outside(run, self._hours, self._clock()):
+            now = self._clocks.timer()
+            if stop_outside(run, self._hours, self._clocks.wall()):
                 return
-            if self._target_step <= 0:
+            if self._start.target_step <= 0:
                 break
             step = self._global_step()
-            if step >= self._target_step:
+            if step >= self._start.target_step:
                 break
             if step > 1:
                 counts_from = min(counts_from, now)
@@ -177,14 +177,16 @@ class SlowStartHook(Hook):
                 _log.warning(
                     "slow start: waited %.0f s for step %d, the model is at step %d; starting anyway",
                     now - counts_from,
-                    self._target_step,
+                    self._start.target_step,
                     step,
                 )
                 break
             if now >= next_log:
-                _log.info("slow start: waiting for step %d, the model is at step %d", self._target_step, step)
+                _log.info(
+                    "slow start: waiting for step %d, the model is at step %d", self._start.target_step, step
+                )
                 next_log = now + _LOG_EVERY_SECONDS
-            self._sleep(POLL_SECONDS)
+            self._clocks.sleep(POLL_SECONDS)
             for call in self._idle:
                 call(run)
         self._started = True

@@ -2,7 +2,7 @@
 
 The layer's product is cut at the borders of the features (`monolith.nn.feature_insight`); its
 pieces and the label go to an event file, from which `monolith evaluate insight` tells which features
-matter. Only steps that are written are watched, so the others cost nothing.
+matter. Only steps that are written are watched, so other steps cost nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def feature_insight_data(
         inputs: float of shape (examples, sum of the sizes).
         weight: float of shape (sum of the sizes, k): the inputs are multiplied by it, segment by segment.
             With a label that leaves k columns to each segment; without, one: the sum of their squares.
-        label: Of shape (examples,) or (examples, labels), written beside the segments.
+        label: Of shape (examples,) or (examples, labels), written next to the segments.
 
     Raises:
         ConfigError: There are no segments, or lengths do not agree.
@@ -65,7 +65,7 @@ def feature_insight_data(
 
 
 def label_of(result: StepResult, label: str | None, most: int) -> Tensor | None:
-    """Return the label of the first `most` examples of a step; None where none is asked for.
+    """Return the label of the first `most` examples of a step; None if none is asked for.
 
     Raises:
         ConfigError: The batches have no such label.
@@ -84,7 +84,7 @@ class FeatureInsightHook(Hook):
     Args:
         layer: The first layer over all features: `model.dense.first` of a ready model, `mlp.first` of an MLP.
         segments: Feature to its width, in the order in which they lie in the layer's input.
-        label: Name of the label to write beside them; None writes only how large the contributions are.
+        label: Name of the label to write next to them; None writes only how large the contributions are.
         max_rows: Examples of a batch that are written; one takes 4 bytes a feature, and with a label
             that many for each output of the layer.
     """
@@ -274,7 +274,7 @@ def _by_feature(layout: LayoutSpec, number: int, product: Tensor) -> Iterator[tu
 #
 # A search over widths (`IRazor`) has weights of its own, written as `selecting`. A gate (`SeNet`) computes
 # how much each feature counts anew for every example; the mean over the batch of a step is written as
-# `gating`. Only the steps that are written are watched, so the others cost nothing.
+# `gating`. Only the steps that are written are watched, so other steps cost nothing.
 
 
 def searches_of(module: nn.Module) -> dict[str, IRazor]:

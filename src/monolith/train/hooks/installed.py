@@ -16,8 +16,14 @@ from monolith.train.config import TrainConfig
 from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks.barrier import Barrier, BarrierHook, MachineHealth, PsHealthHook, memory_health
 from monolith.train.hooks.config import DeepInsightConfig, HooksConfig
-from monolith.train.hooks.deep_insight import DeepInsightHook, FileMetricHook, KafkaMetricHook, KafkaProducer
-from monolith.train.hooks.hours import SlowStartHook, slow_start_target
+from monolith.train.hooks.deep_insight import (
+    DayFiles,
+    DeepInsightHook,
+    FileMetricHook,
+    KafkaMetricHook,
+    KafkaProducer,
+)
+from monolith.train.hooks.hours import SlowStart, SlowStartHook, slow_start_target
 from monolith.train.hooks.insight import NasDataHook, gates_of, searches_of
 from monolith.train.hooks.metric_sinks import HeartBeatHook, MetricClient, ThroughputHook
 from monolith.train.hooks.save import SaveHook
@@ -53,7 +59,6 @@ class TrainedRun(TrainingRun, Protocol):
 def installed_hooks(
     config: TrainConfig,
     run: TrainedRun,
-    module: nn.Module,
     task_name: str,
     *,
     metrics: Metrics,
@@ -65,7 +70,6 @@ def installed_hooks(
     """Return the hooks that `config.hooks` asks for; they go before the rest.
 
     Args:
-        module: The model.
         metrics: Where counters and timers go.
         others: The processes that train with this one; None if it trains alone.
         rest: Hooks that are told of each step while this process waits or is halted: those that keep it
@@ -86,17 +90,18 @@ def installed_hooks(
             hooks += _memory_hooks(asked, run, metrics, others, idle)
         kind = "local" if others is None else "ps"
         hooks += _metric_hooks(config, name, MetricClient(metrics), kind, clock=clock, timer=timer)
-        hooks += _nas_hooks(asked, module)
+        hooks += _nas_hooks(asked, run.model)
     elif others is not None and asked.slow_start_steps:
         hooks.append(
             SlowStartHook(
-                slow_start_target(asked.slow_start_steps, worker),
+                SlowStart(
+                    target_step=slow_start_target(asked.slow_start_steps, worker),
+                    max_wait=asked.slow_start_max_wait,
+                ),
                 global_step=others.read_step,
                 idle=idle,
                 hours=config.hours,
-                max_wait=asked.slow_start_max_wait,
-                clock=clock,
-                timer=timer,
+                clocks=concurrency.Clocks(wall=clock, timer=timer),
             )
         )
     return [*hooks, *_insight_hooks(asked.deep_insight, name, worker)]
@@ -184,7 +189,7 @@ def _nas_hooks(asked: HooksConfig, module: nn.Module) -> list[Hook]:
 def _insight_hooks(asked: DeepInsightConfig, name: str, worker: int) -> list[Hook]:
     sinks: list[FileMetricHook | KafkaMetricHook] = []
     if asked.folder is not None:
-        sinks.append(FileMetricHook(base=asked.folder, model_name=name, worker=worker))
+        sinks.append(FileMetricHook(DayFiles(asked.folder, name, worker)))
     if asked.kafka:
         if not asked.kafka_brokers or not asked.kafka_topic:
             raise ConfigError(

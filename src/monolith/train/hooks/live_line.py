@@ -42,7 +42,7 @@ class TrainStatus:
 
     step: int
     last_step: int | None
-    """The step at which the run ends; None where only the data, the time or a person ends it."""
+    """The step at which the run ends; None if only the data, the time or a person ends it."""
     seconds_left: float | None
     examples: int
     """Examples trained on since this run began."""
@@ -76,9 +76,25 @@ class TrainStatus:
     evaluated: Mapping[str, float] = field(default_factory=dict)
     """By "head/metric", what the last evaluation found; none before there was one."""
     data_read: float | None = None
-    """Which part of the data is done, from 0 to 1, over all epochs; None where nobody knows."""
+    """Which part of the data is done, from 0 to 1, over all epochs; None if that is unknown."""
     epochs: int = 1
     """How often the data is read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveValues:
+    """Where a live line reads the values that its steps do not carry."""
+
+    stats: Callable[[], Mapping[str, TableStats]]
+    """Sizes and counters of the tables, by name."""
+    metrics: Callable[[], Mapping[str, float]] = dict
+    """Metrics over the latest examples, as "head/metric"."""
+    skipped: Callable[[], int] = lambda: 0
+    """How many batches were not trained on."""
+    staleness: Callable[[], int | None] = lambda: None
+    """How many steps the dense weights lack; None without parameter servers."""
+    evaluated: Callable[[], Mapping[str, float]] = dict
+    """Metrics of the last evaluation, as "head/metric"."""
 
 
 class LiveLineHook(Hook):
@@ -86,14 +102,8 @@ class LiveLineHook(Hook):
 
     Args:
         show: Called on the training thread, which waits for it.
-        stats: What the tables hold, by name.
-        metrics: Their values over the latest examples, as "head/metric".
-        skipped: How many batches were not trained on.
-        staleness: How many steps the dense weights lack; None without parameter servers.
-        evaluated: What the last evaluation found, as "head/metric".
-        steps: How many steps this run is to take.
-        max_steps: At which step it ends; the nearer of the two counts.
-        read: Which part of the data is done.
+        values: The values to show.
+        outlook: The end of the run, as far as it is known.
         epochs: How often the data is read.
         live: Whether the data has events as they happen; of others there is no lag.
         clock: Unix seconds, for the lag.
@@ -103,16 +113,10 @@ class LiveLineHook(Hook):
     def __init__(
         self,
         show: Callable[[TrainStatus], None],
+        values: LiveValues,
+        outlook: Outlook | None = None,
         *,
         every: timedelta,
-        stats: Callable[[], Mapping[str, TableStats]],
-        metrics: Callable[[], Mapping[str, float]] = dict,
-        skipped: Callable[[], int] = lambda: 0,
-        staleness: Callable[[], int | None] = lambda: None,
-        evaluated: Callable[[], Mapping[str, float]] = dict,
-        steps: int | None = None,
-        max_steps: int | None = None,
-        read: Callable[[], float | None] = lambda: None,
         epochs: int = 1,
         live: bool = True,
         clock: Callable[[], float] = concurrency.time,
@@ -120,12 +124,8 @@ class LiveLineHook(Hook):
     ) -> None:
         self._show = show
         self._every = every.total_seconds()
-        self._stats = stats
-        self._metrics = metrics
-        self._skipped = skipped
-        self._staleness = staleness
-        self._evaluated = evaluated
-        self._outlook = Outlook(steps=steps, max_steps=max_steps, read=read, timer=timer)
+        self._values = values
+        self._outlook = outlook or Outlook(timer=timer)
         self._epochs = epochs
         self._live = live
         self._clock = clock
@@ -162,7 +162,7 @@ class LiveLineHook(Hook):
             self._tell(run.step, self._timer())
 
     def _tell(self, step: int, now: float) -> None:
-        tables, ahead = self._stats(), self._outlook.look(step)
+        tables, ahead = self._values.stats(), self._outlook.look(step)
         stats = tables.values()
         self._show(
             TrainStatus(
@@ -172,7 +172,7 @@ class LiveLineHook(Hook):
                 examples=self._examples,
                 examples_per_s=self._speed(now),
                 loss=math.nan if self._loss is None else float(self._loss) / self._losses,
-                metrics=_said(self._metrics()),
+                metrics=_said(self._values.metrics()),
                 lag_seconds=max(self._clock() - self._event_time, 0.0)
                 if self._live and self._event_time > 0
                 else None,
@@ -183,10 +183,10 @@ class LiveLineHook(Hook):
                 filtered=sum(table.filtered for table in stats),
                 refused=sum(table.refused for table in stats),
                 evicted=sum(table.evicted for table in stats),
-                skipped=self._skipped(),
+                skipped=self._values.skipped(),
                 non_finite=sum(table.non_finite for table in stats),
-                staleness=self._staleness(),
-                evaluated=_said(self._evaluated()),
+                staleness=self._values.staleness(),
+                evaluated=_said(self._values.evaluated()),
                 data_read=ahead.data_read,
                 epochs=self._epochs,
             )
@@ -344,9 +344,9 @@ class Ahead(NamedTuple):
     """What lies ahead of a run."""
 
     last_step: int | None
-    """The step at which it ends; None where only the data, the time or a person ends it."""
+    """The step at which it ends; None if only the data, the time or a person ends it."""
     data_read: float | None
-    """Which part of the data is done, from 0 to 1, over all epochs; None where nobody knows."""
+    """Which part of the data is done, from 0 to 1, over all epochs; None if that is unknown."""
     seconds_left: float | None
     """To the last step or the end of the data, whichever comes first; None if neither is known."""
 

@@ -164,7 +164,7 @@ class MessageSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MessageCounts:
-    """What became of messages so far: `total` were offered, the others say how many of them ended how."""
+    """Outcomes of messages so far: `total` were offered; the other counts are those of each outcome."""
 
     total: int = 0
     success: int = 0

@@ -155,10 +155,10 @@ class ProfilerHook(Hook):
         _log.info("profiled steps %d to %d: %s", self._began, run.step, path)
 
 
-# Traces of a running process: what its threads do for some seconds, when somebody asks.
+# Traces of a running process: the work of its threads for some seconds, on request.
 #
 # A trace is a file for chrome://tracing or Perfetto. It has the operations of torch on all threads and on the
-# GPU, and beside them the Python stacks of all threads, looked at a hundred times a second: a process that
+# GPU, and next to them the Python stacks of all threads, looked at a hundred times a second: a process that
 # serves or reads does little in torch, and its stacks say where its time goes. `Trace.threads` sums
 # these stacks up for people who only want to know the functions that take the time.
 
@@ -255,7 +255,7 @@ class Tracer:
         Args:
             steps: 0 does not count them.
             folder: Where this trace goes; by default the folder of the tracer.
-            given_up: Whether nobody wants the trace any more.
+            given_up: Whether the trace is no longer wanted.
 
         Raises:
             ConfigError: More is asked for than a trace may have, or steps of a process that takes none.
@@ -295,7 +295,7 @@ class Tracer:
             with sampler:
                 while self._clock() - began < seconds and not (steps and count() - first >= steps):
                     if given_up():
-                        raise TrainingError("the profile was given up: nobody waits for it any more")
+                        raise TrainingError("the profile was given up: its caller no longer waits for it")
                     concurrency.sleep(_LOOK_SECONDS)
         finally:
             recorder.stop()

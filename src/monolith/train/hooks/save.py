@@ -183,6 +183,29 @@ class _Writing:
     """Set before the thread ends."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePlan:
+    """What one save hook saves, and how it works with the other processes of its run."""
+
+    dense_only: bool = False
+    """Save dense weights only: not if a full checkpoint of the step exists, and not at the end."""
+    no_first_save: bool = True
+    """Do not save a model that was just created or restored."""
+    always_final: bool = False
+    """Save at the end even if no step was taken; a step that is on disk is not written again."""
+    resumed: Callable[[], bool] = lambda: False
+    """Whether the other processes trained on before this one rejoined them: then the step at which it starts
+    may be in no checkpoint, and the end saves it."""
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Quiesces the other processes, from before the step is read until the snapshot is taken."""
+    outlives: Callable[[Exception], bool] = lambda _: False
+    """Whether training continues although a save failed with an error: the checkpoint is dropped, with a
+    warning, and the next one is made as usual. The last one of a run is retried."""
+    on_saved: Callable[[int, str | None], None] | None = None
+    """Called with the step and prefix of a checkpoint on disk, to note it in a state file. An error of this
+    is logged: the checkpoint is good."""
+
+
 class SaveHook(Hook):
     """Saves checkpoints.
 
@@ -191,23 +214,11 @@ class SaveHook(Hook):
     Args:
         guards: Told of a save before all listeners, and undone in reverse. Their errors are logged only.
         memory: Shared with the other save hooks of the same model directory.
-        dense_only: This hook saves dense weights only: not where a full checkpoint of the step exists,
-            and not at the end.
-        no_first_save: Do not save what was just made or restored.
-        always_final: Save at the end even if no step was taken; a step that is on disk is not written again.
-        resumed: Whether others have trained on before this process came back to them: then the step it begins
-            with may be in no checkpoint, and the end saves it.
-        together: Quiesces the other processes, from before the step is read until the snapshot is taken.
-        outlives: Whether training continues although a save failed with an error: the checkpoint is dropped,
-            with a warning, and the next one is made as usual. The last one of a run is tried again.
-        on_saved: Called with the step and prefix of what is on disk, to note it in a state file. An error
-            of this is logged: the checkpoint is good.
         metrics: Counts `save_checkpoint`, `save_checkpoint_failed` (each attempt) and
             `save_checkpoint_postponed`, and times `save_checkpoint_time`, by mode: full or dense_only. Shows
             `save_checkpoint_age_seconds` and `save_checkpoint_failures_in_a_row`.
-        clock: Unix seconds, for stamps and the hours of a daily window.
-        timer: Seconds that only grow, for every interval: a wall clock that is set must not stop saving.
-        sleep: Waits between attempts of the last save of a run, and of one that found no free descriptor.
+        clocks: The wall clock is for stamps and the hours of a daily window, the timer for every interval: a
+            wall clock that is set must not stop saving.
     """
 
     def __init__(
@@ -215,38 +226,25 @@ class SaveHook(Hook):
         checkpointer: Snapshots,
         config: SaveConfig | None = None,
         *,
+        plan: SavePlan | None = None,
         listeners: Sequence[SaveListener] = (),
         guards: Sequence[SaveListener] = (),
         memory: SaveMemory | None = None,
-        dense_only: bool = False,
-        no_first_save: bool = True,
-        always_final: bool = False,
-        resumed: Callable[[], bool] = lambda: False,
-        together: Callable[[], AbstractContextManager[None]] = nullcontext,
-        outlives: Callable[[Exception], bool] = lambda _: False,
-        on_saved: Callable[[int, str | None], None] | None = None,
         metrics: Metrics | None = None,
-        clock: Callable[[], float] = concurrency.time,
-        timer: Callable[[], float] = concurrency.monotonic,
-        sleep: Callable[[float], None] = concurrency.sleep,
+        clocks: concurrency.Clocks | None = None,
     ) -> None:
         self.config = config or SaveConfig()
-        self.timer = self.config.timer(clock, timer)
+        self._plan = plan or SavePlan()
+        clocks = clocks or concurrency.Clocks()
+        self.timer = self.config.timer(clocks.wall, clocks.timer)
         """Others may reset or disable it, on the training thread; requests and the end do not ask it."""
         self._checkpointer = checkpointer
         self._files = FileReserve()
         self._listeners = tuple(listeners)
         self._guards = tuple(guards)
         self._memory = memory or SaveMemory()
-        self._dense_only = dense_only
-        self._no_first_save = no_first_save
-        self._always_final = always_final
-        self._resumed = resumed
-        self._together = together
-        self._outlives = outlives
-        self._on_saved = on_saved
-        self._clock, self._seconds, self._sleep = clock, timer, sleep
-        self._mode = "dense_only" if dense_only else "full"
+        self._clock, self._seconds, self._sleep = clocks.wall, clocks.timer, clocks.sleep
+        self._mode = "dense_only" if self._plan.dense_only else "full"
         metrics = metrics if metrics is not None else Metrics()
         self._count_saved = metrics.counter("save_checkpoint", "Checkpoints saved", ["mode"])
         self._count_failed = metrics.counter("save_checkpoint_failed", "Saves that failed", ["mode"])
@@ -272,7 +270,9 @@ class SaveHook(Hook):
         self._lock = concurrency.Lock()  # guards what is below, which the writing thread uses too
         self._saved: tuple[int, str | None] | None = None
         self._saved_at: float | None = None
-        self._saved_when = timer()  # the same moment on the monotonic clock; the start before the first
+        self._saved_when = (
+            self._seconds()
+        )  # the same moment on the monotonic clock; the start before the first
         self._failures = 0
         self._trouble = ""
         self._requests: list[_Request] = []
@@ -281,7 +281,7 @@ class SaveHook(Hook):
             "save_checkpoint_age_seconds",
             "Seconds since this run last saved a checkpoint, or since it started",
             ["mode"],
-        ).read_from(lambda: timer() - self._saved_when, mode=self._mode)
+        ).read_from(lambda: self._seconds() - self._saved_when, mode=self._mode)
 
     @property
     def saved_at(self) -> float | None:
@@ -311,7 +311,7 @@ class SaveHook(Hook):
     # The life of a run
 
     def begin(self, run: TrainingRun) -> None:  # noqa: ARG002
-        if self._dense_only:
+        if self._plan.dense_only:
             self._memory.note_dense_only()
         for listener in (*self._guards, *self._listeners):
             listener.begin()
@@ -320,8 +320,8 @@ class SaveHook(Hook):
         with self._turn:
             self._run = run
             self._trainer = threading.get_ident()
-            if self._no_first_save:
-                self._first_step = None if self._resumed() else run.step
+            if self._plan.no_first_save:
+                self._first_step = None if self._plan.resumed() else run.step
                 self.timer.stamp(run.step)
             else:
                 self._save(run, timed=True)
@@ -357,7 +357,7 @@ class SaveHook(Hook):
                 later.callback(listener.end)
             self._wait_for_writing()
             give_up = self._seconds() + self.config.last_secs
-            if not self._dense_only and self._needs_final(run.step):
+            if not self._plan.dense_only and self._needs_final(run.step):
                 # What could not be saved before is saved now, or this is the error that counts.
                 self._save_last(run, give_up)
             elif self._requests:
@@ -370,7 +370,7 @@ class SaveHook(Hook):
             self._closed = True
             left, self._requests = self._requests, []
         for request in left:
-            request.answer(TrainingError("the run ended before it could save what was asked"))
+            request.answer(TrainingError("the run ended before it could save as requested"))
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.thread.join(self.config.close_secs)
@@ -420,10 +420,10 @@ class SaveHook(Hook):
         """Save the state as it is; leave the error, if it is the run's, in `_late_error`."""
         try:
             with self._memory.waiting(), ExitStack() as held:
-                held.enter_context(self._together())
+                held.enter_context(self._plan.together())
                 self._save_here(run, held, timed=timed, wait_for_it=wait_for_it)
         except Exception as error:
-            if not self._outlives(error):
+            if not self._plan.outlives(error):
                 raise
             self._drop(run.step, error)
 
@@ -472,7 +472,7 @@ class SaveHook(Hook):
 
     def _drop(self, step: int, error: Exception) -> None:
         self._dropped = error
-        _log.warning("dropped the checkpoint of step %d, and training goes on: %s", step, error)
+        _log.warning("dropped the checkpoint of step %d, and training continues: %s", step, error)
         self.timer.stamp(step)
         self.timer.rearm(self.config.retry_secs)
 
@@ -486,12 +486,12 @@ class SaveHook(Hook):
         if not timed and on_disk is not None and on_disk[0] == step:
             _answer(requests, on_disk[1])
             return
-        if self._dense_only and self._memory.has_full(step):
+        if self._plan.dense_only and self._memory.has_full(step):
             _answer(requests, None)
             return
         save = _Save(step, self._seconds(), requests, timed)
         behind = self.config.asynchronous and not wait_for_it
-        if not self._dense_only:
+        if not self._plan.dense_only:
             self._memory.note_writing(step)
         self._inside = True
         try:
@@ -531,17 +531,17 @@ class SaveHook(Hook):
         self._failures_in_a_row.set(0, mode=self._mode)
         if failures:
             _log.warning("saving works again, after %d failures: step %d is on disk", failures, save.step)
-        if not self._dense_only:
+        if not self._plan.dense_only:
             self._memory.note_full(save.step)
             self._memory.note_writing(None)
         seconds = self._seconds() - save.started
         self._count_saved.inc(mode=self._mode)
         self._time_saved.observe(seconds, mode=self._mode)
-        kind = self._mode if self._dense_only else moment.kind
+        kind = self._mode if self._plan.dense_only else moment.kind
         _log.info("saved step %d (%s) in %.1f s: %s", save.step, kind, seconds, prefix)
-        if self._on_saved is not None:
+        if self._plan.on_saved is not None:
             try:
-                self._on_saved(save.step, prefix)
+                self._plan.on_saved(save.step, prefix)
             except Exception:
                 _log.exception("the checkpoint of step %d is saved, but recording it failed", save.step)
         _answer(save.requests, prefix)
@@ -597,9 +597,9 @@ class SaveHook(Hook):
                     _log.exception("%s failed after the save at step %d", type(guard).__name__, step)
 
     def _note_failure(self, save: _Save, error: Exception) -> None:
-        if not self._dense_only:
+        if not self._plan.dense_only:
             self._memory.note_writing(None)
-        if self._outlives(error):
+        if self._plan.outlives(error):
             self._drop(save.step, error)
             return
         with self._lock:
@@ -715,20 +715,20 @@ class SaveHook(Hook):
             raise error
 
     def _look_back(self, step: int) -> None:
-        """Forget what was saved ahead of this step: the run was taken back to an earlier state."""
+        """Forget the saves ahead of this step: the run was taken back to an earlier state."""
         with self._lock:
             if self._saved is None or step >= self._saved[0]:
                 return
             self._saved = None
         self.timer.stamp(step)
-        if not self._dense_only:
+        if not self._plan.dense_only:
             self._memory.note_full(None)
 
     def _needs_final(self, step: int) -> bool:
         with self._lock:
             if self._saved is not None and self._saved[0] == step:
                 return False
-        return step != self._first_step or self._always_final or self._memory.has_dense_only
+        return step != self._first_step or self._plan.always_final or self._memory.has_dense_only
 
 
 def _answer(requests: Sequence[_Request], outcome: str | Exception | None) -> None:

@@ -158,7 +158,7 @@ class _Tracker(ABC):
         except Exception as error:
             self._lose(error)
 
-    def flush(self) -> None:  # noqa: B027  what was sent is sent
+    def flush(self) -> None:  # noqa: B027  nothing is buffered
         pass
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class _Tracker(ABC):
     def _lose(self, error: Exception) -> None:
         self.lost += 1
         if self.lost == 1:
-            _log.warning("%s does not take numbers, training goes on without: %r", self.name, error)
+            _log.warning("%s does not take numbers; training continues without it: %r", self.name, error)
 
     @abstractmethod
     def _send(self, values: Mapping[str, float], step: int) -> None:
@@ -191,7 +191,7 @@ class MlflowSink(_Tracker):
 
     Args:
         uri: Of the tracking server or database; None for that of MLFLOW_TRACKING_URI.
-        run_id: Of a run to go on with; None begins one.
+        run_id: The run to resume; None starts one.
 
     Raises:
         MissingExtraError: mlflow is not installed.
@@ -242,7 +242,7 @@ class WandbSink(_Tracker):
     Args:
         folder: Where it keeps its files.
         offline: Whether nothing is sent; `wandb sync` does that later.
-        run_id: Of a run to go on with; None begins one.
+        run_id: The run to resume; None starts one.
 
     Raises:
         MissingExtraError: wandb is not installed.

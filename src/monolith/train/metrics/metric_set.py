@@ -161,7 +161,7 @@ class NormalizedEntropy(_Sums):
 
 
 class Calibration(_Sums):
-    """What was predicted in all over what happened in all: 1.1 promises a tenth too much.
+    """The sum of predictions over the sum of labels: 1.1 promises a tenth too much.
 
     NaN while nothing happened at all.
     """

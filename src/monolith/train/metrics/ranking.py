@@ -1,7 +1,7 @@
-"""Metrics of retrieval: how high what was wanted stands among the candidates of each query.
+"""Metrics of retrieval: the ranks of the relevant items among the candidates of each query.
 
-    recall@k     the share of what was wanted that is among the best k
-    hit_rate@k   whether any of it is
+    recall@k     the fraction of the relevant items that are among the best k
+    hit_rate@k   whether any of them is
     ndcg@k       the gain of the best k, each discounted by its rank, over the most that it could be
     mrr          1 over the rank of the first that was wanted
 
@@ -81,7 +81,7 @@ class RankingMetric(GroupedExamples):
 
     @classmethod
     def named(cls, name: str) -> RankingMetric | None:
-        """Return the metric of a name such as ndcg@10; None where it is none of these."""
+        """Return the metric of a name such as ndcg@10; None if it is none of these."""
         kind, _, k = name.partition("@")
         if kind not in (*KINDS, MRR) or (k and not k.isdecimal()):
             return None

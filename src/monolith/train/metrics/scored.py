@@ -1,4 +1,4 @@
-"""Scored examples: predictions beside what really happened, as every metric takes them.
+"""Scored examples: predictions with their labels, as every metric takes them.
 
 One place decides what a metric may be given, so that no two of them disagree on it. A
 prediction that is NaN or infinite is an error: it has no rank and no loss, and leaving
@@ -42,7 +42,7 @@ class Scored:
         """Check the tensors a metric was given, and copy them to the CPU.
 
         Args:
-            predictions: Of shape (n,) or (n, 1), as are the others.
+            predictions: Of shape (n,) or (n, 1), as are the other tensors.
             weights: Not negative; None for 1 each. An example of weight 0 is left out before anything else
                 is looked at, so that a missing label can be masked.
             groups: Whole numbers, such as ids of users.

@@ -276,7 +276,7 @@ class Demo:
         self._follow(process, "publishing to be held", lambda: self.times.held is not None)
         self._follow(process, "the model to recover", lambda: self.times.released is not None)
         self._follow(process, "answers of what is current again", self._is_released)
-        self._note("[green]recovered[/]: publishing goes on, and the server has what is current")
+        self._note("[green]recovered[/]: publishing continues, and the server has the current rows")
 
     def _may_kill(self) -> bool:
         if self.progress < KILL:

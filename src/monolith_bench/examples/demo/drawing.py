@@ -119,7 +119,7 @@ def intro(seconds: float, folder: str) -> str:
         f"A DeepFM learns from a stream of clicks as they happen, for {seconds:.0f} s, and publishes what "
         "it learns; a server follows. Users and items come and go, and what users want turns into something "
         "else. Every batch is predicted first and trained on afterwards. On the way a copy stops learning, "
-        "an item appears that nobody has seen, the process that trains is killed with -9 and goes on, and "
+        "an item appears that is new to the model, the training process is killed with -9 and resumes, and "
         "labels are wrong for a while.\n"
         f"All of it is kept in {folder}\n"
     )

@@ -53,7 +53,11 @@ def draw_picture(path: Path, points: Sequence[Point], marks: Marks) -> None:
         label="perfect knowledge of when it stopped",
     )
     axis.plot(
-        seconds, [point.online for point in points], color="#2a7f9e", lw=2.2, label="online: goes on learning"
+        seconds,
+        [point.online for point in points],
+        color="#2a7f9e",
+        lw=2.2,
+        label="online: continues to learn",
     )
     axis.plot(
         later,

@@ -68,7 +68,7 @@ def seconds_to_moved(answers: Sequence[ProbeAnswer], appeared: float) -> float |
     """
     asked = [one for one in answers if one.at < appeared and one.score is not None]
     if not asked or any(map(_moved, asked)):
-        raise ValueError("nobody asked for the item's score before it appeared, or it was known by then")
+        raise ValueError("no client asked for the item's score before it appeared, or it was known by then")
     return next((one.at - appeared for one in answers if one.at >= appeared and _moved(one)), None)
 
 

@@ -1,22 +1,31 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from services.mpi import mpirun, need_mpirun
 
-from monolith.cluster.mpi import (
+from monolith.errors import ConfigError
+from monolith.runtime.config_loading import load_run_config, read_run
+from monolith.runtime.discovery import (
     World,
+    discovery_defaults,
+    is_restarted_by_launcher,
+    keys_are_named,
+    listen_address,
+    open_discovery,
+    world_from_environment,
+)
+from monolith_compat.mpi import (
+    MPI_VARIABLES,
+    MpiScheduler,
     abort_on_exception,
     end_rank,
-    is_restarted_by_launcher,
     job_of_mpi,
-    keys_are_named,
-    world_from_environment,
     world_or_alone,
 )
-from monolith.errors import ConfigError
 
 MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -24,6 +33,7 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+BOTH_HERE = dict(zip(MPI_VARIABLES, ("0", "2", "0", "2"), strict=True))
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 KEYS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2950"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -35,6 +45,15 @@ def test_mpirun_and_torchrun_say_which_rank_this_is():
     assert world_from_environment({**MPI, **TORCHRUN}) == World(3, 4, 1, 2)
     assert world_from_environment(PMI) == World(1, 2, 1, 2)
     assert world_from_environment({"PMI_RANK": "1", "PMI_SIZE": "2"}) == World(1, 2, 0, 1)
+
+
+def test_mpirun_sets_the_registry_and_mlp_comes_before_it():
+    assert discovery_defaults(MPI) == discovery_defaults(PMI) == {"discovery.kind": "mpi"}
+    assert discovery_defaults({**MPI, "MLP_ROLE": "worker"}) == {"discovery.kind": "mlp"}
+
+
+def test_processes_that_mpirun_does_not_know_inherit_none_of_its_variables():
+    assert [name for name in (*MPI, *PMI, *TORCHRUN) if MpiScheduler().sets_variable(name)] == [*MPI, *PMI]
 
 
 def test_each_mpirun_is_told_from_others_by_a_word_that_a_path_may_have():
@@ -71,15 +90,47 @@ def test_ranks_that_make_no_sense_are_refused(rank):
         world_from_environment({**MPI, "OMPI_COMM_WORLD_RANK": rank})
 
 
+def test_ranks_of_mpirun_meet_in_a_folder_of_the_model_dir_that_is_gone_after_them(tmp_path):
+    environ = {**BOTH_HERE, "OMPI_MCA_ess_base_jobid": "77"}
+    run = read_run(None, environ, flags=("--cluster.mode", "sync", "--train.model-dir", str(tmp_path)))
+    assert (run.discovery.kind, run.cluster.num_workers) == ("mpi", 2)
+    assert listen_address(run, environ) == ("127.0.0.1", 0), "all are on this machine"
+    with open_discovery(run, environ) as one, open_discovery(_as_rank(run, 1), environ) as other:
+        one.register("rank", 0, "127.0.0.1:1")
+        assert other.query("rank") == {0: "127.0.0.1:1"}
+        assert (tmp_path / "mpirun" / "77" / "rank" / "0").exists()
+    assert not list((tmp_path / "mpirun").iterdir())
+    away = listen_address(run, {**environ, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "YARN_INET_ADDR": "10.0.0.7"})
+    assert away == ("10.0.0.7", 0)
+
+
+def _as_rank(run, rank):
+    return replace(run, cluster=replace(run.cluster, index=rank))
+
+
+def test_where_ranks_of_mpirun_cannot_meet_says_what_to_do():
+    config = load_run_config(code={"discovery_type": "mpi", "model_dir": "hdfs://there/m"})
+    with pytest.raises(ConfigError, match="-x MASTER_ADDR"), open_discovery(config, BOTH_HERE):
+        pass
+    with pytest.raises(ConfigError, match="this one was not"), open_discovery(config, {}):
+        pass
+
+
+def test_another_registry_may_be_named_for_ranks_of_mpirun():
+    flags = ("--cluster.mode", "sync", "--discovery.kind", "files", "--discovery.folder", "f")
+    run = read_run(None, {"PMI_RANK": "1", "PMI_SIZE": "2"}, flags=(*flags, "--train.model-dir", "m"))
+    assert (run.discovery.kind, run.cluster.index) == ("files", 1)
+
+
 def test_mpi_itself_is_asked_or_named_as_missing():
-    code = "from monolith.cluster.mpi import world_from_mpi; print(world_from_mpi())"
+    code = "from monolith_compat.mpi import world_from_mpi; print(world_from_mpi())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "rank=0, size=1" in done.stdout or "monolith-recsys[mpi]" in done.stderr
 
 
 FAILING = """
 import os, threading, time
-from monolith.cluster.mpi import abort_on_exception
+from monolith_compat.mpi import abort_on_exception
 
 abort_on_exception(os.environ)
 threading.Thread(target=time.sleep, args=(60,)).start()  # as one that waits for other ranks

@@ -1,4 +1,4 @@
-"""MPI and torchrun: which rank this is, and what happens to the other ranks when it fails.
+"""MPI: the rank that mpirun gave this process, and the end of all ranks when one fails.
 
 Open MPI sets variables OMPI_*; MPICH and its descendants (Intel MPI, Slurm) set PMI_*.
 
@@ -12,66 +12,46 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from monolith import filesystem
+from monolith.cluster.discovery import Discovery
+from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
 from monolith.errors import ConfigError, MissingExtraError
+from monolith.runtime.config import RunConfig
+from monolith.runtime.discovery import RankVariables, Scheduler, World, world_from_environment
 
 _log = logging.getLogger(__name__)
 
-MPI_VARIABLES = (
+MPI_VARIABLES: RankVariables = (
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-PMI_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+PMI_VARIABLES: RankVariables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "SLURM_JOB_ID")
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """One process's place among the ranks."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    """The rank among the processes on this machine."""
-    local_size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size or not 0 <= self.local_rank < self.local_size:
-            raise ConfigError(
-                f"invalid ranks: rank {self.rank} of {self.size}, here {self.local_rank} of {self.local_size}"
-            )
-
-
-def world_from_environment(environ: Mapping[str, str]) -> World | None:
-    """Return the place that mpirun or torchrun gave this process; None if neither started it.
-
-    If both have set variables, those of mpirun count: its processes may have inherited torchrun's.
+def world_of_mpi(environ: Mapping[str, str]) -> World | None:
+    """Return the rank that mpirun gave this process; None if it did not start it.
 
     Raises:
         ConfigError: A variable is no number, or the numbers make no sense.
     """
-    for rank, size, local_rank, local_size in (MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLES):
-        if environ.get(rank):
-            return World(
-                _number(environ, rank, 0),
-                _number(environ, size, 1),
-                _number(environ, local_rank, 0),
-                _number(environ, local_size, 1),
-            )
-    return None
+    found = (World.from_variables(environ, names) for names in (MPI_VARIABLES, PMI_VARIABLES))
+    return next((world for world in found if world is not None), None)
 
 
 def world_or_alone(environ: Mapping[str, str]) -> World:
-    """Return `world_from_environment`, or else, with a warning, a world of one."""
+    """Return the rank that mpirun or torchrun gave this process, or else, with a warning, rank 0 of 1."""
     world = world_from_environment(environ)
     if world is None:
         _log.warning("this process was started neither by mpirun nor by torchrun; assuming rank 0 of 1")
@@ -97,28 +77,10 @@ def world_from_mpi() -> World:
         here.Free()
 
 
-def is_under_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether mpirun started this process."""
-    return any(environ.get(variables[0]) for variables in (MPI_VARIABLES, PMI_VARIABLES))
-
-
 def job_of_mpi(environ: Mapping[str, str]) -> str:
     """Return what tells this mpirun from others, in letters that a path may have; "0" if nothing does."""
     found = next((environ[name] for name in _JOB_VARIABLES if environ.get(name)), "0")
     return re.sub(r"[^A-Za-z0-9_-]", "-", found)
-
-
-def keys_are_named(environ: Mapping[str, str]) -> bool:
-    """Whether ranks need no registry to find each other: a launcher has numbered them, and variables name the
-    address at which all of them share keys, as those of torchrun do."""
-    named = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
-    return named and world_from_environment(environ) is not None
-
-
-def is_restarted_by_launcher(environ: Mapping[str, str]) -> bool:
-    """Whether a rank that lost another is to end: torchrun and mpirun end all ranks then, and start again all
-    of them or none."""
-    return is_under_mpi(environ) or keys_are_named(environ)
 
 
 def abort_on_exception(
@@ -135,7 +97,7 @@ def abort_on_exception(
     Returns:
         A function that undoes it.
     """
-    world = world_from_environment(environ) if is_under_mpi(environ) else None
+    world = world_of_mpi(environ)
     if world is None or world.size == 1:
         return lambda: None
     before = sys.excepthook
@@ -166,7 +128,7 @@ def end_rank(environ: Mapping[str, str], status: int, abort: Callable[[int], obj
     Args:
         abort: As for `abort_on_exception`.
     """
-    if status and is_under_mpi(environ) and world_or_alone(environ).size > 1:
+    if status and (world := world_of_mpi(environ)) is not None and world.size > 1:
         sys.stderr.flush()
         (abort or _abort)(status)
 
@@ -179,9 +141,52 @@ def _abort(status: int) -> None:
     os._exit(status)  # not sys.exit: that waits for threads, which may wait for other ranks
 
 
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    text = environ.get(name, "").strip()
-    try:
-        return int(text) if text else default
-    except ValueError:
-        raise ConfigError(f"the environment's {name} must be a number, got {text!r}") from None
+class MpiScheduler(Scheduler):
+    """mpirun, which numbers ranks. Without another registry they meet in a folder of the model_dir."""
+
+    def has_started(self, environ: Mapping[str, str]) -> bool:
+        return any(environ.get(names[0]) for names in (MPI_VARIABLES, PMI_VARIABLES))
+
+    def role(self, config: RunConfig, environ: Mapping[str, str]) -> None:
+        """Return None: mpirun numbers ranks, and knows no other roles."""
+
+    def world(self, environ: Mapping[str, str]) -> World | None:
+        return world_of_mpi(environ)
+
+    def listen_address(self, config: RunConfig, environ: Mapping[str, str]) -> str | None:  # noqa: ARG002
+        """Return an address that no other machine reaches, if all ranks are on this machine."""
+        world = world_or_alone(environ)
+        return "127.0.0.1:0" if world.size == world.local_size else None
+
+    @contextmanager
+    def open(self, config: RunConfig, environ: Mapping[str, str]) -> Iterator[Discovery]:
+        """Open the registry of the ranks of one mpirun: a folder, which rank 0 removes at its end.
+
+        Raises:
+            ConfigError: mpirun did not start this process, or the model_dir is no path of this machine.
+        """
+        model_dir = config.train.model_dir
+        if not self.has_started(environ):
+            raise ConfigError("discovery by mpi is for processes that mpirun started, and this one was not")
+        if filesystem.is_remote(model_dir):
+            raise ConfigError(
+                f"the ranks of mpirun meet in a folder of the model_dir, and {model_dir} is remote. Say "
+                "where rank 0 is, by `mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=<port>`, or name "
+                "a registry by discovery.kind"
+            )
+        folder = Path(model_dir) / "mpirun" / job_of_mpi(environ)
+        try:
+            with FilesDiscovery(FilesConfig(folder=str(folder))) as discovery:
+                yield discovery
+        finally:
+            if config.cluster.role == "worker" and config.cluster.index == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def sets_variable(self, name: str) -> bool:
+        return name in (*MPI_VARIABLES, *PMI_VARIABLES)
+
+    def abort_on_exception(self, environ: Mapping[str, str]) -> None:
+        abort_on_exception(environ)
+
+    def end_ranks(self, environ: Mapping[str, str], status: int) -> None:
+        end_rank(environ, status)
