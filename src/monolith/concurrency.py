@@ -84,6 +84,10 @@ class Machine(Protocol):
         """A `monolith.wire.flight_transport.Transport`."""
 
     @property
+    def ranks(self) -> Any:
+        """A `monolith.store.rank_network.RankNetwork`."""
+
+    @property
     def disk(self) -> Any:
         """A `monolith.filesystem.backends.Backend`, for paths that begin with sim://."""
 

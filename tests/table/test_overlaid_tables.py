@@ -97,7 +97,7 @@ def test_one_call_reads_all_tables(tmp_path: Path) -> None:
 
 
 def test_other_tables_or_widths_are_refused(tmp_path: Path, tables: OverlaidTables) -> None:
-    with pytest.raises(TableArgumentError, match="cannot lie over"):
+    with pytest.raises(TableArgumentError, match="cannot cover tables"):
         overlaid(frozen(tmp_path, {1: [1, 2]}), RowOverlay({"item": 3}))
     with pytest.raises(TableArgumentError, match="no table 'user' to follow; the model has item"):
         tables.above.put("user", ids(1), floats([1, 2]))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from data.service.loopback import until
 
-from monolith.wire.ports import ConnectionGuard, Limits
+from monolith.wire.ports import ConnectionGuard, Limits, _OpenSockets
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux counts what a connection has sent"
@@ -118,6 +118,16 @@ def test_to_watch_a_connection_costs_no_file(listener: socket.socket, guard: Con
         assert open_files() == before + 2 + 20
     guard.check()
     assert open_files() == before
+
+
+def test_guards_share_one_listing_of_sockets_per_interval(listener: socket.socket) -> None:
+    shared, hour = _OpenSockets(), 3600.0
+    first = shared.listed_in_this(hour)
+    assert listener.fileno() in first
+    caller, served = connect(listener)
+    with caller, served:
+        assert shared.listed_in_this(hour) is first
+        assert shared.listed_in_this(1e-6)[served.fileno()] == os.fstat(served.fileno()).st_ino
 
 
 # Too long, and too many

@@ -30,7 +30,8 @@ from monolith.errors import (
 from monolith.store import RankGroups
 from monolith.store.rank_calls import RankPort
 from monolith.store.rank_groups import RankOptions
-from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep_keys, prefixed, reach_keys
+from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep_keys, reach_keys
+from monolith.store.rank_network import prefixed
 
 ROLE = "rank"
 

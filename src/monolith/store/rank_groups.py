@@ -35,14 +35,13 @@ from monolith import concurrency
 from monolith.cuda import CudaDevice
 from monolith.errors import (
     ClusterError,
-    ConfigError,
     DeadlineExceededError,
-    FailedPeerError,
     RetryableError,
     UnavailableError,
 )
 from monolith.store.rank_calls import RankCalls, RankPort
-from monolith.store.rank_keys import Keys, RankKeys, prefixed
+from monolith.store.rank_keys import RankKeys
+from monolith.store.rank_network import GroupOptions, rank_network
 from monolith.wire.bulk import Traffic, TrafficMeter
 
 
@@ -216,51 +215,6 @@ def _done_within(work: Any, limit: timedelta) -> bool:
     return True
 
 
-def make_group(
-    keys: Keys,
-    rank: int,
-    size: int,
-    *,
-    host: str,
-    connect: timedelta,
-    timeout: timedelta,
-    backend: str = "gloo",
-) -> Any:
-    """Connect all ranks by a new process group. Every rank makes its groups in the same order.
-
-    Args:
-        keys: Shared by all ranks, with a prefix that no other group has.
-        host: The address on which gloo listens, by which the other ranks reach this one. NCCL uses
-            NCCL_SOCKET_IFNAME.
-        connect: How long the other ranks may take to connect.
-        timeout: How long one call may take.
-        backend: gloo, or nccl for tensors on GPUs.
-
-    Raises:
-        UnavailableError: Another rank did not connect in time.
-    """
-    if backend == "nccl":
-        if not torch.cuda.is_available() or not dist.is_nccl_available():
-            raise ConfigError("ranks: the backend nccl needs GPUs and a torch that was built with it")
-        nccl: Any = dist.ProcessGroupNCCL
-        return nccl(keys, rank, size, timeout)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = connect
-    options._threads = 2
-    options._devices = [gloo.create_device(hostname=host)]
-    try:
-        group = gloo(keys, rank, size, options)
-        group._set_default_timeout(timeout)
-        return group
-    except FailedPeerError:  # its message is more precise than "no connection"
-        raise
-    except (RuntimeError, UnavailableError) as cause:
-        raise UnavailableError(
-            f"rank {rank} of {size} could not connect to all other ranks: {cause}"
-        ) from cause
-
-
 class Heartbeat:
     """A thread that calls all ranks periodically, to notice one that is gone or hangs between other calls.
 
@@ -356,21 +310,16 @@ class RankGroups:
         self.size = size
         self._keys = keys
         self._traffic = TrafficMeter()
-        self._lock = concurrency.Lock()  # guards the three fields below; any thread may notice a lost rank
+        # Guards `_lost` and `_closed`: any thread may notice a lost rank, and the first reason counts. A call
+        # that fails takes its error from there, because "connection broke" does not say whose.
+        self._lock = concurrency.Lock()
         self._lost: RetryableError | None = None
         self._closed = self._finishing = False
         self._collectives: list[Collective] = []
 
         def collective(name: str, limit: timedelta, kind: str = "gloo") -> Collective:
-            group = make_group(
-                prefixed(keys, name),
-                rank,
-                size,
-                host=port.host,
-                connect=options.silence,
-                timeout=limit,
-                backend=kind,
-            )
+            settings = GroupOptions(host=port.host, connect=options.silence, timeout=limit, backend=kind)
+            group = rank_network().make_group(keys, name, rank, size, settings)
             device = CudaDevice.of().torch_device if kind == "nccl" else torch.device("cpu")
             found = Collective(group, name, device=device, traffic=self._traffic)
             found.explain_failures_with(self._why)
@@ -428,6 +377,7 @@ class RankGroups:
 
     def fail(self, text: str) -> None:
         """Tell all ranks why this one cannot continue, and abort everything. It never raises."""
+        # Before the connections break, so that the other ranks find the reason.
         self._keys.fail(self.rank, text)
         self.close()
 
@@ -465,6 +415,7 @@ class RankGroups:
         if self._finishing:
             return
         _log.warning("rank %d lost its connection to other ranks: %s", self.rank, error)
+        # First the reason, then the abort: the calls that it ends raise the reason.
         with self._lock:
             self._lost = self._lost or error
         self.calls.fail(error)

@@ -25,26 +25,20 @@ import contextlib
 import hmac
 import json
 import logging
-import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch import distributed as dist
 
 from monolith import concurrency
 from monolith.config import Secret
-from monolith.errors import FailedPeerError, ListenError, UnavailableError
+from monolith.errors import FailedPeerError, UnavailableError
+from monolith.store.rank_network import REACH_WITHIN, Keys, rank_network
 
 _log = logging.getLogger(__name__)
 
-Keys = Any
-"""A `torch.distributed.Store`, with or without signatures."""
-
 ATTEMPT = "attempt"
 FAILED = "failed"
-REACH_WITHIN = timedelta(seconds=10)
-"""How long the process that serves the keys may take to answer, and a rank to write a key."""
 POLL_EVERY = 0.02
 """Seconds between two polls for a key."""
 _DOMAIN = b"monolith rank keys 1"
@@ -202,14 +196,9 @@ def keep_keys(host: str, token: Secret, port: int = 0) -> RankKeys:
     Raises:
         ListenError: The port is taken, or the address is not of this machine.
     """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as cause:
-        raise ListenError(f"cannot serve the keys of ranks at {host}:{port}: {cause}") from cause
-    port = listener.getsockname()[1]
-    # A TCPStore that binds its own socket listens on all interfaces, whatever its host. It owns this one now.
-    return begin_attempt(_tcp_store(host, port, is_master=True, master_listen_fd=listener.detach()), token)
+    with _reached():
+        keys = rank_network().serve_keys(host, port)
+    return begin_attempt(keys, token)
 
 
 def reach_keys(host: str, port: int) -> Keys:
@@ -218,11 +207,8 @@ def reach_keys(host: str, port: int) -> Keys:
     Raises:
         UnavailableError: No process serves them at this address.
     """
-    try:  # torch would retry, and log every time
-        socket.create_connection((host, port), REACH_WITHIN.total_seconds()).close()
-    except OSError as cause:
-        raise UnavailableError(f"rank 0 does not answer at {host}:{port}: {cause}") from cause
-    return _tcp_store(host, port, is_master=False)
+    with _reached():
+        return rank_network().reach_keys(host, port)
 
 
 def begin_attempt(inner: Keys, token: Secret) -> RankKeys:
@@ -239,17 +225,6 @@ def join_attempt(inner: Keys, token: Secret) -> RankKeys:
         UnavailableError: It has named none yet, or has another token.
     """
     return RankKeys(inner, token, RankKeys(inner, token, "").get(ATTEMPT).decode())
-
-
-def prefixed(keys: Keys, prefix: str) -> Keys:
-    """Return a view of the keys in which each has a prefix."""
-    return getattr(dist, "PrefixStore")(prefix, keys)  # noqa: B009 - torch's stubs do not have it
-
-
-def _tcp_store(host: str, port: int, **options: Any) -> Keys:
-    make: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch's stubs do not have it
-    with _reached():
-        return make(host, port, wait_for_workers=False, timeout=REACH_WITHIN, **options)
 
 
 def _bytes(value: str | bytes) -> bytes:

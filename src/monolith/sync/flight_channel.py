@@ -310,6 +310,9 @@ class DeltaPort:
     def _deltas(self, asked: DeltasRequest) -> Any:
         self._admit(asked.reader)
         log = self._writer(asked.model, asked.share).log
+        # The wait, the deltas and the state are three looks at a log that changes meanwhile. That is
+        # harmless: a delta that is missed is in the next answer, and a state is sent again until the reader
+        # knows it.
         if asked.after is not None:
             log.wait(asked.after, asked.state, min(asked.wait, self._longest))
         deltas, state = log.after(asked.after), log.state
@@ -344,11 +347,15 @@ class DeltaPort:
         chosen = None if buckets is None else torch.tensor(sorted(set(buckets)), dtype=torch.int64)
         with self._lock:
             self._forget_idle()
+            # A reader takes one snapshot at a time: one that it started before was given up. If the answer
+            # with its name was lost, the reader could not even tell.
+            for name in [one.name for one in self._streams.values() if one.reader == asked.reader]:
+                self._streams.pop(name).close()
             if len(self._streams) >= self._most.snapshots:
                 raise OverloadedError(
                     f"{len(self._streams)} snapshots are being made, as many as may be at a time; retry later"
                 )
-            stream = _SnapshotStream(writer, writer.log.snapshot(chosen), self._clock)
+            stream = _SnapshotStream(asked.reader, writer, writer.log.snapshot(chosen), self._clock)
             self._streams[stream.name] = stream
         return stream
 
@@ -431,13 +438,17 @@ class FlightDeltaWriter:
 class _SnapshotStream:
     """A snapshot that is made while it is fetched. The last chunk is stored, as its answer may get lost."""
 
-    def __init__(self, writer: FlightDeltaWriter, messages: Iterator[Message], clock: Clock) -> None:
+    def __init__(
+        self, reader: str, writer: FlightDeltaWriter, messages: Iterator[Message], clock: Clock
+    ) -> None:
         self.name = concurrency.token_hex(16)
-        self.writer = writer
+        self.reader, self.writer = reader, writer
         self.asked_at = clock()
         self._clock = clock
         self._messages = messages
-        self._lock = concurrency.Lock()  # guards what follows, and the making of chunks
+        # Guards what follows, and is held while a chunk is made: a generator runs on one thread at a time,
+        # and a reader that asks for a chunk again, because it waited too long, must get the same one.
+        self._lock = concurrency.Lock()
         self._number = -1
         self._frames: list[bytes] = []
         self._more = True

@@ -129,7 +129,7 @@ class UpdateOptions(TypedDict, total=False):
     latest_values: Tensor | None
     """float32, shaped as the gradients: the values they were computed on, for delay-compensated segments."""
     counts: Tensor | None
-    """int64 of shape (n,): how many sightings each id stands for, for the admission filter, if equal ids were
+    """int64 of shape (n,): how many sightings each id counts for, for the admission filter, if equal ids were
     combined before the call; one each by default."""
 
 
@@ -177,7 +177,7 @@ def latest_array(latest_values: Tensor | None, config: TableConfig, n: int) -> N
 
 
 def count_array(counts: Tensor | None, n: int) -> NDArray[np.uint32] | None:
-    """Return how many sightings each id stands for; None when each stands for itself."""
+    """Return how many sightings each id counts for; None if each counts once."""
     if counts is None:
         return None
     numbers = id_array(counts, "counts")

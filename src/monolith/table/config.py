@@ -327,7 +327,7 @@ class TableConfig:
     capacity_bytes: int | None = None
     """A ceiling on the memory of the whole table; None for no ceiling."""
     when_full: Literal["refuse", "expire_oldest"] = "refuse"
-    """At the ceiling, turn new ids away, or let the oldest row go if it is not newer than the newcomer."""
+    """At the ceiling, refuse new ids, or expire the oldest rows that are not newer than the new id."""
     seed: int = 0
     """For random initializers and stochastic rounding; 0 to 2^64 - 1."""
     serving: bool = False

@@ -1,7 +1,7 @@
 """DictTable: the simplest table, which defines what the other implementations must do.
 
 One Python dict, one lock, one row at a time. It is the reference in tests and
-serves where a compiled core is not at hand; it is not meant to be fast.
+the fallback without a compiled core; it is not meant to be fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a segment lies in a row."""
+    """The position of a segment in a row."""
 
     segment: Segment
     columns: range
@@ -97,7 +97,7 @@ class DictTable:
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Gets the ids whose rows change or are removed; see `touch`.
+        touched: A set that gets the ids whose rows changed or were removed; see `touch`.
 
     The memory of a row is taken to be its floats and 24 bytes; `capacity_bytes` is checked by that measure.
 

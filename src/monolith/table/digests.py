@@ -31,7 +31,7 @@ def bucket_of(ids: Tensor) -> Tensor:
 
 
 def bucket_numbers(buckets: Tensor) -> Tensor:
-    """Return for each bucket there is where it stands among those given, int32; -1 for one that does not.
+    """Return the position of every bucket among those given, int32; -1 for a bucket that was not given.
 
     Raises:
         TableArgumentError: They are not int64 in ascending order, from 0 to the last there is.

@@ -124,7 +124,7 @@ def default_num_shards(rows: int) -> int:
 
 
 def table_basename(folder: str, name: str) -> str:
-    """Return where the dump of the table `name` lies in a folder: `:` and `/` become `-`."""
+    """Return the basename of the dump of table `name` in a folder: `:` and `/` become `-`."""
     return filesystem.join(folder, name.replace(":", "-").replace("/", "-"))
 
 
@@ -224,7 +224,7 @@ def dump_changes(
 ) -> ChangesReport:
     """Write the changes since the snapshot before: rows to `basename`, removed ids to `.removed` next to it.
 
-    Expired rows are written too: what is left out would come back as it was in the dump before.
+    Expired rows are written, too: a row that is left out would come back as it was in the previous dump.
 
     Raises:
         TableArgumentError: The table does not keep track of changes.

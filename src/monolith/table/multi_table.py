@@ -1,7 +1,7 @@
 """MultiTable: many tables by name, and one call for all of them.
 
 A model has a table per slot, or per group of slots that are configured alike, and
-every step reads and trains all of them. Tables stand in the order of their names,
+every step reads and trains all of them. Tables are in the order of their names,
 whatever order they were given in: ids, sizes and learning rates of a fused call
 follow it. Over native tables a fused call is one call into the core, over tables on
 one GPU it is a few launches; over any other `Table` it is a loop with the same outcome.
@@ -32,7 +32,7 @@ from monolith.table.table import Table, TableStats
 
 @dataclass(frozen=True, slots=True)
 class FusedRows:
-    """The embeddings of a fused lookup over K tables and N batches, and where each cell of them lies.
+    """The embeddings of a fused lookup over K tables and N batches, and the position of each cell in them.
 
     Cell `batch * K + table` holds the embeddings of one table's ids in one batch.
     """
@@ -56,15 +56,25 @@ class MultiTable:
 
     Shapes: n ids of one slot in a call, dim floats of an embedding of its table.
 
-        tables = MultiTable.from_configs({"user": users, "item": items}, NativeTable)
-        rows = tables.lookup({"user": user_ids, "item": item_ids})   # slot -> (n, dim) float32
-        tables.apply_gradients({"user": (user_ids, gradients)})      # (n,) int64, (n, dim) float32
-
     Args:
         tables: The tables by name. `close` closes them.
         slots: Slot to the name of the table it lives in; by default each table is a slot of its own.
         workers: Threads among which fused calls share native tables.
         exclusive: Whether tables are closed by `close` alone, so that a fused call need not ask each.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Segment, TableConfig
+        >>> from monolith.table import MultiTable
+        >>> configs = {
+        ...     "user": TableConfig(name="user", segments=(Segment(dim=1, learning_rate=1.0),)),
+        ...     "item": TableConfig(name="item", segments=(Segment(dim=2),)),
+        ... }
+        >>> tables = MultiTable.from_configs(configs, NativeTable)
+        >>> tables.apply_gradients({"user": (torch.tensor([17, 18]), torch.ones(2, 1))})
+        >>> found = tables.lookup({"user": torch.tensor([17]), "item": torch.tensor([7, 8])})
+        >>> found["user"], found["item"].shape  # (n, dim) of each slot
+        (tensor([[-1.]]), torch.Size([2, 2]))
     """
 
     def __init__(
@@ -134,7 +144,7 @@ class MultiTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows of all tables lie, and where fused calls may be given their tensors."""
+        """The device of all rows; fused calls accept tensors on it."""
         return torch.device("cpu") if self._device is None else self._device.torch_device
 
     @property

@@ -65,7 +65,7 @@ STATE_FIELDS: dict[str, tuple[StateField, ...]] = {
     "rmsprop": (StateField("n"),),
     "rmspropv2": (StateField("n"),),
 }
-"""Kind to state, in the order it lies in a row."""
+"""Kind to state, in the order of a row."""
 
 # A name means the same in every optimizer, so its range is said once: (least, greatest, greatest allowed?).
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -520,7 +520,7 @@ def from_upstream(kind: str, config: Mapping[str, Any]) -> Optimizer:
         kind: The name in the message's oneof, such as `ftrl`. `dc` takes `lambda_` and a `base`,
             either a kind or a mapping with one kind in it.
         config: The message's fields by their proto names; what is absent has its proto default.
-            `stochastic_rounding_float16` may stand among them.
+            `stochastic_rounding_float16` may be among them.
 
     Raises:
         ConfigError: The kind or a field is unknown, or a value is out of range.

@@ -5,13 +5,13 @@
     overlay.put("item", ids, values)
     tables.lookup(ids)
 
-A server maps the rows that were exported and is told of those that changed since. What it is told lies above:
-a row there counts, whatever the file says, and an id that has gone has a row of zeros there, marked by its
-event time. A lookup is one native call that sees each row whole, and never waits for a writer.
+A server maps the exported rows and receives those that changed since. The overlay is above the files: a row
+in it wins over the file, and a removed id has a row of zeros there, marked by its event time. A lookup is one
+native call that sees each row whole, and never waits for a writer.
 
-Several files may lie under one overlay: where a newer export takes the place of an older one, both are read
-for a moment. What the overlay holds then is as new as the newer file or newer, so all of it stays right;
-`settle` removes what the file says as well.
+An overlay may cover several files: while a newer export replaces an older one, both are read for a moment.
+The rows of the overlay are then at least as new as the newer file, so all of them stay valid; `settle`
+removes those that the file contains as well.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ class RowOverlay:
 class OverlaidTables:
     """Frozen tables under an overlay, and one native call for all of them. Thread-safe.
 
+    Shapes: the ids of t tables, int64 (n,) with sizes int64 (t,), give float32 (sum of ids x width,).
+
     Args:
         below: The exported tables; the caller still has to close them.
         above: Of the same tables and widths.
@@ -124,12 +126,26 @@ class OverlaidTables:
 
     Raises:
         TableArgumentError: The tables are not the same, or of other widths.
+
+    Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> from monolith.table.frozen_table import FrozenSegment, FrozenTable, FrozenTables
+        >>> from monolith.table.frozen_table import write_frozen_table
+        >>> from monolith.table.overlaid_tables import OverlaidTables, RowOverlay
+        >>> chunk = (np.array([7, 8]), np.ones((2, 1), np.float32))
+        >>> _ = write_frozen_table("item.rows", [FrozenSegment(1, "fp32")], [chunk], rows=2)
+        >>> overlay = RowOverlay({"item": 1})
+        >>> tables = OverlaidTables(FrozenTables({"item": FrozenTable("item.rows")}), overlay)
+        >>> overlay.put("item", torch.tensor([7]), torch.tensor([[5.0]]))
+        >>> tables.lookup(torch.tensor([7, 8]), torch.tensor([2]))
+        tensor([5., 1.])
     """
 
     def __init__(self, below: FrozenTables, above: RowOverlay, *, threads: int | None = None) -> None:
         if dict(below.tables) != dict(above.widths):
             raise TableArgumentError(
-                f"an overlay of {dict(above.widths)} cannot lie over tables of {dict(below.tables)}"
+                f"an overlay of {dict(above.widths)} cannot cover tables of {dict(below.tables)}"
             )
         self._below, self._above = below, above
         self._dims = np.array(list(below.tables.values()), np.int64)
@@ -165,10 +181,7 @@ class OverlaidTables:
         return all(segment.coding == "fp32" for segment in self._member(name).segments)
 
     def put_changed(self, name: str, ids: Tensor, values: Tensor) -> int:
-        """As `RowOverlay.put`, where the file would have been written otherwise; return how many that are.
-
-        What the file says as well is not kept twice.
-        """
+        """Put rows into the overlay unless the file contains the same values; return how many were put."""
         keys = arguments.id_array(ids)
         new = arguments.float_array(values, (len(keys), self.tables[name]), "values")
         same = np.empty(len(keys), np.uint8)
@@ -177,6 +190,7 @@ class OverlaidTables:
         known = torch.from_numpy(same.view(np.bool_))
         if bool(known.any()):
             self._above.put(name, ids[~known], values[~known])
+            # An older row of the overlay would hide the file, which is right again.
             self._above.table(name).remove(ids[known])
         else:
             self._above.put(name, ids, values)
@@ -192,6 +206,8 @@ class OverlaidTables:
         above = self._above.table(name)
         with frozen_errors():
             ids, values = self._member(name).core.scan(first, last)
+        # Rows of the file, except those that the overlay replaces or has removed; then the rows of the
+        # overlay.
         covered = np.empty(len(ids), np.uint8)
         above.core.contains(ids, covered)
         kept = covered == 0
@@ -205,14 +221,14 @@ class OverlaidTables:
         )
 
     def bury_others(self, name: str, kept: Tensor, share: tuple[int, int], spans: Iterable[range]) -> int:
-        """Bury all ids of a share, in ranges of hashes, but those that are kept; return how many.
+        """Mark ids as removed: those of a share, in ranges of hashes, except the kept ones; return how many.
 
         Args:
             kept: int64, in ascending order.
             share: (k, n): the ids that are, as unsigned numbers, k modulo n.
             spans: Each from its first hash to beyond its last one.
         """
-        stay = torch.cat([kept, kept[-1:]])  # one to look at behind the last
+        stay = torch.cat([kept, kept[-1:]])  # searchsorted may return len(kept)
         buried = 0
         for span in spans:
             ids = self.present(name, span.start, span.stop - 1)[0]
@@ -224,10 +240,10 @@ class OverlaidTables:
         return buried
 
     def settle(self, turn: AbstractContextManager[object] | None = None) -> int:
-        """Remove from the overlay what the files say as well; return how many rows that were.
+        """Remove rows from the overlay that the files contain as well; return how many.
 
-        An id that has gone is forgotten where the files lack it, and it went before the last call: a file
-        that is being written now may have it.
+        The mark of a removed id is dropped if the files lack the id and it was removed before the last call:
+        a file that is being written now may still contain it.
 
         Args:
             turn: Entered for each chunk of rows; no thread may write to the overlay meanwhile.
@@ -245,6 +261,8 @@ class OverlaidTables:
                 same, below = np.empty(len(ids), np.uint8), np.empty(len(ids), np.uint8)
                 core.matches(ids, values, same)
                 core.contains(ids, below)
+                # Event times of the overlay's table are used as marks: _PRESENT for a row, else the age of a
+                # removal.
                 gone = times != _PRESENT
                 useless = np.where(gone, (below == 0) & (times < age), same != 0)
                 removed += above.remove(torch.from_numpy(ids[useless]))

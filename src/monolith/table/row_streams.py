@@ -101,8 +101,8 @@ class Beside:
 
 def side_by_side(before: History, after: History) -> Iterator[Beside]:
     """Yield what two histories hold, one range of hashes after another."""
-    nobody = torch.empty(0, dtype=torch.int64)
-    none = Rows(nobody, nobody, torch.empty(0, 0), torch.empty(0, 0))
+    no_ids = torch.empty(0, dtype=torch.int64)
+    none = Rows(no_ids, no_ids, torch.empty(0, 0), torch.empty(0, 0))
     for old, new in _windows([_blocks(before, 0, HASHES), _blocks(after, 0, HASHES)]):
         if old is None or new is None:
             yield Beside(0 if old is None else len(old.rows), 0 if new is None else len(new.rows), none, none)
@@ -255,14 +255,14 @@ def _removed(basename: str, begin: int, end: int) -> Iterator[_Block]:
     hashes = hashes[_place(hashes, begin) : _place(hashes, end) if end < HASHES else None]
     if len(hashes):
         none = torch.empty(len(hashes), 0)
-        nobody = torch.zeros(len(hashes), dtype=torch.int64)
-        yield _Block(hashes, Rows(nobody, nobody, none, none))
+        zeros = torch.zeros(len(hashes), dtype=torch.int64)  # only the hashes count
+        yield _Block(hashes, Rows(zeros, zeros, none, none))
 
 
 def _windows(streams: Sequence[Iterator[_Block]]) -> Iterator[list[_Block | None]]:
     """Yield what each stream has in one range of hashes after another.
 
-    A range ends at the smallest last hash of the blocks at hand: up to there every stream is known, beyond it
+    A range ends at the smallest last hash of the current blocks: up to there every stream is known, beyond it
     the stream with that block may still have rows.
     """
     heads = [next(stream, None) for stream in streams]

@@ -57,7 +57,7 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """How a segment lies in a row."""
+    """The layout of a segment in a row."""
 
     dim: int
     state_dim: int
@@ -356,7 +356,7 @@ def _write(file: BinaryIO, path: str, description: Description, chunks: Iterable
 
 
 def _columns(rows: Rows, layout: RowLayout) -> list[NDArray[Any]]:
-    """Return the rows as they lie in a block."""
+    """Return the columns of rows as a block stores them."""
     n = len(rows)
     columns = [
         np.ascontiguousarray(column.numpy(), dtype)

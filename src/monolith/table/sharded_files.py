@@ -145,7 +145,7 @@ Result = TypeVar("Result")
 
 
 class StopTogether:
-    """Passed to each task; it puts its chunks through `chunks` to be told when to stop."""
+    """Passed to each task, which iterates through `chunks` so that it stops when another task fails."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()

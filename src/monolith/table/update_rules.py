@@ -294,7 +294,7 @@ def newest_step(config: TableConfig, rows: Rows) -> int:
 
 
 def _pieces(config: TableConfig) -> Iterable[tuple[int, slice, slice]]:
-    """Yield each segment's number, and where its values and its state lie."""
+    """Yield each segment's number, and the positions of its values and its state."""
     column = state = 0
     for number, segment in enumerate(config.segments):
         yield number, slice(column, column + segment.dim), slice(state, state + segment.state_dim)

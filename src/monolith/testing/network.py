@@ -8,6 +8,7 @@ the seed's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,10 @@ class SimNetwork:
         self._listeners: dict[str, _SimListener] = {}
         self._ports = _FIRST_PORT
         self._cut: set[frozenset[str]] = set()
+        self.key_servers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        """Of `monolith.testing.groups`, by address; each lives while the rank that serves it holds it."""
+        self.groups: list[Any] = []
+        """All process groups of ranks, by number."""
 
     def transport(self, machine: SimMachine) -> SimTransport:
         return SimTransport(self, machine)
@@ -75,17 +80,29 @@ class SimNetwork:
         Returns:
             False if the two were still cut off after `at_most` virtual seconds.
         """
-        simulation, faults = self.simulation, self.faults
-        seconds = simulation.random.uniform(*faults.delay)
-        if faults.slow_chance and simulation.random.random() < faults.slow_chance:
-            seconds *= 1 + 99 * simulation.random.random()
-        simulation.block("message", seconds)
-        while frozenset((sender.name, receiver.name)) in self._cut:
+        simulation = self.simulation
+        simulation.block("message", self.delay())
+        while self.is_cut(sender, receiver):
             if at_most is not None and at_most <= 0:
                 return False
             simulation.block("cut off", 0.05)
             at_most = None if at_most is None else at_most - 0.05
         return True
+
+    def delay(self) -> float:
+        """Return the virtual seconds that the next message takes."""
+        draw, faults = self.simulation.random, self.faults
+        seconds = draw.uniform(*faults.delay)
+        if faults.slow_chance and draw.random() < faults.slow_chance:
+            seconds *= 1 + 99 * draw.random()
+        return seconds
+
+    def is_cut(self, one: SimMachine, other: SimMachine) -> bool:
+        return frozenset((one.name, other.name)) in self._cut
+
+    def new_port(self) -> int:
+        self._ports += 1
+        return self._ports
 
     def breaks(self) -> bool:
         chance = self.faults.break_chance
@@ -104,8 +121,7 @@ class SimTransport:
     def listen(self, endpoint: Endpoint, host: str, port: int, guard: PortGuard) -> _SimListener:  # noqa: ARG002
         network = self._network
         if not port:
-            network._ports += 1
-            port = network._ports
+            port = network.new_port()
         address = f"{host}:{port}"
         if network.listener(address) is not None:
             raise listen_error(endpoint.service.name, host, port, None)

@@ -133,6 +133,8 @@ class SimMachine:
         """Called once when it is killed: closes its listeners and connections."""
         self.transport: Any = None
         """Of a `SimNetwork`, if the machine is connected to one."""
+        self.ranks: Any = None
+        """A `SimRankNetwork`, if the machine is connected to a network."""
         self.disk: Any = None
         """A `SimDisk`, if the machine has one."""
 

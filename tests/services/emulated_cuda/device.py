@@ -133,8 +133,7 @@ class EmulatedDevice:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> EmulatedKernels:
-        library, driver = load(source, name, headers), native.CudaDriver(str(_made_of("driver")), self.seed)
-        return EmulatedKernels(driver, str(library).encode(), kernel_signatures(source, headers))
+        return _kernels(source, name, headers, self.seed)
 
 
 class EmulatedKernels(Kernels):
@@ -151,6 +150,12 @@ class EmulatedKernels(Kernels):
             super().launch(kernel, blocks, *arguments, stream=stream, threads=threads)
         except AcceleratorError as error:
             raise EmulationError(str(error)) from error
+
+
+@functools.cache
+def _kernels(source: str, name: str, headers: Headers, seed: int) -> EmulatedKernels:
+    library, driver = load(source, name, headers), native.CudaDriver(str(_made_of("driver")), seed)
+    return EmulatedKernels(driver, str(library).encode(), kernel_signatures(source, headers))
 
 
 # Compiling

@@ -1,6 +1,6 @@
 """CudaTable: a table in the memory of a GPU.
 
-Index and rows lie on the device (`places.cuh` says how), and every call is a few kernels on the caller's
+Index and rows are on the device (`places.cuh` says how), and every call is a few kernels on the caller's
 stream. The host keeps an upper bound of how full the index is, so that it neither waits for the device nor
 lets it overflow: only when the bound comes near is the true number asked for, and the table grown if need be.
 """
@@ -77,8 +77,8 @@ class CudaTable:
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Told the ids that got another row, or lost theirs; see `touch`.
-        device: One of torch's, or one that stands for it; the current CUDA device by default.
+        touched: A set that gets the ids whose rows changed or were removed; see `touch`.
+        device: A CUDA device of torch, or a `Device`; the current CUDA device by default.
         remembers_use: Whether to keep when each row was last written, for `idle`.
 
     Raises:
@@ -185,17 +185,17 @@ class CudaTable:
         """How many rows its budget has room for, with as many places free as a quick search needs."""
         return self._rows.growth.most_rows
 
-    def idle(self, count: int, besides: Tensor) -> Tensor:
+    def idle(self, count: int, excluded: Tensor) -> Tensor:
         """Return the ids, on the CPU, of rows that were not written for longest; waits for the device.
 
         Needs `remembers_use`.
 
         Args:
             count: So many at most.
-            besides: Ids that are not returned; they need not have rows.
+            excluded: Ids that are not returned; they need not have rows.
         """
         with self._open() as memory:
-            return ids_of(memory.idle(count, self._inputs.ids(besides)))
+            return ids_of(memory.idle(count, self._inputs.ids(excluded)))
 
     def expire_oldest(self, count: int, latest: int) -> int:
         """Drop rows with the oldest event times, none newer than `latest`; return how many.
@@ -340,6 +340,8 @@ class CudaTable:
             copies = self._rows.watch.copies
             if copies is None:
                 raise TableArgumentError("scan: the snapshot was closed")
+            # Copies join the sorted pieces, so that they can be read by range. Rows in the table that are not
+            # TAKEN are as they were when the snapshot was opened.
             copies.seal(memory)
             flags, held = BEFORE if changed_only else 0, self._rows.usage.read().rows
             rows, following = first_rows(
@@ -438,6 +440,8 @@ class CudaTable:
         if not self._config.skip_zero:
             self._rows.write(batch, None if whole else self._rows.turned_away(batch, None, None))
             return
+        # A table that skips zeros removes a row that is set to zero. In a batch with equal ids the order
+        # matters: runs of positions to write and to remove alternate.
         zero = (values * values).sum(1) < _SMALLEST_NORMAL
         for run, is_zero in runs_by_kind(ids.cpu(), zero.cpu()):
             mine = run.to(self._device)

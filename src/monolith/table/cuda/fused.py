@@ -165,13 +165,17 @@ class FusedTables:
         self._widths = np.array([table.dim for table in tables], np.int64)
         segments = np.array([len(table.config.segments) for table in tables], np.int64)
         self._rate_ends = np.cumsum(segments)
+        # By table: the table if launches may cover it, None if it is called by itself. A row of very many
+        # segments has more scalars than the parameters of a launch can hold: `max_cells` is 0.
         fused = [table if isinstance(table, CudaTable) and max_cells(table) else None for table in tables]
         self._fused = fused
         self._others = {number for number, table in enumerate(fused) if table is None}
+        # Two cells of one launch must not train the same rows at the same time.
         self._twice = [sum(one is other for other in tables) > 1 for one in tables]
         # A thread that takes several locks takes them in this order (by address), so that two threads that
         # train the same tables in different orders cannot deadlock.
         self._locked = sorted({id(one): one for one in fused if one is not None}.values(), key=id)
+        # Tables whose rows have the same header (`layout.h`) share kernels, and so launches.
         by_source: dict[str, list[int]] = {}
         for number, table in enumerate(fused):
             if table is not None:
@@ -207,11 +211,11 @@ class FusedTables:
         """
         count = len(self._tables)
         out = torch.empty(int(emb_offsets[-1]), dtype=torch.float32, device=self.device.torch_device)
-        together = len(ids) <= _INT32_MAX
+        together = len(ids) <= _INT32_MAX  # positions within a launch are 32 bits wide
         with self._entered() as work:
             for group, one in self._planned_lookups(sizes, id_offsets, emb_offsets) if together else ():
-                told = work.known.arrays, one.cells, group.scalars(one.tables, None)
-                group.kernels.launch("lookup_tables", one.blocks, *told, ids, out, stream=work.stream.handle)
+                given = work.known.arrays, one.cells, group.scalars(one.tables, None)
+                group.kernels.launch("lookup_tables", one.blocks, *given, ids, out, stream=work.stream.handle)
         for cell in np.flatnonzero(sizes).tolist() if self._others or not together else ():
             if cell % count in self._others or not together:
                 own, floats = slice(*id_offsets[cell : cell + 2]), slice(*emb_offsets[cell : cell + 2])
@@ -221,6 +225,7 @@ class FusedTables:
     def _planned_lookups(
         self, sizes: Ints, id_offsets: Ints, emb_offsets: Ints
     ) -> list[tuple[LayoutGroup, PlannedLaunch]]:
+        # Batches of a training run mostly have the same sizes: their launches are planned once.
         data = sizes.tobytes()
         if self._lookups[0] != data:
             count = len(self._tables)
@@ -242,6 +247,8 @@ class FusedTables:
             together = len(batch.ids) <= _INT32_MAX
             alone = [not together or self._is_alone(number) for number in range(len(self._tables))]
             self._learn()
+            # Rows that decay lazily and one_bit segments depend on the step: note it before the scalars are
+            # packed.
             for group in (one for one in self._groups if one.scalars_vary):
                 for number, table, at in zip(group.numbers, group.tables, group.rates_at, strict=True):
                     if not alone[number]:
@@ -283,6 +290,8 @@ class FusedTables:
             for table, at, size in zip(self._fused, plan.spans.ids.tolist(), sizes.tolist(), strict=True)
             if size and table is not None and not table._rows.watch.idle
         ]
+        # Trackers keep ids and places until they are read, so they get their own copy of the ids, which the
+        # caller may overwrite, and the places in the order of the batch.
         ids = places = batch.ids
         if watched:
             ids, places = batch.ids.clone(), torch.empty_like(batch.ids, dtype=torch.int32)
@@ -308,12 +317,14 @@ class FusedTables:
         ):
             return plan
         spans = Spans.of(batch.sizes, self._widths)
-        told = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
+        cells_of = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
+        # Sort keys of a table: one per place, one for ids without a place; one for all ids of a table that is
+        # trained by itself, so that its positions keep their order.
         keys = np.where(alone, 1, known.places + EXTRA_PLACES + 1)
         ends = np.cumsum(keys)
         claims = []
-        for part in told.parts(MAX_CELLS):
-            own = told.some(part)
+        for part in cells_of.parts(MAX_CELLS):
+            own = cells_of.some(part)
             cells = own.cells(-(-own.sizes // _WARP), (ends - keys)[part])
             blocks = blocks_for(cells.units, per_block=THREADS // _WARP)
             claims.append(PlannedLaunch(own.tables, cells, blocks))
@@ -346,6 +357,7 @@ class FusedTables:
             found: Filled with places in the order of the ids.
         """
         n, device = len(batch.ids), self.device.torch_device
+        # Shapes: n ids of all tables. order: sort keys; made, places, times: by position in the batch.
         order = torch.empty(n, dtype=torch.int64 if plan.wide else torch.int32, device=device)
         made = torch.empty(n, dtype=torch.uint8, device=device)
         places = torch.empty(n, dtype=torch.int32, device=device)
@@ -376,8 +388,10 @@ class FusedTables:
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
             sums = torch.empty((stretches, group.layout.dim), dtype=torch.float32, device=device)
         for one in planned.sums:
-            told = one.cells, writes, batch.gradients, runs, sums
-            group.kernels.launch("sum_long_runs_of_tables", one.blocks, *told, stream=stream, threads=STRETCH)
+            given = one.cells, writes, batch.gradients, runs, sums
+            group.kernels.launch(
+                "sum_long_runs_of_tables", one.blocks, *given, stream=stream, threads=STRETCH
+            )
         for one in planned.steps:
             group.kernels.launch(
                 "train_tables_checked" if checked else "train_tables",
@@ -412,6 +426,8 @@ class FusedTables:
 
     def _count(self, work: _Work, sizes: Sequence[int]) -> None:
         """Note the rows of the batch, and request the counters of all tables if one comes near its limit."""
+        # One copy brings the counters of all tables to the host, as soon as one table may be close to its
+        # limit. Until it arrives, upper bounds are used: nothing waits.
         near = False
         for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
             if size and table is not None:
@@ -431,6 +447,7 @@ class FusedTables:
         if self._asked is None or not self._asked[0].query():
             return
         written, self._asked = self._asked[1], None
+        # A table that complains of bad event times must not keep the others from learning their counters.
         complaint: TableArgumentError | None = None
         for number, (table, counters) in enumerate(zip(self._fused, self._answer.tolist(), strict=True)):
             if table is None:
@@ -463,7 +480,9 @@ class FusedTables:
             try:
                 stream = self.device.current_stream()
                 if stream == self._stream:
-                    stream = self._stream  # the same, as most tables have it
+                    # The same object as in the tables: `is` below is much cheaper than comparing dozens of
+                    # streams.
+                    stream = self._stream
                 handle, waited = stream.handle, set[int]()
                 for table in self._locked:
                     memory = table._memory
@@ -500,15 +519,18 @@ class FusedTables:
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:
-        """Return what is known of the memories, looked at anew where one is another than before."""
+        """Return the addresses and sizes of all memories, read again if a table got another memory."""
         memories = [None if table is None else table._memory for table in self._fused]
+        # Weak references: this must not keep the old memory of a table alive that has grown.
         known = self._known
         if known is not None and all(
             (ref is None or ref() is memory) for ref, memory in zip(known.memories, memories, strict=True)
         ):
             if known.stream != stream.handle:
-                stream.keep(known.arrays)
+                stream.keep(known.arrays)  # allocated on another stream; this one reads it now
             return known
+        # The structs `Arrays` of all tables (places.cuh), as one int64 tensor of shape (tables, 6) on the
+        # device.
         words = [[0] * 6 if memory is None else memory.words() for memory in memories]
         up = self.device.pinned((len(words), 6), torch.int64)
         up.copy_(torch.tensor(words, dtype=torch.int64))

@@ -114,7 +114,7 @@ class UsageCounters:
             self.counters[BAD_TIMES] = 0
             self._complained_at = self.written
             raise TableArgumentError(
-                f"table {self._name!r}: event_time: {wrong:,} on the device, handed over by an earlier call, "
+                f"table {self._name!r}: event_time: {wrong:,} on the device, given to an earlier call, "
                 f"were not Unix seconds from 0 to {MAX_EVENT_TIME}; those rows were written with time 0"
             )
         return Counted(counters)

@@ -85,7 +85,7 @@ class Inputs:
         return self._seconds_here(event_time, n)
 
     def counts(self, counts: Tensor | None, n: int) -> Tensor | None:
-        """Return how many sightings each id stands for, int64 on the CPU."""
+        """Return how many sightings each id counts for, int64 on the CPU."""
         if counts is None:
             return None
         given = arguments.count_array(counts.cpu() if self._is_here(counts) else counts, n)
@@ -99,7 +99,7 @@ class Inputs:
         return self.floats(values, (n, self._config.dim), "latest_values")
 
     def rows(self, rows: Rows) -> tuple[Tensor, Times, Tensor, Tensor | None]:
-        """Return ids, event times, values and state of rows to restore; no state where it starts anew."""
+        """Return ids, event times, values and state of rows to restore; None for state that starts fresh."""
         on_cpu = Rows(rows.ids.cpu(), rows.event_times.cpu(), rows.values.cpu(), rows.state.cpu())
         ids, times, values, state = arguments.row_arrays(on_cpu, self._config)
         seconds = torch.from_numpy(times.astype(np.uint32).view(np.int32)).to(self._device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
@@ -52,12 +52,12 @@ class KernelProgram:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRowLayout:
-    """Where the floats of a row lie in device memory, and by how many threads it is worked on."""
+    """The layout of a row in device memory, and the number of threads that work on it."""
 
     dim: int
     state_dim: int
     row_bytes: int
-    """Of the values alone, in whole words; state lies apart."""
+    """Bytes of the values, in whole words; state is a separate array."""
     lanes: int
     lazy: bool
     """Whether rows decay by steps they are not in, which kernels that show or write them must know of."""
@@ -69,15 +69,12 @@ class DeviceRowLayout:
     @property
     def rows(self) -> KernelProgram:
         """The kernels over the rows of one table."""
-        return self._program("rows_of_table", "train.cu" if self.trained else "rows.cu")
+        return _program("rows_of_table", "train.cu" if self.trained else "rows.cu", self.header)
 
     @property
     def fused_rows(self) -> KernelProgram:
         """The kernels over the rows of many tables of this layout at once."""
-        return self._program("rows_of_tables", "fused_train.cu" if self.trained else "fused_rows.cu")
-
-    def _program(self, name: str, file: str) -> KernelProgram:
-        return _program(name, file, {"layout.h": self.header})
+        return _program("rows_of_tables", "fused_train.cu" if self.trained else "fused_rows.cu", self.header)
 
     @property
     def bytes_per_place(self) -> int:
@@ -95,10 +92,12 @@ def fused_index_kernels() -> KernelProgram:
     return _program("index_of_tables", "fused_index.cu")
 
 
-def _program(name: str, file: str, made: Mapping[str, str] | None = None) -> KernelProgram:
+@functools.cache  # a table asks again whenever it grows, and reading the files takes milliseconds
+def _program(name: str, file: str, layout: str | None = None) -> KernelProgram:
     source = f'#include "{file}"\n'
     # The second has the headers that the core is compiled with, too: hashes, quantizers, update rules.
     folders = (resources.files(__package__), resources.files("monolith.native").joinpath("include"))
+    made = {} if layout is None else {"layout.h": layout}
     return KernelProgram(name, source, headers_of(source, folders, made))
 
 
@@ -114,6 +113,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     lanes = _lanes(config.dim)
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
     lazy = decays_lazily(config) and not config.serving
+    # PLAIN: training sees the stored floats as they are, so that a lookup is a copy.
     numbers = {
         "DIM": config.dim,
         "STATE_DIM": config.state_dim,
@@ -223,6 +223,7 @@ class StepScalars:
         for number, segment in enumerate(self._segments):
             compressor = segment.compressor
             if isinstance(compressor, OneBit) and step % compressor.step_size == 0:
+                # In double, rounded once: the core computes the same bits.
                 first, most = np.float32(compressor.init_scale), np.float32(compressor.max_scale)
                 self.scales[number] = float(
                     min(np.float32(float(first) * math.sqrt(1.0 + 0.005 * step)), most)
@@ -277,6 +278,9 @@ def _scalars_type(segments: int, lazy: bool) -> Any:
 
 def _has_one_rule(config: TableConfig) -> bool:
     """Whether all values of a row are trained by one rule that keeps them finite; see `stay_finite`."""
+    # The rules alone keep a row finite if the gradients are usable. Anything that mixes values of different
+    # columns or scales gradients may overflow: one_bit, delay compensation, rounding, or state shared by all
+    # columns of a segment if there are several segments.
     first = config.segments[0].optimizer
     same_rule = all(s.optimizer == first and not isinstance(s.compressor, OneBit) for s in config.segments)
     by_value = first.state_dim(2) in (0, 2) and first.rule.kind != "batch_softmax"

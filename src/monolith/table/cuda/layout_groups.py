@@ -1,7 +1,7 @@
 """Layout groups: tables with rows of one layout, read and trained by the same launches.
 
 A batch over many tables is one array of ids, table after table; the ids of one table (in one batch) are a
-cell. A launch is told where each cell starts (`cells.cuh`), so that the number of launches does not depend on
+cell. A launch gets the position of each cell (`cells.cuh`), so that the number of launches does not depend on
 the number of tables. The parameters of a launch are 4 KB at most, hence up to MAX_CELLS cells.
 
     ids      | table 0 ........ | table 1 .. | table 2 ............. |
@@ -75,7 +75,7 @@ class Spans:
         made = Cells(len(units), int(ends[-1]))
         at = np.frombuffer(memoryview(made).cast("B"), _CELL, len(units), offset=Cells.at.offset)
         at["shift"], at["ids"], at["size"], at["table"] = shifts, self.ids, self.sizes, self.tables
-        at["begin"] = ends - units
+        at["begin"] = ends - units  # the first unit of each cell: threads search for theirs here
         return made
 
 
@@ -138,6 +138,7 @@ class LayoutGroup:
         most_blocks = LOOKUP_BLOCKS * device.processors
         for part in spans.parts(self.max_cells):
             own = spans.some(part)
+            # A unit is _TOGETHER ids, looked up by a tile of KEYS threads.
             cells = own.cells(-(-own.sizes // _TOGETHER), own.floats)
             blocks = min(most_blocks, blocks_for(cells.units, per_block=THREADS // KEYS))
             yield PlannedLaunch(own.tables, cells, blocks)
@@ -149,6 +150,8 @@ class LayoutGroup:
         planned = PlannedSteps(self, spans.tables.tolist(), per_tile, [], [])
         for part in spans.parts(self.max_cells):
             own = spans.some(part)
+            # Kernels address the gradient of position p as shift + p * dim, with p counted over all tables,
+            # although tables before this one may be wider or narrower.
             shifts = own.floats - own.ids * self.layout.dim
             if long:
                 cells = own.cells(own.sizes // STRETCH, shifts)
@@ -166,6 +169,7 @@ class LayoutGroup:
             tables: By cell, the number of its table.
             rates: Of all segments of all tables.
         """
+        # Packing costs more than a launch, and rates seldom change from step to step: keep the last result.
         if rates is None and not self.scalars_vary:
             return self._unscaled
         key = b"" if rates is None else tables.tobytes() + rates.tobytes()

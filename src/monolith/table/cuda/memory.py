@@ -33,7 +33,7 @@ from monolith.table.cuda.layout import DeviceRowLayout, index_kernels
 KEYS = 16
 """Keys of a bucket of the index."""
 EXTRA_PLACES = 2
-"""Places behind the buckets, for the ids whose hashes stand for something else as keys."""
+"""Places behind the buckets, for the two ids whose hashes mean FREE and MARK as keys."""
 NONE = (1 << 31) - 1
 """The place of an id that has none."""
 MAX_PLACES = NONE - EXTRA_PLACES
@@ -162,7 +162,7 @@ class Ages:
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
-    """Rows as they lie in device memory, by number."""
+    """Arrays of rows in device memory, by position."""
 
     times: Tensor
     values: Tensor
@@ -195,14 +195,14 @@ class Recency:
         self._batch += 1
         self._used.index_fill_(0, self._inside(places), self._batch)
 
-    def idle(self, held: Tensor, count: int, besides: Tensor) -> Tensor:
+    def idle(self, held: Tensor, count: int, excluded: Tensor) -> Tensor:
         """Return the places that were not written for longest, `count` at most, in no order.
 
         Args:
             held: A bool for each place: whether it has a row.
-            besides: Places that are not returned, int32; those beyond the last count for nothing.
+            excluded: Places that are not returned, int32; those beyond the last count for nothing.
         """
-        free = torch.cat([~held, held.new_ones(1)]).index_fill_(0, self._inside(besides), True)
+        free = torch.cat([~held, held.new_ones(1)]).index_fill_(0, self._inside(excluded), True)
         used = self._used.masked_fill(free, _NEVER_IDLE)
         oldest = torch.topk(used, min(count, len(held)), largest=False, sorted=False)
         return oldest.indices[oldest.values != _NEVER_IDLE]
@@ -228,7 +228,7 @@ class DeviceMemory:
         stream: The handle of the current stream, to which kernels go.
 
     Attributes:
-        stream: Set anew whenever another is the current one.
+        stream: The table sets it when a call comes on another stream.
         recency: Called with every batch that claims places; None if no spilling table needs it.
     """
 
@@ -261,6 +261,7 @@ class DeviceMemory:
         self._flags: Tensor | None = None
         self._index = index_kernels().on(device)
         self._rows = layout.rows.on(device)
+        # Tiles that the device runs at once: with fewer positions than that, each tile takes one.
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
         self._lookup_blocks = LOOKUP_BLOCKS * device.processors
 
@@ -301,7 +302,7 @@ class DeviceMemory:
         """Return event times (int64), values and state of rows by their int32 places; zeros for NONE.
 
         Args:
-            at: Rows that lie elsewhere, by number.
+            at: Other rows than those of this memory, by position.
         """
         n, device = len(places), self._device
         times = torch.empty(n, dtype=torch.int64, device=device)
@@ -355,24 +356,24 @@ class DeviceMemory:
         taken = min(found, room)
         if not ordered:
             return hashes[:taken], places[:taken], found
-        # Hashes are unsigned: with their highest bit turned they are in order as torch sees them.
+        # Hashes are unsigned and torch sorts signed numbers: with the highest bit flipped both orders agree.
         order = (hashes[:taken] ^ SIGN).argsort()
         return hashes[:taken][order], places[:taken][order], found
 
-    def idle(self, count: int, besides: Tensor) -> Tensor:
-        """Return the hashes of the rows not written for longest, `count` at most, none of `besides`."""
+    def idle(self, count: int, excluded: Tensor) -> Tensor:
+        """Return the hashes of the rows not written for longest, `count` at most, none of `excluded`."""
         assert self.recency is not None
         # Keys are unsigned hashes in an int64 tensor: those from 2^63 on are negative. Behind the buckets a
         # key is not a hash but FREE or HELD.
         held = self._keys > _MARK
         held |= self._keys < 0
         held[self.places :] = self._keys[self.places :] != _FREE
-        return self.hashes_at(self.recency.idle(held, count, self.find(besides)))
+        return self.hashes_at(self.recency.idle(held, count, self.find(excluded)))
 
     def hashes_at(self, places: Tensor) -> Tensor:
         """Return the hashes of rows by their int64 places."""
-        beside = places - self.places
-        return torch.where(beside >= 0, beside, self._keys[places])
+        extra = places - self.places  # behind the buckets, the hash of a place is its number there: 0 or 1
+        return torch.where(extra >= 0, extra, self._keys[places])
 
     def digests(self, into: Tensor, number: int, total: int, count: int) -> Tensor:
         """Return `count` sums of digests, int64: of each bucket of ids at the place that `into` has for it.
@@ -456,7 +457,7 @@ class DeviceMemory:
         self._write("add_rows", claimed, values, scalars)
 
     def reset(self, claimed: Claimed, status: Tensor) -> None:
-        """Start rows anew; `status`, int8, is 0 for the first position of a new one and 1 for others."""
+        """Reset rows; `status`, int8, is 0 for the first position of a new one and 1 for others."""
         self._write("reset_rows", claimed, status)
 
     def train(
@@ -509,7 +510,7 @@ class DeviceMemory:
 
     def watch(self, *, on: bool) -> None:
         """Keep flags from now on, none of them set; or keep them no more."""
-        rounded = -(-(self.places + EXTRA_PLACES) // 4) * 4  # kernels set them by the word
+        rounded = -(-(self.places + EXTRA_PLACES) // 4) * 4  # kernels update whole words of four flags
         self._flags = torch.zeros(rounded, dtype=torch.uint8, device=self._device) if on else None
 
     def note_writes(self, claimed: Claimed) -> None:
@@ -596,7 +597,7 @@ class DeviceMemory:
             new._states,
             new._flags,
         )
-        self.counters[USED] -= self.counters[MARKS]
+        self.counters[USED] -= self.counters[MARKS]  # on the device: nothing is read back
         self.counters[MARKS] = 0
         if self.recency is not None:
             hashes, before, _ = self.listed(self.places + EXTRA_PLACES)
@@ -624,10 +625,10 @@ class DeviceMemory:
         return _Widths(self.layout.row_bytes // 4, self.layout.state_dim)
 
     def words(self, at: RowArrays | None = None) -> list[int]:
-        """Return what kernels are told of a table, in the order of `Arrays`.
+        """Return the fields of `Arrays` (places.cuh), in order.
 
         Args:
-            at: Rows that lie elsewhere, by number.
+            at: Other rows than those of this memory, by position.
         """
         rows = self._at if at is None else at
         return [
@@ -650,6 +651,6 @@ class DeviceMemory:
         self._launch(self._rows, kernel, blocks, self._table(), claimed.writes(), *arguments)
 
     def _counted(self, kernel: str, blocks: int, *arguments: Any) -> int:
-        self.counters[FOUND] = 0
+        self.counters[FOUND] = 0  # kernels add to it
         self._launch(self._index, kernel, blocks, *arguments, self.counters)
         return int(self.counters[FOUND].item())

@@ -393,8 +393,8 @@ def ask_filter(
 
     Args:
         ids: In the order of the batch.
-        counts: How many sightings each stands for.
-        together: Whether equal ids are one sighting, which stands for the sum of their counts.
+        counts: How many sightings each counts for.
+        together: Whether equal ids are one sighting, which counts for the sum of their counts.
     """
     distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     if together:

@@ -135,6 +135,7 @@ class _Piece:
     """When it is on the device as a whole; None on the host."""
 
     def between(self, first: int, last: int, *, changed_only: bool) -> HashedRows:
+        # Pieces are sorted by hash, so a range is a slice; see SIGN for the order of unsigned hashes.
         ordered = self.rows.hashes ^ SIGN
         begin = int(torch.searchsorted(ordered, first + SIGN))
         end = int(torch.searchsorted(ordered, last + SIGN, right=True))
@@ -159,8 +160,8 @@ class CopiedRows:
         self._hashes = torch.empty(self._room, dtype=torch.int64, device=where)
         self._rows = RowArrays.of(layout, self._room, where)
         self._flags = torch.empty(self._room, dtype=torch.uint8, device=where)
-        self._captured = torch.zeros((), dtype=torch.int64, device=where)
-        self._bound = 0
+        self._captured = torch.zeros((), dtype=torch.int64, device=where)  # rows in the buffer
+        self._bound = 0  # an upper bound of that, known without asking the device
         # Guards the pieces. Entries are replaced (device by host) and never removed, so a position stays
         # valid while `offload` copies without the lock.
         self._lock = threading.Lock()
@@ -195,7 +196,7 @@ class CopiedRows:
             self._pieces.append(_Piece(rows, changed, self._device.current_stream().record()))
             waiting = sum(len(piece.rows) for piece in self._pieces if piece.ready is not None)
         if waiting > self._room:
-            self.offload()
+            self.offload()  # no more than a buffer's worth of pieces stays on the device
 
     def between(self, first: int, last: int, *, changed_only: bool) -> list[HashedRows]:
         """Return copies by their hashes, both included, on the device or the host."""
@@ -348,7 +349,7 @@ class CudaTableSnapshot:
     def close(self, *, saved: bool) -> None:
         with self._lock:
             was_open, self._open = self._open, False
-        if was_open:
+        if was_open:  # outside the lock: the table takes its own
             self._end(None if saved else self._moment.gone)
 
 
@@ -383,7 +384,7 @@ class JoinedSnapshot:
             for table in tables:
                 self._parts.append(table.snapshot())
         except BaseException:
-            self.close(saved=False)
+            self.close(saved=False)  # a snapshot that stays open would have the first table copy rows forever
             raise
 
     @property

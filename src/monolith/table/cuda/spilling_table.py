@@ -65,15 +65,15 @@ class SpillingTable:
 
     A row is as recent as the last batch that wrote it. Rows that are restored go where there is room, near
     first, and move nothing. In a table with `capacity_bytes` that is nearly full no more rows go far than
-    come near: new ids have what room is left, and then are refused or let the oldest rows go, as the config
-    says.
+    come near: new ids get the room that is left, and are then refused or expire the oldest rows, as the
+    config says.
 
     Args:
         config: `capacity_bytes` is that of both halves together.
         near: The table in which rows are trained; its capacity is a number of rows.
         far: The table with the remaining rows. Both have this config except for its capacity, share one
             filter, and are closed by this table.
-        touched: Told the ids that got another row, or lost theirs; see `touch`.
+        touched: A set that gets the ids whose rows changed or were removed; see `touch`.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class SpillingTable:
                 raise TableClosedError(f"table {self._config.name!r} was closed")
             yield
 
-    # What lies on the device is looked at as far as can be done without waiting for it.
+    # Tensors on the device are checked as far as that is possible without waiting for it.
 
     def _check_ids(self, ids: Tensor) -> int:
         if not self._is_near(ids):
@@ -413,11 +413,11 @@ class SpillingTable:
     def _settled(self, ids: Tensor, **columns: Any) -> Iterator[tuple[Table, Tensor | None, dict[str, Any]]]:
         """Bring a batch near as far as there is room; yield what each half works on, and its positions.
 
-        A table that is full and lets its oldest rows go takes a large batch in parts: later ids of it may
+        A full table that expires its oldest rows takes a large batch in parts: later ids of it may
         push out earlier ones.
         """
         whole = {"ids": ids, **columns}
-        if not self._lets_go(ids):
+        if not self._may_expire(ids):
             yield from self._split(whole, None)
             return
         for part in parts_of_batch(ids.cpu().numpy(), max(1, self._room // _PART)):
@@ -454,12 +454,13 @@ class SpillingTable:
             own
         """
         if not len(self._far) and self._bound + len(ids) <= self._room:
-            self._bound += len(ids)
+            self._bound += len(ids)  # no row is created for an id that has one: an upper bound
             return None
         coming = _distinct(ids[~self._near.contains(ids)].cpu())
         is_far = self._far.contains(coming)
         far, new = coming[is_far], coming[~is_far]
         if (missing := len(coming) - self._free(len(coming))) > 0:
+            # More than is missing, so that the next batches find room without spilling.
             wanted = max(missing, min(self._most // _PART, _MOST_AT_ONCE))
             if self._takes(wanted):
                 self._spill(wanted, ids)
@@ -468,8 +469,8 @@ class SpillingTable:
         if self._bound > self._room:
             self._spill(self._bound - self._room, ids)
         born = self._free(len(new))
-        if born < len(new) and self._lets_go(ids):
-            # Each half has its share of them, and lets its own oldest rows go.
+        if born < len(new) and self._may_expire(ids):
+            # Each half gets new ids in proportion to its rows, and expires its own oldest rows for them.
             share = len(new) * self._room // (self._room + len(self._far))
             if share > born:
                 latest = int(times.max()) if isinstance(times, Tensor) else times
@@ -479,34 +480,37 @@ class SpillingTable:
         stays = torch.cat([far[rise:], new[born:]])
         return torch.isin(ids, stays.to(ids.device)) if len(stays) else None
 
-    def _lets_go(self, ids: Tensor) -> bool:
+    def _may_expire(self, ids: Tensor) -> bool:
         """Whether rows may have to go for those of a batch."""
         return self._config.when_full == "expire_oldest" and not self._takes(len(ids))
 
     def _free(self, wanted: int) -> int:
         """Return for how many new rows there is room near, `wanted` at most."""
         if self._bound + wanted > self._room:
-            self._bound = len(self._near)
+            self._bound = len(self._near)  # the true number; waits for the device
         return min(wanted, max(0, self._room - self._bound))
 
     def _takes(self, rows: int) -> bool:
         """Whether the far half surely has room for so many."""
+        # Twice the bytes: its index and its rows grow in steps.
         ceiling = self._far.config.capacity_bytes
         return ceiling is None or self._far.stats().bytes_total + 2 * rows * self._row_bytes <= ceiling
 
-    def _spill(self, count: int, besides: Tensor) -> None:
+    def _spill(self, count: int, excluded: Tensor) -> None:
         """Move idle rows to the far half, except those of a batch; rows that find no room there stay.
 
         A row is restored far before it is removed near, and only if it arrived: no moment loses it.
         """
-        with self._untold():
-            for ids in _chunks(self._near.idle(count, besides)):
+        with self._moves_untracked():
+            for ids in _chunks(self._near.idle(count, excluded)):
                 _, rows = self._near.lookup_rows(ids)
                 before = self._far.stats()
                 self._far.restore(rows)
                 after = self._far.stats()
                 arrived = self._far.contains(ids)
                 gone = self._near.remove(ids[arrived])
+                # The halves count these moves as births, removals and refusals; the table's stats leave them
+                # out.
                 made = after.inserted - before.inserted
                 self._moves.inserted += made
                 self._moves.refused += after.refused - before.refused
@@ -527,7 +531,7 @@ class SpillingTable:
 
     def _bring(self, ids: Tensor) -> None:
         """Move far rows to the near half. There must be room."""
-        with self._untold():
+        with self._moves_untracked():
             for some in _chunks(ids):
                 self._near.restore(self._far.lookup_rows(some)[1])
                 moved = self._far.remove(some)
@@ -536,7 +540,7 @@ class SpillingTable:
                 self._bound += moved
 
     @contextmanager
-    def _untold(self) -> Iterator[None]:
+    def _moves_untracked(self) -> Iterator[None]:
         """Report no change for rows that move: their values stay the same."""
         for table in (self._near, self._far):
             for touched in self._touched:
@@ -562,6 +566,7 @@ class SpillingTable:
             return
         newest = newest_step(self._config, rows)
         if newest > self._steps:
+            # A step of no rows advances the counters, but also the scales: put those back.
             scales = self._near.scales
             rates = [segment.decay_rate for segment in self._config.segments]
             self._tell_step(newest - 1, torch.tensor(rates, dtype=torch.float32))

@@ -1,0 +1,27 @@
+"""Seeds that once broke a rule: each led to a mend."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+FOUND = [
+    (
+        "ranks",
+        1090,
+        "a connection broke after rank 1 had received the last word, and rank 0 waited for it to come back",
+    ),
+    (
+        "data_service",
+        2,
+        "the dispatcher told trainers turns that were not synced to its disk and lost them with its power",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "seed", "what"), FOUND)
+def test_a_seed_that_found_a_defect_passes(world: str, seed: int, what: str) -> None:  # noqa: ARG001
+    torch.set_num_threads(1)
+    getattr(importlib.import_module(f"simulation.{world}"), world)(seed)
