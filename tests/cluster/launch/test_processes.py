@@ -328,7 +328,7 @@ def test_launching_gives_the_signals_back():
 LAUNCHER = """
 import sys
 from datetime import timedelta
-from monolith.cluster.launch import Member, launch
+from monolith.cluster.launch import LaunchOptions, Member, launch
 
 folder, stubborn = sys.argv[1], sys.argv[2] == "stubborn"
 handler = "SIG_IGN" if stubborn else "SIG_DFL"
