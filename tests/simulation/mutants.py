@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from simulation import data_service
+from simulation import data_service, kafka
 
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
+from monolith.data.kafka import KafkaSource
+from monolith.data.kafka.positions import make_position, read_position
 from monolith.data.service import job, worker
 from monolith.filesystem import atomic_write
 from monolith.runtime.batches import ReadBatch, TrainingBatches
@@ -170,6 +172,47 @@ def _committed_before_saved() -> Sequence[Patch]:
     return [(data_service, "save", save)]
 
 
+# Kafka
+
+
+def _offset_committed_wins() -> Sequence[Patch]:
+    right = KafkaSource._begin
+
+    def begin(self: KafkaSource, partitions: Sequence[Any]) -> Any:
+        found = {one: offset for one, (offset, _) in self._client.committed(partitions).items()}
+        return {**right(self, partitions), **found}
+
+    return [(KafkaSource, "_begin", begin)]
+
+
+def _position_skips_one() -> Sequence[Patch]:
+    right = KafkaSource.position
+
+    def position(self: KafkaSource) -> Any:
+        known, offsets = read_position(right(self))
+        ends = {one: self._client.ends(one)[1] for one in offsets}
+        return make_position(known, {one: min(offset + 1, ends[one]) for one, offset in offsets.items()})
+
+    return [(KafkaSource, "position", position)]
+
+
+def _revoked_without_commit() -> Sequence[Patch]:
+    def on_revoke(self: KafkaSource, consumer: Any, partitions: Any) -> None:  # noqa: ARG001
+        self._notify_revoked(self._leave(partitions))
+
+    return [(KafkaSource, "_on_revoke", on_revoke)]
+
+
+def _offsets_committed_before_saved() -> Sequence[Patch]:
+    right = kafka.save
+
+    def save(file: str, source: Any, counts: Any, saved: Any) -> None:
+        source.commit(source.position())
+        right(file, source, counts, saved)
+
+    return [(kafka, "save", save)]
+
+
 MUTANTS = {
     "fence_not_checked": Mutant(
         "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked
@@ -218,5 +261,21 @@ MUTANTS = {
         "data_service",
         "A position is committed before the checkpoint with it is written.",
         _committed_before_saved,
+    ),
+    "offset_committed_wins": Mutant(
+        "kafka",
+        "A restored position is ignored if the broker has a committed offset.",
+        _offset_committed_wins,
+    ),
+    "position_skips_one": Mutant("kafka", "A position skips the next message.", _position_skips_one),
+    "revoked_without_commit": Mutant(
+        "kafka",
+        "A member of a group gives partitions up without telling how far it read.",
+        _revoked_without_commit,
+    ),
+    "offsets_committed_before_saved": Mutant(
+        "kafka",
+        "Offsets are committed before the checkpoint with them is written.",
+        _offsets_committed_before_saved,
     ),
 }
