@@ -314,7 +314,9 @@ class Fleet:
         for place, one in servers.items():
             self.group.replace(place, self.group.addresses[place], one.incarnation)
         if 0 in self.fresh:
-            self._begin_meeting(self.group, servers)
+            # Server 0 knew the workers, and this chief has just started: any of them may have pushed to a
+            # server that was lost, and is asked for what it lost.
+            self._begin_meeting(self.group, servers, joined=tuple(range(1, self.num_workers)))
         self.tables.close_cut(None, saved=False)  # the snapshot that the previous chief was about to save
         self._replaced = {place: served[str(place)] for place in self.fresh}
         return True
@@ -323,8 +325,14 @@ class Fleet:
     def _places(self) -> range:
         return range(len(self.group))
 
-    def _begin_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
-        """Have server 0 start the coordination service: of a new run, or of one that continues."""
+    def _begin_meeting(
+        self, server: ServerGroup, servers: Mapping[int, Served], joined: tuple[int, ...] = ()
+    ) -> None:
+        """Have server 0 start the coordination service: of a new run, or of one that continues.
+
+        Args:
+            joined: Workers that may be part of it, if no news of the run has said which are.
+        """
         listener = self._listener
         present = () if listener is None else listener.present
         departing = dict(self._departing())
@@ -344,7 +352,7 @@ class Fleet:
             departures=self._departures.last,
             gone={worker: one for worker, one in self._departures.gone.items() if int(worker) not in present},
             dealt={str(worker): one for worker, one in self._dealt.items()},
-            joined=() if listener is None else listener.joined,
+            joined=joined if listener is None else listener.joined,
             pushes={} if listener is None else dict(listener.pushes),
         )
         tell(server, 0, "meeting.begin", body)
