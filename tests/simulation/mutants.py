@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from simulation import data_service
+
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
+from monolith.data.service import job, worker
 from monolith.filesystem import atomic_write
 from monolith.runtime.batches import ReadBatch, TrainingBatches
 from monolith.runtime.fleet_placement import ServerPlacement
@@ -35,7 +38,7 @@ class Mutant:
     sentence: str
     """What is wrong, in words."""
     patches: Callable[[], Sequence[Patch]]
-    seeds: int
+    seeds: int = 1_000
     """How many seeds it took to find it when this was last measured."""
 
     @contextmanager
@@ -97,6 +100,78 @@ def _no_last_save() -> Sequence[Patch]:
     return [(SaveHook, "_save_last", lambda self, run, give_up: None)]  # noqa: ARG005
 
 
+# The data service
+
+
+def _unsynced_turns() -> Sequence[Patch]:
+    class Unsynced(job._Transaction):
+        def __init__(self, database: Any, *, durable: bool = False) -> None:  # noqa: ARG002
+            super().__init__(database)
+
+    return [(job, "_Transaction", Unsynced)]
+
+
+def _announced_in_two_steps() -> Sequence[Patch]:
+    def announce(self: Any, lease: str, sequence: int, *chunk: Any) -> bool:
+        place, size, after = chunk
+        with job._Transaction(self._db, durable=True):
+            row = self._leased(lease)
+            if row is None or sequence != row[4]:
+                return row is not None
+            epoch, number, split, reader, _ = row
+            self._db.execute(
+                "INSERT INTO chunks (epoch, number, sequence, split, place, size, worker) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (epoch, number, sequence, split, job._text(place), size, reader),
+            )
+        with job._Transaction(self._db, durable=True):
+            self._db.execute(
+                "UPDATE splits SET chunks = chunks + 1, place = ? WHERE lease = ?", (job._text(after), lease)
+            )
+        return True
+
+    return [(job.Job, "announce", announce)]
+
+
+def _turn_given_anew() -> Sequence[Patch]:
+    right = job.Job.turns
+
+    def turns(self: job.Job, trainer: str, session: str, turn: int, most: int) -> Any:
+        return right(self, trainer, session, max(turn, self._trainer(trainer)[0]) if most else turn, most)
+
+    return [(job.Job, "turns", turns)]
+
+
+def _place_without_skip() -> Sequence[Patch]:
+    right = worker.read_again
+    return [
+        (worker, "read_again", lambda source, place, size: right(source, replace(place, skip=0), size)),
+    ]
+
+
+def _acknowledged_too_far() -> Sequence[Patch]:
+    right = job.Job.acknowledge
+
+    def acknowledge(self: job.Job, trainer: str, turn: int) -> None:  # noqa: ARG001
+        right(self, trainer, self._trainer(trainer)[0])
+
+    return [(job.Job, "acknowledge", acknowledge)]
+
+
+def _lease_for_ever() -> Sequence[Patch]:
+    return [(job.Job, "_expire", lambda self: None)]  # noqa: ARG005
+
+
+def _committed_before_saved() -> Sequence[Patch]:
+    right = data_service.save
+
+    def save(file: str, source: Any, counts: Any) -> None:
+        source.commit(source.position())
+        right(file, source, counts)
+
+    return [(data_service, "save", save)]
+
+
 MUTANTS = {
     "fence_not_checked": Mutant(
         "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked, 186
@@ -121,4 +196,33 @@ MUTANTS = {
         4,
     ),
     "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 1),
+    "unsynced_turns": Mutant(
+        "data_service", "The dispatcher answers before the turn of a chunk is synced.", _unsynced_turns
+    ),
+    "announced_in_two_steps": Mutant(
+        "data_service",
+        "A chunk and the place after it are noted in two transactions.",
+        _announced_in_two_steps,
+    ),
+    "turn_given_anew": Mutant(
+        "data_service", "Asking for a turn again gives another chunk.", _turn_given_anew
+    ),
+    "place_without_skip": Mutant(
+        "data_service",
+        "A chunk that begins inside of a batch is read again from the start of the batch.",
+        _place_without_skip,
+    ),
+    "acknowledged_too_far": Mutant(
+        "data_service",
+        "An acknowledgement counts for all chunks that the trainer was given.",
+        _acknowledged_too_far,
+    ),
+    "lease_for_ever": Mutant(
+        "data_service", "The lease of a silent data worker never expires.", _lease_for_ever
+    ),
+    "committed_before_saved": Mutant(
+        "data_service",
+        "A position is committed before the checkpoint with it is written.",
+        _committed_before_saved,
+    ),
 }

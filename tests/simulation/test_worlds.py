@@ -9,7 +9,7 @@ import pytest
 from simulation.blocks import Tally, processes, run_block
 from simulation.mutants import MUTANTS
 
-WORLDS = ("fleet", "keep_going", "ranks", "publishing")
+WORLDS = ("fleet", "keep_going", "ranks", "publishing", "data_service")
 SEEDS = 200
 """Of each world. They are the same in every run, so a failure is never a matter of luck."""
 BLOCK = 10
