@@ -182,6 +182,19 @@ def test_concurrent_snapshots_are_bounded_and_one_that_is_never_fetched_is_given
         list(slow)
 
 
+def test_a_reader_that_lost_an_answer_starts_another_snapshot_in_place_of_its_first(
+    stack: ExitStack,
+) -> None:
+    """Otherwise a few broken connections would leave no snapshot for any reader until they are idle."""
+    port = open_port(stack, snapshots=1, answer_bytes=2000)
+    publisher = many_rows(SmallPublisher(port.writer()))
+    reader = open_reader(stack, port.address)
+    reader._fetch(0, "snapshot", stream="", chunk=0, buckets=None)  # and the connection breaks
+    copy = Copy()
+    copy.follow(reader)
+    assert copy.equals(publisher)
+
+
 def test_a_snapshot_of_an_epoch_that_ended_is_given_up(stack: ExitStack) -> None:
     port = open_port(stack, answer_bytes=2000)
     publisher = many_rows(SmallPublisher(port.writer()))

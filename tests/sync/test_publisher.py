@@ -380,6 +380,28 @@ def test_more_changes_than_are_remembered_begin_an_epoch_and_say_so(
     assert "'item'" in warning
 
 
+def test_a_delta_that_was_made_while_the_set_overflowed_is_not_published(channel: MemoryChannel) -> None:
+    """It lacks changes of the step that it would say it contains."""
+    table, step = make_table(), 1
+
+    def learned() -> LearnedUpTo:
+        nonlocal step
+        if step == 1:  # the training thread writes while the delta is made
+            step = 2
+            write(table, dict.fromkeys(range(20), 2.0))
+        return LearnedUpTo(step=step)
+
+    publisher = publish(channel, table, touched_capacity=10, learned=learned)
+    write(table, {1: 1.0})
+    before = publisher.position
+    assert publisher.publish_now() is None
+    assert publisher.position.epoch != before.epoch
+    _, begin, rows, _ = log_of(channel, None)
+    assert isinstance(begin, SnapshotBegin)
+    assert isinstance(rows, SnapshotRows)
+    assert (begin.learned.step, len(rows.rows)) == (2, 20)
+
+
 # Holding back
 
 
@@ -435,6 +457,30 @@ def test_a_snapshot_that_is_being_read_ends_when_publishing_is_paused(channel: M
     publisher.pause("poisoned")
     with pytest.raises(UnavailableError, match="poisoned"):
         next(messages)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_snapshot_that_is_being_read_ends_when_rows_are_restored(
+    channel: MemoryChannel, done: bool
+) -> None:
+    """It would say that the restored rows are of the step before the restore."""
+    table = make_table()
+    write(table, {1: 1.0})
+    publisher = publish(channel, table)
+    publisher.publish_now()
+    messages = publisher._take_snapshot()
+    assert isinstance(next(messages), SnapshotBegin)
+    publisher.suspend()
+    table.clear()
+    if done:
+        publisher.begin_epoch("restored")
+    with pytest.raises(UnavailableError, match="restored"):
+        next(messages)
+    if not done:
+        with pytest.raises(UnavailableError, match="restored"):
+            log_of(channel, None)
+        publisher.begin_epoch("restored")
+    assert log_of(channel, None)
 
 
 def test_continuing_after_a_rollback_begins_an_epoch(channel: MemoryChannel) -> None:

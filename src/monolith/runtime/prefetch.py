@@ -101,6 +101,8 @@ class _Entry(Generic[Item, Rows]):
 class PrefetchPipeline(Generic[Item, Rows]):
     """Items in order, each looked up before it is asked for. Used by one thread.
 
+    Shapes: an item has the IDs of one batch, int64 (n,); its rows are the result of one lookup, float32.
+
     Args:
         items: The items to read; in lockstep, `SILENT` if there is none for now. A generator is closed by
             `close`.
@@ -112,11 +114,25 @@ class PrefetchPipeline(Generic[Item, Rows]):
         waiting: What to do while there is no item.
         lockstep: Whether other ranks do the same in pipelines of their own, so that time may decide nothing.
 
-    Example: ids (n,) of each batch, one lookup ahead.
-
-        with PrefetchPipeline(iter(batches), store.lookup) as pipeline:
-            batch, rows = pipeline.next()                    # looked up while the last step ran
-            pipeline.push(lambda: store.apply_gradients(...))  # after lookups so far, before later ones
+    Examples:
+        >>> import torch
+        >>> from monolith import LocalStore, Segment, TableConfig
+        >>> from monolith.runtime.prefetch import PrefetchPipeline
+        >>> from monolith.store import TableIds
+        >>> config = TableConfig(name="item", segments=(Segment(dim=1, learning_rate=1.0),))
+        >>> store = LocalStore.from_configs({"item": config})
+        >>> ids = TableIds(torch.tensor([7, 8]), sizes=torch.tensor([2]))  # n = 2
+        >>> pipeline = PrefetchPipeline(iter([ids, ids, ids]), store.lookup, ahead=1)
+        >>> while (found := pipeline.next()) is not None:
+        ...     batch, rows = found
+        ...     pipeline.push(lambda batch=batch: store.apply_gradients(batch, torch.ones(2), step=1))
+        ...     print(rows)  # rows are one update behind, whatever the timing
+        tensor([0., 0.])
+        tensor([0., 0.])
+        tensor([-1., -1.])
+        >>> pipeline.drain()
+        >>> pipeline.close()
+        True
     """
 
     def __init__(

@@ -227,6 +227,8 @@ class ShardPublisher:
     def restoring(self) -> Iterator[None]:
         """Publish nothing while rows are restored, and then start a new epoch with the restored rows."""
         with self._turn:
+            if self._opened is not None:
+                self._opened.publisher.suspend()
             yield
             self._weights = None  # they do not fit the restored rows; the hook sends new ones
             self.learning.forget()

@@ -344,11 +344,15 @@ class DeltaPort:
         chosen = None if buckets is None else torch.tensor(sorted(set(buckets)), dtype=torch.int64)
         with self._lock:
             self._forget_idle()
+            # A reader takes one snapshot at a time: one that it started before was given up. If the answer
+            # with its name was lost, the reader could not even tell.
+            for name in [one.name for one in self._streams.values() if one.reader == asked.reader]:
+                self._streams.pop(name).close()
             if len(self._streams) >= self._most.snapshots:
                 raise OverloadedError(
                     f"{len(self._streams)} snapshots are being made, as many as may be at a time; retry later"
                 )
-            stream = _SnapshotStream(writer, writer.log.snapshot(chosen), self._clock)
+            stream = _SnapshotStream(asked.reader, writer, writer.log.snapshot(chosen), self._clock)
             self._streams[stream.name] = stream
         return stream
 
@@ -431,9 +435,11 @@ class FlightDeltaWriter:
 class _SnapshotStream:
     """A snapshot that is made while it is fetched. The last chunk is stored, as its answer may get lost."""
 
-    def __init__(self, writer: FlightDeltaWriter, messages: Iterator[Message], clock: Clock) -> None:
+    def __init__(
+        self, reader: str, writer: FlightDeltaWriter, messages: Iterator[Message], clock: Clock
+    ) -> None:
         self.name = concurrency.token_hex(16)
-        self.writer = writer
+        self.reader, self.writer = reader, writer
         self.asked_at = clock()
         self._clock = clock
         self._messages = messages

@@ -168,6 +168,7 @@ class Publisher:
             publisher=concurrency.token_hex(16),
         )
         self._dense: Mapping[str, Tensor] | None = None
+        self._restoring = False  # whether the rows are of no epoch: see `suspend`
         self._counting = concurrency.Lock()  # guards `_stats`; snapshots count without the lock below
         self._stats = PublishStats(epochs=1)
         # Everything below is guarded by this lock. It is reentrant: a guard's reason pauses inside a
@@ -242,11 +243,11 @@ class Publisher:
             if self._closed or not self._reaches_channel() or self._state.paused:
                 return None
             began = time.perf_counter()
-            # Ids that did not fit into the set are lost, so deltas cannot describe the changes any more.
-            if self._has_overflowed():
-                return None
             delta = self._make()
-            if delta is None:
+            # Ids that did not fit into the set are lost, so deltas cannot describe the changes any more.
+            # Checked after the delta is made: the set may overflow while it is, and then this delta lacks
+            # changes of the steps that it says it contains.
+            if self._has_overflowed() or delta is None:
                 return None
             try:
                 reason = None if self._check_delta is None else self._check_delta(delta)
@@ -274,12 +275,25 @@ class Publisher:
                 if not self._pending and not any(len(touched) for touched in self._touched.values()):
                     return True
 
+    def suspend(self) -> None:
+        """Make no snapshots until `begin_epoch`: call it before rows are rolled back or restored.
+
+        Otherwise a snapshot that a reader takes meanwhile would say that restored rows are of the step before
+        the restore. The caller publishes nothing until then.
+        """
+        self._restoring = True
+
     def begin_epoch(self, why: str) -> None:
         """Start another history: the deltas published before no longer lead to what the tables contain now.
 
         Every subscriber takes a snapshot. Call it after the tables were rolled back or restored, while no
         step is trained.
         """
+        with self._lock:
+            self._restoring = False
+            self._begin_epoch(why)
+
+    def _begin_epoch(self, why: str) -> None:
         with self._lock:
             _log.info("publishing shard %d of %d: new epoch: %s", *self._shard, why)
             self._lost = {name: touched.lost for name, touched in self._touched.items()}
@@ -309,7 +323,7 @@ class Publisher:
         with self._lock:
             # Servers that rolled back have dropped the rows of all deltas: they need a snapshot.
             if self._state.version is not None:
-                self.begin_epoch(f"resumed after a rollback to version {self._state.version}")
+                self._begin_epoch(f"resumed after a rollback to version {self._state.version}")
             self._become(paused=False)
 
     def _become(self, *, paused: bool, reason: str = "", version: str | None = None) -> None:
@@ -403,7 +417,7 @@ class Publisher:
     # Deltas
 
     def _has_overflowed(self) -> bool:
-        """Start a new epoch if a set of changed ids overflowed. Return whether nothing can be sent now."""
+        """Start a new epoch if a set of changed ids overflowed; return whether one did."""
         missed = {
             name: touched.lost - self._lost[name]
             for name, touched in self._touched.items()
@@ -417,8 +431,8 @@ class Publisher:
             "every subscriber takes a snapshot. Publish more often, or change fewer rows at once."
         )
         _log.warning("publishing shard %d of %d: %s", *self._shard, why)
-        self.begin_epoch(why)
-        return not self._opened
+        self._begin_epoch(why)
+        return True
 
     def _make(self) -> Delta | None:
         """Return the changes as the next delta; None if nothing is due.
@@ -528,21 +542,22 @@ class Publisher:
 
     def _take_snapshot(self, buckets: Tensor | None = None) -> Iterator[Message]:
         """Read the rows of this shard. From any thread, while rows are trained and published."""
-        self._refuse_if_paused()
+        position, name, number = self._position, concurrency.token_hex(16), 0
         if not self._opened:
             raise UnavailableError("a new epoch is about to start; retry")
+        self._refuse_if_paused(position)
         self._count(snapshots=1)
-        position, name, number = self._position, concurrency.token_hex(16), 0
         dense = None
         if buckets is None:
             dense = self._dense if self._ask_dense is None else self._ask_dense()
         yield SnapshotBegin(self._run, self._shard, position, self._learned(), buckets, dense, name)
         for table_name, table in self._tables.items():
             for rows in self._chunks(table, buckets):
-                self._refuse_if_paused()
+                self._refuse_if_paused(position)
                 yield SnapshotRows(table_name, self._as_sent(rows), name, number)
                 number += 1
         # Rows were read while deltas were made: the last of these deltas brings every row to one moment.
+        self._refuse_if_paused(position)
         making = self._making
         whole_at = making if making.epoch == position.epoch else position
         yield SnapshotEnd(position, whole_at, name, number)
@@ -554,10 +569,13 @@ class Publisher:
             return iterate(table, limit=limit)
         return iterate_buckets(table, buckets, limit=limit)
 
-    def _refuse_if_paused(self) -> None:
+    def _refuse_if_paused(self, position: LogPosition) -> None:
+        """Raise an error unless the rows that were just read may be part of a snapshot of this position."""
         state = self._state
         if state.paused:
             raise UnavailableError(f"publishing is paused: {state.reason}. Resume it for a snapshot.")
+        if self._restoring or self._position.epoch != position.epoch:
+            raise UnavailableError("rows are being restored, and a new epoch starts; take another snapshot")
 
 
 def _union(several: list[Tensor]) -> Tensor:

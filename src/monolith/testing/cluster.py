@@ -27,6 +27,7 @@ import gc
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -169,6 +170,8 @@ class SimCluster:
         """Called with each process that exits with status 0, at that moment."""
         self.happened = 0
         """Faults that happened: a run may end before all of them have."""
+        self.quiet = False
+        """Whether all faults have happened and all cuts are healed."""
         self._traced, self._calm = traced, calm
 
     def run(self, play: Callable[[SimCluster], object]) -> None:
@@ -255,6 +258,7 @@ class SimCluster:
                 next_fault = self._after(self.faults.every)
             if not faults and heal_at is None:
                 calm_since = now if calm_since is None else calm_since
+                self.quiet = True
                 if now - calm_since > self._calm:
                     waiting = [one.name for one in self.processes.values() if not one.finished]
                     raise AssertionError(
@@ -395,10 +399,14 @@ def _quiet(simulation: Simulation, traced: bool) -> Iterator[None]:
     if cores and len(cores) > 1:
         os.sched_setaffinity(0, {random.SystemRandom().choice(sorted(cores))})
     gc.disable()
+    unraisable = sys.unraisablehook
+    # Generators of a killed process are closed when they are collected, and then find that it is dead.
+    sys.unraisablehook = lambda told: None if told.exc_type is MachineKilled else unraisable(told)
     random.seed(simulation.seed)  # for code under test that draws from the module's generator
     try:
         yield
     finally:
+        sys.unraisablehook = unraisable
         if collects:
             gc.enable()
         if cores:

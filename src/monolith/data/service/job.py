@@ -8,12 +8,10 @@ is in memory only and starts empty. See the package for the protocol.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from monolith import concurrency, filesystem
@@ -134,15 +132,14 @@ class Job:
         self.config = config
         self._clock = clock
         filesystem.make_dirs(folder)
-        path = Path(folder) / "job.sqlite"
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains the sessions of trainers
-        # The caller holds the dispatcher's lock, on any thread.
-        self._db = sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
+        path = filesystem.join(folder, "job.sqlite")
+        # Private, since it contains the sessions of trainers. The caller holds the dispatcher's lock, on any
+        # thread.
+        self._db = filesystem.open_database(path)
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._open(str(path))
+            self._open(path)
         except sqlite3.OperationalError as cause:
             self._db.close()
             raise DataError(
@@ -322,7 +319,7 @@ class Job:
         """
         self._check_turn(trainer, job, turn)
         session = concurrency.token_hex(8)
-        with _Transaction(self._db):
+        with _Transaction(self._db, durable=True):
             self._db.execute(
                 "INSERT INTO trainers (trainer, session) VALUES (?, ?) "
                 "ON CONFLICT (trainer) DO UPDATE SET session = excluded.session",
@@ -390,7 +387,7 @@ class Job:
         if turn > turns:
             raise DataError(f"data service: trainer {trainer!r} acknowledged turn {turn} of {turns}")
         oldest = turn - self.config.keep_acknowledged
-        with _Transaction(self._db):
+        with _Transaction(self._db, durable=True):
             self._db.execute(
                 "UPDATE trainers SET acknowledged = max(acknowledged, ?), forgotten = max(forgotten, ?) "
                 "WHERE trainer = ?",
@@ -410,7 +407,7 @@ class Job:
         """
         if turn is not None:
             self._check_turn(trainer, job, turn)
-        with _Transaction(self._db):
+        with _Transaction(self._db, durable=True):
             if turn is not None:
                 self._db.execute("UPDATE trainers SET acknowledged = ? WHERE trainer = ?", (turn, trainer))
             # Chunks keep their definition, only their trainer and turn are cleared: another trainer reads the
@@ -450,10 +447,12 @@ class Job:
         }
 
     def _give(self, trainer: str, turns: int, most: int) -> None:
-        with _Transaction(self._db):
-            free = self._db.execute(
-                "SELECT id FROM chunks WHERE trainer IS NULL ORDER BY id LIMIT ?", (most,)
-            ).fetchall()
+        free = self._db.execute(
+            "SELECT id FROM chunks WHERE trainer IS NULL ORDER BY id LIMIT ?", (most,)
+        ).fetchall()
+        if not free:  # nothing to sync while a trainer waits
+            return
+        with _Transaction(self._db, durable=True):
             self._db.executemany(
                 "UPDATE chunks SET trainer = ?, turn = ? WHERE id = ?",
                 [(trainer, turns + place, chunk) for place, (chunk,) in enumerate(free)],
@@ -527,12 +526,21 @@ class Job:
 
 
 class _Transaction:
-    """Commits all changes of a block, or none if it raises."""
+    """Commits all changes of a block, or none if it raises.
 
-    def __init__(self, database: sqlite3.Connection) -> None:
+    Args:
+        durable: Sync the commit, and so every one before it, to the disk. A machine that loses power undoes
+            the last commits that were not synced. That is harmless for what data workers announce: another
+            one reads it again. It is not for what a trainer was told: the chunks that it trains would be free
+            again, and be trained a second time.
+    """
+
+    def __init__(self, database: sqlite3.Connection, *, durable: bool = False) -> None:
         self._database = database
+        self._synchronous = "FULL" if durable else "NORMAL"
 
     def __enter__(self) -> None:
+        self._database.execute(f"PRAGMA synchronous = {self._synchronous}")
         self._database.execute("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
