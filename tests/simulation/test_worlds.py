@@ -9,7 +9,7 @@ import torch
 
 from monolith.testing.scheduler import SimulationError
 
-WORLDS = ("fleet", "keep_going", "ranks", "publishing", "data_service")
+WORLDS = ("fleet", "keep_going", "ranks", "elastic", "publishing", "data_service")
 SEEDS = 20
 PARTS = 4
 
