@@ -2,7 +2,19 @@
 
 All that must survive is in one SQLite file and changes in transactions, so a dispatcher
 that was killed resumes as if nothing had happened. Liveness (when each process last called)
-is in memory only and starts empty. See the package for the protocol.
+is in memory only: after a restart all processes count as heard just now, or every lease would
+expire at once. See the package for the protocol.
+
+    split    free ──lease──► leased ──announce, again and again──► leased ──finish──► done
+               ▲                │ silent for `lease`, deregister, fail
+               └────────────────┘ continues after the last chunk that was announced
+    chunk    announced ──► free ──turns──► of a trainer, with a turn ──acknowledge──► kept, later forgotten
+                            ▲                  │ release: the trainer is given up
+                            └──────────────────┘
+
+What a retry may repeat: `register`, `renew`, `acknowledge` and `release` change nothing the second time;
+`announce` knows the last chunk again; `turns` returns the same chunks for the same turn. A `lease` whose
+answer was lost leases another split, and the first one expires.
 """
 
 from __future__ import annotations
@@ -137,6 +149,9 @@ class Job:
         # thread.
         self._db = filesystem.open_database(path)
         try:
+            # Locked for the whole life of this process: a second dispatcher on the folder is refused. NORMAL
+            # with a write-ahead log loses no transaction when the process is killed, only when the machine
+            # loses power.
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._open(path)
@@ -318,6 +333,8 @@ class Job:
                 since.
         """
         self._check_turn(trainer, job, turn)
+        # A new session every time, also for the same process: calls of its earlier iteration that are still
+        # under way must not take chunks that the new one does not know of.
         session = concurrency.token_hex(8)
         with _Transaction(self._db, durable=True):
             self._db.execute(
@@ -346,6 +363,8 @@ class Job:
                 "or it was silent for longer than trainer_timeout. Restore from a checkpoint."
             )
         self._trainers[trainer] = self._clock()
+        # `turn` may be below `turns`: the answer before was lost, or the trainer restored a checkpoint. Then
+        # it first gets the chunks it had, and new ones only beyond them.
         if turn + most > turns:
             self._give(trainer, turns, turn + most - turns)
         rows = self._db.execute(
