@@ -24,14 +24,13 @@ from monolith.filesystem import atomic_write
 from monolith.runtime.batches import ReadBatch, TrainingBatches
 from monolith.runtime.coordinator import Quiesced
 from monolith.runtime.fleet_placement import ServerPlacement
-from monolith.runtime.messages import BeginServer, Word
+from monolith.runtime.messages import BeginServer
 from monolith.runtime.rank_placement import RankPlacement
 from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
 from monolith.runtime.ranks import RankCoordinator
 from monolith.runtime.server_calls import on_each, tell
 from monolith.store.pushes import AppliedPushes
 from monolith.store.rank_groups import Collective
-from monolith.store.rank_keys import RankKeys
 from monolith.store.server import ParameterServer, _ServedState
 from monolith.testing.disk import SimDisk
 from monolith.train.hooks.save import SaveHook
@@ -258,65 +257,36 @@ def _rank_leaves_before_the_last_save() -> Sequence[Patch]:
     return [(RankCoordinator, "leave", leave)]
 
 
-def _last_word_must_arrive() -> Sequence[Patch]:
-    right = RankCoordinator.leave
-
-    def leave(self: RankCoordinator, outcome: Any, state: Any = None) -> bool:
-        if outcome.failed or not self.membership.is_chief:
-            return right(self, outcome, state)
-        self._groups.expect_end()
-        self._say(Word(over=True))
-        self.placement.rows.end(finished=True)
-        return False
-
-    return [(RankCoordinator, "leave", leave)]
-
-
-def _restart_not_noticed() -> Sequence[Patch]:
-    right = RankKeys.compare_set
-
-    def compare_set(self: RankKeys, key: str, expected: str, desired: str) -> bytes:
-        if key.startswith("process/"):
-            self.set(key, desired)
-            return desired.encode()
-        return right(self, key, expected, desired)
-
-    return [(RankKeys, "compare_set", compare_set)]
-
-
 MUTANTS = {
     "positions_of_the_save_before": Mutant(
         "ranks",
         "A checkpoint has the positions that ranks other than 0 reported for the one before it.",
         _positions_of_the_save_before,
+        39,
     ),
     "shard_of_when_it_is_written": Mutant(
         "ranks",
         "A rank takes the snapshot of its rows when it writes it, not while all are quiesced.",
         _shard_of_when_it_is_written,
+        82,
     ),
     "only_rank_0_restores": Mutant(
-        "ranks", "After a loss only rank 0 restores its rows.", _only_rank_0_restores
+        "ranks", "After a loss only rank 0 restores its rows.", _only_rank_0_restores, 36
     ),
     "weights_not_taken": Mutant(
-        "ranks", "A rank does not take the restored weights of rank 0.", _weights_not_taken
+        "ranks", "A rank does not take the restored weights of rank 0.", _weights_not_taken, 16
     ),
     "lost_sum_taken_for_a_sum": Mutant(
-        "ranks", "A rank continues after a sum of gradients that failed.", _lost_sum_taken_for_a_sum
+        "ranks", "A rank continues after a sum of gradients that failed.", _lost_sum_taken_for_a_sum, 12
     ),
     "run_of_servers_not_renewed": Mutant(
-        "ranks", "Every attempt of the ranks has the same name on the servers.", _run_of_servers_not_renewed
+        "ranks",
+        "Every attempt of the ranks has the same name on the servers.",
+        _run_of_servers_not_renewed,
+        6,
     ),
     "rank_leaves_before_the_last_save": Mutant(
-        "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save
-    ),
-    "last_word_must_arrive": Mutant(
-        "ranks",
-        "Rank 0 joins again if a rank that has ended does not answer its last word.",
-        _last_word_must_arrive,
-    ),
-    "restart_not_noticed": Mutant(
-        "ranks", "A rank that restarts joins the attempt that lost it.", _restart_not_noticed
+        "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save, 1
     ),
     "fence_not_checked": Mutant(
         "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked, 186
