@@ -9,7 +9,7 @@ import torch
 
 from monolith.testing.scheduler import SimulationError
 
-WORLDS = ("fleet", "keep_going", "ranks", "publishing")
+WORLDS = ("fleet", "keep_going", "ranks", "publishing", "checkpoints")
 SEEDS = 20
 PARTS = 4
 
