@@ -11,8 +11,9 @@ The page of a name is not committed: `page` returns a few lines that tell mkdocs
 `tools/docs_site.py` adds them to the site when `make docs` builds it. It shows the signature, the docstring
 with its arguments, errors and example, the members, and the module that defines the name.
 
-Every docstring ends with a section `Examples:` in doctest form. `tests/docs/test_reference.py` runs all
-examples, each in an empty folder, and fails if a public name has none.
+Every docstring of a public name ends with a section `Examples:` in doctest form, and so do those of the core
+classes of `docs/structures.md`. `tests/docs/test_reference.py` runs all of them, each in an empty folder, and
+fails if a public name has none.
 """
 
 from __future__ import annotations
@@ -91,6 +92,10 @@ def definition(name: str) -> tuple[str, ast.stmt, ast.stmt | None]:
 def docstring(name: str) -> str:
     """Return the docstring of a public name; of a constant, the string below its definition."""
     _, node, following = definition(name)
+    return docstring_of(node, following)
+
+
+def docstring_of(node: ast.stmt, following: ast.stmt | None) -> str:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return ast.get_docstring(node) or ""
     match following:
@@ -113,6 +118,21 @@ def page(name: str) -> str:
         f"[{area.capitalize()}](../{area}.md): `from monolith import {name}`, defined in `{module}`.\n\n"
         f"::: {module}.{name}\n    options:\n      heading_level: 1\n"
     )
+
+
+def examples() -> dict[str, str]:
+    """Return the docstrings with examples, of classes, functions and constants of the library, by name."""
+    found = {}
+    for path in sorted((ROOT / "src" / "monolith").rglob("*.py")):
+        if "    >>> " not in path.read_text(encoding="utf-8"):
+            continue
+        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+        body = parsed(path).body
+        for node, following in zip(body, [*body[1:], None], strict=True):
+            text = docstring_of(node, following)
+            if "\nExamples:\n" in text:
+                found |= {f"{module}.{name}": text for name in defines(node)}
+    return found
 
 
 # The index pages

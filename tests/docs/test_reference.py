@@ -16,14 +16,21 @@ ROOT = Path(__file__).parents[2]
 INDEX_PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
+def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+EXAMPLES: dict[str, str] = load().examples()
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return load()
 
 
 def test_every_public_name_is_in_one_area(tool: ModuleType) -> None:
@@ -56,14 +63,15 @@ def test_a_constant_is_documented_by_the_string_below_it(tool: ModuleType) -> No
     assert tool.summary("METRICS") == "The metrics by name: each value makes a new `Metric`."
 
 
-@pytest.mark.parametrize("name", sorted(monolith.__all__))
-def test_the_example_of_a_public_name_runs(
-    name: str, tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = tool.docstring(name)
-    assert "\nExamples:\n" in text, f"the docstring of {name} has no section Examples"
+def test_every_public_name_has_an_example(tool: ModuleType) -> None:
+    names = {name: f"{tool.definition(name)[0]}.{name}" for name in monolith.__all__}
+    assert [name for name, defined in names.items() if defined not in EXAMPLES] == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    example = doctest.DocTestParser().get_doctest(text, {"__name__": "__main__"}, name, None, 0)
+    example = doctest.DocTestParser().get_doctest(EXAMPLES[name], {"__name__": "__main__"}, name, None, 0)
     assert example.examples
     failures: list[str] = []
     doctest.DocTestRunner(verbose=False).run(example, out=failures.append)

@@ -17,7 +17,9 @@ from monolith.checkpoint import Checkpointer, CustomRestore, RestoreOptions, Sav
 from monolith.errors import UnavailableError
 from monolith.runtime import FleetCoordinator
 from monolith.runtime.coordinator import Start
+from monolith.runtime.failover import KeepGoing, ServerRecovery
 from monolith.runtime.losses import Lost
+from monolith.runtime.messages import Returned
 from monolith.table import iterate
 from monolith.train import Hook, Mode, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.hook import DATA_ENDED
@@ -390,3 +392,22 @@ def test_a_lost_worker_or_chief_rejoins_and_no_other_process_rolls_back(tmp_path
     assert set(tally.values()) <= {1.0, 2.0}
     twice = sum(times - 1 for times in tally.values())
     assert twice <= 8 * 6, "what it had trained since its last saved position is trained again, and no more"
+
+
+def test_workers_lost_after_server_0_was_replaced_are_counted_too() -> None:
+    unused: Any = None
+    how = KeepGoing(find=lambda _: [], connect=lambda _: unused)
+    recovery = ServerRecovery(
+        unused,
+        "r",
+        unused,
+        how,
+        last=lambda: None,
+        halt_of=lambda _: 0,
+        take_over_meeting=lambda _, __: None,
+        patience=timedelta(),
+    )
+    first, second = Returned(1, records=5, seconds=1.0), Returned(2, records=7, seconds=2.0)
+    for news in [(first,), (first,), (), (second,), (second,)]:  # the service of the new server 0 knows none
+        recovery.note_returned(news)
+    assert [(one.worker, one.records) for one in recovery.lost.workers] == [(1, 5), (2, 7)]

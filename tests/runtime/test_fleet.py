@@ -41,6 +41,7 @@ from monolith.runtime import Fleet, FleetCoordinator, Trainer, join_fleet, serve
 from monolith.runtime import local as alone
 from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.coordinator import Start
+from monolith.runtime.messages import GatheredStates, PauseNumber
 from monolith.runtime.parameter_server import ServedShard, ServerEnd, ServerPort
 from monolith.store import LocalStore, ServerGroup
 from monolith.train import (
@@ -56,6 +57,7 @@ from monolith.train import (
     TrainingRun,
 )
 from monolith.train.hooks import BarrierHook
+from monolith.wire.messages import write_message
 
 TASK = Tallied(batches=16)
 LONG = Tallied(batches=400)
@@ -281,6 +283,43 @@ def test_an_operator_pauses_all_workers_saves_and_resumes_them(tmp_path: Path) -
     assert seen["still"] == ([0, 1], 0)
     assert seen["after"] == []
     assert read_model(TASK, tmp_path).tally == once(TASK.records)
+
+
+class Server0:
+    """A group of one server that notes the calls it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __len__(self) -> int:
+        return 1
+
+    def call(self, server: int, name: str, **_: Any) -> dict[str, Any]:
+        assert server == 0
+        self.calls.append(name)
+        if name == "meeting.halt":
+            return write_message(PauseNumber(1))
+        return write_message(GatheredStates((), (), {}, None)) if name == "meeting.gathered" else {}
+
+
+def test_a_barrier_that_is_removed_during_a_snapshot_does_not_resume_the_workers() -> None:
+    server: Any = Server0()
+    fleet = Fleet(server, ClusterConfig(num_workers=1))
+    fleet.pause()
+    with fleet.halted():
+        fleet.resume()
+        assert "meeting.release" not in server.calls, "the servers are about to take their snapshots"
+    assert server.calls.count("meeting.release") == 1
+
+
+def test_a_barrier_that_is_placed_during_a_snapshot_outlasts_it() -> None:
+    server: Any = Server0()
+    fleet = Fleet(server, ClusterConfig(num_workers=1))
+    with fleet.halted():
+        fleet.pause()
+    assert "meeting.release" not in server.calls
+    fleet.resume()
+    assert server.calls.count("meeting.release") == 1
 
 
 class Quiet(Tallied):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,7 @@ class Caller:
     """Calls as over a network: what goes in and comes out is JSON."""
 
     def __init__(self, meeting: CoordinationService) -> None:
+        self.meeting = meeting
         self._calls = typed_calls(CALLS, meeting.calls)
         self._polls = typed_polls(CALLS, meeting.polls)
         self.gone: set[int] = set()
@@ -216,6 +218,35 @@ def test_a_worker_that_connects_again_in_time_is_not_lost(running: Caller, clock
     running.gone.clear()
     running.news(1)
     assert failure(running, clock, 5) is None
+
+
+def test_a_worker_that_asks_again_before_its_broken_connection_is_noticed_is_not_lost(
+    running: Caller, clock: Clock
+) -> None:
+    running.join(1)
+    body = {"run": "r", "worker": 1, "seen": running.news(1)["version"], "wait": PATIENT}
+    broken = threading.Event()
+
+    def ask(connection_is_broken: Callable[[], bool]) -> threading.Thread:
+        """Ask for news on a thread of its own; return when the service waits."""
+        waits = threading.Event()
+
+        def gone() -> bool:
+            waits.set()
+            return connection_is_broken()
+
+        poll = typed_polls(CALLS, running.meeting.polls)["meeting.news"]
+        thread = threading.Thread(target=lambda: poll(dict(body), gone))
+        thread.start()
+        assert waits.wait(PATIENT)
+        return thread
+
+    first = ask(broken.is_set)
+    second = ask(lambda: False)
+    broken.set()
+    first.join(PATIENT)
+    assert failure(running, clock, 5) is None
+    second.join(PATIENT)
 
 
 def test_a_worker_that_is_only_slow_is_not_lost_and_one_that_is_silent_for_long_is(

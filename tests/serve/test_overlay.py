@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from monolith.errors import ConfigError, TableArgumentError
-from monolith.serve.overlay import FollowedTables
+from monolith.observe import Metrics
+from monolith.serve.metrics import FollowMetrics
+from monolith.serve.overlay import FollowedTables, FollowTarget
 from monolith.sync.messages import BUCKETS
 from monolith.table import (
     FrozenSegment,
@@ -222,3 +227,37 @@ def test_a_skipped_snapshot_removes_nothing(tmp_path):
     tables.pause_applying(False)
     assert snapshot(tables, {1: 5}) == 1
     assert present(view) == {1: 5}
+
+
+class SlowPredictor:
+    """Takes long to swap its first weights: newer ones come meanwhile."""
+
+    weight_names = ("bias",)
+
+    def __init__(self) -> None:
+        self.swapped: list[float] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def swap_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        self.swapped.append(float(weights["bias"]))
+
+
+def test_newer_weights_that_come_while_a_version_is_added_are_swapped_last() -> None:
+    target = FollowTarget("m", FollowedTables(), FollowMetrics(Metrics(), "m"), go_to=lambda _: None)
+    target.swap_dense({"bias": torch.tensor(1.0)})
+    threads: list[threading.Thread] = []
+
+    def newer_arrive() -> None:
+        threads.append(
+            threading.Thread(target=lambda: target.swap_dense({"bias": torch.tensor(2.0)}), daemon=True)
+        )
+        threads[0].start()
+        threads[0].join(0.2)  # it waits, unless it overtakes
+
+    predictor: Any = SlowPredictor()
+    predictor.meanwhile = newer_arrive
+    target.add(predictor, newer_dense=True)
+    threads[0].join(60)
+    assert predictor.swapped == [1.0, 2.0]

@@ -9,7 +9,7 @@ import torch
 
 from monolith.testing.scheduler import SimulationError
 
-WORLDS = ("fleet", "keep_going", "ranks", "publishing", "checkpoints")
+WORLDS = ("fleet", "keep_going", "ranks", "publishing", "data_service", "checkpoints")
 SEEDS = 20
 PARTS = 4
 

@@ -103,6 +103,13 @@ def test_what_a_push_answers_does_not_change_later() -> None:
     assert first["a"].tolist() == [-1.0]
 
 
+def test_a_step_that_is_raised_never_decreases() -> None:
+    share = DenseShard({}, None, (0, 1))
+    share.raise_step(5)
+    share.raise_step(3)
+    assert share.step == 5
+
+
 def test_every_push_counts_one_step() -> None:
     share = DenseShard({}, None, (0, 1))
     share.step = 7

@@ -21,7 +21,7 @@ from monolith.sync import (
     Subscriber,
     TableTarget,
 )
-from monolith.sync.subscriber import _LogLimit
+from monolith.sync.subscriber import ShardProgress, _LogLimit
 from monolith.table import bucket_of
 
 
@@ -545,6 +545,21 @@ def test_an_unexpected_error_does_not_end_the_thread(
     assert target.stumbled
     assert "nobody thought of this" in caplog.text
     subscriber.close()
+
+
+def test_an_error_at_the_end_of_a_snapshot_leaves_the_turn_to_other_snapshots(channel: MemoryChannel) -> None:
+    source, _, copy, _ = pair(channel)
+    write(source, {1: 1.0})
+    errors = [ZeroDivisionError("the caller's own")]
+
+    def applied(_: ShardProgress) -> None:
+        if errors:
+            raise errors.pop()
+
+    subscriber, _ = subscribe(channel, copy, on_applied=applied)
+    with pytest.raises(ZeroDivisionError):
+        subscriber.catch_up()
+    assert subscriber._target.turn.acquire(timeout=1)
 
 
 def test_a_subscriber_may_start_before_any_publisher(channel: MemoryChannel) -> None:

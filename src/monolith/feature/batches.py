@@ -37,7 +37,22 @@ class ColumnKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureIds:
-    """The ids of many features. The core checks the splits when a batch is used, and refuses nonsense."""
+    """The ids of many features. The core checks the splits when a batch is used, and refuses nonsense.
+
+    Shapes: n examples, v IDs of all features together. A cell has the IDs of one feature in one
+    example; cells follow each other example by example, feature after feature.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import RaggedTensor
+        >>> from monolith.feature import FeatureIds
+        >>> tags = RaggedTensor.from_list([[3, 9], []])
+        >>> ids = FeatureIds.pack({"user": torch.tensor([17, 18]), "tags": tags})
+        >>> ids.ids, ids.splits  # v = 4 IDs in 4 cells: two of user, two of tags
+        (tensor([17, 18,  3,  9]), tensor([0, 1, 2, 4, 4]))
+        >>> ids["tags"].row_lengths()
+        tensor([2, 0])
+    """
 
     names: tuple[str, ...]
     """Features in the order of their ids. Batches of one source should share the tuple."""

@@ -72,7 +72,11 @@ class Gatherer:
 
 
 class GatheredBatch:
-    """One batch: its distinct ids, and the way from their rows to the outputs and back."""
+    """One batch: its distinct ids, and the way from their rows to the outputs and back.
+
+    Shapes: n examples, u distinct IDs of all tables together. Rows are float32 of shape (floats,): the row of
+    each distinct ID, one after the other. Each output is float32 of shape (n, ...).
+    """
 
     distinct = True
 

@@ -15,6 +15,7 @@ import glob as globlib
 import os
 import posixpath
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -61,6 +62,9 @@ class Backend(Protocol):
 
     def rename(self, source: str, target: str) -> None:
         """Give `source` the name `target`, replacing a file that has it."""
+
+    def open_database(self, path: str) -> sqlite3.Connection:
+        """Open a SQLite file, or create one for its owner alone; see `monolith.filesystem.open_database`."""
 
 
 def locate(path: AnyPath) -> tuple[Backend, str]:
@@ -204,6 +208,10 @@ class LocalBackend:
         os.replace(source, target)  # noqa: PTH105
         _sync_folder(os.path.dirname(target))  # noqa: PTH120
 
+    def open_database(self, path: str) -> sqlite3.Connection:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        return sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
+
 
 class FsspecBackend:
     """Any filesystem of fsspec."""
@@ -268,6 +276,9 @@ class FsspecBackend:
             # HDFS will not rename onto a file. For a moment there is neither, never half of one.
             self._fs.rm_file(target)
             self._move(source, target)
+
+    def open_database(self, path: str) -> sqlite3.Connection:
+        raise OSError(errno.EOPNOTSUPP, "a database needs a local disk", path)
 
     def _move(self, source: str, target: str) -> None:
         from fsspec import AbstractFileSystem  # type: ignore[import-untyped]

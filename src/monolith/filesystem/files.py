@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sqlite3
 import threading
 from collections.abc import Iterator
 from typing import BinaryIO, TypeGuard
@@ -92,6 +93,20 @@ def open_read(path: AnyPath) -> BinaryIO:
     with errors_as("read", path):
         backend, inner = locate(path)
         return backend.open_read(inner)
+
+
+def open_database(path: AnyPath) -> sqlite3.Connection:
+    """Open a SQLite file on a local disk, or create one that only its owner can read or write.
+
+    Any thread may use the connection, one at a time. It begins no transaction by itself and does not wait for
+    the lock of another process.
+
+    Raises:
+        FilesystemError: The path is not on a local disk, or may not be written.
+    """
+    with errors_as("open the database", path):
+        backend, inner = locate(path)
+        return backend.open_database(inner)
 
 
 def file_size(path: AnyPath) -> int:

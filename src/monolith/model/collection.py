@@ -56,7 +56,10 @@ Input = Batch | FeatureIds | Mapping[str, RaggedTensor | Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
-    """A batch whose rows were looked up ahead of the step that uses them."""
+    """A batch whose rows were looked up ahead of the step that uses them.
+
+    Shapes: u distinct IDs of all tables together; `rows` has as many floats for each as its table is wide.
+    """
 
     gathered: GatheredBatch | DeviceBatch | HostRowBatch
     keys: TableIds

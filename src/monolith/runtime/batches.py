@@ -187,10 +187,13 @@ class TrainingBatches:
 
     def interrupt(self) -> None:
         """Stop waiting for data: a step that waits is not taken. From any thread."""
+        # Before the pipeline is looked at: `_open` looks at this after it has made one, so one of the two
+        # threads sees the other.
         self.interrupted = True
+        pipeline = self._pipeline  # once: the training thread may close it at any time
         # In lockstep all ranks must stop at the same step: the interrupt is exchanged at the next `at_step`.
-        if self._pipeline is not None and not self._membership.lockstep:
-            self._pipeline.interrupt()
+        if pipeline is not None and not self._membership.lockstep:
+            pipeline.interrupt()
 
     def stop_waiting(self) -> None:
         """Stop waiting for data, on all ranks at the same place: called by `idle`."""

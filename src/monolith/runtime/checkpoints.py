@@ -105,14 +105,18 @@ class RunCheckpoints:
         self._checkpointer = Checkpointer(
             saver, [*session.parts(), *more], full_every=config.keep.full_every, clock=clock
         )
-        self._positions: dict[int, Position] = {}
         self._memory = SaveMemory()
         self.save: SaveHook | None = None
         """The hook that saves, once there is one."""
         self.alert: AlertHook | None = None
         """The hook that watches the loss, where one was asked for."""
-        self._lock = concurrency.Lock()  # guards what follows
+        # Guards what follows. The training thread takes snapshots and commits positions; the thread that
+        # writes a checkpoint notes that it is on disk; one that replaces a lost server asks for the newest.
+        self._lock = concurrency.Lock()
+        self._positions: dict[int, Position] = {}
+        """Step -> the position of this process in its snapshot, until that is on disk."""
         self._safe: Position | None = None
+        """The position of the last checkpoint on disk, until the training thread commits it."""
         self._began_from: LastCheckpoint | None = None
         self._best: BestCheckpoint | None = None
         """Becomes the best checkpoint once it is on disk."""
@@ -132,12 +136,15 @@ class RunCheckpoints:
 
     def snapshot(self, step: int) -> PendingCheckpoint:
         """Take a snapshot, once every update of a row is done."""
+        # Expired rows go first, behind the updates that are queued; then all of it is done. Weights are
+        # checked before the snapshot: a checkpoint that diverged must not replace a good one.
         if self._config.keep.evict:
             self._session.evict()
         self._session.drain()
         self._session.check_weights()
         moment = self._checkpointer.snapshot(step)
-        self._positions[step] = self._session.batches.position
+        with self._lock:
+            self._positions[step] = self._session.batches.position
         return moment
 
     def hooks(self, metrics: Metrics, listeners: Sequence[SaveListener] = ()) -> list[Hook]:
@@ -251,6 +258,7 @@ class RunCheckpoints:
 
     def commit(self) -> None:
         """Commit the position of the last checkpoint on disk."""
+        # On the training thread: the source is read by the pipeline, and its commit is queued there in order.
         with self._lock:
             safe, self._safe = self._safe, None
         if safe is not None:
@@ -262,10 +270,11 @@ class RunCheckpoints:
         self._session.drain()
 
     def _note(self, step: int, prefix: str | None) -> None:
+        """Note that a checkpoint is on disk. On the thread that wrote it."""
         with self._lock:
             self.newest = prefix
             self._safe = self._positions.pop(step, self._safe)
-            for earlier in [one for one in self._positions if one < step]:
+            for earlier in [one for one in self._positions if one < step]:  # of saves that failed
                 del self._positions[earlier]
             best = self._best if self._best is not None and self._best.step == step else None
         if best is not None:

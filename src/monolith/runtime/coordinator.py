@@ -330,7 +330,16 @@ class Placement(Protocol):
 
 
 class Coordinator(Protocol):
-    """The processes that train one model, as one of them sees the run. Used by its training thread."""
+    """The processes that train one model, as one of them sees the run. Used by its training thread.
+
+    Examples:
+        >>> from monolith.runtime.local import LocalCoordinator
+        >>> coordinator = LocalCoordinator()
+        >>> coordinator.membership.is_chief, coordinator.membership.size
+        (True, 1)
+        >>> coordinator.join(lambda rejoins: "start of all")  # the chief restores, all processes start there
+        'start of all'
+    """
 
     @property
     def membership(self) -> Membership:

@@ -16,10 +16,16 @@ state. No other server is touched. The restored shard has a new name, its incarn
 only once all of it is restored: until then their calls are refused, and they wait. Server 0 also gets the
 coordination service and the step, which never decreases.
 
-Where the share has a standby, that serves its copy at once, and nothing is read from a checkpoint.
+If the shard has a standby, that serves its copy at once, and nothing is read from a checkpoint.
 
 A checkpoint that was being written when a server was lost is dropped, unless all of it was written. Which of
-the two is settled before a share is restored, so that the next increment follows on what the server holds.
+the two is settled before a shard is restored, so that the next increment follows on what the server holds:
+
+    saving thread                                  thread that attends to the lost server
+    write ──► begin_commit(losses then) ──► rename ──► end_commit
+                  │ a server was lost since                │
+                  ▼                                        ▼
+              UnavailableError: drop it            `_rows_before` waits for this, then `last` is final
 """
 
 from __future__ import annotations
@@ -130,6 +136,8 @@ class WorkerReturn:
     def find_meeting(self, cause: RetryableError) -> None:
         limit = self._how.clock() + self._patience.total_seconds()
         while True:
+            # A registry may name the lost server and its successor at the same time. Each is asked: the lost
+            # one does not answer, and a server that is not restored yet answers without a run.
             for address in self._how.find(0):
                 if (answer := self._come_back(address)) is None:
                     continue
@@ -145,6 +153,8 @@ class WorkerReturn:
             self._how.sleep(LOOK_EVERY)
 
     def _come_back(self, address: str) -> Joined | None:
+        # All of it again, however often: the service that knew it is gone, and the new one counts each
+        # incarnation of a worker once.
         lost = dict(self._said.values())
         asked = ComeBack(self._run, self._worker, self._member, self._group.step, self.left, lost)
         with contextlib.closing(self._how.connect(address)) as server, contextlib.suppress(ClusterError):
@@ -154,7 +164,7 @@ class WorkerReturn:
     def take(self, servers: Mapping[str, Served]) -> None:
         for place, served in ((int(place), served) for place, served in servers.items()):
             if self._group.incarnations[place] == served.incarnation:
-                continue
+                continue  # news repeats every replacement of the run
             updates = self._pushes.replace(place, served)
             self._said[place] = served.incarnation, updates
             with contextlib.suppress(ClusterError):  # a figure of a report is no reason to fail
@@ -172,7 +182,7 @@ class WorkerReturn:
 
 
 COUNT_WITHIN = 10.0
-"""Seconds that workers have to say what they had pushed in vain."""
+"""Seconds that workers have to report the updates they lost."""
 
 
 COMMIT_WITHIN = 60.0
@@ -225,20 +235,30 @@ class ServerRecovery:
         self._count_seconds = metrics.counter(
             "recovery_seconds", "Seconds that lost servers were waited for."
         )
-        self._changed = concurrency.Condition()  # guards what follows
+        # Guards what follows. Several servers may be lost at once, each with a thread that brings it back;
+        # the training thread waits for them, and the one that saves compares `_losses`.
+        self._changed = concurrency.Condition()
         self._away: set[int] = set()
+        """Servers that are missed, from the broken call until all workers may use the shard again."""
         self._losses = 0
+        """Never decreases: a checkpoint whose cut saw another number may contain two states of a shard."""
         self._commits = 0
+        """Checkpoints that all servers have written, and that are about to count: 0 or 1."""
         self._served: dict[int, Served] = {}
+        """Shard -> its server, if that was replaced; all of them are news for a new coordination service."""
         self._rows: dict[int, int] = {}
+        """Server -> its rows, as it last reported."""
         self._lost_servers: list[LostServer] = []
         self._lost_workers: tuple[LostWorker, ...] = ()
+        self._returned: tuple[Returned, ...] = ()
+        """The workers that were lost and rejoined, as the last news had them."""
         self._counting: list[concurrency.Thread] = []
+        """Threads that wait for workers to report lost updates."""
         self._no_standby: dict[int, str] = {}
         """By server: why no standby took over. Each key belongs to the thread that attends to its server."""
         self._closed = False
 
-    # What others ask
+    # For other threads
 
     @property
     def lost(self) -> Lost:
@@ -255,7 +275,9 @@ class ServerRecovery:
 
     def wait_until_counted(self) -> None:
         """Return when workers have reported the updates they lost so far, or had time to."""
-        for thread in list(self._counting):
+        with self._changed:
+            counting = list(self._counting)
+        for thread in counting:
             thread.join(COUNT_WITHIN)
 
     def wait_until_whole(self, timeout: float) -> None:
@@ -269,13 +291,13 @@ class ServerRecovery:
                 raise UnavailableError(f"parameter servers {sorted(self._away)} are lost, and not back yet")
 
     def begin_commit(self, losses: int) -> None:
-        """Say that a checkpoint was written by all servers, and is about to count.
+        """Note that all servers have written a checkpoint, which is about to be committed.
 
         Args:
-            losses: Those there had been when it was cut.
+            losses: The number of losses when its snapshot was taken.
 
         Raises:
-            UnavailableError: A server was lost since: what it wrote is not what it holds now.
+            UnavailableError: A server was lost since: it wrote another state than its successor holds.
         """
         with self._changed:
             if losses != self._losses:
@@ -283,7 +305,7 @@ class ServerRecovery:
             self._commits += 1
 
     def end_commit(self) -> None:
-        """Say that the checkpoint counts, or never will."""
+        """Note that the checkpoint is committed, or never will be."""
         with self._changed:
             self._commits -= 1
             self._changed.notify_all()
@@ -294,16 +316,16 @@ class ServerRecovery:
             self._closed = True
             self._changed.notify_all()
 
-    # What the threads that attend to servers, and ask for news, do
+    # For the threads that attend to servers and ask for news
 
     def find_meeting(self, cause: RetryableError) -> None:  # noqa: ARG002
         self.wait_until_back(0)
 
     def wait_until_back(self, server: int) -> None:
-        """Return when a server is there again, as far as is known.
+        """Return when a server is back, as far as is known.
 
         Raises:
-            DeadlineExceededError: It is not.
+            DeadlineExceededError: It is not back in time.
         """
         with self._changed:
             patience = self._patience.total_seconds()
@@ -313,7 +335,7 @@ class ServerRecovery:
                 )
 
     def take(self, servers: Mapping[str, Served]) -> None:
-        """Do nothing: the chief is who said it."""
+        """Do nothing: the chief has published them itself."""
 
     def note_rows(self, server: int, rows: int) -> None:
         with self._changed:
@@ -321,7 +343,9 @@ class ServerRecovery:
 
     def note_returned(self, returned: tuple[Returned, ...]) -> None:
         with self._changed:
-            new = returned[len(self._lost_workers) :]
+            # News has all of them every time. The service of a new server 0 starts with a list of its own.
+            seen, self._returned = self._returned, returned
+            new = returned[len(seen) :] if returned[: len(seen)] == seen else returned
             self._lost_workers += tuple(
                 LostWorker(
                     worker=one.worker,
@@ -337,6 +361,8 @@ class ServerRecovery:
 
     def bring_back(self, server: int, cause: RetryableError) -> None:
         lost_at = self._how.clock()
+        # Counted although it may answer again and have lost nothing: a save that is being written cannot tell
+        # the difference, and is dropped.
         with self._changed:
             self._away.add(server)
             self._losses += 1
@@ -346,8 +372,9 @@ class ServerRecovery:
                 if self._look(server, lost_at):
                     break
             except RetryableError as error:
+                # From the beginning, with another incarnation: nobody has used the half-restored one.
                 _log.warning(
-                    "parameter server %d was lost again while its share was restored: %s", server, error
+                    "parameter server %d was lost again while its shard was restored: %s", server, error
                 )
             if self._how.clock() - lost_at >= self._patience.total_seconds():
                 raise DeadlineExceededError(
@@ -359,7 +386,11 @@ class ServerRecovery:
             self._changed.notify_all()
 
     def _look(self, server: int, lost_at: float) -> bool:
-        """Look for a lost server once; True when it is there, with everything restored."""
+        """Look for a lost server once; return True if its shard is served again, restored.
+
+        In this order: the same process, with nothing lost; a standby, which costs a moment; the process that
+        restarted, from the checkpoint; and after `spare_after` a spare, from the checkpoint.
+        """
         for address in self._how.find(server):
             with contextlib.closing(self._how.connect(address)) as place:
                 standing = self._standing(place, server)
@@ -395,6 +426,7 @@ class ServerRecovery:
     # One recovery
 
     def _replace(self, server: int, place: ServerGroup, address: str, lost_at: float) -> None:
+        # First wait for a commit under way, then ask for the last checkpoint: that one may be it.
         rows_before = self._rows_before(server)
         last = self._last()
         if self._how.standbys is not None:
@@ -405,7 +437,7 @@ class ServerRecovery:
                 "its first rows, since no checkpoint was saved"
                 if last is None
                 else f"step {read_chain(last.prefix)[-1].manifest.step}, of checkpoint {last.prefix}",
-                self._no_standby.pop(server, "it is not known of any"),
+                self._no_standby.pop(server, "none is known"),
             )
             self._how.standbys.restored(server)
         incarnation = concurrency.token_hex(8)
@@ -421,7 +453,10 @@ class ServerRecovery:
         self.count(found, incarnation)
 
     def _take_standby(self, server: int, lost_at: float) -> bool:
-        """Have a standby of a place serve it, if one can; return whether it does."""
+        """Have a standby of a shard serve it, if one can; return whether it does.
+
+        One that does not answer counts as refusing, even if it took over: no worker knows its incarnation.
+        """
         standbys, lost = self._how.standbys, self._group.incarnations[server]
         if standbys is None or lost is None:
             return False
@@ -467,14 +502,19 @@ class ServerRecovery:
         return False
 
     def _rows_before(self, server: int) -> int:
-        """Return how many rows a lost server had, when no checkpoint is about to count any more."""
+        """Return how many rows a lost server had, once no checkpoint is about to be committed."""
         with self._changed:
+            # After a minute without: a rename that hangs must not keep the shard away for good. If it comes
+            # through all the same, the shard is older than the checkpoint, as after any loss.
             self._changed.wait_for(lambda: not self._commits, COMMIT_WITHIN)
             return self._rows.get(server, 0)
 
     def _serve(self, server: int, place: ServerGroup, served: Served) -> int:
         """Have all workers use the new server of a shard from now on; return the updates of this process that
         were lost with the old one."""
+        # The order: first the list that workers which join later read; then, if server 0 was lost, the new
+        # service, without which no worker can be told; then this process, whose training thread sends again
+        # what was not acknowledged; then all other workers.
         if self._how.served is not None:
             self._how.served(server, served.address)
         with self._changed:
@@ -483,15 +523,15 @@ class ServerRecovery:
         if server == 0:
             self._take_over_meeting(place, everybody)
         updates = self._pushes.replace(server, served)
-        if server != 0:
+        if server != 0:  # of server 0, the new service knows it from `everybody`
             self._publish(server, served)
         return updates
 
     def restore_share(
         self, place: ServerGroup, incarnation: str, last: LastCheckpoint | None
     ) -> tuple[int, int]:
-        """Have the one server of `place` hold its share as a checkpoint has it; return its rows, and the halt
-        of the checkpoint."""
+        """Have the one server of `place` restore its shard from a checkpoint; return its rows, and the number
+        of the pause at which that checkpoint was taken."""
         tell(place, 0, "server.begin", BeginServer(self._run, incarnation))
         if last is None:
             return 0, 0
@@ -508,7 +548,10 @@ class ServerRecovery:
         return sum(restored.rows.values()), self._halt_of(newest.manifest.step)
 
     def _publish(self, server: int, served: Served) -> None:
-        """Tell the meeting who serves a place; wait for the meeting where it was lost as well."""
+        """Tell the coordination service which server has a shard; if server 0 was lost as well, wait for it.
+
+        Repeated until it is told: a worker that never learns it would wait for the lost server.
+        """
         while not self._closed:
             try:
                 tell(self._group, 0, "meeting.served", PublishServer(self._run, server, served))
@@ -518,14 +561,18 @@ class ServerRecovery:
                 self.wait_until_back(0)
 
     def count(self, found: LostServer, incarnation: str) -> None:
-        """Add what workers had pushed in vain, when they have said it, and report the loss."""
+        """Report a loss, with the updates that other workers lost once they have reported theirs.
+
+        On a thread of its own: workers have `COUNT_WITHIN` seconds, and the shard is served meanwhile.
+        """
 
         def count() -> None:
             self._report(found, self._count_others(incarnation))
 
         thread = concurrency.Thread(target=count, name="count-lost", daemon=True)
-        self._counting.append(thread)
-        thread.start()
+        with self._changed:
+            self._counting.append(thread)
+            thread.start()  # under the lock: `wait_until_counted` joins only threads that were started
 
     def _count_others(self, incarnation: str) -> AllLostUpdates | str:
         """Return the updates that other workers lost; the reason if the service cannot be asked. If that was
@@ -539,7 +586,7 @@ class ServerRecovery:
             except ClusterError as error:
                 if left <= 0 or self._closed:
                     _log.warning("cannot count the updates of others that were lost: %s", error)
-                    return f"the meeting on server 0 did not answer within {COUNT_WITHIN:g} s: {error}"
+                    return f"server 0 did not answer within {COUNT_WITHIN:g} s: {error}"
                 self._how.sleep(LOOK_EVERY)
 
     def _report(self, found: LostServer, others: AllLostUpdates | str) -> None:
@@ -567,7 +614,7 @@ class ServerRecovery:
 def restore_dense(
     group: ServerGroup, servers: Collection[int], run: str, saved: SavedPart, options: RestoreOptions
 ) -> None:
-    """Have servers restore their shares of the weights."""
+    """Have servers restore their shards of the weights."""
     aliases = options.custom.alias_map
     asked = RestoreDense(
         run,

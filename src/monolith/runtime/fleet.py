@@ -15,6 +15,15 @@ earlier run that are still in flight, so nothing is trained twice.
 
 A fleet that keeps going survives a loss. The lost process rejoins the same run from the last checkpoint, and
 all others keep what they learned: see `failover` for servers, and `service` for workers.
+
+Threads of the chief, and what they share with its training thread:
+
+    training        all methods of `Fleet`, unless they say otherwise
+    news            asks server 0 for changes; writes the fields of `FleetNews`
+    attending       one per server; brings a lost one back. That of server 0 also gives a new coordination
+                    service everything the chief knows (`_begin_meeting`), so it reads `_safe`, `_dealt`,
+                    `_last_halt`, `_start` and the departures. Each of these is replaced as a whole.
+    control port    `pause` and `resume`
 """
 
 from __future__ import annotations
@@ -100,6 +109,10 @@ STOP_WITHIN = 60.0
 """Seconds that a worker has to stop once it was told to."""
 
 
+_SNAPSHOT, _BARRIER = "a snapshot is taken", "a barrier is in place"
+"""Why the chief holds the other workers."""
+
+
 OLD_NEWS = 60.0
 """Seconds after which the failure of an earlier chief does not stop a worker that joins: it may restart."""
 
@@ -154,9 +167,15 @@ class Fleet:
         self._how = keep_going
         self._clock = clock
         self._stores = 0
-        self._held = False
         self._run = ""
+        # Guards `_holds`. The training thread pauses the workers for a snapshot, and a control port for an
+        # operator, each at any time: they stay paused until both have released them. Held during the call
+        # that pauses or releases, or a release could overtake the next pause.
+        self._holding = concurrency.Lock()
+        self._holds: set[str] = set()
         self._pushes = PushCounts(group)
+        # What a snapshot contains is known at its pause, and counts once it is on disk, steps later. Until
+        # then the chief keeps it by the number of the pause; `note_saved` turns it into `_safe`.
         self._halts: dict[int, int] = {}
         """Step -> the pause at which its snapshot was taken, as the chief."""
         self._last_halt = 0
@@ -270,6 +289,8 @@ class Fleet:
             self.spares.keep()
         if self._how is None or not self._resume(hands_out=hands_out):
             self._run = concurrency.token_hex(8)
+            # All servers drop the previous run before the service of the new one starts: a worker that joins
+            # it must not find rows of the previous one, and pushes of that one are refused from here on.
             self._tell_servers("server.begin", BeginServer(self._run))
             self.group.expect(self._run)
             self._begin_meeting(self.group, {})
@@ -282,7 +303,7 @@ class Fleet:
         )
         runs = {one.run for one in found if one.run is not None}
         if len(runs) != 1:
-            return False
+            return False  # none, or servers of two runs: neither can be continued as a whole
         (run,) = runs
         if found[0].run != run and hands_out:
             return False
@@ -295,6 +316,8 @@ class Fleet:
             served, saved, self._safe = dict(meeting.servers), meeting.saved, dict(meeting.safe)
             self._start = meeting.start or self._start
             self._departures.gone = dict(meeting.gone)
+        # A server that was replaced before has the incarnation that its replacement was given; every other
+        # one is named after the run. One that restarted since has neither.
         meant = {
             place: served[str(place)].incarnation if str(place) in served else run for place in self._places
         }
@@ -306,6 +329,8 @@ class Fleet:
             "rejoining a run that continued; servers %s lost their shards", list(self.fresh) or "none"
         )
         self.group.expect(run)
+        # A lost shard gets a new incarnation at once, though `restore` fills it only later: workers that
+        # still push to the old one are refused, and wait until `open` publishes the new one.
         for place in self.fresh:
             incarnation = concurrency.token_hex(8)
             self._tell("server.begin", BeginServer(run, incarnation), place)
@@ -313,7 +338,7 @@ class Fleet:
         servers = {int(place): one for place, one in served.items()}
         for place, one in servers.items():
             self.group.replace(place, self.group.addresses[place], one.incarnation)
-        if 0 in self.fresh:
+        if 0 in self.fresh:  # the service was lost with it
             self._begin_meeting(self.group, servers)
         self.tables.close_cut(None, saved=False)  # the snapshot that the previous chief was about to save
         self._replaced = {place: served[str(place)] for place in self.fresh}
@@ -324,7 +349,12 @@ class Fleet:
         return range(len(self.group))
 
     def _begin_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
-        """Have server 0 start the coordination service: of a new run, or of one that continues."""
+        """Have server 0 start the coordination service: of a new run, or of one that continues.
+
+        In the second case the service before it is lost with its server. What it knew is put together from
+        what the chief knows, and workers report the rest when they rejoin (`ComeBack`). Called by the
+        training thread at the start, and by the thread that attends to server 0 later.
+        """
         listener = self._listener
         present = () if listener is None else listener.present
         departing = dict(self._departing())
@@ -384,6 +414,7 @@ class Fleet:
 
     def _take_over_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
         """Have a new server 0 count from the highest step so far, and serve the coordination of this run."""
+        # In this order: workers rejoin once the run is open, and one that knows of a later step raises it.
         server.call(0, "set_step", step=self.group.step)
         self._begin_meeting(server, servers)
         tell(server, 0, "meeting.open", OpenRun(self._run, self._start))
@@ -393,6 +424,7 @@ class Fleet:
         self.check()
         self._start = start
         self._tell("meeting.open", OpenRun(self._run, start))
+        # Only now, as all of them are restored: workers push to the new servers as soon as they know them.
         for place, served in self._replaced.items():
             self._tell("meeting.served", PublishServer(self._run, place, served))
             assert self._recovery is not None
@@ -452,6 +484,8 @@ class Fleet:
                 self.finished = not answer.unfinished
                 return None
             if (failed := answer.failed) is not None:
+                # A failure that this worker was there for, or that is fresh, is news of its own chief. An old
+                # one at its first question is of a chief that may be starting again right now.
                 if failed.final and not (first and failed.ago > OLD_NEWS):
                     raise ClusterError(failed.why)
                 known = failed.run
@@ -495,6 +529,8 @@ class Fleet:
         halt = listener.halt
         if halt is None:
             return 0
+        # Before `arrive`: the chief may have the servers take their snapshots as soon as all have arrived,
+        # and every push acknowledged by now is in them.
         self._pushes.mark(halt)
         self._surely("meeting.arrive", Arrive(self._run, self.index, halt, state, self._member))
         listener.wait_for_release(halt)
@@ -512,9 +548,10 @@ class Fleet:
         Args:
             stopped: Whether the run was asked to stop: a worker that has not joined yet never will.
         """
+        # A snapshot needs all servers. Waiting for a lost one before the pause lets the workers train on.
         if self._recovery is not None:
             self._recovery.wait_until_whole(self._start_timeout.total_seconds())
-        number = self._halt()
+        number = self._hold(_SNAPSHOT)
         try:
             gathered = self._gather(number, stopped)
             states = self._by_worker(gathered)
@@ -523,8 +560,7 @@ class Fleet:
             departing = {int(worker): one for worker, one in gathered.departing.items()}
             yield QuiescedFleet(number, states, gathered.here, departing)
         finally:
-            if not self._held:
-                self._release()
+            self._release(_SNAPSHOT)
 
     def note_cut(self, step: int) -> None:
         """Note, as the chief, that the snapshot of the pause in force is taken: its own updates are done."""
@@ -533,13 +569,11 @@ class Fleet:
 
     def pause(self) -> int:
         """Pause the other workers, as the chief, until `resume`; return its number. From any thread."""
-        self._held = True
-        return self._halt()
+        return self._hold(_BARRIER)
 
     def resume(self) -> None:
-        """End a `pause`."""
-        self._held = False
-        self._release()
+        """End a `pause`; workers stay quiesced while a snapshot is taken. From any thread."""
+        self._release(_BARRIER)
 
     def quiesced_workers(self) -> list[int]:
         """Return the other workers that are quiesced at the pause in force, or have left, as the chief."""
@@ -552,12 +586,14 @@ class Fleet:
         Args:
             state: The state of the chief then.
         """
+        # First what this process knows, then the service: if server 0 is lost in between, the service that
+        # replaces it gets the new states from here, and `_surely` tells it the number of the pause.
         if (stood := self._stood.get(halt)) is not None:
             known = {str(worker): one for worker, one in stood.items()}
-            self._safe |= self._departures.still_said(known, halt)
+            self._safe = self._safe | self._departures.still_said(known, halt)
         self._departures.note_saved(halt)
         if state is not None:
-            self._safe |= self._departures.still_said({"0": state}, halt)
+            self._safe = self._safe | self._departures.still_said({"0": state}, halt)
         self._stood = {number: states for number, states in self._stood.items() if number > halt}
         self._halts = {step: number for step, number in self._halts.items() if number >= halt}
         self._pushes.forget_before(halt)
@@ -598,6 +634,7 @@ class Fleet:
         Args:
             gives_back: Whether it leaves its unfinished work to the other workers, which continue.
         """
+        # Before the call: if server 0 is lost before it answers, this worker tells its state to the next one.
         if self._return is not None:
             self._return.left = state
         pushes = self._pushes.told() if self.keeps_going else None
@@ -627,8 +664,10 @@ class Fleet:
             if state is None:
                 continue
             _log.info("worker %d has left; its unfinished work goes to the other workers", worker)
+            # Returned to the queue once: `note_given` makes the departure past, so a repeated report of it by
+            # the service is ignored.
             left = replace(state, position=give_back(state.position), event_time=None)
-            self._safe[str(worker)] = left
+            self._safe = {**self._safe, str(worker): left}
             self._departures.note_given(worker, left, self._last_halt)
             self._surely("meeting.given_back", GivenBack(self._run, worker, departure.number, left))
         return any(state is not None for _, _, state in found)
@@ -645,6 +684,8 @@ class Fleet:
         if safe is None and worker < len(self._start.positions):
             position = self._start.positions[worker]
             safe = WorkerState(position=position, examples=0, skipped=0, event_time=None)
+        # A worker that was lost trained past its saved state, and nobody knows how far: its work is taken up
+        # again from there. One that left says how far it came; that counts once a checkpoint has it.
         if departure.state is None or (safe is not None and departure.state.examples == safe.examples):
             return safe
         return departure.state if self._departures.is_saved(departure.number) else None
@@ -657,7 +698,8 @@ class Fleet:
     @property
     def deal_wanted(self) -> bool:
         """Whether a worker has joined that has no work, or left with some, as the chief."""
-        if self._held or self.stop_reason is not None or self._listener is None:
+        # With a barrier in place no work is moved: the deal waits until it is removed.
+        if _BARRIER in self._holds or self.stop_reason is not None or self._listener is None:
             return False
         return bool(self._departing()) or not self._asked.issuperset(self._listener.present)
 
@@ -688,17 +730,18 @@ class Fleet:
         }
         given = (GivenBack(self._run, one, halt.departing[one].number, gone[one]) for one in gone)
         said = DealOut(self._run, halt.number, {str(one): states[one] for one in states}, tuple(given))
-        # A server 0 that was lost may have taken it, but no worker learns of that any more.
+        # All or nothing: either the service takes the whole deal, or every worker keeps what it had. A server
+        # 0 that was lost may have taken it, but no worker learns of that any more.
         if not self._insist(lambda: self._ask("meeting.deal", said, DealTaken)).taken:
             self._asked = set()
             return None
         _log.info("the work was assigned anew, to workers %s", ", ".join(map(str, states)))
         self._dealt = {worker: DealtPosition(halt.number, state.position) for worker, state in states.items()}
-        self._safe |= {str(worker): state for worker, state in states.items()}
+        self._safe = self._safe | {str(worker): state for worker, state in states.items()}
         self._departures.note_heard(halt.departing)
         self._departures.note_dealt(states, halt.number)
         for worker, left in gone.items():
-            self._safe[str(worker)] = left
+            self._safe = {**self._safe, str(worker): left}
             self._departures.note_given(worker, left, halt.number)
         return states[0].position
 
@@ -784,8 +827,10 @@ class Fleet:
         """Tell all processes, as the chief, that the run is over and saved; lost ones are skipped."""
         if self._recovery is not None:
             self._recovery.wait_until_counted()  # while the other workers are there to report it
-        self._close_listener()
+        self._close_listener()  # or a server that ends would be missed, and replaced
         limit = self._clock() + FAREWELL.total_seconds()
+        # Workers before servers: they wait at server 0 for the word that their last steps are saved, and that
+        # server is gone after `server.end`.
         with _ignore_lost("server 0"):
             while True:
                 answer = self._ask("meeting.over", SayOver(self._run, 1.0), Farewell)
@@ -835,7 +880,11 @@ class Fleet:
         self._insist(lambda: self._tell(name, request))
 
     def _insist(self, call: Callable[[], A]) -> A:
-        """Call the service until it answers; if it was lost with server 0, until that is replaced."""
+        """Call the service until it answers; if it was lost with server 0, until that is replaced.
+
+        The call may reach the service more than once, and must be one that changes nothing the second time.
+        A run that does not keep going has no replacement to wait for.
+        """
         limit = self._clock() + self._start_timeout.total_seconds()
         while True:
             try:
@@ -846,12 +895,20 @@ class Fleet:
                 self.check()
                 self._how.sleep(LOOK_EVERY)
 
-    def _halt(self) -> int:
-        self._last_halt = self._ask("meeting.halt", OfRun(self._run), PauseNumber).halt
-        return self._last_halt
+    def _hold(self, why: str) -> int:
+        """Pause the other workers, or keep them paused, for a reason; return the number of the pause."""
+        with self._holding:
+            # Noted only after the call: a pause that the service never heard of is not to be released.
+            self._last_halt = self._ask("meeting.halt", OfRun(self._run), PauseNumber).halt
+            self._holds.add(why)
+            return self._last_halt
 
-    def _release(self) -> None:
-        self._surely("meeting.release", OfRun(self._run))
+    def _release(self, why: str) -> None:
+        """Resume the other workers, unless they are held for another reason."""
+        with self._holding:
+            self._holds.discard(why)
+            if not self._holds:
+                self._surely("meeting.release", OfRun(self._run))
 
     def _gather(self, halt: int, stopped: Callable[[], bool]) -> GatheredStates:
         """Wait until all other workers are quiesced; one that has not joined yet is waited for, too."""
@@ -869,6 +926,7 @@ class Fleet:
                 said = now
                 who = ", ".join(map(str, missing))
                 _log.warning("waiting for workers %s to pause before saving; see their logs", who)
+        # The states, which `_missing` does not return. No worker leaves the pause before its release.
         return self._gathered(AskGathered(self._run, halt=halt))
 
     def _check_joined(self, since: float) -> None:

@@ -179,7 +179,7 @@ class FleetCoordinator:
         return replace(start, step=fleet.read_step(), back=mine, others=known)
 
     def _set_step(self, step: int) -> None:
-        if self._fleet.resumed:  # the workers have trained on meanwhile: the step never decreases
+        if self._fleet.resumed:  # the workers trained meanwhile: the step never decreases
             step = max(step, self._fleet.read_step())
         self._fleet.group.set_step(step)
 
@@ -281,6 +281,8 @@ class FleetCoordinator:
     def _assign_work(self, mine: WorkerState) -> None:
         """Pause all workers and divide all remaining work among them, as the chief."""
         self._tried_to_assign = True
+        # Only entering the pause may fail and be survived (a server was lost: the workers keep their work,
+        # and the next `at_step` tries again). An error in the block is one of the deal itself.
         with ExitStack() as halted:
             try:
                 paused = halted.enter_context(self._fleet.halted(self._interrupted))
@@ -350,6 +352,7 @@ class FleetCoordinator:
         if not fleet.joined:
             return False
         assert state is not None
+        # If all workers stop anyway, there is none to leave work to.
         gives_back = outcome.interrupted and fleet.hands_out and fleet.stop_reason is None
         if outcome.interrupted and not gives_back:  # its shard of the data is not done, so neither is the run
             fleet.stop(f"worker {fleet.index}: {outcome.reason}", unfinished=True)

@@ -24,9 +24,14 @@ from monolith.store import ServerGroup
 
 
 class Departures:
-    """The departures of one run, by number. Used by the training thread.
+    """The departures of one run, by number, as the chief knows them.
 
     departed ──in a snapshot──► cut ──on disk──► saved ──work given back──► past
+
+    The training thread takes a departure from step to step. The thread that brings back server 0 also notes
+    and reads what is due, for the new coordination service. So a departure enters `_past` before it leaves
+    `_due`: in the other order that thread could find it in neither, note it again, and its work would be
+    given back twice.
     """
 
     def __init__(self) -> None:
@@ -71,9 +76,10 @@ class Departures:
 
     def note_given(self, worker: int, left: WorkerState, halt: int) -> None:
         """Note that the work of a worker was given back, after the pause of this number."""
-        self._past.add(self._due.pop(worker).number)
+        self._past.add(self._due[worker].number)
+        del self._due[worker]
         self._since[str(worker)] = halt
-        self.gone[str(worker)] = left
+        self.gone = {**self.gone, str(worker): left}  # replaced as a whole: see `Fleet._begin_meeting`
 
     def note_dealt(self, workers: Iterable[int], halt: int) -> None:
         """Note that these workers were assigned other work, at the pause of this number."""
@@ -138,9 +144,10 @@ class FleetNews:
         self._mending = mending
         self.examples = 0
         """Examples this worker has trained on, as it reports; set by the training thread."""
-        self._changed = (
-            concurrency.Condition()
-        )  # guards every field below: threads set them, training reads them
+        # Guards every field below. The threads set them, all of one answer together (`_note`); the training
+        # thread reads single ones without it. Only a wait needs it: after `wait_for_release` the fields are
+        # those of one answer, so a worker that was released knows what it was assigned.
+        self._changed = concurrency.Condition()
         self.halt: int | None = None
         self.stop_reason: str | None = None
         self.present: tuple[int, ...] = ()
@@ -190,6 +197,8 @@ class FleetNews:
 
     def wait_for_release(self, halt: int) -> None:
         with self._changed:
+            # Without a limit of its own: the chief takes a snapshot meanwhile. If the chief is lost, the run
+            # fails, which is news; if the run keeps going, the chief that rejoins ends every pause.
             while self.halt == halt:
                 self._check()
                 self._changed.wait(1.0)
@@ -205,7 +214,15 @@ class FleetNews:
             raise self._error
 
     def _start(self, run: Callable[..., None], *args: Any) -> None:
-        concurrency.Thread(target=run, args=args, name="fleet-news", daemon=True).start()
+        def run_and_report() -> None:
+            # The training thread waits for what this one learns. An error that nobody expected must reach it,
+            # or it would wait for a release that never comes.
+            try:
+                run(*args)
+            except Exception as error:
+                self._note(error=error)
+
+        concurrency.Thread(target=run_and_report, name="fleet-news", daemon=True).start()
 
     def _listen(self) -> None:
         seen = -1
@@ -216,9 +233,11 @@ class FleetNews:
             except Exception as error:
                 if not self._mended(error, lambda mending, cause: mending.find_meeting(cause)):
                     return
-                seen = -1
+                seen = -1  # another service counts its own versions
                 continue
             seen = news.version
+            # New servers before the rest: the training thread may act on a release at once, and must not wait
+            # for a server that is known to be lost.
             if self._mending is not None:
                 self._mending.take(news.servers)
                 self._mending.note_returned(news.returned)

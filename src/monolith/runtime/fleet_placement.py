@@ -176,6 +176,8 @@ class ServedTables:
         self._servers = servers
 
     def snapshot(self, step: int) -> PartSnapshot:
+        # It notes the number of losses before the servers take their snapshots: a server lost in between is
+        # then noticed at the commit.
         cut = _ServedCut(self._servers, concurrency.token_hex(8))
         self._servers.note_cut(step)
         try:
@@ -205,6 +207,8 @@ class _ServedCut:
 
     def write(self, prefix: str, *, full: bool) -> Entry:
         written = self._servers.tables.write(self.name, prefix, full=full)
+        # From here to `close`, a lost shard is not restored: the manifest is renamed in between, and whether
+        # it was decides which checkpoint the shard is restored from. Once only: a write may be repeated.
         if not self._commits:
             self._servers.begin_commit(self._losses)
             self._commits = True

@@ -102,10 +102,12 @@ _log = logging.getLogger(__name__)
 
 
 class PublishedShard:
-    """The publishing of what a server holds for one run; begins when the chief first says how far it is.
+    """Publishes the shard of a server for one run, from the first progress report of the chief on.
+
+    That report is the sign that everything is restored. Reports, weights and orders come on threads of calls.
 
     Args:
-        newest: Says what the newest update was.
+        newest: Returns the newest update of rows on this server.
     """
 
     def __init__(
@@ -115,11 +117,13 @@ class PublishedShard:
         self._share = share
         self._plan = plan
         self._newest = newest
+        # Each of the three is one reference, written by one kind of call and read by the publisher's thread.
         self._told: PublishProgress | None = None
         self._stale = (0, 0)
         """The steps that were told and pushed last before rows were restored, and say nothing of these."""
         self._weights: Mapping[str, Tensor] | None = None
-        self._lock = concurrency.Lock()  # guards the publisher
+        # Guards that one publisher is made, and none after `close`. Not held while it publishes.
+        self._lock = concurrency.Lock()
         self._publisher: ShardPublisher | None = None
         self._over = False
 
@@ -137,10 +141,12 @@ class PublishedShard:
                 self._model.restoring = self._restoring
                 if self._weights is not None:
                     publisher.send_weights(self._weights)
-            publisher.start()  # which failed, perhaps, the last time
+            publisher.start()  # again with each report: it may have failed the last time
 
     def bring(self, weights: Mapping[str, Tensor]) -> None:
         """Take the dense weights."""
+        # Stored first, then the publisher is looked at; `hear` makes the publisher first, then looks here. So
+        # one of the two sends them; sending them twice is harmless.
         self._weights = weights
         if (publisher := self._publisher) is not None:
             publisher.send_weights(weights)
@@ -342,7 +348,8 @@ class ServedShard:
         self._config = config
         self._index = index
         self._clock = clock
-        # The server of shard 0 runs the service of the run, and any server may become that.
+        # The server of shard 0 runs the coordination service, and any server may become that one. The service
+        # has a lock of its own, under which it calls `_raise_step`: nothing here calls it with `_lock` held.
         self._meeting = CoordinationService(
             cluster.num_workers,
             max_workers=cluster.max_workers or None,
@@ -357,7 +364,10 @@ class ServedShard:
         }
         self._jobs = Jobs(typed_calls(WORK, work))
         self._over = concurrency.Event()
-        self._lock = concurrency.Lock()  # guards the fields below: the shard, its run and its copies
+        # Guards the fields below: the shard, its run and its copies. Calls of rows and weights do not take
+        # it: `ParameterServer` reads one reference that `replace` swaps. Long work (a write, a restore) runs
+        # without it, and is counted in `works` instead, so that a new run can begin meanwhile.
+        self._lock = concurrency.Lock()
         self._share = (index, num_ps) if index < num_ps else None
         self._held = None if self._share is None else self._make(self._share)
         self._run: str | None = None
@@ -474,7 +484,7 @@ class ServedShard:
                 limit = self._clock() + linger.total_seconds()
             elif self._clock() >= limit:
                 return ServerEnd("stopped during a run")
-            elif self._chief.absent_for() > RETURN_WITHIN:
+            elif self._chief.absent_for() > RETURN_WITHIN:  # it will not save any more
                 return ServerEnd("stopped during a run whose chief is gone")
         if self._finished:
             return ServerEnd("the run is over", finished=True)
@@ -501,7 +511,7 @@ class ServedShard:
             raise ClusterError(f"there is no share {body.index} of {body.num_ps}")
         with self._lock:
             self._chief.touch()
-            if share == self._share:
+            if share == self._share:  # also in a run: a chief that restarts assigns all shards again
                 return
             if self._run is not None:
                 assert self._share is not None
@@ -510,6 +520,8 @@ class ServedShard:
                     f"run, and cannot take share {share[0]} of {share[1]}; restart the server to free it"
                 )
             assert self._server is not None
+            # Made, then served, then the old one is closed: a request that arrives meanwhile finds one of the
+            # two whole. A failure of `_make` (no memory) leaves the server as it was.
             held = self._make(share)
             self._server.replace(held.stores, held.dense, shard=share)
             _log.info("parameter server %d has share %d of %d from now on", self._index, *share)
@@ -530,6 +542,8 @@ class ServedShard:
             if self._held is None or self._share is None:
                 raise UnavailableError(f"parameter server {self._index} is a spare and has no share yet")
             held = self._held
+            # An unused shard is as good as a new one. One of an earlier run is not cleared but replaced:
+            # pushes of that run which are still under way keep their own tables, and change nothing here.
             if self._run is not None:
                 _log.info("a new run begins; dropping the rows and weights of the previous one")
                 held = self._make(self._share)
@@ -547,11 +561,12 @@ class ServedShard:
     def _raise_step(self, step: int) -> None:
         """Count from a step that a worker knows of, if that is higher."""
         assert self._server is not None
-        self._server.step = max(self._server.step, step)
+        self._server.raise_step(step)
 
     def _attend(self, body: Attend, gone: Gone) -> Attended:
         """Keep the chief's call for a while, by which both sides know that the other is there."""
         self._check_run(body.run)
+        # Without the lock: this waits for seconds. `_run` is one reference, and a stale read costs one round.
         with self._chief:
             limit = self._clock() + min(body.wait, LONGEST_WAIT)
             while self._run == body.run and not gone() and self._clock() < limit:
@@ -563,7 +578,7 @@ class ServedShard:
     def _end(self, body: EndRun) -> None:
         if self._run is not None:  # a spare that was never used ends, too
             self._check_run(body.run)
-        self._finished = body.finished
+        self._finished = body.finished  # before the event: `wait` reads it after
         self._over.set()
 
     def _health(self, body: OfRun) -> ServerHealth:
@@ -573,9 +588,11 @@ class ServedShard:
         return ServerHealth(int(health.status), health.message)
 
     def _cut(self, body: OfSnapshot) -> None:
+        # All workers are paused until every server has answered this call, so it must be short: tables copy
+        # rows before they change, and nothing is written yet.
         with self._lock:
             held = self._held_for(body.run)
-            if body.cut not in held.cuts:  # asked again, because an answer was lost
+            if body.cut not in held.cuts:  # otherwise it was asked again, because an answer was lost
                 held.cuts[body.cut] = held.tables.snapshot(0)
 
     def _close(self, body: CloseSnapshot) -> None:
@@ -583,7 +600,7 @@ class ServedShard:
             held = self._held_for(body.run)
             names = list(held.cuts) if body.cut is None else [body.cut]
             cuts = [held.cuts.pop(name) for name in names if name in held.cuts]
-        for cut in cuts:
+        for cut in cuts:  # removed from the shard, so no other call closes it
             cut.close(saved=body.saved)
 
     def _write(self, body: WriteTables) -> TablesWritten:
@@ -591,6 +608,8 @@ class ServedShard:
             cut = held.cuts.get(body.cut)
             if cut is None:
                 raise ClusterError("cannot write tables: the server restarted after the checkpoint was begun")
+            # The path comes over the network: without this, a caller with the token could have any file of
+            # this machine overwritten.
             model_dir = self._config.model_dir
             if not model_dir or not filesystem.is_below(body.prefix, model_dir):
                 raise SaveError(
@@ -742,6 +761,8 @@ class ServedShard:
             if not copy.whole:
                 return ShardTaken(refused="its copy is not whole yet")
             held, behind = copy.held, copy.behind
+            # First the copy stops to change, then it is served. `applied` are the pushes that it contains: a
+            # worker sends those again that the lost server had not acknowledged, and each counts once.
             applied = copy.take(held.dense)
             share = (copy.follows.index, copy.follows.num_ps)
             self._server.replace(
@@ -802,7 +823,7 @@ class ServedShard:
         """Drop the shard of an earlier run. The lock is held by the caller."""
         if held is not None:
             for cut in held.cuts.values():
-                cut.close(saved=False)  # who writes it still ends with an error
+                cut.close(saved=False)  # a write of it that is under way ends with an error
             held.retired = True
             self._stop_telling(held)
             if held.publishing is not None:
@@ -837,13 +858,15 @@ class ServedShard:
 
 
 class _Attendance:
-    """Whether the chief is there: it has a call here all the time. Thread-safe."""
+    """Whether the chief is there: it has a call open here all the time. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lock = concurrency.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards both below
         self._calls = 0
+        """Open calls; two for a moment, if a chief reconnects before its old call is missed."""
         self._since = clock()
+        """When the last one ended."""
 
     def absent_for(self) -> float:
         """Return the seconds since it was last there; 0 while it is."""

@@ -101,6 +101,8 @@ class _Entry(Generic[Item, Rows]):
 class PrefetchPipeline(Generic[Item, Rows]):
     """Items in order, each looked up before it is asked for. Used by one thread.
 
+    Shapes: an item has the IDs of one batch, int64 (n,); its rows are the result of one lookup, float32.
+
     Args:
         items: The items to read; in lockstep, `SILENT` if there is none for now. A generator is closed by
             `close`.
@@ -112,11 +114,25 @@ class PrefetchPipeline(Generic[Item, Rows]):
         waiting: What to do while there is no item.
         lockstep: Whether other ranks do the same in pipelines of their own, so that time may decide nothing.
 
-    Example: ids (n,) of each batch, one lookup ahead.
-
-        with PrefetchPipeline(iter(batches), store.lookup) as pipeline:
-            batch, rows = pipeline.next()                    # looked up while the last step ran
-            pipeline.push(lambda: store.apply_gradients(...))  # after lookups so far, before later ones
+    Examples:
+        >>> import torch
+        >>> from monolith import LocalStore, Segment, TableConfig
+        >>> from monolith.runtime.prefetch import PrefetchPipeline
+        >>> from monolith.store import TableIds
+        >>> config = TableConfig(name="item", segments=(Segment(dim=1, learning_rate=1.0),))
+        >>> store = LocalStore.from_configs({"item": config})
+        >>> ids = TableIds(torch.tensor([7, 8]), sizes=torch.tensor([2]))  # n = 2
+        >>> pipeline = PrefetchPipeline(iter([ids, ids, ids]), store.lookup, ahead=1)
+        >>> while (found := pipeline.next()) is not None:
+        ...     batch, rows = found
+        ...     pipeline.push(lambda batch=batch: store.apply_gradients(batch, torch.ones(2), step=1))
+        ...     print(rows)  # rows are one update behind, whatever the timing
+        tensor([0., 0.])
+        tensor([0., 0.])
+        tensor([-1., -1.])
+        >>> pipeline.drain()
+        >>> pipeline.close()
+        True
     """
 
     def __init__(
@@ -143,19 +159,22 @@ class PrefetchPipeline(Generic[Item, Rows]):
         # Guards all fields below. Invariant: rows are read or written by one thread at a time, by the
         # pipeline's own in PREPARING and UPDATING, by the training thread only while that is IDLE or READING
         # and `_paused` keeps it from leaving these phases.
+        # It is reentrant: `idle` runs with it held, and may call `drain` and `push`.
         self._changed = concurrency.Condition()
-        self._todo: deque[Work | None] = deque()  # in order; None is a lookup
-        self._ready: deque[_Entry[Item, Rows]] = deque()
+        # Work for the thread, in order; None is a lookup. The order of this queue is the order in which rows
+        # are read and written, so it alone decides the result of training.
+        self._todo: deque[Work | None] = deque()
+        self._ready: deque[_Entry[Item, Rows]] = deque()  # looked up, and not asked for yet
         self._phase = _Phase.IDLE
-        self._paused = False
-        self._silent = False
-        self._ended = False
+        self._paused = False  # the training thread works on rows: the other waits before it touches any
+        self._silent = False  # the source has no item for now, in lockstep; `next` ends it
+        self._ended = False  # the source has no item any more
         self._interrupted = False
         self._closed = False
-        self._error: BaseException | None = None
-        self._update_failed = False
-        self._begun = False
-        self._asked = False
+        self._error: BaseException | None = None  # of the thread, which ends with it; raised once
+        self._update_failed = False  # the error is of an update: items that are ready have old rows
+        self._begun = False  # the thread was started
+        self._asked = False  # `next` returned without the item it asked for: its lookup is still queued
         threaded = waiting.threaded or ahead > 0
         self._thread = (
             concurrency.Thread(target=self._run, name="prefetch", daemon=True) if threaded else None
@@ -180,11 +199,15 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 self._begun = True
                 self._thread.start()
             self._changed.notify_all()
+            # Two waits. First the short one of a live stream: then the updates of the last step are done
+            # here, so that they are published. After it, and every `patience` seconds, `idle` may have
+            # something to do: a pause of the fleet, a save that is due.
             if self._update_after != self._patience and not self._changed.wait_for(
                 self._has_news, self._update_after
             ):
                 self._overtake()
             while not self._changed.wait_for(self._has_news, self._patience) or self._is_only_silent():
+                # In lockstep the thread itself does them, at the same place on every rank: before `SILENT`.
                 if not self._lockstep:
                     self._overtake()
                 if self._idle is not None and self._idle():
@@ -215,6 +238,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
 
     def push(self, work: Work) -> None:
         """Do some work after the lookups that were asked for so far, before those that will be."""
+        # Without a thread that looks up rows there is nothing to put this in order with.
         if self._thread is None or not self._begun or self._complete is not None:
             work()
             return
@@ -240,6 +264,8 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 self._changed.wait_for(lambda: self._error is not None or self._rests())
             else:
                 self._overtake()
+            # These were looked up before the last updates. After a restart they would be looked up after
+            # them, so they are now, too: with the same bits from here on.
             for entry in self._ready:
                 entry.stale = self._complete is None
             if not self._lockstep:
@@ -260,6 +286,8 @@ class PrefetchPipeline(Generic[Item, Rows]):
         if lost:
             _log.warning("%d row updates were dropped, because the run failed", lost)
         if self._thread is not None and self._begun:
+            # A source may be blocked in a read that nothing can interrupt. Its iterator cannot be closed from
+            # here while the thread is inside it.
             self._thread.join(30)
             if self._thread.is_alive():
                 _log.warning("the source is still being read after 30 s; its thread ends when that returns")
@@ -277,7 +305,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
     ) -> None:
         self.close()
 
-    # All methods below are called with the lock held, except `_run` and `_look_up`.
+    # All methods below are called with the lock held, except `_run`, `_look_up` and `_next_item`.
 
     def _has_news(self) -> bool:
         if self._error is not None or self._ready or self._ended or self._interrupted:
@@ -310,9 +338,12 @@ class PrefetchPipeline(Generic[Item, Rows]):
 
     def _overtake(self) -> None:
         """Do the waiting updates in this thread, while the pipeline's own only reads."""
-        self._paused = True
+        self._paused = True  # first: the thread must not leave IDLE or READING once this has seen it there
         try:
             self._changed.wait_for(lambda: self._phase in (_Phase.IDLE, _Phase.READING))
+            # Updates overtake the lookups that are still queued, which then see more updates than otherwise.
+            # After a wait it is time that decides this, so ranks and deterministic runs never wait like that.
+            # In `drain` it is not: lookups made ahead are repeated, so that all see the same updates.
             waiting = [work for work in self._todo if work is not None]
             self._todo = deque(work for work in self._todo if work is None)
             for work in waiting:
@@ -344,6 +375,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 elif not self._ended:
                     self._look_up()
             except BaseException as error:
+                # The thread ends: later lookups and updates would work on rows that lack an update.
                 with self._changed:
                     self._error = error
                     self._update_failed = work is not None
@@ -386,6 +418,6 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 return
             if not self._enter(_Phase.PREPARING):
                 return
-        rows = self._prepare(item)
+        rows = self._prepare(item)  # without the lock, as the phase says: `next` may return earlier items
         with self._changed:
             self._ready.append(_Entry(item, rows))

@@ -104,10 +104,13 @@ class ShardPublisher:
         self._learned = self.learning.now if learned is None else learned
         self._rows = RowGuard(plan.config.guard)
         self._guard = AllGuards([self._rows, *guards])
-        self._weights: Mapping[str, Tensor] | None = None
-        # Taken while a delta is published and while rows are restored: a delta never has rows of two states.
+        self._weights: Mapping[str, Tensor] | None = None  # replaced as a whole, by the training thread
+        # Held while a delta is published and while rows are restored: a delta never has rows of two states.
         self._turn = concurrency.Lock()
         self._opened: _Opened | None = None
+        # Guards the two below. On a server, orders of an operator and questions for the status come from
+        # different threads: a status in the middle of a resume would keep the first bad step of that pause.
+        self._ordering = concurrency.Lock()
         self._by_operator = False
         self._first_bad_step: int | None = None
         """While publishing is paused, the first step whose rows are not trusted; None: not decided yet."""
@@ -175,19 +178,20 @@ class ShardPublisher:
         if self._opened is None:
             return ()
         publisher = self._opened.publisher
-        if order.action == "hold":
-            self._pause(publisher, order)
-        elif order.action == "resume":
-            if not order.by_guard:
-                self._guard.accept()
-            self._by_operator = False
-            publisher.resume()
-            self._first_bad_step = None
-        elif order.action == "rollback":
-            assert order.version is not None, "a rollback names the version"
-            self._by_operator = True
-            publisher.rollback(order.version)
-        return (self._status(self._opened),)
+        with self._ordering:
+            if order.action == "hold":
+                self._pause(publisher, order)
+            elif order.action == "resume":
+                if not order.by_guard:
+                    self._guard.accept()
+                self._by_operator = False
+                publisher.resume()
+                self._first_bad_step = None
+            elif order.action == "rollback":
+                assert order.version is not None, "a rollback names the version"
+                self._by_operator = True
+                publisher.rollback(order.version)
+            return (self._status(self._opened),)
 
     def _status(self, opened: _Opened) -> ShardPublishStatus:
         publisher, writer = opened.publisher, opened.writer
@@ -260,8 +264,9 @@ class ShardPublisher:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._news.set()
+        self._news.set()  # wakes the thread, which looks at `_closed` next
         if self._opened is not None:
+            # Not for longer: a channel that hangs must not keep a run from ending. The thread is a daemon.
             self._opened.thread.join(10)
             with self._turn:
                 self._try(self._opened.publisher.close)

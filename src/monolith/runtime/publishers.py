@@ -205,6 +205,7 @@ class ServerPublishers:
 
     def flush(self) -> None:
         """Send the servers the last step, and wait until they have published it."""
+        # The thread ends first: of two progress reports at the same time, the older could arrive last.
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(10)
@@ -236,7 +237,7 @@ class ServerPublishers:
             self._group.exchange("publish.weights", {0: (said, pack_tensors(list(weights.values())))})
         except BaseException:
             with self._lock:
-                self._weights = self._weights or weights
+                self._weights = self._weights or weights  # unless the training thread left newer ones
             raise
 
     def _send_progress(self) -> None:

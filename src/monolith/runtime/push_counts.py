@@ -20,12 +20,17 @@ from monolith.store.server_group import PushProgress
 
 @dataclass(slots=True)
 class _PlaceCounts:
-    """What is known of the pushes to one place."""
+    """The pushes of this process to one shard, across replacements of its server.
+
+    Example: pauses at push 4 (number 1) and push 7 (number 2), 9 pushes acknowledged. A server restored from
+    the checkpoint of pause 1 lost 9 - 4 = 5 of them; one of pause 2 lost 2. A standby whose copy has all up
+    to 8 lost 1.
+    """
 
     marks: dict[int, int] = field(default_factory=lambda: {0: 0})
-    """Halt -> what had been acknowledged then, and was lost since; 0 for the beginning."""
+    """Pause -> the pushes acknowledged then, plus those lost since; 0 is the start of the run."""
     since: int = 0
-    """The number of the last push when the place was replaced last: those up to it are accounted for."""
+    """The number of the last push when the server was last replaced: those up to it are accounted for."""
     carried: frozenset[int] = frozenset()
     """Except these, which were not acknowledged by then."""
 
@@ -33,6 +38,8 @@ class _PlaceCounts:
         """Return the pushes lost when another server took over the shard, and start to count again."""
         if served.copied is None:
             lost = standing.acknowledged - self._at(served.halt)
+            # From here on the shard contains the checkpoint and what comes now, whichever pause is restored
+            # from next: these pushes are lost once, and must not be counted with the next loss.
             self.marks = dict.fromkeys(self.marks, standing.acknowledged)
         else:
             lost = self._missed_by(served.copied.get(sender), standing)
@@ -46,7 +53,7 @@ class _PlaceCounts:
         return self.marks[before]
 
     def _missed_by(self, copied: CopiedPushes | None, standing: PushProgress) -> int:
-        """Return how many pushes that were acknowledged a copy has not."""
+        """Return how many acknowledged pushes a copy lacks: those above its highest number, and its gaps."""
         highest = self.since if copied is None else copied.highest
         missing = frozenset() if copied is None else frozenset(copied.missing)
         above = max(highest, self.since)
@@ -59,11 +66,13 @@ class _PlaceCounts:
 
 
 class PushCounts:
-    """Pushes that each place has acknowledged to this process. Thread-safe."""
+    """The pushes that each server has acknowledged to this process. Thread-safe."""
 
     def __init__(self, group: ServerGroup) -> None:
         self._group = group
-        self._lock = concurrency.Lock()  # guards what follows
+        # Guards the counts. Held while a server is replaced in the group, too: a mark in between would take
+        # the acknowledgements of one server for those of another.
+        self._lock = concurrency.Lock()
         self._places = [_PlaceCounts() for _ in range(len(group))]
 
     def mark(self, halt: int) -> None:

@@ -292,6 +292,7 @@ class RowsOnServers:
         run = concurrency.token_hex(8)
         on_each(self.fresh, lambda server: tell(self._group, server, "server.begin", BeginServer(run)))
         self.join(run)
+        # Only rank 0 watches the servers; its `abort` reaches the other ranks through the shared keys.
         for server in self.fresh:
             concurrency.Thread(
                 target=self._attend, args=(server,), name="attends-server", daemon=True
@@ -353,6 +354,7 @@ class RankShard:
         self._part = part
         self._rows = rows
         self._model_dir = model_dir
+        # Without a lock: rank 0 makes one of these calls at a time, and a call between ranks is not repeated.
         self._cuts: dict[str, PartSnapshot] = {}
         calls.offer(
             {

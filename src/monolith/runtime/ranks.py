@@ -192,7 +192,7 @@ class RankCoordinator:
             start = restore(False)
             self._groups.put_note(BEGUN, begun)
         # No collective call yet: restoring may take longer than one may wait.
-        while not (begun := self._groups.get_note(BEGUN)):
+        while not (begun := self._groups.get_note(BEGUN)):  # `check` ends it if a rank is lost
             if interrupted():
                 return None
             self._groups.check()
@@ -324,6 +324,8 @@ class RankCoordinator:
 
     def committed(self, position: Position) -> None:
         if self.membership.is_chief:
+            # Several quiesces may have reported this position, if no step was taken in between. Ranks take
+            # their steps together, so then no other rank has moved either, and the last one says the same.
             for number in [one for one, state in self._reported.items() if state.position is position]:
                 self._forget_reported(number)
                 self._saved = number

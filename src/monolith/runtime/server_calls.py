@@ -56,8 +56,11 @@ def tell(group: ServerGroup, server: int, name: str, request: object) -> None:
 
 def run_job(group: ServerGroup, server: int, work: WorkName, request: object, kind: type[A]) -> A:
     """Have a server do what takes longer than a call may; return its answer when it is done."""
+    # The caller names the job, so that a start which is repeated after a lost answer starts nothing twice.
     job = concurrency.token_hex(8)
     tell(group, server, "job.start", StartJob(work, write_message(request), job))
+    # Without a limit of its own: a restore takes as long as it takes. A server that is lost or restarts ends
+    # it by an error, since a new process knows no such job.
     while True:
         result = ask(group, server, "job.wait", WaitForJob(job, POLL), JobResult)
         if result.done:
@@ -159,7 +162,11 @@ class TableWork:
 
 
 def on_each(servers: Collection[int], call: Callable[[int], A]) -> list[A]:
-    """Call servers at a time; return their answers in order, or raise the first error."""
+    """Call several servers at the same time; return their answers in order, or raise the first error.
+
+    Waits for all of them in any case: a server that still works for a call that has failed elsewhere would
+    meet the next call.
+    """
     asked = {server: Future[A]() for server in servers}
 
     def ask(server: int) -> None:
@@ -176,7 +183,7 @@ def on_each(servers: Collection[int], call: Callable[[int], A]) -> list[A]:
 
 
 KEPT = 16
-"""Answers that are kept for who asks again."""
+"""Results that are kept for a caller that asks again."""
 
 
 class Jobs:
@@ -188,8 +195,9 @@ class Jobs:
 
     def __init__(self, work: Mapping[str, Call]) -> None:
         self._work = dict(work)
-        self._lock = concurrency.Lock()  # guards what follows
+        self._lock = concurrency.Lock()  # guards the one below, not the work
         self._running: dict[str, Future[dict[str, Json]]] = {}
+        """Job -> its result; the last `KEPT` that are done stay, for a caller whose answer was lost."""
 
     @property
     def calls(self) -> Mapping[str, Answer]:

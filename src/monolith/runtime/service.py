@@ -56,6 +56,11 @@ before it releases them: each learns its assignment together with the release.
 
 A lost worker is fenced, in case it was only slow: its calls are refused, and it joins again like any other.
 
+Every call may arrive twice, because a caller whose connection broke cannot know whether the first one did. So
+each either has the same effect twice (`halt` returns the pause in force, `saved` takes the maximum, `leave`
+the same state) or names what it is about, and a second one finds nothing to do (`given back` and `deal` carry
+a number). `begin` drops what the run had, but is over before `open` lets anyone join.
+
 No call waits longer than it asked for.
 """
 
@@ -66,7 +71,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from monolith import concurrency
 from monolith.errors import ConfigError, RequestError, UnavailableError
@@ -222,16 +227,14 @@ TRANSITIONS: Mapping[WorkerPhase, Mapping[WorkerEvent, Set[WorkerPhase]]] = {
 the run is elastic. In a run that does not keep going, LOSE and a JOIN of another process end the run."""
 
 
-class _OfRun(Protocol):
-    """Any request that names its run."""
-
-    @property
-    def run(self) -> str: ...
-
-
 @dataclass(slots=True)
 class _Run:
-    """One start of the chief. Guarded by the lock of the service."""
+    """One start of the chief. Guarded by the lock of the service.
+
+    The phase of a worker is not a field: `phase_of` reads it from the tables below, so that each event
+    changes one table and no two can disagree. A worker may be in several of them; the order in `phase_of`
+    decides.
+    """
 
     name: str
     start: Start | None = None
@@ -244,12 +247,15 @@ class _Run:
     """Worker -> its state, at the pause in force."""
     left: dict[int, WorkerState] = field(default_factory=dict)
     """Worker that has finished -> its last state."""
+    # Signs of life. `_check_all` reads them; seconds of the service's clock.
     heard: dict[int, float] = field(default_factory=dict)
     """Worker -> when its last call arrived."""
     parted: dict[int, float] = field(default_factory=dict)
     """Worker -> when its connection broke, until it asks again."""
     answered: dict[int, float] = field(default_factory=dict)
     """Worker -> when it was answered, until it asks again."""
+    questions: dict[int, int] = field(default_factory=dict)
+    """Worker -> how often it has asked for news: only the newest question tells whether it is there."""
     stop: str | None = None
     unfinished: bool = False
     """Whether it was stopped before its end."""
@@ -268,6 +274,8 @@ class _Run:
     """Worker -> when it was missed, until it rejoins."""
     trained: dict[int, int] = field(default_factory=dict)
     """Worker -> the examples it last reported."""
+    # A state is safe once the snapshot of its pause is on disk, which is some time after the pause: workers
+    # train on meanwhile. So states are kept by pause until `saved` names it.
     stood: dict[int, dict[int, WorkerState]] = field(default_factory=dict)
     """Pause -> the states of all workers then, until that snapshot is on disk."""
     safe: dict[int, WorkerState] = field(default_factory=dict)
@@ -289,7 +297,8 @@ class _Run:
     """Worker -> its last state, since its work was given back."""
     given: dict[int, int] = field(default_factory=dict)
     """Worker -> the last pause before its work was given back, or assigned anew: states it reported up to
-    then do not count any more."""
+    then do not count any more, even if their snapshot reaches the disk later. They name work that another
+    worker has by now, which would be trained twice."""
     dealt: dict[int, DealtPosition] = field(default_factory=dict)
     """Worker -> the work last assigned to it."""
     version: int = 0
@@ -374,9 +383,13 @@ class CoordinationService:
         self._lost_after = lost_after.total_seconds()
         self._raise_step = raise_step
         self._clock = clock
-        # Guards all fields below. Notified at every change, so that calls that wait look again.
+        # Guards all fields below, and the run with all of its tables. A call holds it except while it waits,
+        # so one that has waited looks at the run again: `self._run is not run` means that the chief has
+        # started another one. Notified at every change.
         self._changed = concurrency.Condition()
         self._run: _Run | None = None
+        # The number of the last pause. A new run does not reset it: a number names one pause for as long as
+        # this service lives.
         self._halts = 0
         self._checked = clock()
 
@@ -423,6 +436,8 @@ class CoordinationService:
                 "the same cluster.max_workers"
             )
         with self._changed:
+            # A service that takes over from a lost server 0 goes on counting where that stopped: workers hold
+            # states and pushes under the numbers of earlier pauses.
             self._halts = max(self._halts, body.halts)
             self._run = _Run(
                 body.run,
@@ -449,9 +464,10 @@ class CoordinationService:
             run = self._run
             if run is None or run.name != body.run or run.phase in (RunPhase.FAILED, RunPhase.OVER):
                 return RunResumed(goes_on=False)
-            if 0 in run.heard:
+            if 0 in run.heard and run.members.get(0) != body.member:  # it may say so twice
                 self._take_back(run, 0)
             run.members[0] = body.member
+            # A pause of the chief before it ends here: the snapshot that it was for is never written.
             run.halt = None
             run.arrived.clear()
             run.heard[0] = self._clock()
@@ -469,14 +485,14 @@ class CoordinationService:
 
     def _open(self, body: OpenRun) -> None:
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             run.start = body.start
             run.heard[0] = self._clock()
             self._note(run)
 
     def _served(self, body: PublishServer) -> None:
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             run.servers[body.server] = body.served
             run.count_for_workers_that_left()
             self._note(run)
@@ -486,7 +502,7 @@ class CoordinationService:
 
         Workers that left reported it when they did."""
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             said = run.updates.setdefault(body.incarnation, {})
 
             def lost() -> set[int]:
@@ -501,8 +517,8 @@ class CoordinationService:
 
     def _halt(self, body: OfRun) -> PauseNumber:
         with self._changed:
-            run = self._of(body)
-            if run.halt is None:
+            run = self._of(body.run)
+            if run.halt is None:  # a barrier of an operator may have paused the workers already
                 self._halts += 1
                 run.halt = self._halts
                 run.arrived.clear()
@@ -514,14 +530,18 @@ class CoordinationService:
 
         In an elastic run, every other worker is every present one."""
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
 
             def missing() -> list[int]:
+                # A worker that departs counts as quiesced: it takes no steps, and its last state is known.
                 here = run.left.keys() | run.departing if body.left else self._quiesced(run).keys()
+                # A worker that never joined is waited for, unless the run is elastic: its shard of the data
+                # is in no other worker's position, and a checkpoint without it would skip that data.
                 wanted = run.others if run.hands_out else set(range(1, self._num_workers))
                 return sorted(wanted - here)
 
             def in_force() -> bool:
+                # False after server 0 was replaced: the new service knows no pause, and no arrivals.
                 return body.halt is None or run.halt == body.halt
 
             def has_news() -> bool:
@@ -542,21 +562,23 @@ class CoordinationService:
         """Return the states of all quiesced workers. For a lost worker it is the last saved one."""
         lost = {worker: run.safe[worker] for worker in run.lost if worker in run.safe}
         departed = {worker: one.state for worker, one in run.departing.items() if one.state is not None}
+        # From the oldest knowledge to the newest: the last one wins if a worker is in several.
         return {**run.gone, **lost, **run.arrived, **run.left, **departed}
 
     def _release(self, body: OfRun) -> None:
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             if run.halt is not None:
-                run.stood[run.halt] = self._quiesced(run)
+                run.stood[run.halt] = self._quiesced(run)  # `saved` comes later, if at all
             run.halt = None
             run.arrived.clear()
             self._note(run)
 
     def _saved(self, body: PauseSaved) -> None:
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             run.saved = max(run.saved, body.halt)
+            # The pause may still be in force: a barrier of an operator outlasts the save.
             stood = self._quiesced(run) if run.halt == body.halt else run.stood.get(body.halt, {})
             run.safe |= {
                 worker: state for worker, state in stood.items() if body.halt > run.given.get(worker, 0)
@@ -569,7 +591,7 @@ class CoordinationService:
     def _over(self, body: SayOver) -> Farewell:
         """Tell all workers; return the present ones that do not know it yet."""
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             if not run.over:
                 run.over = True
                 self._note(run)
@@ -615,6 +637,8 @@ class CoordinationService:
                 run.told.add(worker)
                 return Joined(over=True, unfinished=run.unfinished)
             if run.failure is None and run.members.get(worker, member) not in (member, _FENCED):
+                # Another process has this number: it restarted. What it had trained since the last snapshot
+                # is in the model, and it would train that again.
                 if not run.keep_going:
                     self._fail(run, f"worker {worker} restarted")
                 elif run.hands_out:
@@ -630,6 +654,8 @@ class CoordinationService:
             run.members[worker] = member
             run.joined.discard(worker)
             run.pushes.pop(worker, None)
+            # A new process has pushed nothing to servers that were replaced before it joined: with this the
+            # count of their lost updates does not wait for it.
             for served in run.servers.values():
                 run.updates.setdefault(served.incarnation, {}).setdefault(worker, 0)
             run.heard[worker] = self._clock()
@@ -661,15 +687,16 @@ class CoordinationService:
             run.lost.pop(body.worker, None)
             if run.hands_out:
                 self._begin_with_nothing(run, body.worker)  # unless its last saved state is known
-            if body.left is not None:
+            if body.left is not None:  # it had left before server 0 was lost, which knew its last state
                 run.left[body.worker] = body.left
+            # The new server 0 counts from what the chief knew; another worker may have seen a later step.
             self._raise_step(body.step)
             self._note(run)
             return Joined(run.name, run.start, servers=_by_text(run.servers))
 
     def _lost(self, body: LostUpdates) -> None:
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             said = run.updates.setdefault(body.incarnation, {})
             if body.worker not in said or body.worker not in run.pushes:  # its pushes at the end include it
                 said[body.worker] = body.updates
@@ -677,21 +704,28 @@ class CoordinationService:
 
     def _news(self, body: AskNews, gone: Gone) -> News | None:
         with self._changed:
-            run, worker = self._of(body), body.worker
+            run, worker = self._of(body.run), body.worker
             self._check_member(run, worker, body.member)
             run.heard[worker] = self._clock()
             run.parted.pop(worker, None)
             run.answered.pop(worker, None)
             run.lost.pop(worker, None)
+            question = run.questions[worker] = run.questions.get(worker, 0) + 1
             run.trained[worker] = max(run.trained.get(worker, 0), body.examples)
             limit = self._clock() + min(body.wait, LONGEST_WAIT)
+            # There is no thread that looks for lost workers: the calls that wait here do it, one at a time.
+            # With no call left there is no worker either, and none to tell.
             while run.version == body.seen and self._run is run and self._clock() < limit:
                 self._changed.wait(_CHECK_EVERY)
                 if gone():
-                    run.parted[worker] = self._clock()
+                    # A worker whose connection broke asks again at once, often before this call notices that
+                    # its own is gone. Then it is there, and must not count as parted.
+                    if run.questions[worker] == question:
+                        run.parted[worker] = self._clock()
                     return None
                 self._check_for_lost(run)
-            run = self._of(body)
+            # Both again: while this waited, the chief may have started another run, or fenced this worker.
+            run = self._of(body.run)
             self._check_member(run, worker, body.member)
             run.heard[worker] = run.answered[worker] = self._clock()
             if run.over:
@@ -717,7 +751,7 @@ class CoordinationService:
     def _arrive(self, body: Arrive) -> None:
         self._check_worker(body.worker)
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             self._check_member(run, body.worker, body.member)
             if run.halt == body.halt:  # otherwise the pause is over
                 run.arrived[body.worker] = body.state
@@ -726,8 +760,10 @@ class CoordinationService:
     def _leave(self, body: Leave) -> None:
         self._check_worker(body.worker)
         with self._changed:
-            run, worker = self._of(body), body.worker
+            run, worker = self._of(body.run), body.worker
             self._check_member(run, worker, body.member)
+            # If the run keeps going, a worker that failed because a server was lost is itself only lost: it
+            # rejoins. Any other failure is its own, would come again, and ends the run.
             if body.failure and run.keep_going and body.lost:
                 self._lose(run, worker, f"worker {worker} lost others: {body.failure}")
             elif body.failure:
@@ -744,16 +780,18 @@ class CoordinationService:
 
     def _given_back(self, body: GivenBack) -> None:
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             self._give_back(run, body)
             self._note(run)
 
     def _deal(self, body: DealOut) -> DealTaken:
         with self._changed:
-            run = self._of(body)
-            if run.halt != body.halt:
+            run = self._of(body.run)
+            if run.halt != body.halt:  # server 0 was replaced: the workers at the pause have resumed
                 return DealTaken(taken=False)
             for worker, state in _by_number(body.states).items():
+                # The assigned position is safe at once, without a checkpoint: together the positions of all
+                # workers cover the same work as before, only divided otherwise.
                 run.safe[worker], run.given[worker] = state, body.halt
                 run.dealt[worker] = DealtPosition(body.halt, state.position)
                 if worker in run.arrived:
@@ -765,7 +803,7 @@ class CoordinationService:
 
     def _stop(self, body: StopRun) -> None:
         with self._changed:
-            run = self._of(body)
+            run = self._of(body.run)
             run.stop = run.stop or body.reason
             run.unfinished = run.unfinished or body.unfinished
             self._note(run)
@@ -780,7 +818,9 @@ class CoordinationService:
             self._check_all(run, now, slept=slept)
 
     def _check_all(self, run: _Run, now: float, *, slept: bool) -> None:
-        if slept:  # this process was stopped, and no call could arrive
+        # This process was stopped (SIGSTOP, a frozen VM), and no call could arrive meanwhile. Without this,
+        # all workers at once would look silent when it continues.
+        if slept:
             run.heard = dict.fromkeys(run.heard, now)
             run.parted = dict.fromkeys(run.parted, now)
             run.answered = dict.fromkeys(run.answered, now)
@@ -788,6 +828,8 @@ class CoordinationService:
             if run.over or not run.allows(worker, WorkerEvent.LOSE):
                 continue
             name = "worker 0, the chief," if worker == 0 else f"worker {worker}"
+            # Three ways to be lost, from the quickest to notice to the slowest: a process that died breaks
+            # its connection; one that died between two questions has none; one that hangs keeps it open.
             if now - run.parted.get(worker, now) > RETURN_WITHIN:
                 self._lose(run, worker, f"{name} was lost: its connection broke. See its log.")
             elif now - run.answered.get(worker, now) > ASK_WITHIN:
@@ -804,15 +846,18 @@ class CoordinationService:
         elif worker not in run.lost:
             _log.warning("%s The other workers keep going.", why)
             run.lost[worker] = self._clock()
+            # Not `_note`: workers need not know of a loss. The chief does, which may wait for this one.
             self._changed.notify_all()
             if run.hands_out and worker:
                 self._depart(run, worker, None)
 
     def _depart(self, run: _Run, worker: int, state: WorkerState | None) -> None:
         """Have the chief give back the work of a worker that is not part of the run from now on."""
-        run.departures += 1
+        run.departures += 1  # a number for each: a worker may depart, join and depart again
         run.departing[worker] = Departure(run.departures, state)
         run.arrived.pop(worker, None)
+        # Without a last state it did not leave by itself, and may only be slow. It is fenced before its work
+        # is given back, so that no two workers have it.
         if state is None:
             run.members[worker] = _FENCED
         self._note(run)
@@ -820,6 +865,8 @@ class CoordinationService:
     def _keep_pushes(self, run: _Run, worker: int, pushes: PushesTold | None) -> None:
         """Keep the pushes of a worker that leaves; the next snapshot includes all of them."""
         if pushes is not None and worker not in run.pushes:
+            # A pause in force has not been cut yet, as far as this worker is concerned: it left instead of
+            # arriving, all of its pushes acknowledged.
             cut = self._halts + 1 if run.halt is None else run.halt
             run.pushes[worker] = marked(pushes, cut)
             run.count_for_workers_that_left()
@@ -835,7 +882,7 @@ class CoordinationService:
         del run.departing[worker]
         run.gone[worker] = run.safe[worker] = body.state
         run.given[worker] = self._halts
-        run.members[worker] = _FENCED
+        run.members[worker] = _FENCED  # equals no process, so a new one may join under its number
         run.trained[worker] = body.state.examples
         for known in (run.lost, run.heard, run.parted, run.arrived, run.dealt):
             known.pop(worker, None)
@@ -878,8 +925,9 @@ class CoordinationService:
             run.failure, run.final, run.failed_at = why, final, self._clock()
             self._note(run)
 
-    def _of(self, body: _OfRun) -> _Run:
-        if self._run is None or self._run.name != body.run:
+    def _of(self, run: str) -> _Run:
+        """Return the run of this name, which a caller means; its calls are refused once another began."""
+        if self._run is None or self._run.name != run:
             raise UnavailableError(
                 "this run is over: the chief or server 0 restarted. A worker that joins again resumes from "
                 "the last checkpoint."

@@ -117,8 +117,11 @@ class Standbys:
         self._stop = concurrency.Event()
         self._keeper: concurrency.Thread | None = None
         self._run = ""
-        self._turn = concurrency.Lock()  # held by a look
-        # Replaced as a whole. Addresses by shard, those with a whole copy first.
+        # Held by a look, which makes calls for seconds. The fields below have no lock: a look replaces each
+        # as a whole, and the threads that bring back servers read one at a time. Those threads must not wait
+        # for a look: it may be waiting for the very server that was lost.
+        self._turn = concurrency.Lock()
+        # Addresses by shard, those with a whole copy first.
         self._keeping: dict[int, tuple[str, ...]] = {}
         self._whole: dict[int, tuple[str, ...]] = {}
         self._lacks_since: dict[int, float] = {}
@@ -158,6 +161,7 @@ class Standbys:
 
     def taken_over(self, place: int, lost: str) -> None:
         """Note that a standby serves a shard; if it is lost as well, other copies can still take over."""
+        # The last eight are enough: a standby follows the new incarnation within a look or two.
         self._before = {**self._before, place: (*self.before(place), lost)[-8:]}
 
     def restored(self, place: int) -> None:
@@ -171,6 +175,8 @@ class Standbys:
     def look(self) -> None:
         """Check once which standby keeps which copy, and have missing copies made."""
         with self._turn:
+            # Every look starts from what the servers say, not from what this process did: a chief that
+            # restarted finds the copies of its predecessor, and a standby that lost its copy shows it.
             used = self._used()
             serving = {one.address for one in used}
             spares = [address for address in self._registered() if address not in serving]
@@ -190,6 +196,8 @@ class Standbys:
                         idle.remove(chosen)
                         if self._begin(place, len(used), server, chosen):
                             keeping[place].append(chosen)
+            # Whole only if it was known before this look: the status of a standby that was told just now to
+            # follow another shard is of the copy it kept until then.
             whole = {
                 place: tuple(
                     address
@@ -348,6 +356,8 @@ class CopiedShard:
         self._dense = dense
         self._pushes = pushes
         self._incarnation = incarnation
+        # The publisher asks `_learned`, reads rows, then asks `_rest`, all on one thread; a snapshot does so
+        # on another at the same time. What the first answer saw is kept for the second by thread.
         self._known = threading.local()
         self.port = port
         tables: Mapping[str, Any] = self._tables
@@ -376,7 +386,12 @@ class CopiedShard:
         self.port.close()
 
     def _learned(self) -> LearnedUpTo:
-        """Note which pushes are in the rows, before those are looked up; see `_rest`."""
+        """Note which pushes are in the rows, before those are looked up; see `_rest`.
+
+        Before, not after: a push that is applied in between is in the rows and not among these, so it may be
+        applied again. In the other order the rows could lack a push that counts as applied, and it would be
+        lost without a trace.
+        """
         self._known.pushes = self._pushes()
         return LearnedUpTo(step=self._dense.step)
 
@@ -477,6 +492,8 @@ class StandbyCopy(Generic[H]):
         Raises:
             RestoreError: The copy is of other weights.
         """
+        # Once `end` returns, no delta changes the tables any more, whatever the subscriber still receives. It
+        # is closed in the background: a lost server takes a while to time out, and the shard is to be served.
         self._target.end()
         self._close_soon()
         assert self._target.dense is not None, "taken only when it is whole"

@@ -101,7 +101,9 @@ class LocalRun:
         self.evaluate: EvaluateHook | None = None
         """Evaluates while the run trains; None if that is not asked for, or another process does it."""
         self._model_dir = model_dir
-        self._lock = concurrency.Lock()  # guards the reason
+        # Guards both below as one: hooks, signals and the control port may each ask to stop, and the first
+        # reason counts. Read without it.
+        self._lock = concurrency.Lock()
         self._stop_reason: str | None = None
         self._interrupted = False
 
@@ -204,6 +206,8 @@ class Trainer:
 
         A signal handler should leave it to one: it runs in the middle of whatever the main thread holds.
         """
+        # First the request, then the run; `train` sets the run first, then looks at the request. So one of
+        # the two threads sees the other, and a stop during the start is not lost.
         self._stop_asked = reason
         run = self._run
         if run is not None:

@@ -268,7 +268,9 @@ class FollowTarget:
         self._metrics = metrics
         self._go_to = go_to
         self._going = concurrency.Lock()  # one thread changes the served version at a time
-        self._lock = concurrency.Lock()  # guards the two below
+        # Guards the two below. Held while weights are swapped, too: a version that is being loaded and the
+        # subscriber both swap, and the older weights must not come last.
+        self._lock = concurrency.Lock()
         self._predictors: weakref.WeakSet[Predictor] = weakref.WeakSet()
         self._dense: Mapping[str, Tensor] | None = None
         self._refused = ""
@@ -289,9 +291,8 @@ class FollowTarget:
         """
         with self._lock:
             self._predictors.add(predictor)
-            dense = self._dense
-        if newer_dense and dense is not None:
-            self._swap(predictor, dense)
+            if newer_dense and self._dense is not None:
+                self._swap(predictor, self._dense)
 
     # Messages of a subscriber
 
@@ -327,9 +328,8 @@ class FollowTarget:
             return
         with self._lock:
             self._dense = weights
-            predictors = list(self._predictors)
-        for predictor in predictors:
-            self._swap(predictor, weights)
+            for predictor in list(self._predictors):
+                self._swap(predictor, weights)
 
     def set_state(self, state: PublishState) -> None:
         known, self.state = self.state, state

@@ -59,14 +59,22 @@ _KEPT_SIZES = 256
 class RequestReader:
     """Makes batches of requests. Thread-safe.
 
-    Example: `reader.batch({"user": ["ann", "bob"], "tags": [["a"], []]})` is a batch of 2 examples, with one
-    user ID each and tag IDs of lengths 1 and 0.
+    Shapes: a request of n rows becomes a `Batch` of n examples.
 
     Args:
         spec: How raw columns are read; None if requests have IDs and floats by the names of features.
         ids: The ID features of the model, if there is no spec.
         floats: Its float features -> their width, if there is no spec.
         kinds: Column -> "scalar" or "list", if the data says so; a request with the other is refused.
+
+    Examples:
+        >>> from monolith import FeatureSpec, IdFeature, Label
+        >>> from monolith.serve.request_reader import RequestReader
+        >>> features = {"user": IdFeature(kind="string"), "tags": IdFeature(kind="string")}
+        >>> reader = RequestReader(FeatureSpec(features=features, labels={"click": Label()}))
+        >>> batch = reader.batch({"user": ["ann", "bob"], "tags": [["a"], []]})
+        >>> len(batch), batch.ids["tags"].row_lengths()
+        (2, tensor([1, 0]))
     """
 
     def __init__(

@@ -326,6 +326,8 @@ class RowSource(Protocol):
 class MappedRows:
     """Rows in files of this machine, mapped into memory. Processes that map one file share its memory.
 
+    Shapes: as of `RowSource`.
+
     Args:
         threads: Threads that a large lookup is spread over.
         claim: How new the rows of the files are.

@@ -111,7 +111,8 @@ class ConnectionPool:
             return not connection.dropped
 
     def answered(self, connection: ServerConnection) -> None:
-        connection.deadline = None
+        with self._lock:  # `_watch` compares the deadline under it, and cancels the stream
+            connection.deadline = None
 
     def drop(self, server: int | None, why: str) -> None:
         """Close the connections of a server, or of all, and cancel the streams of busy ones."""

@@ -137,6 +137,11 @@ class DenseShard:
         with self._lock:
             self._step = value
 
+    def raise_step(self, least: int) -> None:
+        """Count from `least` on, unless more steps were counted. Pushes at the same time are not lost."""
+        with self._lock:
+            self._step = max(self._step, least)
+
     def push(
         self, gradients: Mapping[str, Tensor], rates: Mapping[int, float] | None = None
     ) -> dict[str, Tensor]:

@@ -211,8 +211,11 @@ class DenseCache:
                 part.
         """
         config = self._config
+        # The bound on staleness: with max_staleness 1, the previous push is applied before this one is
+        # queued.
         self._background.wait(config.max_staleness - 1)
         with self._lock:
+            # Only while nothing is queued does the group know the newest step; later ones are counted here.
             if self._pushed == self._answered:
                 self._known_step = self._group.step
             self._ready = self._fetched
@@ -237,6 +240,8 @@ class DenseCache:
 
     def fetch(self) -> None:
         """Fetch the servers' weights, for the next `assign`."""
+        # Before the fetch: a push that is answered meanwhile may or may not be in the weights, so it does not
+        # count. The staleness that is reported is never too small.
         with self._lock:
             covers = self._answered
         requests: dict[int, Request] = {server: ({}, b"") for server in sorted({0, *self.servers})}

@@ -90,10 +90,10 @@ class AppliedPushes:
             return again()
         try:
             answer = apply()
-        except MonolithError:
+        except MonolithError:  # refused before anything changed: a retry may apply it
             self._end(pushes, number, applied=False)
             raise
-        except BaseException as error:
+        except BaseException as error:  # failed halfway: neither applying it again nor skipping it is right
             self._end(pushes, number, failure=repr(error))
             raise
         self._end(pushes, number)
@@ -131,6 +131,8 @@ class AppliedPushes:
         return number > pushes.highest or number in pushes.missing
 
     def _begin(self, pushes: _Sender, number: int) -> None:
+        # Out of `missing` before it is applied: while it is under way a retry waits, and then finds it
+        # applied.
         pushes.under_way.add(number)
         pushes.missing.discard(number)
         if number > pushes.highest:
@@ -152,6 +154,7 @@ class AppliedPushes:
 
 
 def _known(pushes: _Sender) -> KnownPushes:
+    # One that is under way counts as missing: a copy of the rows that is taken now may lack it.
     missing = sorted(pushes.missing | pushes.under_way)
     recent = tuple(number for number in missing if number > pushes.highest - _AT_FIRST)
     return KnownPushes(pushes.highest, recent)

@@ -86,10 +86,10 @@ class RankCalls:
         self._guard = port.guard
         self._timeout = timeout
         self._calls: dict[str, Call] = {}
-        self._lost: RetryableError | None = None
+        self._lost: RetryableError | None = None  # set once, by any thread; read by `ask_all`
         self._over = concurrency.Event()
         self._addresses: dict[int, str] = {}
-        self._lock = concurrency.Lock()  # guards the one below
+        self._lock = concurrency.Lock()  # guards the one below; not held during a call
         self._free: dict[int, list[Caller]] = defaultdict(list)
         """Rank -> idle connections. Several per rank, so that a stats call does not wait for a long write."""
         self._server: Server | None = None

@@ -310,7 +310,9 @@ class RankGroups:
         self.size = size
         self._keys = keys
         self._traffic = TrafficMeter()
-        self._lock = concurrency.Lock()  # guards the three fields below; any thread may notice a lost rank
+        # Guards `_lost` and `_closed`: any thread may notice a lost rank, and the first reason counts. A call
+        # that fails takes its error from there, because "connection broke" does not say whose.
+        self._lock = concurrency.Lock()
         self._lost: RetryableError | None = None
         self._closed = self._finishing = False
         self._collectives: list[Collective] = []
@@ -375,6 +377,7 @@ class RankGroups:
 
     def fail(self, text: str) -> None:
         """Tell all ranks why this one cannot continue, and abort everything. It never raises."""
+        # Before the connections break, so that the other ranks find the reason.
         self._keys.fail(self.rank, text)
         self.close()
 
@@ -412,6 +415,7 @@ class RankGroups:
         if self._finishing:
             return
         _log.warning("rank %d lost its connection to other ranks: %s", self.rank, error)
+        # First the reason, then the abort: the calls that it ends raise the reason.
         with self._lock:
             self._lost = self._lost or error
         self.calls.fail(error)

@@ -363,6 +363,10 @@ class ParameterServer:
     def step(self, value: int) -> None:
         self._state.dense.step = value
 
+    def raise_step(self, least: int) -> None:
+        """Count from `least` on, unless more steps were counted here."""
+        self._state.dense.raise_step(least)
+
     @property
     def newest_push(self) -> NewestPush:
         """The newest update of the rows that it holds now."""
@@ -404,6 +408,7 @@ class ParameterServer:
         _check_shard(shard)
         shard = shard or self._shard
         state = self._state_of(incarnation or concurrency.token_hex(8), stores, dense, shard)
+        # Complete before it is visible: a push that is sent again must find that it was applied.
         state.applied.adopt(applied or {})
         self._state = state
         self._shard = shard
@@ -500,11 +505,11 @@ class ParameterServer:
                 event_time=about.event_time if request.times is None else torch.from_numpy(request.times),
                 latest_values=None if request.latest is None else torch.from_numpy(request.latest),
             )
+            # Without a lock: of two threads at once one may be overwritten, and the next push corrects it. It
+            # only tells subscribers how new the rows are.
             times, before = request.times, state.newest
             event_time = about.event_time if times is None or not len(times) else int(times.max())
-            step = max(
-                about.step, before.step
-            )  # two threads at once may lose one of them; the next corrects it
+            step = max(about.step, before.step)
             state.newest = NewestPush(step, max(event_time, before.event_time), concurrency.time())
 
         state.applied.once(about.sender, about.number, apply, lambda: None)

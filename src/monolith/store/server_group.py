@@ -373,6 +373,8 @@ class ServerGroup:
     ) -> dict[int, Answer]:
         """Make an exchange; `numbers` has the push number of each server if each is to be applied once."""
         answers: dict[int, Answer] = {}
+        # The run this exchange belongs to. If `expect` starts another one while it waits, it fails instead of
+        # being sent: its gradients are of rows that were rolled back.
         runs = self._runs
 
         def attempt(servers: Collection[int], retry: bool) -> dict[int, _Failure]:
@@ -388,6 +390,8 @@ class ServerGroup:
         """Make an exchange whose requests are applied once: each gets the next push number of its server."""
         numbered: dict[int, Request] = {}
         numbers: dict[int, int] = {}
+        # Numbered once, before the first attempt: every retry carries the same number, also to a successor of
+        # the server, and is applied once.
         with self._lock:
             for server, (body, data) in requests.items():
                 number = self._numbers[server] = self._numbers[server] + 1
@@ -437,7 +441,7 @@ class ServerGroup:
                     raise last[server].error
             if self._stop.wait(_RETRY_AFTER):
                 raise self._closed()
-        if self._lost:
+        if self._lost:  # read without the lock: nearly always empty, and checked again under it
             with self._lock:
                 self._lost -= set(servers)
 
@@ -473,7 +477,7 @@ class ServerGroup:
         failures: dict[int, _Failure] = {}
         connections: dict[int, ServerConnection] = {}
         with self._lock:
-            replaced = tuple(self._replaced)
+            replaced = tuple(self._replaced)  # before anything is sent: see `_acknowledge`
         try:
             for server, (body, data) in requests.items():
                 endpoint = self._endpoints[server]
@@ -590,6 +594,8 @@ class ServerGroup:
 
     def close(self) -> None:
         """Close all connections; requests that wait fail. Closing again does nothing."""
+        # First the flag, then the connections: a request that is cancelled looks at it and does not retry.
+        # The pool last, since its threads wait for such requests.
         self._stop.set()
         with self._lock:
             pool = self._pool

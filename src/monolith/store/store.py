@@ -22,8 +22,12 @@ from monolith.table import SlotThresholds, TableConfig, TableStats
 class TableIds:
     """The IDs of all tables of a store for one call, in one tensor.
 
-    # two tables, "item" and "user"; items 7 4, users 5
-    TableIds(ids=torch.tensor([7, 4, 5]), sizes=torch.tensor([2, 1]))
+    Examples:
+        >>> import torch
+        >>> from monolith.store import TableIds
+        >>> ids = TableIds(ids=torch.tensor([7, 4, 5]), sizes=torch.tensor([2, 1]))  # items 7 and 4, user 5
+        >>> [part.tolist() for part in ids.ids.split(ids.sizes.tolist())]
+        [[7, 4], [5]]
     """
 
     ids: Tensor

@@ -139,12 +139,17 @@ class DeltaLog:
     Invariant: the deltas in the log have consecutive numbers and end with `log.newest`. So `log.oldest` alone
     decides whether a reader can continue, and dropping from the front is always safe.
 
-        log = DeltaLog(); log.open(ShardLog("run", (0, 1), LogPosition("e", 0), 1, {}), take_snapshot)
-        log.append(delta_1)                              # delta_1.position == LogPosition("e", 1)
-        log.after(LogPosition("e", 0)) == [delta_1]      # None would mean: take a snapshot
-
     Args:
         limit_bytes: The oldest deltas are dropped while all of them together take more.
+
+    Examples:
+        >>> from monolith.sync import Delta, DeltaLog, LearnedUpTo, LogPosition, ShardLog
+        >>> log = DeltaLog()
+        >>> log.open(ShardLog("run", (0, 1), LogPosition("e", 0), 1, {}), snapshot=lambda buckets: iter(()))
+        >>> log.append(Delta("run", (0, 1), LogPosition("e", 1), LearnedUpTo(step=100)))
+        >>> [delta.learned.step for delta in log.after(LogPosition("e", 0))]
+        [100]
+        >>> log.after(LogPosition("another epoch", 0))  # None: the reader needs a snapshot
     """
 
     def __init__(self, limit_bytes: int = LOG_BYTES) -> None:
@@ -283,14 +288,23 @@ class ChannelFaults:
 class MemoryChannel:
     """The logs of one model's shards, for writers and readers of this process. Thread-safe.
 
-        channel = MemoryChannel()
-        Publisher(tables, channel.writer(), PublisherConfig(run="run")).publish_now()
-        Subscriber(channel.reader, TableTarget(copies)).catch_up()      # the copies now equal the tables
-
     Args:
         limit_bytes: Bound on the bytes of each shard's log.
         faults: What goes wrong with messages in transit.
         seed: Seed of the random numbers that decide it.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Publisher, Segment, Subscriber, TableConfig
+        >>> from monolith.sync import MemoryChannel, PublisherConfig, TableTarget
+        >>> config = TableConfig(name="item", segments=(Segment(dim=1),))
+        >>> table, copy = NativeTable(config), NativeTable(config)
+        >>> table.assign(torch.tensor([7]), torch.ones(1, 1))
+        >>> channel = MemoryChannel()
+        >>> _ = Publisher({"item": table}, channel.writer(), PublisherConfig(run="run")).publish_now()
+        >>> Subscriber(channel.reader, TableTarget({"item": copy})).catch_up()
+        >>> len(copy)
+        1
     """
 
     def __init__(

@@ -310,6 +310,9 @@ class DeltaPort:
     def _deltas(self, asked: DeltasRequest) -> Any:
         self._admit(asked.reader)
         log = self._writer(asked.model, asked.share).log
+        # The wait, the deltas and the state are three looks at a log that changes meanwhile. That is
+        # harmless: a delta that is missed is in the next answer, and a state is sent again until the reader
+        # knows it.
         if asked.after is not None:
             log.wait(asked.after, asked.state, min(asked.wait, self._longest))
         deltas, state = log.after(asked.after), log.state
@@ -443,7 +446,9 @@ class _SnapshotStream:
         self.asked_at = clock()
         self._clock = clock
         self._messages = messages
-        self._lock = concurrency.Lock()  # guards what follows, and the making of chunks
+        # Guards what follows, and is held while a chunk is made: a generator runs on one thread at a time,
+        # and a reader that asks for a chunk again, because it waited too long, must get the same one.
+        self._lock = concurrency.Lock()
         self._number = -1
         self._frames: list[bytes] = []
         self._more = True

@@ -95,7 +95,9 @@ class FolderDeltaWriter:
         self._limit_bytes, self._limit_files = log_bytes, log_files
         self._clock = clock
         self._maker = SnapshotMaker(self._write_snapshot, asked=self._is_asked, check_every=check_every)
-        self._lock = concurrency.Lock()  # guards everything below
+        # Guards the list of deltas and its counts. Only the publisher's thread writes `_newest`, so `append`
+        # reads it without; only the thread of the maker writes `_snapshots`.
+        self._lock = concurrency.Lock()
         self._newest = LogPosition("", 0)
         self._deltas: deque[tuple[str, int]] = deque()
         """Path and bytes of each delta, the oldest first."""
@@ -198,6 +200,7 @@ class FolderDeltaWriter:
             file.write(encode(first))
             for message in messages:
                 file.write(encode(message))
+        # Only after the rename: a reader always finds one whole snapshot.
         _remove(
             path
             for path in filesystem.list_files(folder)

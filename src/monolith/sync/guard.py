@@ -46,7 +46,21 @@ class PublishGuard(Protocol):
 
 
 class RowGuard:
-    """Objects to rows and weights that are NaN, infinite, or out of all proportion."""
+    """Objects to rows and weights that are NaN, infinite, or out of all proportion.
+
+    Shapes: a delta has n rows of d floats per table, float32 (n, d).
+
+    Examples:
+        >>> import torch
+        >>> from monolith import GuardConfig
+        >>> from monolith.sync import Delta, LearnedUpTo, LogPosition
+        >>> from monolith.sync.guard import RowGuard
+        >>> from monolith.table import Rows
+        >>> rows = Rows(torch.tensor([7]), torch.tensor([0]), torch.tensor([[torch.nan]]), torch.empty(1, 0))
+        >>> delta = Delta("run", (0, 1), LogPosition("e", 1), LearnedUpTo(), {"item": rows})
+        >>> RowGuard(GuardConfig()).check(delta)
+        "table 'item': the row of id 7 is NaN or infinite; 1 of 1 rows of the delta do"
+    """
 
     first_bad_step = None
     """None: it checks every delta, so a bad row came after the last published delta."""

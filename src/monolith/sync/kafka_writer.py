@@ -89,9 +89,10 @@ class KafkaDeltaWriter:
         self._rows = _Producer(self._kafka, self._producer_settings(), topic)
         """Snapshots have a producer of their own: a delta does not wait until they are delivered."""
         self._maker = SnapshotMaker(self._write_snapshot)
-        self._sending = (
-            concurrency.Lock()
-        )  # held while a delta, a state or a mark is sent: guards everything below
+        # Held while a delta, a state or a mark is sent, until the broker has it; guards everything below. The
+        # publisher's thread and that of the maker send, and each message has the state of the whole
+        # partition.
+        self._sending = concurrency.Lock()
         self._envelope: Envelope | None = None
         """The envelope of the next message."""
         self._fresh = 0

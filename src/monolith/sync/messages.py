@@ -87,7 +87,10 @@ class Digests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """The changes of a shard since the delta before."""
+    """The changes of a shard since the delta before.
+
+    Shapes: n changed rows of d floats per table (`Rows`), m removed ids, int64 (m,).
+    """
 
     run: str
     shard: IdShard

@@ -296,6 +296,7 @@ class Publisher:
     def _begin_epoch(self, why: str) -> None:
         with self._lock:
             _log.info("publishing shard %d of %d: new epoch: %s", *self._shard, why)
+            # Ids that change from here on are in the next delta and in snapshots of the new epoch: harmless.
             self._lost = {name: touched.lost for name, touched in self._touched.items()}
             for touched in self._touched.values():
                 touched.steal()  # snapshots of the new epoch contain all of these rows
@@ -480,6 +481,7 @@ class Publisher:
         )
 
     def _changed(self, name: str) -> Tensor:
+        # Stolen before the rows are looked up: a row that changes in between is sent now and once more later.
         stolen = self._touched[name].steal()
         waiting = self._pending.pop(name, None)
         return stolen if waiting is None else _union([waiting, stolen])
@@ -542,6 +544,8 @@ class Publisher:
 
     def _take_snapshot(self, buckets: Tensor | None = None) -> Iterator[Message]:
         """Read the rows of this shard. From any thread, while rows are trained and published."""
+        # Without the lock, which a publication holds while it waits for the channel: `_opened`, `_position`
+        # and `_making` are each read once. The position first: every row read after it is at least as new.
         position, name, number = self._position, concurrency.token_hex(16), 0
         if not self._opened:
             raise UnavailableError("a new epoch is about to start; retry")

@@ -145,7 +145,8 @@ class Subscriber:
         self._stop = concurrency.Event()
         self._thread: concurrency.Thread | None = None
         self._reader: DeltaReader | None = None
-        # Replaced as a whole by one thread, so that other threads read it without a lock.
+        # Replaced as a whole by the thread that looks for shards; read by any thread, without a lock. The
+        # `progress` of a follower is likewise one value that its own thread replaces.
         self._followers: dict[int, _Follower] = {}
         self._log_limit = _LogLimit()
         self.error = ""
@@ -653,7 +654,6 @@ class _Follower:
             target.end_snapshot()
             if begin.dense is not None:
                 target.swap_dense(begin.dense)
-            self._snapshot = None
             learned = begin.learned
             if begin.buckets is not None and learned.step >= self.progress.learned.step:
                 learned = self.progress.learned  # the remaining buckets are as they were
@@ -671,6 +671,9 @@ class _Follower:
             # made at the end of the snapshot is applied.
             self._compare_after = end.whole_at.sequence
             self._target.on_applied(replace(self.progress, clock_offset=self.clock_offset))
+        # Only now, together: if a call above raises, `_drop_snapshot` finds the snapshot and releases the
+        # turn, for which the other shards wait without a limit.
+        self._snapshot = None
         self._target.turn.release()
         self._differing.clear()
         return True

@@ -171,6 +171,8 @@ def open_frozen_writer(
 class FrozenTable:
     """The rows of one file, mapped. Thread-safe.
 
+    Shapes: n ids of a call, int64 of shape (n,), give rows of dim floats, float32 of shape (n, dim).
+
     Header, sizes and the checksums of both are always checked, so that a file that is foreign, cut or
     unfinished is refused; a row number that makes no sense is, when it is met. A file is never changed in
     place: to replace one, write another under its name, or delete it. A process that has it mapped keeps the
@@ -184,6 +186,18 @@ class FrozenTable:
     Raises:
         FileMissingError: There is no such file.
         CorruptFileError: Which file makes no sense, where and why.
+
+    Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> from monolith.table.frozen_table import FrozenSegment, FrozenTable, write_frozen_table
+        >>> chunk = (np.array([7, 8]), np.ones((2, 2), np.float32))
+        >>> _ = write_frozen_table("item.rows", [FrozenSegment(2, "fp16")], [chunk], rows=2)
+        >>> table = FrozenTable("item.rows")
+        >>> table.lookup(torch.tensor([7, 9]))  # ID 9 has no row
+        tensor([[1., 1.],
+                [0., 0.]])
+        >>> table.close()
     """
 
     def __init__(self, path: str, *, verify: bool = False, progress: Progress | None = None) -> None:

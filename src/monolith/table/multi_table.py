@@ -56,15 +56,25 @@ class MultiTable:
 
     Shapes: n ids of one slot in a call, dim floats of an embedding of its table.
 
-        tables = MultiTable.from_configs({"user": users, "item": items}, NativeTable)
-        rows = tables.lookup({"user": user_ids, "item": item_ids})   # slot -> (n, dim) float32
-        tables.apply_gradients({"user": (user_ids, gradients)})      # (n,) int64, (n, dim) float32
-
     Args:
         tables: The tables by name. `close` closes them.
         slots: Slot to the name of the table it lives in; by default each table is a slot of its own.
         workers: Threads among which fused calls share native tables.
         exclusive: Whether tables are closed by `close` alone, so that a fused call need not ask each.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Segment, TableConfig
+        >>> from monolith.table import MultiTable
+        >>> configs = {
+        ...     "user": TableConfig(name="user", segments=(Segment(dim=1, learning_rate=1.0),)),
+        ...     "item": TableConfig(name="item", segments=(Segment(dim=2),)),
+        ... }
+        >>> tables = MultiTable.from_configs(configs, NativeTable)
+        >>> tables.apply_gradients({"user": (torch.tensor([17, 18]), torch.ones(2, 1))})
+        >>> found = tables.lookup({"user": torch.tensor([17]), "item": torch.tensor([7, 8])})
+        >>> found["user"], found["item"].shape  # (n, dim) of each slot
+        (tensor([[-1.]]), torch.Size([2, 2]))
     """
 
     def __init__(

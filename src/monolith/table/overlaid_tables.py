@@ -117,6 +117,8 @@ class RowOverlay:
 class OverlaidTables:
     """Frozen tables under an overlay, and one native call for all of them. Thread-safe.
 
+    Shapes: the ids of t tables, int64 (n,) with sizes int64 (t,), give float32 (sum of ids x width,).
+
     Args:
         below: The exported tables; the caller still has to close them.
         above: Of the same tables and widths.
@@ -124,6 +126,20 @@ class OverlaidTables:
 
     Raises:
         TableArgumentError: The tables are not the same, or of other widths.
+
+    Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> from monolith.table.frozen_table import FrozenSegment, FrozenTable, FrozenTables
+        >>> from monolith.table.frozen_table import write_frozen_table
+        >>> from monolith.table.overlaid_tables import OverlaidTables, RowOverlay
+        >>> chunk = (np.array([7, 8]), np.ones((2, 1), np.float32))
+        >>> _ = write_frozen_table("item.rows", [FrozenSegment(1, "fp32")], [chunk], rows=2)
+        >>> overlay = RowOverlay({"item": 1})
+        >>> tables = OverlaidTables(FrozenTables({"item": FrozenTable("item.rows")}), overlay)
+        >>> overlay.put("item", torch.tensor([7]), torch.tensor([[5.0]]))
+        >>> tables.lookup(torch.tensor([7, 8]), torch.tensor([2]))
+        tensor([5., 1.])
     """
 
     def __init__(self, below: FrozenTables, above: RowOverlay, *, threads: int | None = None) -> None:

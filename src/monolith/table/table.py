@@ -41,7 +41,17 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Whole rows, column by column: n rows of dim values and state_dim floats of optimizer state."""
+    """Whole rows, column by column: n rows of dim values and state_dim floats of optimizer state.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import Adagrad, NativeTable, Segment, TableConfig
+        >>> table = NativeTable(TableConfig(name="item", segments=(Segment(dim=2, optimizer=Adagrad()),)))
+        >>> table.assign(torch.tensor([7, 8]), torch.ones(2, 2), event_time=1_700_000_000)
+        >>> rows = table.scan().rows
+        >>> rows.ids.shape, rows.values.shape, rows.state.shape  # n = 2, dim = 2, state_dim = 2
+        (torch.Size([2]), torch.Size([2, 2]), torch.Size([2, 2]))
+    """
 
     ids: Tensor
     """int64 of shape (n,)."""
@@ -126,7 +136,19 @@ class TableStats:
 
 
 class TableSnapshot(Protocol):
-    """The rows of a table at the moment it was opened. Thread-safe; a table has one at a time."""
+    """The rows of a table at the moment it was opened. Thread-safe; a table has one at a time.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Segment, TableConfig
+        >>> table = NativeTable(TableConfig(name="item", segments=(Segment(dim=2),)))
+        >>> table.assign(torch.tensor([7]), torch.ones(1, 2))
+        >>> snapshot = table.snapshot()
+        >>> table.assign(torch.tensor([7, 8]), torch.zeros(2, 2))  # not in the snapshot
+        >>> snapshot.scan().rows.values
+        tensor([[1., 1.]])
+        >>> snapshot.close(saved=True)
+    """
 
     @property
     def config(self) -> TableConfig: ...

@@ -29,6 +29,16 @@ class TouchedKeySet:
         concurrency_level: Taken and checked for configurations that name it, without effect:
             the native set has no stripes of locks to count.
         name_suffix: Ends `name`, to tell sets apart in logs and metrics.
+
+    Examples:
+        >>> import torch
+        >>> from monolith import NativeTable, Segment, TableConfig
+        >>> from monolith.table import TouchedKeySet
+        >>> touched = TouchedKeySet()
+        >>> table = NativeTable(TableConfig(name="item", segments=(Segment(dim=2),)), touched=touched)
+        >>> table.assign(torch.tensor([7, 8]), torch.ones(2, 2))
+        >>> touched.steal().sort().values, len(touched)
+        (tensor([7, 8]), 0)
     """
 
     def __init__(

@@ -4,7 +4,7 @@ It is a backend of `monolith.filesystem`: in a simulated thread the path `sim://
 of the disk of its machine. Machines of one simulation may share a disk, as real ones share a network volume.
 
 What survives a kill: names that were renamed and bytes that were synced. A file that was not synced keeps a
-prefix of its bytes, of a length that the seed chooses.
+prefix of its bytes, of a length that the seed chooses. A SQLite database keeps whole transactions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import fnmatch
 import io
 import os
 import posixpath
+import sqlite3
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from monolith.filesystem.backends import Backend
-from monolith.testing.scheduler import SimMachine, Simulation
+from monolith.testing.scheduler import MachineKilled, SimMachine, Simulation
 
 
 @dataclass
@@ -41,6 +42,8 @@ class _File:
         self.bytes = b""
         self.synced = 0
         self.writer = writer
+        self.commits: list[bytes] = []
+        """Of a database: its bytes after each transaction that is committed and not synced."""
 
 
 class SimDisk:
@@ -144,25 +147,47 @@ class SimDisk:
         self._files = {moved(name): file for name, file in self._files.items()}
         self._folders = {moved(name) for name in self._folders}
 
+    def open_database(self, path: str) -> sqlite3.Connection:
+        self._take_time(path)
+        file = self._files.setdefault(_plain(path), _File(None))
+        here = self._simulation.current.machine
+        # As with PRAGMA locking_mode = EXCLUSIVE, which is what the databases under test use.
+        if file.writer not in (None, here) and file.writer.alive:
+            raise sqlite3.OperationalError("database is locked")
+        file.writer = here
+        found = sqlite3.connect(
+            ":memory:", check_same_thread=False, isolation_level=None, factory=_SimDatabase
+        )
+        found.attach(self, file)
+        return found
+
     def _file(self, path: str) -> _File:
         found = self._files.get(_plain(path))
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return found
 
-    def _take_time(self, path: str) -> None:
+    def _wait(self) -> None:
         simulation = self._simulation
         if self.faults.delay[1] > 0:
             simulation.block("disk", simulation.random.uniform(*self.faults.delay))
         else:
             simulation.check_alive()
+
+    def _take_time(self, path: str) -> None:
+        self._wait()
+        simulation = self._simulation
         if self.faults.error_chance and simulation.random.random() < self.faults.error_chance:
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
     def _tear(self, machine: SimMachine) -> None:
         """Lose what a killed machine had not synced."""
         for file in self._files.values():
-            if file.writer is machine and file.synced < len(file.bytes):
+            if file.writer is machine and file.commits:
+                file.bytes = self._simulation.random.choice([file.bytes, *file.commits])
+                file.synced = len(file.bytes)
+                file.commits.clear()
+            elif file.writer is machine and file.synced < len(file.bytes):
                 kept = self._simulation.random.randint(file.synced, len(file.bytes))
                 file.bytes = file.bytes[:kept]
 
@@ -190,6 +215,50 @@ class _Writer(io.BytesIO):
     def close(self) -> None:
         if not self.closed:
             self.flush()
+        super().close()
+
+
+class _SimDatabase(sqlite3.Connection):
+    """A database in memory, whose bytes are on the disk after each commit.
+
+    Like one of SQLite in WAL mode: a kill never tears a transaction, and with `synchronous = NORMAL` it may
+    undo the last ones. Only FULL syncs them before COMMIT returns.
+    """
+
+    def attach(self, disk: SimDisk, file: _File) -> None:
+        self._disk, self._file = disk, file
+        if file.bytes:
+            self.deserialize(file.bytes)
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        if self._disk._simulation.dead():
+            raise MachineKilled
+        if sql.startswith("PRAGMA journal_mode"):  # a log next to it would not be among its bytes
+            sql = "PRAGMA journal_mode"
+        if sql != "COMMIT":
+            return super().execute(sql, parameters)
+        file = self._file
+        try:
+            self._disk._take_time("database")
+        except OSError as cause:
+            raise sqlite3.OperationalError("disk I/O error") from cause
+        done = super().execute(sql)
+        file.commits.append(self.serialize())
+        (synchronous,) = super().execute("PRAGMA synchronous").fetchone()
+        if synchronous >= 2:
+            self._disk._wait()
+            file.bytes = file.commits[-1]
+            file.synced = len(file.bytes)
+            file.commits.clear()
+        return done
+
+    def close(self) -> None:
+        if not self._disk._simulation.dead():
+            if self._file.commits:  # closing the last connection of a database syncs it
+                self._file.bytes = self._file.commits[-1]
+                self._file.synced = len(self._file.bytes)
+                self._file.commits.clear()
+            self._file.writer = None
         super().close()
 
 

@@ -200,6 +200,24 @@ def test_when_the_chief_is_done_the_run_is_and_a_member_that_restarted_too_late_
     assert outcome.status == 0
 
 
+def test_members_that_are_done_are_started_again_if_the_chief_has_to_be(tmp_path: Path):
+    """The chief may be killed after it told the servers that the run is over, and before it exits."""
+    for name in ("chief", "server"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "count").touch()
+    served = tmp_path / "server" / "count"
+    waits = f"until [ $(wc -l < {served}) = 1 ]; do sleep 0.05; done; sleep 0.5; kill -9 $$"
+    finds = f"until [ $(wc -l < {served}) = 2 ]; do sleep 0.05; done; exit 0"
+    members = [
+        shell("ps", 0, lives(tmp_path / "server", "exit 0", "exit 0")),
+        shell("worker", 0, lives(tmp_path / "chief", waits, finds)),
+    ]
+    options = LaunchOptions(output=io.StringIO(), restarts=1, grace=GRACE, chief="worker 0")
+    outcome = run_members(members, options)
+    assert outcome.status == 0
+    assert served.read_text() == "\n" * 2
+
+
 def test_a_command_that_is_not_there_fails_with_a_line_that_says_so():
     outcome, lines = run(Member(role="worker", index=0, command=("/no/such/program",)))
     assert outcome.status == 127

@@ -4,7 +4,9 @@ Each child has a guardian (see `guardian`), so that none is left over when this 
 
     running ──exits 0──► done
        │ ▲
-       │ └── restarted: it was killed, or exited to be started again, and has restarts left
+       │ └── restarted: it was killed, or exited to be started again, and has restarts left. If it is the
+       │     chief, members that are done are started again, too: the chief may have told them that the run is
+       │     over and died before it exited, and finds nobody to train with otherwise.
        └──exits otherwise──► failed: the other members are stopped, and the outcome names this one
 """
 
@@ -221,6 +223,8 @@ class _Running:
         self._restarted: Counter[str] = Counter()
         self._due: dict[str, tuple[float, Member]] = {}
         """The members to restart, and when."""
+        self._done: dict[str, Member] = {}
+        """Members that exited with status 0 while the run was not over."""
         self._lines = lines
         self._alive: dict[str, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
@@ -258,7 +262,11 @@ class _Running:
                 continue
             self._alive.pop(event.member.name, None)
             if outcome is None and self._may_start_again(event):
+                if event.member.name == chief:
+                    leaders |= self._start_done_again(followers)
                 continue
+            if event.status == 0:
+                self._done[event.member.name] = event.member
             leaders.discard(event.member.name)
             finished = event.status == 0 and event.member.name == chief
             if event.status != 0 and outcome is None:
@@ -300,6 +308,14 @@ class _Running:
         )
         self._due[name] = time.monotonic() + RESTART_AFTER.total_seconds(), event.member
         return True
+
+    def _start_done_again(self, followers: Collection[str]) -> set[str]:
+        """Plan another start of members that are done, with the chief; return the leaders among them."""
+        again, self._done = self._done, {}
+        for name, member in again.items():
+            _log.warning("%s had ended; starting it again with the chief", name)
+            self._due[name] = time.monotonic() + RESTART_AFTER.total_seconds(), member
+        return {name for name, member in again.items() if member.role not in followers}
 
     def _start_due(self) -> None:
         now = time.monotonic()

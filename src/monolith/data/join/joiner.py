@@ -214,6 +214,8 @@ class Joiner:
         self._newest: dict[str, int | None] = {"impressions": None, "actions": None}
         self._reached: float = -np.inf  # the watermark, which never falls
         self._bad_times = Doublings()
+        # Invariant: `_index` has exactly the open impressions of `_blocks`; every block with one is in the
+        # heap once, by the time of its oldest; `_seen` and `_emitted` have handles of open impressions only.
         self._blocks: dict[int, _OpenBlock] = {}
         self._index: dict[Key, int] = {}
         self._closing: list[tuple[int, int]] = []
@@ -225,6 +227,7 @@ class Joiner:
         self._waiting: dict[Key, list[tuple[int, tuple[int, ...]]]] = {}
         """Actions without an impression, with their times."""
         self._expiring: list[tuple[int, Key]] = []
+        """A heap of those by time. An entry stays when its impression comes: `_expire` then finds nothing."""
 
     @property
     def stats(self) -> JoinStats:
@@ -260,6 +263,7 @@ class Joiner:
         records = self._timely(records, "impressions")
         if not records.size:
             return Records(0, {})
+        # All checks first: a batch that is refused has changed nothing.
         keys, times = self._keys(records, "impressions"), self._times(records, "impressions")
         self._snapshot = None
         self._stats.impressions += len(keys)
@@ -276,6 +280,8 @@ class Joiner:
             rows = fresh[begin : begin + BLOCK_RECORDS]
             block = records if len(rows) == records.size else records.take(torch.tensor(rows))
             self._add(block, [keys[row] for row in rows], times[rows], due)
+        # The watermark moves after the records are in: an impression of this batch cannot close before its
+        # own actions, which may wait already, have joined it.
         self._see("impressions", times)
         return self._ready(due)
 
@@ -378,6 +384,7 @@ class Joiner:
 
     def _ready(self, due: _Due) -> Records:
         """Return the examples that are due, then those whose window the watermark closes."""
+        # Examples are taken from the store before blocks without an open impression are dropped from it.
         examples = [self._examples(due)] if due.handles else []
         closed, done = self._close()
         if closed.handles:
@@ -418,7 +425,7 @@ class Joiner:
         closed = closed[np.lexsort((closed, np.concatenate(times)))]
         for handle, keep in zip(closed.tolist(), self._sampled(closed).tolist(), strict=True):
             seen = self._seen.pop(handle, ())
-            if self._emitted.pop(handle, 0):
+            if self._emitted.pop(handle, 0):  # it was a positive example, and came out then
                 continue
             if keep or not self._positive.isdisjoint(seen):
                 due.add(handle, seen)
@@ -434,6 +441,8 @@ class Joiner:
             self._blocks[handle >> _ROW_BITS].keys[handle & (1 << _ROW_BITS) - 1]
             for handle in handles.tolist()
         ]
+        # By a hash of the key, not by a generator: a replay, or another worker, leaves out the same ones. The
+        # upper 53 bits of the hash are a float in [0, 1).
         numbers = np.array([_number(key) for key in keys], dtype=np.int64)
         draws = mix(numbers.view(np.uint64) ^ np.uint64(mix_one(self.config.seed)))
         return (draws >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self.config.negative_rate
@@ -646,6 +655,8 @@ class Joiner:
     def _write_snapshot(self) -> str:
         folder = self._folder()
         filesystem.make_dirs(folder)
+        # Blocks first, then the snapshot that names them: a kill in between leaves files that no snapshot
+        # names, which the next `_pin` removes.
         blocks = self._store.persist()
         opened = [self._blocks[block.number] for block in blocks]
         waiting = [(key, *entry) for key, entries in self._waiting.items() for entry in entries]

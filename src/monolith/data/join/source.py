@@ -73,7 +73,9 @@ class JoinedSource(Source):
             raise ConfigError("joined source: its position needs a folder for snapshots; set folder")
         self._inputs = {_IMPRESSIONS: _Input(impressions), _ACTIONS: _Input(actions)}
         self._close_at_end = close_at_end
-        self._lock = concurrency.Lock()  # guards the joiner and what follows: commits come from any thread
+        # Guards the joiner: a commit deletes snapshots, from any thread, while the reader joins and writes
+        # one. `_base` and `_taken` belong to the reader alone.
+        self._lock = concurrency.Lock()
         self._config = config
         self._metrics = metrics
         self.joiner = Joiner(config, metrics=metrics)
@@ -206,6 +208,7 @@ class JoinedSource(Source):
         try:
             with self._lock:
                 state = self.joiner.state()
+                # All records up to these positions are in the joiner: batches are pushed as they are read.
                 sources = {name: one.source.position() for name, one in self._inputs.items()}
                 self._base, self._taken = _Base(sources, state), []
         except FilesystemError as cause:

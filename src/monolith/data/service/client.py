@@ -251,6 +251,8 @@ class _Fetcher:
         self._patience = settings.patience.total_seconds()
         self._clock = settings.clock
         self._stop = concurrency.Event()
+        # From the thread to the iteration, in the order of turns; None is the end. Its size bounds how many
+        # chunks this trainer holds that others could train on. All callers below belong to the thread.
         self._ready: concurrency.Queue[Records | Exception | None] = concurrency.Queue(settings.prefetch)
         self._workers: dict[str, DataCaller] = {}
         self._dispatcher = settings.caller(settings.address, self._stop, settings.patience)

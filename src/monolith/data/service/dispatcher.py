@@ -68,7 +68,9 @@ class Dispatcher:
         limits: Limits | None = None,
         clock: Clock = concurrency.monotonic,
     ) -> None:
-        self._changed = concurrency.Condition()  # guards _job and _closing
+        # Guards _job, which is not thread-safe, and _closing. Notified after every call that changes the job,
+        # so that workers without a split and trainers without a chunk look again.
+        self._changed = concurrency.Condition()
         self._closing = False
         self._job = Job(config, folder, clock=clock)
         self._longest = (limits or Limits()).wait.total_seconds()
@@ -123,7 +125,7 @@ class Dispatcher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._server.close()
+        self._server.close()  # waits for calls in progress, so that the job is not closed under one
         self._job.close()
 
     def __enter__(self) -> Self:

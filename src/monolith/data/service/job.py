@@ -2,18 +2,28 @@
 
 All that must survive is in one SQLite file and changes in transactions, so a dispatcher
 that was killed resumes as if nothing had happened. Liveness (when each process last called)
-is in memory only and starts empty. See the package for the protocol.
+is in memory only: after a restart all processes count as heard just now, or every lease would
+expire at once. See the package for the protocol.
+
+    split    free ──lease──► leased ──announce, again and again──► leased ──finish──► done
+               ▲                │ silent for `lease`, deregister, fail
+               └────────────────┘ continues after the last chunk that was announced
+    chunk    announced ──► free ──turns──► of a trainer, with a turn ──acknowledge──► kept, later forgotten
+                            ▲                  │ release: the trainer is given up
+                            └──────────────────┘
+
+What a retry may repeat: `register`, `renew`, `acknowledge` and `release` change nothing the second time;
+`announce` knows the last chunk again; `turns` returns the same chunks for the same turn. A `lease` whose
+answer was lost leases another split, and the first one expires.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from monolith import concurrency, filesystem
@@ -134,15 +144,17 @@ class Job:
         self.config = config
         self._clock = clock
         filesystem.make_dirs(folder)
-        path = Path(folder) / "job.sqlite"
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains the sessions of trainers
-        # The caller holds the dispatcher's lock, on any thread.
-        self._db = sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
+        path = filesystem.join(folder, "job.sqlite")
+        # Private, since it contains the sessions of trainers. The caller holds the dispatcher's lock, on any
+        # thread.
+        self._db = filesystem.open_database(path)
         try:
+            # Locked for the whole life of this process: a second dispatcher on the folder is refused. NORMAL
+            # with a write-ahead log loses no transaction when the process is killed, only when the machine
+            # loses power.
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._open(str(path))
+            self._open(path)
         except sqlite3.OperationalError as cause:
             self._db.close()
             raise DataError(
@@ -321,8 +333,10 @@ class Job:
                 since.
         """
         self._check_turn(trainer, job, turn)
+        # A new session every time, also for the same process: calls of its earlier iteration that are still
+        # under way must not take chunks that the new one does not know of.
         session = concurrency.token_hex(8)
-        with _Transaction(self._db):
+        with _Transaction(self._db, durable=True):
             self._db.execute(
                 "INSERT INTO trainers (trainer, session) VALUES (?, ?) "
                 "ON CONFLICT (trainer) DO UPDATE SET session = excluded.session",
@@ -349,6 +363,8 @@ class Job:
                 "or it was silent for longer than trainer_timeout. Restore from a checkpoint."
             )
         self._trainers[trainer] = self._clock()
+        # `turn` may be below `turns`: the answer before was lost, or the trainer restored a checkpoint. Then
+        # it first gets the chunks it had, and new ones only beyond them.
         if turn + most > turns:
             self._give(trainer, turns, turn + most - turns)
         rows = self._db.execute(
@@ -390,7 +406,7 @@ class Job:
         if turn > turns:
             raise DataError(f"data service: trainer {trainer!r} acknowledged turn {turn} of {turns}")
         oldest = turn - self.config.keep_acknowledged
-        with _Transaction(self._db):
+        with _Transaction(self._db, durable=True):
             self._db.execute(
                 "UPDATE trainers SET acknowledged = max(acknowledged, ?), forgotten = max(forgotten, ?) "
                 "WHERE trainer = ?",
@@ -410,7 +426,7 @@ class Job:
         """
         if turn is not None:
             self._check_turn(trainer, job, turn)
-        with _Transaction(self._db):
+        with _Transaction(self._db, durable=True):
             if turn is not None:
                 self._db.execute("UPDATE trainers SET acknowledged = ? WHERE trainer = ?", (turn, trainer))
             # Chunks keep their definition, only their trainer and turn are cleared: another trainer reads the
@@ -450,10 +466,12 @@ class Job:
         }
 
     def _give(self, trainer: str, turns: int, most: int) -> None:
-        with _Transaction(self._db):
-            free = self._db.execute(
-                "SELECT id FROM chunks WHERE trainer IS NULL ORDER BY id LIMIT ?", (most,)
-            ).fetchall()
+        free = self._db.execute(
+            "SELECT id FROM chunks WHERE trainer IS NULL ORDER BY id LIMIT ?", (most,)
+        ).fetchall()
+        if not free:  # nothing to sync while a trainer waits
+            return
+        with _Transaction(self._db, durable=True):
             self._db.executemany(
                 "UPDATE chunks SET trainer = ?, turn = ? WHERE id = ?",
                 [(trainer, turns + place, chunk) for place, (chunk,) in enumerate(free)],
@@ -527,12 +545,21 @@ class Job:
 
 
 class _Transaction:
-    """Commits all changes of a block, or none if it raises."""
+    """Commits all changes of a block, or none if it raises.
 
-    def __init__(self, database: sqlite3.Connection) -> None:
+    Args:
+        durable: Sync the commit, and so every one before it, to the disk. A machine that loses power undoes
+            the last commits that were not synced. That is harmless for what data workers announce: another
+            one reads it again. It is not for what a trainer was told: the chunks that it trains would be free
+            again, and be trained a second time.
+    """
+
+    def __init__(self, database: sqlite3.Connection, *, durable: bool = False) -> None:
         self._database = database
+        self._synchronous = "FULL" if durable else "NORMAL"
 
     def __enter__(self) -> None:
+        self._database.execute(f"PRAGMA synchronous = {self._synchronous}")
         self._database.execute("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -159,7 +159,10 @@ class DataWorker:
         self._config = config = config or DataWorkerConfig()
         self._open_split = open_split
         self._stop = concurrency.Event()
-        self._changed = concurrency.Condition()  # guards _buffer, _leases, _renew_every and _failure
+        # Guards _buffer, _leases, _renew_every and _failure. Readers add chunks and wait for space; `_renew`
+        # learns from the dispatcher which were given away and which leases are lost; `_fetch` removes chunks,
+        # on threads of the server. Never held during a call.
+        self._changed = concurrency.Condition()
         self._buffer = _Buffer()
         self._leases: set[str] = set()
         self._renew_every = POLL
@@ -301,7 +304,7 @@ class DataWorker:
                 if self._stop.is_set():
                     raise StoppedError
                 self._changed.wait()
-            if lease not in self._leases:
+            if lease not in self._leases:  # `_renew` learned that another worker reads the split now
                 return False
             # Stored before it is announced: a trainer may ask for it at once.
             self._buffer.free[chunk] = to_batch(piece.records)
@@ -313,6 +316,7 @@ class DataWorker:
             size=piece.records.size,
             after=asdict(piece.after),
         )["held"]
+        # The dispatcher decides, whatever `_renew` knows: another worker may have cut this chunk by now.
         if not held:
             with self._changed:
                 self._buffer.free.pop(chunk, None)
@@ -352,6 +356,7 @@ class DataWorker:
         The worker asks the dispatcher what to read, so a ticket cannot name a file. It opens a split of the
         job, and the split's source refuses a position that names a file outside that split.
         """
+        # Sent once from memory: if the answer is lost, the trainer asks again, and the chunk is read again.
         with self._changed:
             batch = self._buffer.given.pop(ticket.id, None)
             if batch is None:

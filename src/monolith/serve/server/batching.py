@@ -167,6 +167,8 @@ class _Waiting:
 class RequestBatcher:
     """Answers the requests of one version of a model in batches. Thread-safe.
 
+    Shapes: a request has r rows, a batch n rows of one or several requests; outputs are arrays of r rows.
+
     Example: while the model runs 32 rows of request A, requests B (4 rows) and C (8 rows) arrive. When A is
     answered, B's thread leads: it runs one batch of 12 rows and wakes C with rows 4 to 12.
 

@@ -142,6 +142,7 @@ class Repository:
         """Model -> version -> loaded version, oldest first. The inner dict is replaced, never changed, so
         that requests read it without a lock."""
         self._retiring: list[LoadedVersion] = []
+        """Retired versions, some of which requests still lease; replaced as a whole by `_serve`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -276,9 +277,8 @@ class Repository:
 
     @property
     def retiring(self) -> int:
-        """Number of retired versions that requests still lease."""
-        self._retiring = [one for one in self._retiring if one.is_leased]
-        return len(self._retiring)
+        """Number of retired versions that requests still lease. From any thread: it changes nothing."""
+        return sum(one.is_leased for one in self._retiring)
 
     def _folder(self, name: str) -> _Folder:
         try:
@@ -322,7 +322,7 @@ class Repository:
         if not any(version in loaded for version in wanted):
             loaded = before  # an old version is better than none
         elif any(version in folder.failed for version in wanted):
-            loaded = {**before, **loaded}
+            loaded = {**before, **loaded}  # and stays until all that are wanted can answer
         order = {version: place for place, version in enumerate(found)}
         self._serve(name, dict(sorted(loaded.items(), key=lambda item: order.get(item[0], -1))))
 
