@@ -57,7 +57,7 @@ class Shape:
             full_every=draw.choice([1, 2, 3]),
             shards=draw.choice([1, 2]),
             asynchronous=draw.choice([False, True]),
-            rollbacks=draw.choice([0.0, 0.15]),
+            rollbacks=draw.choice([0.0, 0.15, 0.4]),
             full_disks=draw.choice([0.0, 0.3]),
         )
 

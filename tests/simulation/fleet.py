@@ -15,6 +15,7 @@ from simulation.counting import Counted, Counting, read_counts
 
 from monolith import concurrency
 from monolith.cluster import Discovery
+from monolith.errors import UnavailableError
 from monolith.observe import Metrics
 from monolith.runtime import Coordinator, Trainer, TrainReport, serve_parameters
 from monolith.runtime.attempts import Retries, SharedTraining
@@ -94,7 +95,7 @@ def fleet(seed: int, *, traced: bool = False) -> SimCluster:
     shape = FleetShape.drawn(seed, keep_going=False)
     task = shape.task()
 
-    def check(counted: Counted, _: TrainReport) -> None:
+    def check(counted: Counted, _: TrainReport | None) -> None:
         counted.check_exactly_once(task)
 
     return play_fleet(seed, shape, task, check, traced=traced)
@@ -104,21 +105,25 @@ def play_fleet(
     seed: int,
     shape: FleetShape,
     task: Counting,
-    check: Callable[[Counted, TrainReport], None],
+    check: Callable[[Counted, TrainReport | None], None],
     *,
     traced: bool,
 ) -> SimCluster:
-    """Run a fleet with the faults of a seed; `check` receives the chief's report when the chief exits."""
+    """Run a fleet with the faults of a seed.
+
+    Args:
+        check: Called when the chief exits, with its report if that is of the whole run: if it restarted,
+            earlier losses are in the log of its earlier lives.
+    """
 
     def on_exit(process: SimProcess) -> None:
         # Status 0 tells an operator that all is done and saved, so it has to be, at this very moment.
         if process.name == CHIEF:
             report = process.result
             assert isinstance(report, TrainReport)
-            assert report.finished, f"the chief exited with status 0 though: {report.stop_reason}"
             counted = read_counts(task, FOLDER)
             assert counted is not None, "the run finished without a checkpoint"
-            check(counted, report)
+            check(counted, None if process.starts > 1 else report)
 
     def play(cluster: SimCluster) -> None:
         for index in range(shape.num_ps + shape.redundant):
@@ -158,4 +163,7 @@ def work(task: Counting, config: RunConfig, discovery: Discovery) -> TrainReport
     def attempt(coordinator: Coordinator) -> TrainReport:
         return Trainer(task, config.train, metrics=metrics, coordinator=coordinator).train()
 
-    return shared.train_on_servers(attempt, discovery)
+    report = shared.train_on_servers(attempt, discovery)
+    if not report.finished:  # monolith train exits with status 75 then
+        raise UnavailableError(f"stopped before the end: {report.stop_reason}")
+    return report

@@ -43,6 +43,8 @@ class Mutant:
     sentence: str
     """What is wrong, in words."""
     patches: Callable[[], Sequence[Patch]]
+    seeds: int = 1_000
+    """How many seeds it took to find it when this was last measured."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -271,24 +273,28 @@ def _no_journal() -> Sequence[Patch]:
 
 MUTANTS = {
     "fence_not_checked": Mutant(
-        "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked
+        "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked, 186
     ),
     "applied_twice": Mutant(
-        "fleet", "A server applies a push again that its caller has sent again.", _applied_twice
+        "fleet", "A server applies a push again that its caller has sent again.", _applied_twice, 45
     ),
     "pushes_not_awaited": Mutant(
-        "fleet", "A worker reports its position while its last pushes are on the way.", _pushes_not_awaited
+        "fleet",
+        "A worker reports its position while its pushes are on the way.",
+        _pushes_not_awaited,
+        420,
     ),
     "named_before_written": Mutant(
-        "fleet", "A checkpoint is named before its files are complete.", _named_before_written
+        "fleet", "A checkpoint is named before its files are complete.", _named_before_written, 3
     ),
-    "not_synced": Mutant("fleet", "Files are renamed into place without being synced.", _not_synced),
+    "not_synced": Mutant("fleet", "Files are renamed into place without being synced.", _not_synced, 1),
     "position_of_what_was_read": Mutant(
         "fleet",
         "A position counts the batches that were read, not those trained.",
         _position_of_what_was_read,
+        4,
     ),
-    "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save),
+    "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 1),
     "unsynced_turns": Mutant(
         "data_service", "The dispatcher answers before the turn of a chunk is synced.", _unsynced_turns
     ),

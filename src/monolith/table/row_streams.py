@@ -11,7 +11,7 @@ rows there are.
     merged           h1'         h4  h5' h7
 
 For each part of the ids (k modulo n) the history is a list of dumps, one per moment. So the number of dumps
-may change from moment to moment, and a part that was cleared takes nothing from the others.
+may change from moment to moment, and a part that was cleared takes nothing from other dumps.
 """
 
 from __future__ import annotations

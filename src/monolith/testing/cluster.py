@@ -220,9 +220,9 @@ class SimCluster:
         """Let faults happen, restart what dies, and return when every process has finished.
 
         Args:
-            chief: A process whose clean exit finishes the run: as `monolith.cluster.launch` does, the others
-                then have some time to end and are stopped, and processes that had ended are started again if
-                the chief has to be.
+            chief: A process whose clean exit finishes the run: as `monolith.cluster.launch` does, the other
+                processes then have some time to end and are stopped, and processes that had ended are started
+                again if the chief has to be.
             done: Return when this is true instead.
         """
         until = done or (lambda: all(process.finished for process in self.processes.values()))

@@ -514,7 +514,7 @@ class FusedTables:
                 for table in taken:
                     table._lock.release()
             # A table is frozen: all locks are released before waiting, since the thread that froze it may
-            # need the others. Then it starts over: another table may be frozen by now.
+            # need the other tables. Then it starts over: another table may be frozen by now.
             with frozen._lock:
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
