@@ -9,7 +9,20 @@ import pytest
 from simulation.blocks import Tally, processes, run_block
 from simulation.mutants import MUTANTS
 
-WORLDS = ("fleet", "keep_going", "ranks", "publishing", "data_service", "module", "checkpoints")
+WORLDS = ("fleet", "keep_going", "ranks", "elastic", "publishing", "data_service", "kafka", "checkpoints")
+SEEDS = 200
+"""Of each world. They are the same in every run, so a failure is never a matter of luck."""
+BLOCK = 10
+MOST = 1_000
+"""Seeds within which every deliberate bug is found."""
+SOON = 60
+"""Bugs that take more seeds than this are left to `make soak`."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with processes() as found:
+        yield found
 
 
 @pytest.mark.parametrize("world", WORLDS)
