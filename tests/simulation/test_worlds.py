@@ -9,7 +9,7 @@ import pytest
 from simulation.blocks import Tally, processes, run_block
 from simulation.mutants import MUTANTS
 
-WORLDS = ("fleet", "keep_going", "ranks", "elastic", "publishing", "data_service", "kafka")
+WORLDS = ("fleet", "keep_going", "ranks", "elastic", "publishing", "data_service", "kafka", "checkpoints")
 SEEDS = 200
 """Of each world. They are the same in every run, so a failure is never a matter of luck."""
 FEWER = {"together": 40}
