@@ -14,10 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from simulation import data_service
+from simulation import data_service, kafka
+from torch import Tensor
 
 from monolith import concurrency
+from monolith.checkpoint import PendingCheckpoint, checkpointer
+from monolith.checkpoint.folder.retention import Retention
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
+from monolith.data.kafka import KafkaSource
+from monolith.data.kafka.positions import make_position, read_position
 from monolith.data.service import job, worker
 from monolith.errors import RetryableError
 from monolith.filesystem import atomic_write
@@ -32,6 +37,8 @@ from monolith.runtime.server_calls import on_each, tell
 from monolith.store.pushes import AppliedPushes
 from monolith.store.rank_groups import Collective
 from monolith.store.server import ParameterServer, _ServedState
+from monolith.sync import Publisher, TableTarget
+from monolith.sync.messages import LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
 from monolith.testing.disk import SimDisk
 from monolith.train.hooks.save import SaveHook
 
@@ -257,6 +264,141 @@ def _rank_leaves_before_the_last_save() -> Sequence[Patch]:
     return [(RankCoordinator, "leave", leave)]
 
 
+# Kafka
+
+
+def _offset_committed_wins() -> Sequence[Patch]:
+    right = KafkaSource._begin
+
+    def begin(self: KafkaSource, partitions: Sequence[Any]) -> Any:
+        found = {one: offset for one, (offset, _) in self._client.committed(partitions).items()}
+        return {**right(self, partitions), **found}
+
+    return [(KafkaSource, "_begin", begin)]
+
+
+def _position_skips_one() -> Sequence[Patch]:
+    right = KafkaSource.position
+
+    def position(self: KafkaSource) -> Any:
+        known, offsets = read_position(right(self))
+        ends = {one: self._client.ends(one)[1] for one in offsets}
+        return make_position(known, {one: min(offset + 1, ends[one]) for one, offset in offsets.items()})
+
+    return [(KafkaSource, "position", position)]
+
+
+def _revoked_without_commit() -> Sequence[Patch]:
+    def on_revoke(self: KafkaSource, consumer: Any, partitions: Any) -> None:  # noqa: ARG001
+        self._notify_revoked(self._leave(partitions))
+
+    return [(KafkaSource, "_on_revoke", on_revoke)]
+
+
+def _offsets_committed_before_saved() -> Sequence[Patch]:
+    right = kafka.save
+
+    def save(file: str, source: Any, counts: Any, saved: Any) -> None:
+        source.commit(source.position())
+        right(file, source, counts, saved)
+
+    return [(kafka, "save", save)]
+
+
+# Publishing
+
+
+def _removals_not_published() -> Sequence[Patch]:
+    right = Publisher._look_up
+
+    def look_up(self: Publisher, table: Any, ids: Tensor) -> tuple[Any, Tensor]:
+        rows, gone = right(self, table, ids)
+        return rows, gone[:0]
+
+    return [(Publisher, "_look_up", look_up)]
+
+
+def _snapshot_without_removals() -> Sequence[Patch]:
+    return [(TableTarget, "end_snapshot", TableTarget.abort_snapshot)]
+
+
+def _epoch_continued() -> Sequence[Patch]:
+    right = Publisher.__init__
+
+    def init(self: Publisher, *args: Any, **options: Any) -> None:
+        right(self, *args, **options)
+        self._position = self._making = LogPosition(f"shard {self._shard[0]}", 0)
+
+    return [(Publisher, "__init__", init)]
+
+
+def _step_told_too_early() -> Sequence[Patch]:
+    right = Publisher._learned
+
+    def learned(self: Publisher) -> LearnedUpTo:
+        found = right(self)
+        return replace(found, step=found.step + 1)
+
+    return [(Publisher, "_learned", learned)]
+
+
+def _snapshot_of_a_later_delta() -> Sequence[Patch]:
+    right = Publisher._take_snapshot
+
+    def take(self: Publisher, buckets: Tensor | None = None) -> Iterator[Any]:
+        shift = 0
+        for message in right(self, buckets):
+            if isinstance(message, SnapshotBegin):
+                shift = int(self._making.sequence == message.position.sequence)
+            if isinstance(message, SnapshotBegin | SnapshotEnd):
+                later = replace(message.position, sequence=message.position.sequence + shift)
+                message = replace(message, position=later)  # noqa: PLW2901
+            yield message
+
+    return [(Publisher, "_take_snapshot", take)]
+
+
+def _snapshot_of_a_restore() -> Sequence[Patch]:
+    return [
+        (Publisher, "suspend", lambda self: None),  # noqa: ARG005
+        (Publisher, "_refuse_if_paused", lambda self, position: None),  # noqa: ARG005
+    ]
+
+
+def _overflow_not_noticed() -> Sequence[Patch]:
+    return [(Publisher, "_has_overflowed", lambda self: False)]  # noqa: ARG005
+
+
+def _failed_delta_dropped() -> Sequence[Patch]:
+    right = Publisher._fail
+
+    def fail(self: Publisher, what: str, *, trace: bool = False) -> None:
+        self._unsent = None
+        right(self, what, trace=trace)
+
+    return [(Publisher, "_fail", fail)]
+
+
+# Checkpoints
+
+
+def _failed_save_counts() -> Sequence[Patch]:
+    right = PendingCheckpoint.close
+    return [(PendingCheckpoint, "close", lambda self, saved: right(self, saved=saved or True))]
+
+
+def _chain_deleted() -> Sequence[Patch]:
+    return [(Retention, "needed", lambda self, exempt: set())]  # noqa: ARG005
+
+
+def _manifest_left_at_replaced_files() -> Sequence[Patch]:
+    return [(checkpointer, "checkpoint_exists", lambda prefix: False)]  # noqa: ARG005
+
+
+def _no_journal() -> Sequence[Patch]:
+    return [(Saver, "_write_journal", lambda self, retention: None)]  # noqa: ARG005
+
+
 MUTANTS = {
     "positions_of_the_save_before": Mutant(
         "ranks",
@@ -339,5 +481,62 @@ MUTANTS = {
         "data_service",
         "A position is committed before the checkpoint with it is written.",
         _committed_before_saved,
+    ),
+    "offset_committed_wins": Mutant(
+        "kafka",
+        "A restored position is ignored if the broker has a committed offset.",
+        _offset_committed_wins,
+        seeds=64,
+    ),
+    "position_skips_one": Mutant("kafka", "A position skips the next message.", _position_skips_one, seeds=4),
+    "revoked_without_commit": Mutant(
+        "kafka",
+        "A member of a group gives partitions up without telling how far it read.",
+        _revoked_without_commit,
+        seeds=118,
+    ),
+    "offsets_committed_before_saved": Mutant(
+        "kafka",
+        "Offsets are committed before the checkpoint with them is written.",
+        _offsets_committed_before_saved,
+        seeds=1,
+    ),
+    "removals_not_published": Mutant(
+        "publishing", "A delta lacks the ids that have no row any more.", _removals_not_published, 1
+    ),
+    "snapshot_without_removals": Mutant(
+        "publishing", "Rows that a snapshot does not have stay.", _snapshot_without_removals, 3
+    ),
+    "epoch_continued": Mutant(
+        "publishing", "A restarted publisher continues the epoch before it.", _epoch_continued, 6
+    ),
+    "step_told_too_early": Mutant(
+        "publishing", "A delta says a step whose rows it may lack.", _step_told_too_early, 1
+    ),
+    "snapshot_of_a_later_delta": Mutant(
+        "publishing", "A snapshot says that it contains the delta after it.", _snapshot_of_a_later_delta, 11
+    ),
+    "snapshot_of_a_restore": Mutant(
+        "publishing", "Snapshots are taken while rows are restored.", _snapshot_of_a_restore
+    ),
+    "overflow_not_noticed": Mutant(
+        "publishing", "Changed ids that did not fit into the set are forgotten.", _overflow_not_noticed
+    ),
+    "failed_delta_dropped": Mutant(
+        "publishing", "A delta that the channel did not take is not sent again.", _failed_delta_dropped
+    ),
+    "failed_save_counts": Mutant(
+        "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 33
+    ),
+    "chain_deleted": Mutant(
+        "checkpoints", "A checkpoint is deleted that an increment needs.", _chain_deleted, 3
+    ),
+    "manifest_left_at_replaced_files": Mutant(
+        "checkpoints",
+        "A checkpoint of a step that exists is written over it while its manifest is in place.",
+        _manifest_left_at_replaced_files,
+    ),
+    "no_journal": Mutant(
+        "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 3
     ),
 }
