@@ -97,7 +97,9 @@ def _elastic(seed: int, queue: str, *, traced: bool) -> SimCluster:
     draw = random.Random(f"elastic {seed}")
     num_ps, num_workers = draw.choice([1, 2]), draw.choice([1, 2])
     redundant, extra = draw.choice([(0, 0), (1, 0), (0, 1)])
-    guests = [Guest.drawn(draw) for _ in range(draw.choice([0, 1, 2]))]
+    # At least two workers, so that each leases files under its number. A worker that is alone has a random
+    # name: if it is killed before its first checkpoint, its files stay leased until its leases expire.
+    guests = [Guest.drawn(draw) for _ in range(max(draw.choice([0, 1, 2]), 2 - num_workers))]
     task = CountingFiles(
         batches=draw.randint(2, 8),
         read_seconds=draw.choice([0.01, 0.05, 0.3]),
@@ -106,7 +108,7 @@ def _elastic(seed: int, queue: str, *, traced: bool) -> SimCluster:
     )
     train = TrainConfig(
         model_dir=FOLDER,
-        save=SaveConfig(steps=draw.choice([1, 2, 3, 5])),
+        save=SaveConfig(steps=draw.choice([1, 2, 3, 5]), asynchronous=draw.choice([True, False])),
         summary_every_steps=None,
         idle_after=timedelta(milliseconds=50),
     )

@@ -22,9 +22,12 @@ from monolith.runtime.attempts import Retries, SharedTraining
 from monolith.runtime.cluster_config import ClusterConfig, FailoverConfig, TimeoutsConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.store.dense_config import DenseConfig
 from monolith.testing.cluster import Faults, SimCluster, SimProcess
 from monolith.train import SaveConfig, TrainConfig
+
+Around = Callable[[SimCluster], Callable[[], object]]
 
 FOLDER = "sim://run"
 CHIEF = "worker-0"
@@ -108,12 +111,17 @@ def play_fleet(
     check: Callable[[Counted, TrainReport | None], None],
     *,
     traced: bool,
+    publish: PublishPlan | None = None,
+    around: Around | None = None,
 ) -> SimCluster:
     """Run a fleet with the faults of a seed.
 
     Args:
         check: Called when the chief exits, with its report if that is of the whole run: if it restarted,
             earlier losses are in the log of its earlier lives.
+        publish: How all processes publish.
+        around: Starts other processes before those of the fleet; what it returns is called when the run is
+            over.
     """
 
     def on_exit(process: SimProcess) -> None:
@@ -126,23 +134,30 @@ def play_fleet(
             check(counted, None if process.starts > 1 else report)
 
     def play(cluster: SimCluster) -> None:
+        afterwards = (lambda: None) if around is None else around(cluster)
         for index in range(shape.num_ps + shape.redundant):
             config = shape.config("ps", index)
             cluster.start(
-                f"ps-{index}", lambda config=config: serve_parameters(task, config, cluster.discovery())
+                f"ps-{index}",
+                lambda config=config: serve_parameters(task, config, cluster.discovery(), publish=publish),
             )
         for index in range(shape.num_workers):
             config = shape.config("worker", index)
-            cluster.start(f"worker-{index}", lambda config=config: work(task, config, cluster.discovery()))
+            cluster.start(
+                f"worker-{index}", lambda config=config: work(task, config, cluster.discovery(), publish)
+            )
         cluster.on_exit.append(on_exit)
         cluster.wait(chief=CHIEF)
+        afterwards()
 
     cluster = SimCluster(seed, Faults.drawn(seed), traced=traced)
     cluster.run(play)
     return cluster
 
 
-def work(task: Counting, config: RunConfig, discovery: Discovery) -> TrainReport:
+def work(
+    task: Counting, config: RunConfig, discovery: Discovery, publish: PublishPlan | None = None
+) -> TrainReport:
     """A worker as `monolith train` runs it: with retries in the process."""
     metrics = Metrics()
 
@@ -161,7 +176,8 @@ def work(task: Counting, config: RunConfig, discovery: Discovery) -> TrainReport
     )
 
     def attempt(coordinator: Coordinator) -> TrainReport:
-        return Trainer(task, config.train, metrics=metrics, coordinator=coordinator).train()
+        trainer = Trainer(task, config.train, metrics=metrics, coordinator=coordinator, publish=publish)
+        return trainer.train()
 
     report = shared.train_on_servers(attempt, discovery)
     if not report.finished:  # monolith train exits with status 75 then

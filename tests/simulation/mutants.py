@@ -15,8 +15,11 @@ from typing import Any
 from unittest import mock
 
 from simulation import data_service, kafka
+from torch import Tensor
 
 from monolith import concurrency
+from monolith.checkpoint import PendingCheckpoint, checkpointer
+from monolith.checkpoint.folder.retention import Retention
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
 from monolith.data.kafka import KafkaSource
 from monolith.data.kafka.positions import make_position, read_position
@@ -26,15 +29,16 @@ from monolith.filesystem import atomic_write
 from monolith.runtime.batches import ReadBatch, TrainingBatches
 from monolith.runtime.coordinator import Quiesced
 from monolith.runtime.fleet_placement import ServerPlacement
-from monolith.runtime.messages import BeginServer, Word
+from monolith.runtime.messages import BeginServer
 from monolith.runtime.rank_placement import RankPlacement
 from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
 from monolith.runtime.ranks import RankCoordinator
 from monolith.runtime.server_calls import on_each, tell
 from monolith.store.pushes import AppliedPushes
 from monolith.store.rank_groups import Collective
-from monolith.store.rank_keys import RankKeys
 from monolith.store.server import ParameterServer, _ServedState
+from monolith.sync import Publisher, TableTarget
+from monolith.sync.messages import LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
 from monolith.testing.disk import SimDisk
 from monolith.train.hooks.save import SaveHook
 
@@ -260,32 +264,6 @@ def _rank_leaves_before_the_last_save() -> Sequence[Patch]:
     return [(RankCoordinator, "leave", leave)]
 
 
-def _last_word_must_arrive() -> Sequence[Patch]:
-    right = RankCoordinator.leave
-
-    def leave(self: RankCoordinator, outcome: Any, state: Any = None) -> bool:
-        if outcome.failed or not self.membership.is_chief:
-            return right(self, outcome, state)
-        self._groups.expect_end()
-        self._say(Word(over=True))
-        self.placement.rows.end(finished=True)
-        return False
-
-    return [(RankCoordinator, "leave", leave)]
-
-
-def _restart_not_noticed() -> Sequence[Patch]:
-    right = RankKeys.compare_set
-
-    def compare_set(self: RankKeys, key: str, expected: str, desired: str) -> bytes:
-        if key.startswith("process/"):
-            self.set(key, desired)
-            return desired.encode()
-        return right(self, key, expected, desired)
-
-    return [(RankKeys, "compare_set", compare_set)]
-
-
 # Kafka
 
 
@@ -327,39 +305,130 @@ def _offsets_committed_before_saved() -> Sequence[Patch]:
     return [(kafka, "save", save)]
 
 
+# Publishing
+
+
+def _removals_not_published() -> Sequence[Patch]:
+    right = Publisher._look_up
+
+    def look_up(self: Publisher, table: Any, ids: Tensor) -> tuple[Any, Tensor]:
+        rows, gone = right(self, table, ids)
+        return rows, gone[:0]
+
+    return [(Publisher, "_look_up", look_up)]
+
+
+def _snapshot_without_removals() -> Sequence[Patch]:
+    return [(TableTarget, "end_snapshot", TableTarget.abort_snapshot)]
+
+
+def _epoch_continued() -> Sequence[Patch]:
+    right = Publisher.__init__
+
+    def init(self: Publisher, *args: Any, **options: Any) -> None:
+        right(self, *args, **options)
+        self._position = self._making = LogPosition(f"shard {self._shard[0]}", 0)
+
+    return [(Publisher, "__init__", init)]
+
+
+def _step_told_too_early() -> Sequence[Patch]:
+    right = Publisher._learned
+
+    def learned(self: Publisher) -> LearnedUpTo:
+        found = right(self)
+        return replace(found, step=found.step + 1)
+
+    return [(Publisher, "_learned", learned)]
+
+
+def _snapshot_of_a_later_delta() -> Sequence[Patch]:
+    right = Publisher._take_snapshot
+
+    def take(self: Publisher, buckets: Tensor | None = None) -> Iterator[Any]:
+        shift = 0
+        for message in right(self, buckets):
+            if isinstance(message, SnapshotBegin):
+                shift = int(self._making.sequence == message.position.sequence)
+            if isinstance(message, SnapshotBegin | SnapshotEnd):
+                later = replace(message.position, sequence=message.position.sequence + shift)
+                message = replace(message, position=later)  # noqa: PLW2901
+            yield message
+
+    return [(Publisher, "_take_snapshot", take)]
+
+
+def _snapshot_of_a_restore() -> Sequence[Patch]:
+    return [
+        (Publisher, "suspend", lambda self: None),  # noqa: ARG005
+        (Publisher, "_refuse_if_paused", lambda self, position: None),  # noqa: ARG005
+    ]
+
+
+def _overflow_not_noticed() -> Sequence[Patch]:
+    return [(Publisher, "_has_overflowed", lambda self: False)]  # noqa: ARG005
+
+
+def _failed_delta_dropped() -> Sequence[Patch]:
+    right = Publisher._fail
+
+    def fail(self: Publisher, what: str, *, trace: bool = False) -> None:
+        self._unsent = None
+        right(self, what, trace=trace)
+
+    return [(Publisher, "_fail", fail)]
+
+
+# Checkpoints
+
+
+def _failed_save_counts() -> Sequence[Patch]:
+    right = PendingCheckpoint.close
+    return [(PendingCheckpoint, "close", lambda self, saved: right(self, saved=saved or True))]
+
+
+def _chain_deleted() -> Sequence[Patch]:
+    return [(Retention, "needed", lambda self, exempt: set())]  # noqa: ARG005
+
+
+def _manifest_left_at_replaced_files() -> Sequence[Patch]:
+    return [(checkpointer, "checkpoint_exists", lambda prefix: False)]  # noqa: ARG005
+
+
+def _no_journal() -> Sequence[Patch]:
+    return [(Saver, "_write_journal", lambda self, retention: None)]  # noqa: ARG005
+
+
 MUTANTS = {
     "positions_of_the_save_before": Mutant(
         "ranks",
         "A checkpoint has the positions that ranks other than 0 reported for the one before it.",
         _positions_of_the_save_before,
+        39,
     ),
     "shard_of_when_it_is_written": Mutant(
         "ranks",
         "A rank takes the snapshot of its rows when it writes it, not while all are quiesced.",
         _shard_of_when_it_is_written,
+        82,
     ),
     "only_rank_0_restores": Mutant(
-        "ranks", "After a loss only rank 0 restores its rows.", _only_rank_0_restores
+        "ranks", "After a loss only rank 0 restores its rows.", _only_rank_0_restores, 36
     ),
     "weights_not_taken": Mutant(
-        "ranks", "A rank does not take the restored weights of rank 0.", _weights_not_taken
+        "ranks", "A rank does not take the restored weights of rank 0.", _weights_not_taken, 16
     ),
     "lost_sum_taken_for_a_sum": Mutant(
-        "ranks", "A rank continues after a sum of gradients that failed.", _lost_sum_taken_for_a_sum
+        "ranks", "A rank continues after a sum of gradients that failed.", _lost_sum_taken_for_a_sum, 12
     ),
     "run_of_servers_not_renewed": Mutant(
-        "ranks", "Every attempt of the ranks has the same name on the servers.", _run_of_servers_not_renewed
+        "ranks",
+        "Every attempt of the ranks has the same name on the servers.",
+        _run_of_servers_not_renewed,
+        6,
     ),
     "rank_leaves_before_the_last_save": Mutant(
-        "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save
-    ),
-    "last_word_must_arrive": Mutant(
-        "ranks",
-        "Rank 0 joins again if a rank that has ended does not answer its last word.",
-        _last_word_must_arrive,
-    ),
-    "restart_not_noticed": Mutant(
-        "ranks", "A rank that restarts joins the attempt that lost it.", _restart_not_noticed
+        "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save, 1
     ),
     "fence_not_checked": Mutant(
         "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked, 186
@@ -431,5 +500,43 @@ MUTANTS = {
         "Offsets are committed before the checkpoint with them is written.",
         _offsets_committed_before_saved,
         seeds=1,
+    ),
+    "removals_not_published": Mutant(
+        "publishing", "A delta lacks the ids that have no row any more.", _removals_not_published, 1
+    ),
+    "snapshot_without_removals": Mutant(
+        "publishing", "Rows that a snapshot does not have stay.", _snapshot_without_removals, 3
+    ),
+    "epoch_continued": Mutant(
+        "publishing", "A restarted publisher continues the epoch before it.", _epoch_continued, 6
+    ),
+    "step_told_too_early": Mutant(
+        "publishing", "A delta says a step whose rows it may lack.", _step_told_too_early, 1
+    ),
+    "snapshot_of_a_later_delta": Mutant(
+        "publishing", "A snapshot says that it contains the delta after it.", _snapshot_of_a_later_delta, 11
+    ),
+    "snapshot_of_a_restore": Mutant(
+        "publishing", "Snapshots are taken while rows are restored.", _snapshot_of_a_restore
+    ),
+    "overflow_not_noticed": Mutant(
+        "publishing", "Changed ids that did not fit into the set are forgotten.", _overflow_not_noticed
+    ),
+    "failed_delta_dropped": Mutant(
+        "publishing", "A delta that the channel did not take is not sent again.", _failed_delta_dropped
+    ),
+    "failed_save_counts": Mutant(
+        "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 33
+    ),
+    "chain_deleted": Mutant(
+        "checkpoints", "A checkpoint is deleted that an increment needs.", _chain_deleted, 3
+    ),
+    "manifest_left_at_replaced_files": Mutant(
+        "checkpoints",
+        "A checkpoint of a step that exists is written over it while its manifest is in place.",
+        _manifest_left_at_replaced_files,
+    ),
+    "no_journal": Mutant(
+        "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 3
     ),
 }
