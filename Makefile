@@ -85,12 +85,17 @@ bench: setup  ## Measure the table against the machine's limits, and training ag
 	$(BIN)/monolith bench table
 	$(BIN)/monolith bench train
 
-soak: soak-plain soak-thread soak-address,undefined fuzz soak-python  ## Sanitizers, fuzzing, kills: all that is slow; -j2 for less time
-	@echo "make soak: C++ tests plain and under sanitizers, fuzzing and slow Python tests have all passed"
+soak: soak-plain soak-thread soak-address,undefined fuzz soak-python simulate  ## Sanitizers, fuzzing, kills: all that is slow; -j2 for less time
+	@echo "make soak: C++ tests plain and under sanitizers, fuzzing, slow Python tests and simulations have all passed"
 
 soak-python: setup
 	$(BIN)/python -m pytest -n 2 --dist load -m soak --durations=15 -rA
 	$(BIN)/python -m pytest -n 2 --dist load -m 'hypothesis and not soak' --hypothesis-profile=thorough
+
+# Goes on from the last seed, and runs those that failed first: build/simulation.json.
+RUNS ?= 100000
+simulate: setup  ## Simulated clusters with faults: 100,000 runs, or RUNS
+	cd tests && $(CURDIR)/$(BIN)/python -m simulation.sweep --runs $(RUNS)
 
 soak-%: setup
 	cmake -S . -B build/$@ -G Ninja -DMONOLITH_TESTS=ON -DMONOLITH_SANITIZE=$(filter-out plain,$*)

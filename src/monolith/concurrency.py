@@ -91,6 +91,10 @@ class Machine(Protocol):
     def disk(self) -> Any:
         """A `monolith.filesystem.backends.Backend`, for paths that begin with sim://."""
 
+    @property
+    def kafka(self) -> Any:
+        """What code finds in place of the package confluent_kafka."""
+
 
 class _ThisThread(threading.local):
     machine: Machine | None = None

@@ -12,7 +12,10 @@ import pytest
 from runtime.rank_data import Given, batch_of
 from runtime.rank_runs import quiet, train_ranks
 
+from monolith.errors import UnavailableError
 from monolith.runtime import LocalRun
+from monolith.runtime.messages import Word
+from monolith.runtime.ranks import RankCoordinator
 from monolith.train import Hook, SaveConfig, StepResult, TrainConfig, TrainingRun
 from monolith.train.config import KeepConfig
 from monolith.train.hooks.config import HooksConfig
@@ -119,3 +122,21 @@ def test_the_log_has_the_rows_of_all_ranks_together_and_once(
     told = [one.getMessage() for one in caplog.records if one.name.endswith("summaries")]
     assert len(told) == 1
     assert told[0].startswith(f"step 2: table f: {5 * (size + 1)} rows")
+
+
+def test_rank_0_ends_although_a_rank_is_gone_before_its_part_of_the_last_word_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulation of ranks: rank 0 waited for a rank that had ended to join again."""
+    right = RankCoordinator._say
+
+    def say(self: RankCoordinator, word: Word) -> Word:
+        heard = right(self, word)
+        if word.over:
+            raise UnavailableError("control: another rank is gone")
+        return heard
+
+    monkeypatch.setattr(RankCoordinator, "_say", say)
+    reports = train_ranks(tasks(2), settings(tmp_path))
+    assert [(report.step, report.finished) for report in reports] == [(STEPS, True)] * 2
+    assert saved(tmp_path) == [STEPS]

@@ -18,7 +18,13 @@ import numpy as np
 from monolith import concurrency, filesystem
 from monolith.data import Position, Records, Source
 from monolith.data.formats.memory import to_records
-from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher
+from monolith.data.service import (
+    DataJobConfig,
+    DataServiceSource,
+    DataWorker,
+    DataWorkerConfig,
+    Dispatcher,
+)
 from monolith.testing.cluster import Faults, SimCluster
 
 PORT = 7000
@@ -107,11 +113,9 @@ def data_service(seed: int, *, traced: bool = False) -> SimCluster:
             worker = DataWorker(
                 f"dispatcher:{PORT}",
                 open_split,
+                DataWorkerConfig(readers=2, buffer_chunks=buffer_chunks, chunk_records=chunk_records),
                 host=name,
                 port=port,
-                readers=2,
-                buffer_chunks=buffer_chunks,
-                chunk_records=chunk_records,
             )
             at_work[name] = worker
             with worker:

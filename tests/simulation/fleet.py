@@ -15,15 +15,19 @@ from simulation.counting import Counted, Counting, read_counts
 
 from monolith import concurrency
 from monolith.cluster import Discovery
+from monolith.errors import UnavailableError
 from monolith.observe import Metrics
 from monolith.runtime import Coordinator, Trainer, TrainReport, serve_parameters
 from monolith.runtime.attempts import Retries, SharedTraining
 from monolith.runtime.cluster_config import ClusterConfig, FailoverConfig, TimeoutsConfig
 from monolith.runtime.config import RunConfig
 from monolith.runtime.context import Output
+from monolith.runtime.publish_shard import PublishPlan
 from monolith.store.dense_config import DenseConfig
 from monolith.testing.cluster import Faults, SimCluster, SimProcess
 from monolith.train import SaveConfig, TrainConfig
+
+Around = Callable[[SimCluster], Callable[[], object]]
 
 FOLDER = "sim://run"
 CHIEF = "worker-0"
@@ -94,7 +98,7 @@ def fleet(seed: int, *, traced: bool = False) -> SimCluster:
     shape = FleetShape.drawn(seed, keep_going=False)
     task = shape.task()
 
-    def check(counted: Counted, _: TrainReport) -> None:
+    def check(counted: Counted, _: TrainReport | None) -> None:
         counted.check_exactly_once(task)
 
     return play_fleet(seed, shape, task, check, traced=traced)
@@ -104,40 +108,56 @@ def play_fleet(
     seed: int,
     shape: FleetShape,
     task: Counting,
-    check: Callable[[Counted, TrainReport], None],
+    check: Callable[[Counted, TrainReport | None], None],
     *,
     traced: bool,
+    publish: PublishPlan | None = None,
+    around: Around | None = None,
 ) -> SimCluster:
-    """Run a fleet with the faults of a seed; `check` receives the chief's report when the chief exits."""
+    """Run a fleet with the faults of a seed.
+
+    Args:
+        check: Called when the chief exits, with its report if that is of the whole run: if it restarted,
+            earlier losses are in the log of its earlier lives.
+        publish: How all processes publish.
+        around: Starts other processes before those of the fleet; what it returns is called when the run is
+            over.
+    """
 
     def on_exit(process: SimProcess) -> None:
         # Status 0 tells an operator that all is done and saved, so it has to be, at this very moment.
         if process.name == CHIEF:
             report = process.result
             assert isinstance(report, TrainReport)
-            assert report.finished, f"the chief exited with status 0 though: {report.stop_reason}"
             counted = read_counts(task, FOLDER)
             assert counted is not None, "the run finished without a checkpoint"
-            check(counted, report)
+            check(counted, None if process.starts > 1 else report)
 
     def play(cluster: SimCluster) -> None:
+        afterwards = (lambda: None) if around is None else around(cluster)
         for index in range(shape.num_ps + shape.redundant):
             config = shape.config("ps", index)
             cluster.start(
-                f"ps-{index}", lambda config=config: serve_parameters(task, config, cluster.discovery())
+                f"ps-{index}",
+                lambda config=config: serve_parameters(task, config, cluster.discovery(), publish=publish),
             )
         for index in range(shape.num_workers):
             config = shape.config("worker", index)
-            cluster.start(f"worker-{index}", lambda config=config: work(task, config, cluster.discovery()))
+            cluster.start(
+                f"worker-{index}", lambda config=config: work(task, config, cluster.discovery(), publish)
+            )
         cluster.on_exit.append(on_exit)
         cluster.wait(chief=CHIEF)
+        afterwards()
 
     cluster = SimCluster(seed, Faults.drawn(seed), traced=traced)
     cluster.run(play)
     return cluster
 
 
-def work(task: Counting, config: RunConfig, discovery: Discovery) -> TrainReport:
+def work(
+    task: Counting, config: RunConfig, discovery: Discovery, publish: PublishPlan | None = None
+) -> TrainReport:
     """A worker as `monolith train` runs it: with retries in the process."""
     metrics = Metrics()
 
@@ -156,6 +176,10 @@ def work(task: Counting, config: RunConfig, discovery: Discovery) -> TrainReport
     )
 
     def attempt(coordinator: Coordinator) -> TrainReport:
-        return Trainer(task, config.train, metrics=metrics, coordinator=coordinator).train()
+        trainer = Trainer(task, config.train, metrics=metrics, coordinator=coordinator, publish=publish)
+        return trainer.train()
 
-    return shared.train_on_servers(attempt, discovery)
+    report = shared.train_on_servers(attempt, discovery)
+    if not report.finished:  # monolith train exits with status 75 then
+        raise UnavailableError(f"stopped before the end: {report.stop_reason}")
+    return report

@@ -14,7 +14,9 @@ def keep_going(seed: int, *, traced: bool = False) -> SimCluster:
     shape = FleetShape.drawn(seed, keep_going=True)
     task = shape.task()
 
-    def check(counted: Counted, report: TrainReport) -> None:
+    def check(counted: Counted, report: TrainReport | None) -> None:
+        if report is None:
+            return
         lost = report.lost
         if not lost.servers and not lost.workers:
             counted.check_exactly_once(task)

@@ -9,20 +9,36 @@ person could make there: a check left out, two lines in the wrong order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from simulation import data_service
+from simulation import data_service, kafka
+from torch import Tensor
 
+from monolith import concurrency
+from monolith.checkpoint import PendingCheckpoint, checkpointer
+from monolith.checkpoint.folder.retention import Retention
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
+from monolith.data.kafka import KafkaSource
+from monolith.data.kafka.positions import make_position, read_position
 from monolith.data.service import job, worker
+from monolith.errors import RetryableError
 from monolith.filesystem import atomic_write
 from monolith.runtime.batches import ReadBatch, TrainingBatches
+from monolith.runtime.coordinator import Quiesced
 from monolith.runtime.fleet_placement import ServerPlacement
+from monolith.runtime.messages import BeginServer
+from monolith.runtime.rank_placement import RankPlacement
+from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
+from monolith.runtime.ranks import RankCoordinator
+from monolith.runtime.server_calls import on_each, tell
 from monolith.store.pushes import AppliedPushes
+from monolith.store.rank_groups import Collective
 from monolith.store.server import ParameterServer, _ServedState
+from monolith.sync import Publisher, TableTarget
+from monolith.sync.messages import LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
 from monolith.testing.disk import SimDisk
 from monolith.train.hooks.save import SaveHook
 
@@ -38,6 +54,8 @@ class Mutant:
     sentence: str
     """What is wrong, in words."""
     patches: Callable[[], Sequence[Patch]]
+    seeds: int = 1_000
+    """How many seeds it took to find it when this was last measured."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -170,26 +188,271 @@ def _committed_before_saved() -> Sequence[Patch]:
     return [(data_service, "save", save)]
 
 
+# Ranks
+
+
+def _positions_of_the_save_before() -> Sequence[Patch]:
+    right = RankCoordinator._gather_states
+    before: dict[RankCoordinator, Quiesced] = {}
+
+    def gather(self: RankCoordinator, progress: Any) -> Quiesced:
+        found = right(self, progress)
+        stale = before.get(self, found)
+        before[self] = found
+        return replace(found, others=stale.others)
+
+    return [(RankCoordinator, "_gather_states", gather)]
+
+
+def _shard_of_when_it_is_written() -> Sequence[Patch]:
+    cut, write = RankShard._cut, RankShard._write
+
+    def late(self: RankShard, body: Any) -> Any:
+        concurrency.sleep(0.05)
+        cut(self, body)
+        return write(self, body)
+
+    return [(RankShard, "_cut", lambda self, body: {}), (RankShard, "_write", late)]  # noqa: ARG005
+
+
+def _only_rank_0_restores() -> Sequence[Patch]:
+    right = RankTables.restore
+
+    def restore(self: RankTables, *args: Any) -> Any:
+        with mock.patch.object(self._calls, "_addresses", {}):
+            return right(self, *args)
+
+    return [(RankTables, "restore", restore)]
+
+
+def _weights_not_taken() -> Sequence[Patch]:
+    return [(RankPlacement, "take_weights", lambda self: None)]  # noqa: ARG005
+
+
+def _lost_sum_taken_for_a_sum() -> Sequence[Patch]:
+    right = Collective._finish
+
+    def finish(self: Collective, work: Any, waiting: Any = None) -> None:
+        with suppress(RetryableError) if self._name == "dense" else nullcontext():
+            right(self, work, waiting)
+
+    return [(Collective, "_finish", finish)]
+
+
+def _run_of_servers_not_renewed() -> Sequence[Patch]:
+    run = "the only run"
+
+    def begin(self: RowsOnServers) -> str:
+        on_each(self.fresh, lambda server: tell(self._group, server, "server.begin", BeginServer(run)))
+        self.join(run)
+        for server in self.fresh:
+            concurrency.Thread(target=self._attend, args=(server,), daemon=True).start()
+        return run
+
+    return [(RowsOnServers, "begin", begin)]
+
+
+def _rank_leaves_before_the_last_save() -> Sequence[Patch]:
+    right = RankCoordinator.leave
+
+    def leave(self: RankCoordinator, outcome: Any, state: Any = None) -> bool:
+        if outcome.failed or self.membership.is_chief:
+            return right(self, outcome, state)
+        self._groups.expect_end()
+        return True
+
+    return [(RankCoordinator, "leave", leave)]
+
+
+# Kafka
+
+
+def _offset_committed_wins() -> Sequence[Patch]:
+    right = KafkaSource._begin
+
+    def begin(self: KafkaSource, partitions: Sequence[Any]) -> Any:
+        found = {one: offset for one, (offset, _) in self._client.committed(partitions).items()}
+        return {**right(self, partitions), **found}
+
+    return [(KafkaSource, "_begin", begin)]
+
+
+def _position_skips_one() -> Sequence[Patch]:
+    right = KafkaSource.position
+
+    def position(self: KafkaSource) -> Any:
+        known, offsets = read_position(right(self))
+        ends = {one: self._client.ends(one)[1] for one in offsets}
+        return make_position(known, {one: min(offset + 1, ends[one]) for one, offset in offsets.items()})
+
+    return [(KafkaSource, "position", position)]
+
+
+def _revoked_without_commit() -> Sequence[Patch]:
+    def on_revoke(self: KafkaSource, consumer: Any, partitions: Any) -> None:  # noqa: ARG001
+        self._notify_revoked(self._leave(partitions))
+
+    return [(KafkaSource, "_on_revoke", on_revoke)]
+
+
+def _offsets_committed_before_saved() -> Sequence[Patch]:
+    right = kafka.save
+
+    def save(file: str, source: Any, counts: Any, saved: Any) -> None:
+        source.commit(source.position())
+        right(file, source, counts, saved)
+
+    return [(kafka, "save", save)]
+
+
+# Publishing
+
+
+def _removals_not_published() -> Sequence[Patch]:
+    right = Publisher._look_up
+
+    def look_up(self: Publisher, table: Any, ids: Tensor) -> tuple[Any, Tensor]:
+        rows, gone = right(self, table, ids)
+        return rows, gone[:0]
+
+    return [(Publisher, "_look_up", look_up)]
+
+
+def _snapshot_without_removals() -> Sequence[Patch]:
+    return [(TableTarget, "end_snapshot", TableTarget.abort_snapshot)]
+
+
+def _epoch_continued() -> Sequence[Patch]:
+    right = Publisher.__init__
+
+    def init(self: Publisher, *args: Any, **options: Any) -> None:
+        right(self, *args, **options)
+        self._position = self._making = LogPosition(f"shard {self._shard[0]}", 0)
+
+    return [(Publisher, "__init__", init)]
+
+
+def _step_told_too_early() -> Sequence[Patch]:
+    right = Publisher._learned
+
+    def learned(self: Publisher) -> LearnedUpTo:
+        found = right(self)
+        return replace(found, step=found.step + 1)
+
+    return [(Publisher, "_learned", learned)]
+
+
+def _snapshot_of_a_later_delta() -> Sequence[Patch]:
+    right = Publisher._take_snapshot
+
+    def take(self: Publisher, buckets: Tensor | None = None) -> Iterator[Any]:
+        shift = 0
+        for message in right(self, buckets):
+            if isinstance(message, SnapshotBegin):
+                shift = int(self._making.sequence == message.position.sequence)
+            if isinstance(message, SnapshotBegin | SnapshotEnd):
+                later = replace(message.position, sequence=message.position.sequence + shift)
+                message = replace(message, position=later)  # noqa: PLW2901
+            yield message
+
+    return [(Publisher, "_take_snapshot", take)]
+
+
+def _snapshot_of_a_restore() -> Sequence[Patch]:
+    return [
+        (Publisher, "suspend", lambda self: None),  # noqa: ARG005
+        (Publisher, "_refuse_if_paused", lambda self, position: None),  # noqa: ARG005
+    ]
+
+
+def _overflow_not_noticed() -> Sequence[Patch]:
+    return [(Publisher, "_has_overflowed", lambda self: False)]  # noqa: ARG005
+
+
+def _failed_delta_dropped() -> Sequence[Patch]:
+    right = Publisher._fail
+
+    def fail(self: Publisher, what: str, *, trace: bool = False) -> None:
+        self._unsent = None
+        right(self, what, trace=trace)
+
+    return [(Publisher, "_fail", fail)]
+
+
+# Checkpoints
+
+
+def _failed_save_counts() -> Sequence[Patch]:
+    right = PendingCheckpoint.close
+    return [(PendingCheckpoint, "close", lambda self, saved: right(self, saved=saved or True))]
+
+
+def _chain_deleted() -> Sequence[Patch]:
+    return [(Retention, "needed", lambda self, exempt: set())]  # noqa: ARG005
+
+
+def _manifest_left_at_replaced_files() -> Sequence[Patch]:
+    return [(checkpointer, "checkpoint_exists", lambda prefix: False)]  # noqa: ARG005
+
+
+def _no_journal() -> Sequence[Patch]:
+    return [(Saver, "_write_journal", lambda self, retention: None)]  # noqa: ARG005
+
+
 MUTANTS = {
+    "positions_of_the_save_before": Mutant(
+        "ranks",
+        "A checkpoint has the positions that ranks other than 0 reported for the one before it.",
+        _positions_of_the_save_before,
+        39,
+    ),
+    "shard_of_when_it_is_written": Mutant(
+        "ranks",
+        "A rank takes the snapshot of its rows when it writes it, not while all are quiesced.",
+        _shard_of_when_it_is_written,
+        82,
+    ),
+    "only_rank_0_restores": Mutant(
+        "ranks", "After a loss only rank 0 restores its rows.", _only_rank_0_restores, 36
+    ),
+    "weights_not_taken": Mutant(
+        "ranks", "A rank does not take the restored weights of rank 0.", _weights_not_taken, 16
+    ),
+    "lost_sum_taken_for_a_sum": Mutant(
+        "ranks", "A rank continues after a sum of gradients that failed.", _lost_sum_taken_for_a_sum, 12
+    ),
+    "run_of_servers_not_renewed": Mutant(
+        "ranks",
+        "Every attempt of the ranks has the same name on the servers.",
+        _run_of_servers_not_renewed,
+        6,
+    ),
+    "rank_leaves_before_the_last_save": Mutant(
+        "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save, 1
+    ),
     "fence_not_checked": Mutant(
-        "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked
+        "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked, 186
     ),
     "applied_twice": Mutant(
-        "fleet", "A server applies a push again that its caller has sent again.", _applied_twice
+        "fleet", "A server applies a push again that its caller has sent again.", _applied_twice, 45
     ),
     "pushes_not_awaited": Mutant(
-        "fleet", "A worker reports its position while its last pushes are on the way.", _pushes_not_awaited
+        "fleet",
+        "A worker reports its position while its pushes are on the way.",
+        _pushes_not_awaited,
+        420,
     ),
     "named_before_written": Mutant(
-        "fleet", "A checkpoint is named before its files are complete.", _named_before_written
+        "fleet", "A checkpoint is named before its files are complete.", _named_before_written, 3
     ),
-    "not_synced": Mutant("fleet", "Files are renamed into place without being synced.", _not_synced),
+    "not_synced": Mutant("fleet", "Files are renamed into place without being synced.", _not_synced, 1),
     "position_of_what_was_read": Mutant(
         "fleet",
         "A position counts the batches that were read, not those trained.",
         _position_of_what_was_read,
+        4,
     ),
-    "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save),
+    "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 1),
     "unsynced_turns": Mutant(
         "data_service", "The dispatcher answers before the turn of a chunk is synced.", _unsynced_turns
     ),
@@ -218,5 +481,62 @@ MUTANTS = {
         "data_service",
         "A position is committed before the checkpoint with it is written.",
         _committed_before_saved,
+    ),
+    "offset_committed_wins": Mutant(
+        "kafka",
+        "A restored position is ignored if the broker has a committed offset.",
+        _offset_committed_wins,
+        seeds=64,
+    ),
+    "position_skips_one": Mutant("kafka", "A position skips the next message.", _position_skips_one, seeds=4),
+    "revoked_without_commit": Mutant(
+        "kafka",
+        "A member of a group gives partitions up without telling how far it read.",
+        _revoked_without_commit,
+        seeds=118,
+    ),
+    "offsets_committed_before_saved": Mutant(
+        "kafka",
+        "Offsets are committed before the checkpoint with them is written.",
+        _offsets_committed_before_saved,
+        seeds=1,
+    ),
+    "removals_not_published": Mutant(
+        "publishing", "A delta lacks the ids that have no row any more.", _removals_not_published, 1
+    ),
+    "snapshot_without_removals": Mutant(
+        "publishing", "Rows that a snapshot does not have stay.", _snapshot_without_removals, 3
+    ),
+    "epoch_continued": Mutant(
+        "publishing", "A restarted publisher continues the epoch before it.", _epoch_continued, 6
+    ),
+    "step_told_too_early": Mutant(
+        "publishing", "A delta says a step whose rows it may lack.", _step_told_too_early, 1
+    ),
+    "snapshot_of_a_later_delta": Mutant(
+        "publishing", "A snapshot says that it contains the delta after it.", _snapshot_of_a_later_delta, 11
+    ),
+    "snapshot_of_a_restore": Mutant(
+        "publishing", "Snapshots are taken while rows are restored.", _snapshot_of_a_restore
+    ),
+    "overflow_not_noticed": Mutant(
+        "publishing", "Changed ids that did not fit into the set are forgotten.", _overflow_not_noticed
+    ),
+    "failed_delta_dropped": Mutant(
+        "publishing", "A delta that the channel did not take is not sent again.", _failed_delta_dropped
+    ),
+    "failed_save_counts": Mutant(
+        "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 33
+    ),
+    "chain_deleted": Mutant(
+        "checkpoints", "A checkpoint is deleted that an increment needs.", _chain_deleted, 3
+    ),
+    "manifest_left_at_replaced_files": Mutant(
+        "checkpoints",
+        "A checkpoint of a step that exists is written over it while its manifest is in place.",
+        _manifest_left_at_replaced_files,
+    ),
+    "no_journal": Mutant(
+        "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 3
     ),
 }

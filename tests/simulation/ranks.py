@@ -58,7 +58,7 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
     task = FirstTime(batches=steps * num_ranks, read_seconds=draw.choice([0.0, 0.05, 0.5]))
     train = TrainConfig(
         model_dir=FOLDER,
-        save=SaveConfig(steps=draw.choice([1, 2, 3, 5])),
+        save=SaveConfig(steps=draw.choice([1, 2, 3, 5]), asynchronous=draw.choice([True, False])),
         summary_every_steps=None,
         idle_after=timedelta(milliseconds=50),
     )
@@ -119,8 +119,8 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
         cluster.wait(chief="rank-0")
 
     faults = Faults.drawn(seed)
-    # A connection of ranks that breaks costs a whole attempt, and an attempt is thousands of messages.
-    chance = min(faults.network.break_chance, 0.0005)
+    # A connection of ranks that breaks costs a whole attempt, and an attempt is hundreds of messages.
+    chance = min(faults.network.break_chance, 0.002)
     cluster = SimCluster(
         seed, replace(faults, network=replace(faults.network, break_chance=chance)), traced=traced
     )

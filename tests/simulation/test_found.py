@@ -9,11 +9,6 @@ import torch
 
 FOUND = [
     (
-        "ranks",
-        1090,
-        "a connection broke after rank 1 had received the last word, and rank 0 waited for it to come back",
-    ),
-    (
         "data_service",
         2,
         "the dispatcher told trainers turns that were not synced to its disk and lost them with its power",

@@ -1,27 +1,55 @@
-"""Every world, with some seeds; `make soak` and `python -m simulation` run many more."""
+"""Every world, with some seeds, and deliberate bugs that they find. `make soak` runs many more of both."""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-import torch
+from simulation.blocks import Tally, processes, run_block
+from simulation.mutants import MUTANTS
 
-from monolith.testing.scheduler import SimulationError
+WORLDS = ("fleet", "keep_going", "ranks", "elastic", "publishing", "data_service", "kafka", "checkpoints")
+SEEDS = 200
+"""Of each world. They are the same in every run, so a failure is never a matter of luck."""
+FEWER = {"together": 40}
+"""Seeds of worlds whose runs take longer."""
+BLOCK = 10
+MOST = 1_000
+"""Seeds within which every deliberate bug is found."""
+SOON = 60
+"""Bugs that take more seeds than this are left to `make soak`."""
 
-WORLDS = ("fleet", "keep_going", "ranks", "publishing", "data_service")
-SEEDS = 20
-PARTS = 4
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with processes() as found:
+        yield found
 
 
-@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("world", WORLDS)
-def test_no_seed_breaks_a_rule(world: str, part: int) -> None:
-    play = getattr(importlib.import_module(f"simulation.{world}"), world)
-    torch.set_num_threads(1)
-    for seed in range(part, SEEDS, PARTS):
-        try:
-            play(seed)
-        except SimulationError as error:
-            again = f"cd tests && PYTHONHASHSEED=0 python -m simulation {world} {seed}"
-            raise AssertionError(f"{str(error).splitlines()[0]}\nTo see what happened: {again}") from error
+def test_no_seed_breaks_a_rule(world: str, pool: ProcessPoolExecutor) -> None:
+    seeds = FEWER.get(world, SEEDS)
+    blocks = [pool.submit(run_block, world, first, first + BLOCK) for first in range(0, seeds, BLOCK)]
+    tally = Tally()
+    for block in blocks:
+        tally.add(block.result())
+    again = [f"{why}; see python -m simulation {world} {seed}" for seed, why in tally.failed.items()]
+    assert not again, "\n".join(again)
+    assert tally.faults > seeds, "so few faults show nothing"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if mutant.seeds <= SOON else [pytest.mark.soak])
+        for name, mutant in MUTANTS.items()
+    ],
+)
+def test_a_deliberate_bug_is_found(name: str, pool: ProcessPoolExecutor) -> None:
+    mutant = MUTANTS[name]
+    for first in range(0, MOST, 2 * BLOCK):
+        blocks = [pool.submit(run_block, mutant.world, at, at + BLOCK, name) for at in (first, first + BLOCK)]
+        if any(block.result().failed for block in blocks):
+            return
+    pytest.fail(f"no seed below {MOST} notices this bug: {mutant.sentence}")

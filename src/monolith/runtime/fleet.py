@@ -338,8 +338,10 @@ class Fleet:
         servers = {int(place): one for place, one in served.items()}
         for place, one in servers.items():
             self.group.replace(place, self.group.addresses[place], one.incarnation)
-        if 0 in self.fresh:  # the service was lost with it
-            self._begin_meeting(self.group, servers)
+        if 0 in self.fresh:
+            # The service was lost with server 0, which knew the workers, and this chief has just started: any
+            # worker may have pushed to a server that was lost, and is asked for what it lost.
+            self._begin_meeting(self.group, servers, joined=tuple(range(1, self.num_workers)))
         self.tables.close_cut(None, saved=False)  # the snapshot that the previous chief was about to save
         self._replaced = {place: served[str(place)] for place in self.fresh}
         return True
@@ -348,12 +350,17 @@ class Fleet:
     def _places(self) -> range:
         return range(len(self.group))
 
-    def _begin_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
+    def _begin_meeting(
+        self, server: ServerGroup, servers: Mapping[int, Served], joined: tuple[int, ...] = ()
+    ) -> None:
         """Have server 0 start the coordination service: of a new run, or of one that continues.
 
         In the second case the service before it is lost with its server. What it knew is put together from
         what the chief knows, and workers report the rest when they rejoin (`ComeBack`). Called by the
         training thread at the start, and by the thread that attends to server 0 later.
+
+        Args:
+            joined: Workers that may be part of it, if no news of the run has said which are.
         """
         listener = self._listener
         present = () if listener is None else listener.present
@@ -374,7 +381,7 @@ class Fleet:
             departures=self._departures.last,
             gone={worker: one for worker, one in self._departures.gone.items() if int(worker) not in present},
             dealt={str(worker): one for worker, one in self._dealt.items()},
-            joined=() if listener is None else listener.joined,
+            joined=joined if listener is None else listener.joined,
             pushes={} if listener is None else dict(listener.pushes),
         )
         tell(server, 0, "meeting.begin", body)

@@ -18,12 +18,11 @@ import io
 import os
 import re
 import struct
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import BinaryIO, TypeVar
 
 from monolith import filesystem, native
+from monolith.concurrency import Event, ThreadPoolExecutor, wait
 from monolith.errors import CorruptFileError, FileMissingError, RestoreError, TableArgumentError
 
 MAX_SHARDS = 99_999
@@ -148,7 +147,7 @@ class StopTogether:
     """Passed to each task, which iterates through `chunks` so that it stops when another task fails."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        self._stop = Event()
 
     def set(self) -> None:
         self._stop.set()

@@ -137,6 +137,8 @@ class SimMachine:
         """A `SimRankNetwork`, if the machine is connected to a network."""
         self.disk: Any = None
         """A `SimDisk`, if the machine has one."""
+        self.kafka: Any = None
+        """The client of a `SimKafka`, if the machine uses one."""
 
     def spawn(self, target: Callable[[], object], name: str = "main") -> SimThread:
         """Start a thread of this machine, from any thread of the simulation."""

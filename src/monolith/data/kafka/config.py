@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from types import ModuleType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from monolith import concurrency
 from monolith.config import Secret
@@ -196,8 +195,10 @@ def read_settings(pairs: Iterable[str]) -> dict[str, str | int | float | bool]:
     return settings
 
 
-def import_kafka() -> ModuleType:
-    """Return the client library, which is an optional extra."""
+def import_kafka() -> Any:
+    """Return the client library, which is an optional extra; in a simulation, that of its broker."""
+    if (here := concurrency.machine()) is not None:
+        return here.kafka
     try:
         import confluent_kafka
     except ImportError as cause:

@@ -1,0 +1,127 @@
+"""The simulated broker passes the tests of the real one, but those that look at a real clock or process."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+
+import pytest
+from data import test_kafka
+from data.test_kafka import payload
+
+from monolith import concurrency
+from monolith.data.kafka import KafkaSink
+from monolith.testing.kafka import SimKafka
+from monolith.testing.network import SimNetwork
+from monolith.testing.scheduler import Simulation
+
+
+class Broker:
+    """A simulated broker, as tests know the real one."""
+
+    address = "kafka:9092"
+
+    def __init__(self, kafka: SimKafka) -> None:
+        self.kafka = kafka
+        self._numbers = itertools.count()
+
+    def create_topic(self, name: str | None = None, partitions: int = 1) -> str:
+        return self.kafka.create_topic(name or f"topic-{next(self._numbers)}", partitions)
+
+    def send(self, topic: str, numbers: range | list[int], partition: int | None = None) -> None:
+        with KafkaSink((self.address,), topic) as sink:
+            sink.send([payload(number) for number in numbers], partition=partition)
+
+
+def simulate(play: Callable[[Broker], object], seed: int = 0) -> None:
+    """Run a function on a machine that uses a simulated broker."""
+    simulation = Simulation(seed)
+    broker = SimKafka(SimNetwork(simulation))
+
+    def client() -> None:
+        broker.attach()
+        play(Broker(broker))
+
+    def stage() -> None:
+        simulation.machine("kafka").spawn(broker.serve)
+        concurrency.sleep(0.1)
+        simulation.machine("client").spawn(client).join()
+
+    simulation.run(stage)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_kafka.test_messages_of_a_partition_come_in_order_and_each_once,
+        test_kafka.test_a_batch_has_as_many_messages_as_were_asked_for_and_waits_a_moment_only,
+        test_kafka.test_the_time_the_caller_takes_is_no_silence,
+        test_kafka.test_it_begins_with_the_earliest_message_or_with_the_next_one,
+        test_kafka.test_several_topics_are_read_by_workers_with_different_partitions,
+        test_kafka.test_a_worker_without_partitions_just_waits,
+        test_kafka.test_plain_strings_are_yielded_as_they_are,
+        test_kafka.test_a_position_names_the_first_message_that_was_not_yielded,
+        test_kafka.test_a_restored_source_yields_exactly_what_was_left,
+        test_kafka.test_it_can_be_restored_between_iterations,
+        test_kafka.test_positions_of_all_workers_restore_into_another_number_of_workers,
+        test_kafka.test_workers_read_only_the_partitions_that_the_chief_assigns,
+        test_kafka.test_a_worker_that_was_dealt_nothing_yet_waits_until_it_is_or_is_interrupted,
+        test_kafka.test_malformed_messages_are_counted_passed_on_and_dropped,
+        test_kafka.test_a_batch_of_malformed_messages_only_is_skipped,
+        test_kafka.test_lag_is_shown_for_each_partition,
+        test_kafka.test_a_group_is_restored_to_a_position_and_not_to_what_it_had_committed,
+        test_kafka.test_what_a_member_of_a_group_read_and_did_not_commit_comes_again,
+        test_kafka.test_an_offset_committed_by_the_same_run_wins_over_the_restored_position,
+        test_kafka.test_a_closed_source_cannot_be_read,
+    ],
+    ids=lambda test: getattr(test, "__name__", str(test)).removeprefix("test_"),
+)
+def test_as_with_the_real_broker(test: Callable[..., None], seed: int) -> None:
+    def play(broker: Broker) -> None:
+        given = {"kafka": broker, "send": broker.send}
+        wanted = inspect.signature(test).parameters
+        if "topic" in wanted:
+            given["topic"] = broker.create_topic()
+        test(**{name: given[name] for name in wanted})
+
+    simulate(play, seed)
+
+
+def test_an_offset_that_was_deleted_is_an_error_and_not_a_jump() -> None:
+    def play(broker: Broker) -> None:
+        topic = broker.create_topic()
+        broker.send(topic, range(5))
+        log = broker.kafka.logs[topic, 0]
+        with test_kafka.KafkaSource(
+            test_kafka.config(broker, topic, poll_batch=1), test_kafka.decode
+        ) as source:
+            next(iter(source))
+            position = source.position()
+            log.values, log.low = log.values[3:], 3
+            with pytest.raises(test_kafka.RestoreError, match="they were deleted since"):
+                source.restore(position)
+
+    simulate(play)
+
+
+def test_a_commit_of_an_old_generation_is_refused() -> None:
+    def play(broker: Broker) -> None:
+        topic = broker.create_topic()
+        kafka = broker.kafka
+        first = kafka.join("g", "", [topic], 6.0)
+        generation, partitions = kafka.sync("g", first)
+        assert partitions == [(topic, 0)]
+        kafka.join("g", "", [topic], 6.0)
+        assert kafka.heartbeat("g", first, generation) == "rebalance"
+        assert kafka.commit("g", first, generation, {(topic, 0): (1, "")}) == 0, "before it has rejoined"
+        kafka.join("g", first, [topic], 6.0)
+        assert kafka.sync("g", first)[0] == generation + 1
+        assert kafka.commit("g", first, generation, {(topic, 0): (2, "")}) != 0
+        assert kafka.commit("g", None, -1, {(topic, 0): (2, "")}) != 0, "not of the group"
+        assert kafka.committed["g", (topic, 0)][0] == 1
+        concurrency.sleep(10)
+        assert kafka.heartbeat("g", first, generation + 1) == "unknown", "it was silent for too long"
+
+    simulate(play)
