@@ -25,6 +25,7 @@ from monolith.filesystem import (
     list_files,
     list_folders,
     make_dirs,
+    open_database,
     open_read,
     read_bytes,
     remove,
@@ -384,3 +385,18 @@ def test_a_reserve_that_is_given_up_lets_files_be_opened_when_there_are_none_lef
         with pytest.raises(OSError, match="Too many open files"):  # it was taken back
             os.open(os.devnull, os.O_RDONLY)
     assert path.read_bytes() == b"saved"
+
+
+def test_a_database_is_for_its_owner_alone_and_is_kept_in_its_file(tmp_path):
+    path = tmp_path / "jobs.db"
+    with contextlib.closing(open_database(path)) as database:
+        database.execute("CREATE TABLE t (n INTEGER)")
+        database.execute("INSERT INTO t VALUES (7)")
+    assert path.stat().st_mode & 0o077 == 0
+    with contextlib.closing(open_database(path)) as database:
+        assert database.execute("SELECT n FROM t").fetchall() == [(7,)]
+
+
+def test_a_database_that_is_not_on_a_local_disk_is_refused():
+    with pytest.raises(FilesystemError, match="a database needs a local disk"):
+        open_database("memory://jobs.db")

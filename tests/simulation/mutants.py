@@ -454,33 +454,40 @@ MUTANTS = {
     ),
     "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 1),
     "unsynced_turns": Mutant(
-        "data_service", "The dispatcher answers before the turn of a chunk is synced.", _unsynced_turns
+        "data_service",
+        "The dispatcher answers before the turn of a chunk is synced.",
+        _unsynced_turns,
+        seeds=3,
     ),
     "announced_in_two_steps": Mutant(
         "data_service",
         "A chunk and the place after it are noted in two transactions.",
         _announced_in_two_steps,
+        seeds=149,
     ),
     "turn_given_anew": Mutant(
-        "data_service", "Asking for a turn again gives another chunk.", _turn_given_anew
+        "data_service", "Asking for a turn again gives another chunk.", _turn_given_anew, seeds=3
     ),
     "place_without_skip": Mutant(
         "data_service",
         "A chunk that begins inside of a batch is read again from the start of the batch.",
         _place_without_skip,
+        seeds=14,
     ),
     "acknowledged_too_far": Mutant(
         "data_service",
         "An acknowledgement counts for all chunks that the trainer was given.",
         _acknowledged_too_far,
+        seeds=14,
     ),
     "lease_for_ever": Mutant(
-        "data_service", "The lease of a silent data worker never expires.", _lease_for_ever
+        "data_service", "The lease of a silent data worker never expires.", _lease_for_ever, seeds=16
     ),
     "committed_before_saved": Mutant(
         "data_service",
         "A position is committed before the checkpoint with it is written.",
         _committed_before_saved,
+        seeds=14,
     ),
     "offset_committed_wins": Mutant(
         "kafka",
@@ -520,7 +527,10 @@ MUTANTS = {
         "publishing", "Snapshots are taken while rows are restored.", _snapshot_of_a_restore
     ),
     "overflow_not_noticed": Mutant(
-        "publishing", "Changed ids that did not fit into the set are forgotten.", _overflow_not_noticed
+        "publishing",
+        "Changed ids that did not fit into the set are forgotten.",
+        _overflow_not_noticed,
+        seeds=3,
     ),
     "failed_delta_dropped": Mutant(
         "publishing", "A delta that the channel did not take is not sent again.", _failed_delta_dropped
