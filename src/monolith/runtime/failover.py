@@ -372,7 +372,7 @@ class ServerRecovery:
                 if self._look(server, lost_at):
                     break
             except RetryableError as error:
-                # From the beginning, with another incarnation: nobody has used the half-restored one.
+                # From the beginning, with another incarnation: no worker has used the half-restored one.
                 _log.warning(
                     "parameter server %d was lost again while its shard was restored: %s", server, error
                 )
@@ -519,11 +519,11 @@ class ServerRecovery:
             self._how.served(server, served.address)
         with self._changed:
             self._served[server] = served
-            everybody = dict(self._served)
+            all_servers = dict(self._served)
         if server == 0:
-            self._take_over_meeting(place, everybody)
+            self._take_over_meeting(place, all_servers)
         updates = self._pushes.replace(server, served)
-        if server != 0:  # of server 0, the new service knows it from `everybody`
+        if server != 0:  # of server 0, the new service learns it when it begins
             self._publish(server, served)
         return updates
 

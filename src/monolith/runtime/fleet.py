@@ -691,7 +691,7 @@ class Fleet:
         if safe is None and worker < len(self._start.positions):
             position = self._start.positions[worker]
             safe = WorkerState(position=position, examples=0, skipped=0, event_time=None)
-        # A worker that was lost trained past its saved state, and nobody knows how far: its work is taken up
+        # A worker that was lost trained past its saved state, and how far is not known: its work is taken up
         # again from there. One that left says how far it came; that counts once a checkpoint has it.
         if departure.state is None or (safe is not None and departure.state.examples == safe.examples):
             return safe
@@ -905,7 +905,7 @@ class Fleet:
     def _hold(self, why: str) -> int:
         """Pause the other workers, or keep them paused, for a reason; return the number of the pause."""
         with self._holding:
-            # Noted only after the call: a pause that the service never heard of is not to be released.
+            # Noted only after the call: a pause that the service never received is not to be released.
             self._last_halt = self._ask("meeting.halt", OfRun(self._run), PauseNumber).halt
             self._holds.add(why)
             return self._last_halt

@@ -215,7 +215,7 @@ class FleetNews:
 
     def _start(self, run: Callable[..., None], *args: Any) -> None:
         def run_and_report() -> None:
-            # The training thread waits for what this one learns. An error that nobody expected must reach it,
+            # The training thread waits for what this one learns. An unexpected error must reach it,
             # or it would wait for a release that never comes.
             try:
                 run(*args)

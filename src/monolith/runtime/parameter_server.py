@@ -127,7 +127,7 @@ class PublishedShard:
         self._publisher: ShardPublisher | None = None
         self._over = False
 
-    def hear(self, told: PublishProgress) -> None:
+    def note_progress(self, told: PublishProgress) -> None:
         """Note how far the run is."""
         self._told = told
         with self._lock:
@@ -143,10 +143,10 @@ class PublishedShard:
                     publisher.send_weights(self._weights)
             publisher.start()  # again with each report: it may have failed the last time
 
-    def bring(self, weights: Mapping[str, Tensor]) -> None:
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the dense weights."""
-        # Stored first, then the publisher is looked at; `hear` makes the publisher first, then looks here. So
-        # one of the two sends them; sending them twice is harmless.
+        # Stored first, then the publisher is looked at; `note_progress` makes the publisher first, then looks
+        # here. So one of the two sends them; sending them twice is harmless.
         self._weights = weights
         if (publisher := self._publisher) is not None:
             publisher.send_weights(weights)
@@ -415,8 +415,8 @@ class ServedShard:
             "server.health": self._health,
             "tables.cut": self._cut,
             "tables.close": self._close,
-            "publish.obey": self._obey,
-            "publish.told": self._hear,
+            "publish.obey": self._execute_order,
+            "publish.told": self._note_progress,
             "publish.flush": self._flush,
         }
 
@@ -657,18 +657,18 @@ class ServedShard:
             if held.publishing is not None:
                 held.publishing.close()
 
-    def _obey(self, body: PublishOrder) -> PublishStatus:
+    def _execute_order(self, body: PublishOrder) -> PublishStatus:
         order = checked_order(body)
         with self._publishing() as publishing:
             return PublishStatus(() if publishing is None else publishing.execute(order))
 
-    def _hear(self, body: PublishProgress) -> PublishStatus:
+    def _note_progress(self, body: PublishProgress) -> PublishStatus:
         """Note how far the run is; the first time, everything is restored, and publishing starts."""
         self._check_run(body.run)
         with self._publishing() as publishing:
             if publishing is None:
                 return PublishStatus(())
-            publishing.hear(body)
+            publishing.note_progress(body)
             return PublishStatus(publishing.execute(PublishOrder("status")))
 
     def _take_weights(self, body: PublishedWeights, data: Bytes) -> tuple[dict[str, Any], Any]:
@@ -679,7 +679,7 @@ class ServedShard:
                 if body.weights != len(mine):
                     raise FeatureError(f"this model has {len(mine)} weights, and {body.weights} came")
                 came = unpack_tensors(data, list(mine.values()))
-                held.publishing.bring({name: one.clone() for name, one in zip(mine, came, strict=True)})
+                held.publishing.set_weights({name: one.clone() for name, one in zip(mine, came, strict=True)})
         return {}, b""
 
     def _flush(self, body: OfRun) -> None:

@@ -436,8 +436,8 @@ class CoordinationService:
                 "the same cluster.max_workers"
             )
         with self._changed:
-            # A service that takes over from a lost server 0 goes on counting where that stopped: workers hold
-            # states and pushes under the numbers of earlier pauses.
+            # A service that takes over from a lost server 0 continues to count where that stopped: workers
+            # hold states and pushes under the numbers of earlier pauses.
             self._halts = max(self._halts, body.halts)
             self._run = _Run(
                 body.run,

@@ -43,7 +43,7 @@ class GroupOptions:
 
 
 class RankNetwork(Protocol):
-    """Connects one rank with the others."""
+    """Connects one rank with the other ranks."""
 
     def serve_keys(self, host: str, port: int) -> Keys:
         """Serve keys to all ranks, at `host` alone, for as long as the returned store lives.

@@ -54,7 +54,7 @@ class SimRankNetwork:
         group = _SimGroup(self._network, self._machine, rank, size, options.timeout)
         others = [other for other in range(size) if other != rank]
         try:
-            # As gloo does: write the own address, read those of the others, connect to each.
+            # As gloo does: write the own address, read those of the other ranks, connect to each.
             keys.set(f"{name}/{rank}", str(group.number))
             peers = {other: int(keys.get(f"{name}/{other}")) for other in others}
             group.connect({other: self._network.groups[number] for other, number in peers.items()})
@@ -278,7 +278,7 @@ class _SimGroup:
 
     def _close_to(self, rank: int) -> None:
         peer, simulation = self._peers[rank], self._network.simulation
-        # A connection that is closed delivers what was sent before. One that is closed with unread messages
+        # A connection that is closed delivers earlier messages. One that is closed with unread messages
         # is reset, and what is under way may be lost.
         closed_at = simulation.now + self._network.delay()
         unread = any(sender == rank for sender, _ in self._received)

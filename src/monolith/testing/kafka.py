@@ -106,7 +106,7 @@ class SimKafka:
         assert isinstance(here, SimMachine)
         for group in self._groups.values():
             for member in group.members.values():
-                member.heard = self.simulation.now  # nobody could reach the broker meanwhile
+                member.heard = self.simulation.now  # no member could reach the broker meanwhile
         self.machine = here
         while not until():
             concurrency.sleep(0.5)

@@ -6,7 +6,7 @@ Each child has a guardian (see `guardian`), so that none is left over when this 
        │ ▲
        │ └── restarted: it was killed, or exited to be started again, and has restarts left. If it is the
        │     chief, members that are done are started again, too: the chief may have told them that the run is
-       │     over and died before it exited, and finds nobody to train with otherwise.
+       │     over and died before it exited, and would find no server.
        └──exits otherwise──► failed: the other members are stopped, and the outcome names this one
 """
 

@@ -2,8 +2,8 @@
 
 All that must survive is in one SQLite file and changes in transactions, so a dispatcher
 that was killed resumes as if nothing had happened. Liveness (when each process last called)
-is in memory only: after a restart all processes count as heard just now, or every lease would
-expire at once. See the package for the protocol.
+is in memory only: after a restart all processes count as having called just now, or every lease
+would expire at once. See the package for the protocol.
 
     split    free ──lease──► leased ──announce, again and again──► leased ──finish──► done
                ▲                │ silent for `lease`, deregister, fail

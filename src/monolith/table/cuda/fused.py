@@ -447,7 +447,7 @@ class FusedTables:
         if self._asked is None or not self._asked[0].query():
             return
         written, self._asked = self._asked[1], None
-        # A table that complains of bad event times must not keep the others from learning their counters.
+        # A table that complains of bad event times must not keep other tables from learning their counters.
         complaint: TableArgumentError | None = None
         for number, (table, counters) in enumerate(zip(self._fused, self._answer.tolist(), strict=True)):
             if table is None:
