@@ -33,6 +33,7 @@ import pytest  # noqa: E402
 from faults.fleet_processes import TESTS, FleetProcesses  # noqa: E402
 from runtime.test_service import START, Caller, Clock, failure  # noqa: E402
 
+from monolith import concurrency  # noqa: E402
 from monolith.data.files.work_queue import LocalFileQueue  # noqa: E402
 from monolith.data.service.job import DataJobConfig, Job  # noqa: E402
 from monolith.runtime.service import CoordinationService  # noqa: E402
@@ -160,7 +161,7 @@ class Files:
 def test_the_monotonic_clock_alone_ends_heartbeats_and_leases(
     kind: Any, jump: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert inspect.signature(kind.made_by).parameters["clock"].default is time.monotonic
+    assert inspect.signature(kind.made_by).parameters["clock"].default is concurrency.monotonic
     timer, real, offset = Clock(), time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: real() + offset)
     held = kind(tmp_path, timer)
