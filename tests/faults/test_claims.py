@@ -196,6 +196,7 @@ def test_no_row_breaks_the_claim_of_its_answer(stack: ExitStack, tmp_path: Path,
         reached = max(asker.steps)
         until(lambda reached=reached: asker.reaches(reached + 30), "the server does not follow the restart")
         asked = asker.known
+        until(lambda: len(run.versions()) >= 2, "no second version was exported")
         back = run.versions()[-2]
         run.publish("rollback", version=back)
         asker.steps.clear()
