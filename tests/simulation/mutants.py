@@ -34,6 +34,8 @@ from monolith.runtime.rank_placement import RankPlacement
 from monolith.runtime.rank_rows import RankShard, RankTables, RowsOnServers
 from monolith.runtime.ranks import RankCoordinator
 from monolith.runtime.server_calls import on_each, tell
+from monolith.serve.shards.hedging import Leg
+from monolith.serve.shards.shard_versions import ShardVersion, ShardVersions
 from monolith.store.pushes import AppliedPushes
 from monolith.store.rank_groups import Collective
 from monolith.store.server import ParameterServer, _ServedState
@@ -399,6 +401,21 @@ def _no_journal() -> Sequence[Patch]:
     return [(Saver, "_write_journal", lambda self, retention: None)]  # noqa: ARG005
 
 
+def _any_version_answers() -> Sequence[Patch]:
+    def find(self: ShardVersions, key: bytes) -> ShardVersion:  # noqa: ARG001
+        return list(self._by_name.values())[-1]
+
+    return [(ShardVersions, "find", find)]
+
+
+def _failed_request_still_counts() -> Sequence[Patch]:
+    def end(self: Leg) -> None:
+        with self.lock:
+            self.line = None
+
+    return [(Leg, "end", end)]
+
+
 MUTANTS = {
     "positions_of_the_save_before": Mutant(
         "ranks",
@@ -548,5 +565,11 @@ MUTANTS = {
     ),
     "no_journal": Mutant(
         "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 3
+    ),
+    "any_version_answers": Mutant(
+        "serving", "A server answers from the version that it opened last.", _any_version_answers, 4
+    ),
+    "failed_request_still_counts": Mutant(
+        "serving", "A request that failed counts as under way for ever.", _failed_request_still_counts, 1
     ),
 }

@@ -18,13 +18,14 @@ WORLDS = (
     "kafka",
     "fleet_kafka",
     "publishing",
+    "serving",
     "checkpoints",
     "together",
 )
 SEEDS = 60
 """Of each world: about a minute for all on two cores. They are the same in every run, so a failure is never a
 matter of luck."""
-FEWER = {"together": 10, "fleet_kafka": 20}
+FEWER = {"together": 10, "fleet_kafka": 20, "serving": 10}
 """Seeds of worlds whose runs take longer."""
 BLOCK = 10
 MOST = 1_000

@@ -133,7 +133,7 @@ class Minder:
     def __init__(self, hedge: Callable[[Leg], None]) -> None:
         self._hedge = hedge
         self._changed = concurrency.Condition()  # guards all below
-        self._legs: set[Leg] = set()
+        self._legs: dict[Leg, None] = {}  # as a set, in the order of `watch`: a simulated run is repeatable
         self._wakes_at = NEVER
         self._stopped = False
         self._thread = concurrency.Thread(target=self._run, name="shards-minder", daemon=True)
@@ -142,7 +142,7 @@ class Minder:
     def watch(self, leg: Leg) -> None:
         due = min(leg.hedge_at, leg.deadline)
         with self._changed:
-            self._legs.add(leg)
+            self._legs[leg] = None
             stopped = self._stopped
             if due < self._wakes_at:  # seldom: legs that are watched already are due before
                 self._changed.notify()
@@ -151,7 +151,7 @@ class Minder:
 
     def forget(self, leg: Leg) -> None:
         with self._changed:
-            self._legs.discard(leg)
+            self._legs.pop(leg, None)
 
     def close(self) -> None:
         """End the thread and give up the remaining legs."""
@@ -174,7 +174,9 @@ class Minder:
                     self._changed.wait(None if self._wakes_at == NEVER else self._wakes_at - now)
                     continue
                 due = [leg for leg in self._legs if min(leg.hedge_at, leg.deadline) <= now]
-                self._legs.difference_update(leg for leg in due if leg.deadline <= now)
+                for leg in due:
+                    if leg.deadline <= now:
+                        del self._legs[leg]
             for leg in due:
                 if leg.deadline <= now:
                     leg.give_up()
