@@ -222,7 +222,7 @@ def test_the_guard_does_not_wait_for_ever_and_names_the_missing_workers(caplog):
     guard = BarrierSaveListener(barrier, clock=clock, sleep=clock.sleep)
     guard.before_save(7)
     assert len(clock.sleeps) == 30
-    assert "for workers [1, 2] to halt" in caplog.text
+    assert "for workers [1, 2] to pause" in caplog.text
     guard.after_save(7)
     assert barrier.placement() is None
 

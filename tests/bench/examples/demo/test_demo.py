@@ -105,7 +105,7 @@ def test_the_whole_story_is_told_and_ends_with_a_picture(
     assert number(killed[2]) == 100 * number(killed[1])
     assert int(compared[1]) == int(compared[2]) >= 1  # a checkpoint may come between decision and kill
     assert re.search(r"publishing paused [\d.]+ s after the first wrong label: click/", told)
-    assert "recovered: publishing goes on" in told
+    assert "recovered: publishing continues" in told
     assert "As promised" in printed
     assert "each once" in printed
     assert (tmp_path / "demo" / "auc.png").read_bytes().startswith(PNG)
