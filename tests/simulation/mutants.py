@@ -541,7 +541,7 @@ MUTANTS = {
         "publishing", "A snapshot says that it contains the delta after it.", _snapshot_of_a_later_delta, 11
     ),
     "snapshot_of_a_restore": Mutant(
-        "publishing", "Snapshots are taken while rows are restored.", _snapshot_of_a_restore
+        "publishing", "Snapshots are taken while rows are restored.", _snapshot_of_a_restore, seeds=29
     ),
     "overflow_not_noticed": Mutant(
         "publishing",
@@ -550,7 +550,10 @@ MUTANTS = {
         seeds=3,
     ),
     "failed_delta_dropped": Mutant(
-        "publishing", "A delta that the channel did not take is not sent again.", _failed_delta_dropped
+        "publishing",
+        "A delta that the channel did not take is not sent again.",
+        _failed_delta_dropped,
+        seeds=45,
     ),
     "failed_save_counts": Mutant(
         "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 33
@@ -562,6 +565,7 @@ MUTANTS = {
         "checkpoints",
         "A checkpoint of a step that exists is written over it while its manifest is in place.",
         _manifest_left_at_replaced_files,
+        seeds=61,
     ),
     "no_journal": Mutant(
         "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 3
