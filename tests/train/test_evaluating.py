@@ -19,6 +19,7 @@ from monolith.checkpoint import list_checkpoints, named_checkpoint, read_best, r
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
 from monolith.runtime import LocalRun, Trainer, TrainReport
+from monolith.runtime.evaluate_hook import EvaluateHook
 from monolith.train import (
     EvaluateConfig,
     Hook,
@@ -30,7 +31,7 @@ from monolith.train import (
     TrainConfig,
     TrainingRun,
 )
-from monolith.train.evaluating import BestSoFar, EvaluateHook
+from monolith.train.evaluating import BestSoFar
 
 TASK = Clicks(batch_size=16)
 

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple
 
 import torch
 from rich import box
@@ -256,17 +255,6 @@ def write_json(task: Task, checkpoint: str, step: int, **more: Any) -> None:
 AGAIN = "run the same command again to continue with the checkpoints that are new"
 
 
-class ShownReading(Protocol):
-    """Shows how far an evaluation has come."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> bool | None: ...
-    def open(self, data: Stream[Batch]) -> None: ...
-    def advance(self, amount: float = 1) -> None: ...
-
-
 class _StoppedError(Exception):
     """A signal asked to stop in the middle of an evaluation."""
 
@@ -275,7 +263,7 @@ def follow(
     options: EvaluateOptions,
     task: Task,
     config: TrainConfig,
-    watched: Callable[[], ShownReading],
+    watched: Callable[[], ReadingBar],
 ) -> int:
     """Evaluate checkpoints as they come, write what was found, and return the exit status.
 
@@ -331,7 +319,7 @@ def follow_config(options: EvaluateOptions, config: TrainConfig) -> FollowConfig
 
 
 def evaluated(
-    trainer: Trainer, found: Found, steps: int | None, watched: ShownReading, stop: threading.Event
+    trainer: Trainer, found: Found, steps: int | None, watched: ReadingBar, stop: threading.Event
 ) -> Evaluation:
     """Evaluate one checkpoint, unless a signal stops it."""
     began = time.monotonic()

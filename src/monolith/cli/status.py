@@ -393,7 +393,11 @@ def run(options: TopOptions) -> int:
 
 
 def watch(
-    source: StatusSource, options: TopOptions, draw: Drawing, *, sleep: Callable[[float], None] = time.sleep
+    source: StatusSource,
+    options: TopOptions,
+    draw: StatusScreen,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Draw frames until the user interrupts; reading a job that fails is shown and retried."""
     last: JobStatus | None = None
@@ -505,23 +509,16 @@ def source_of(options: TopOptions) -> FolderSource | UrlSource:
 # Where it goes
 
 
-class Drawing(Protocol):
+class StatusScreen:
     """Shows one frame in place of the last."""
 
-    @property
-    def size(self) -> tuple[int, int | None]:
-        """Columns, and lines where there is an end to them."""
-
-    def show(self, picture: RenderableType) -> None: ...
-
-
-class _Screen:
     def __init__(self, console: Console, update: Callable[[RenderableType], None]) -> None:
         self._console = console
         self._update = update
 
     @property
     def size(self) -> tuple[int, int | None]:
+        """Columns, and lines if there is an end to them."""
         return self._console.width, self._console.height if self._console.is_terminal else None
 
     def show(self, picture: RenderableType) -> None:
@@ -529,14 +526,14 @@ class _Screen:
 
 
 @contextmanager
-def drawn() -> Iterator[Drawing]:
+def drawn() -> Iterator[StatusScreen]:
     """Give what draws on standard output: in one place on a terminal, else one frame below the other."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=LOG_WIDTH, highlight=False)
-        yield _Screen(console, console.print)
+        yield StatusScreen(console, console.print)
         return
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False, screen=True) as live:
-        yield _Screen(console, lambda picture: live.update(picture, refresh=True))
+        yield StatusScreen(console, lambda picture: live.update(picture, refresh=True))

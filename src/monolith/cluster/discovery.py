@@ -105,6 +105,12 @@ class Discovery(Protocol):
         Closing again does nothing.
         """
 
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
 
 class Closing(ABC):
     """Lets a discovery be used in a `with`."""

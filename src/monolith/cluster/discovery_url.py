@@ -12,8 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from datetime import timedelta
-from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal
 
 from monolith.cluster.addresses import Address
 from monolith.cluster.consul import ConsulDiscovery
@@ -31,19 +30,9 @@ _LOOKUP = "?api=lookup"
 """Ends the URL of a Consul agent that answers the original system's lookup API."""
 
 
-class OpenDiscovery(Discovery, Protocol):
-    """A discovery that can be used in a `with`, which closes it."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
 def open_discovery_url(
     url: str, environ: Environment | None = None, *, connect_timeout: timedelta = timedelta(seconds=15)
-) -> OpenDiscovery:
+) -> Discovery:
     """Open the registry that a URL names. Close it, or use it in a `with`.
 
     Args:

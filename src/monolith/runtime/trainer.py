@@ -43,6 +43,7 @@ from monolith.observe import Metrics
 from monolith.runtime.batches import open_data
 from monolith.runtime.checkpoints import RunCheckpoints, newest_checkpoint
 from monolith.runtime.coordinator import Coordinator, Outcome
+from monolith.runtime.evaluate_hook import EvaluateHook
 from monolith.runtime.local import LocalCoordinator, LocalPlacement, store_maker, stores_over
 from monolith.runtime.metric_guard import MetricGuard
 from monolith.runtime.progress import check_not_all_skipped
@@ -60,7 +61,7 @@ from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import Accelerator, AcceleratorHook, accelerator_of
 from monolith.train.candidates import Candidates, towers_of
 from monolith.train.config import TrainConfig
-from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
+from monolith.train.evaluating import BestSoFar, OnOpen, measured, outputs_of
 from monolith.train.evaluation_log import EvaluationLog
 from monolith.train.hook import Hook, StepResult, TrainingRun, drive
 from monolith.train.hooks import (

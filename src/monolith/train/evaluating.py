@@ -1,12 +1,7 @@
-"""Evaluating a run while it trains: on held data, with the model as it stands, and what follows from it.
+"""Evaluation on held-out data: the metrics of a model, and which of the evaluations of a run was the best.
 
-    due ──all paused, every update done──► measured ──better than the best──► saved, and named the best
-                                                    └──not, `patience` times in a row──► the run stops early
-
-What was best and how long ago is part of every checkpoint: a run that was killed compares on as if it had
-not been. The model is the one that trains, in eval mode for as long; rows are only read, random numbers are
-the evaluation's own, and the data is opened anew each time. So all that training notices is what it notices
-of a save: its updates are done before it continues.
+The best evaluation and its age are part of every checkpoint: a run that was killed continues to compare as if
+it had not been. `monolith.runtime.evaluate_hook` evaluates while a run trains.
 """
 
 from __future__ import annotations
@@ -16,20 +11,17 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from monolith import concurrency
 from monolith.checkpoint import BestCheckpoint
 from monolith.data import Stream, as_stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.train.evaluate_config import HEADLINES, LOSS, EvaluateConfig
-from monolith.train.evaluation_log import Evaluation, EvaluationLog
-from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.model import Model, OwnRandom
 from monolith.train.task import Mode, Outputs, Task
@@ -37,7 +29,7 @@ from monolith.train.task import Mode, Outputs, Task
 _log = logging.getLogger(__name__)
 
 
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 """The error of epochs, which are counted in fractions."""
 
 OnOpen = Callable[[Stream[Batch]], object]
@@ -149,7 +141,7 @@ class BestSoFar:
         metric rises and falls with the order of the data.
         """
         patience = self._config.patience
-        return patience is not None and self.since >= patience and self.passes >= 1 - _ROUNDING
+        return patience is not None and self.since >= patience and self.passes >= 1 - ROUNDING
 
     def take(self, step: int, metrics: Mapping[str, float], passes: float = 1.0) -> bool:
         """Take in an evaluation; return whether it is the best.
@@ -230,177 +222,7 @@ def _no_metric(wanted: str, there: Sequence[str]) -> str:
     return f"evaluate: there is no metric {wanted!r}; there are {', '.join(there)}.{hint}"
 
 
-class KeepsBest(Protocol):
-    """Saves the model, and names the best checkpoint."""
-
-    def named_best(self) -> BestCheckpoint | None:
-        """Return which checkpoint the folder names as the best."""
-
-    def keep_best(self, run: TrainingRun, step: int, metric: str, value: float) -> None:
-        """Save the model as it stands at a step, and name it the best once it is on disk."""
-
-    def name_best(self, step: int, metric: str, value: float) -> None:
-        """Name the checkpoint of a step the best, if it is on disk."""
-
-
-class EvaluatedSession(Protocol):
-    """The training session that an `EvaluateHook` measures; `monolith.runtime` has it."""
-
-    @property
-    def task(self) -> Task: ...
-
-    @property
-    def model(self) -> Model: ...
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether this process was asked to stop."""
-
-    def fraction_read(self) -> float | None:
-        """Return which part of its data this process has trained on, if that is known."""
-
-    def evaluable(self) -> AbstractContextManager[None]:
-        """Pause all processes that train the model, every update done."""
-
-    def readable(self) -> AbstractContextManager[None]:
-        """Make every row readable by this process, inside of `evaluable`."""
-
-
-class EvaluateHook(Hook):
-    """Evaluates the model that trains, where this process leads; comes before the hook that saves.
-
-    Args:
-        config: Is enabled.
-        keeper: Saves the best; None if nothing is kept.
-        log: Where evaluations are written; None if nothing is kept.
-        epochs: How often the data is read; None if the task says it.
-        clock: Seconds that never run backwards.
-    """
-
-    def __init__(
-        self,
-        session: EvaluatedSession,
-        config: EvaluateConfig,
-        best: BestSoFar,
-        *,
-        seed: int = 0,
-        keeper: KeepsBest | None = None,
-        log: EvaluationLog | None = None,
-        epochs: int | None = None,
-        clock: Callable[[], float] = concurrency.monotonic,
-    ) -> None:
-        self._session = session
-        self._epochs = epochs or 1
-        self._passes_at_last = 0.0
-        self._config = config
-        self._seed = seed
-        self._keeper = keeper
-        self._log = log
-        self._clock = clock
-        self._every = None if config.every_steps is None else Every(config.every_steps)
-        self._due_at = math.inf
-        self.best = best
-        self.latest: Evaluation | None = None
-        """The last evaluation of this run. Read by any thread."""
-        self.evaluations = 0
-        """How many there were in this run."""
-        self.seconds = 0.0
-        """How long they took together."""
-        _check_metric(session.task, config)
-
-        if config.every_epochs is not None and epochs is None:
-            raise ConfigError(
-                "evaluate: every_epochs counts epochs of the data; set train.epochs, or every_steps instead"
-            )
-
-    def after_create(self, run: TrainingRun) -> None:
-        if self._every is not None:
-            self._every.begin(run.step)
-        self._passes_at_last = self._passes()
-        self._wait()
-        if self._keeper is not None and self._config.keep_best and self.best.metric is not None:
-            self.best.reconcile(self._keeper.named_best(), run.step)
-            if self.best.step is not None:
-                self._keeper.name_best(self.best.step, self.best.metric, self.best.value)
-        if self.best.gives_up:
-            run.request_stop(self._why_early())
-
-    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
-        crossed = self._every is not None and self._every.crossed(run.step)
-        if self._config.every_epochs is not None:
-            each = self._config.every_epochs
-            crossed = self._passes() // each > self._passes_at_last // each
-        if crossed or self._clock() >= self._due_at:
-            self._evaluate(run)
-
-    def _passes(self) -> float:
-        """Return how often the data was read up to here, such as 1.5."""
-        read = self._session.fraction_read()
-        return 0.0 if read is None else read * self._epochs + _ROUNDING
-
-    def end(self, run: TrainingRun) -> None:
-        if self._config.at_end and not run.interrupted and self.best.last_step != run.step:
-            self._evaluate(run)
-
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-
-    def _evaluate(self, run: TrainingRun) -> None:
-        with self._session.evaluable():
-            found = self._measure(run)
-            if found is None:
-                return
-            self.latest, self.evaluations = found, self.evaluations + 1
-            self.seconds += found.seconds
-            passes = self._passes()
-            # Data that is read once has no epochs to compare within: each evaluation counts.
-            since = passes - self._passes_at_last if self._epochs > 1 else 1.0
-            is_best = self.best.take(found.step, found.metrics, since)
-            self._passes_at_last = passes
-            assert self.best.metric is not None
-            _log.info(
-                "evaluated step %d in %.1f s: %s",
-                found.step,
-                found.seconds,
-                ", ".join(f"{name} {value:.6f}" for name, value in found.metrics.items()),
-                extra={"evaluation": found.to_json()},
-            )
-            if self._log is not None:
-                self._log.add(found)
-            if is_best and self._keeper is not None and self._config.keep_best:
-                self._keeper.keep_best(run, found.step, self.best.metric, self.best.value)
-        if self.best.gives_up:
-            run.request_stop(self._why_early())
-        self._wait()  # what it took is not counted against the next
-
-    def _measure(self, run: TrainingRun) -> Evaluation | None:
-        """Return what the model is worth as it stands; None if the run was interrupted meanwhile."""
-        began, session = self._clock(), self._session
-
-        def until_interrupted() -> Iterator[tuple[Batch, Outputs]]:
-            for found in outputs_of(session.model, Mode.EVALUATE, OwnRandom(self._seed), self._config.steps):
-                yield found
-                if session.interrupted:
-                    return
-
-        with session.readable(), session.model.evaluating():
-            values = measured(session.task, until_interrupted())
-        if session.interrupted:
-            return None
-        examples = int(values.pop("examples"))
-        return Evaluation(step=run.step, metrics=values, examples=examples, seconds=self._clock() - began)
-
-    def _wait(self) -> None:
-        if self._config.every is not None:
-            self._due_at = self._clock() + self._config.every.total_seconds()
-
-    def _why_early(self) -> str:
-        best = f"the best, {self.best.value:.6f}, was at step {self.best.step}"
-        return f"stopped early: {self.best.since} evaluations had no better {self.best.metric}; {best}"
-
-
-def _check_metric(task: Task, config: EvaluateConfig) -> None:
+def check_metric(task: Task, config: EvaluateConfig) -> None:
     """Refuse a metric that no evaluation will have, before anything is trained."""
     measures = task.measures(Mode.EVALUATE)
     if config.metric is None or config.metric in measures:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from monolith import concurrency
 from monolith.config import Secret
@@ -26,11 +26,9 @@ TAKEN = {"bootstrap.servers": "servers", "group.id": "group"}
 """Settings that have a field of their own."""
 
 
-class Decode(Protocol):
-    """Turns the payloads of messages into records."""
-
-    def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
-        """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
+Decode = Callable[[list[bytes]], "tuple[Records, Sequence[BadRecord]]"]
+"""Turns the payloads of messages into records, in order; the `place` of an unreadable record is its position
+among the payloads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

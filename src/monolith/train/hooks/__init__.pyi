@@ -14,7 +14,6 @@ from monolith.train.hooks.barrier import (
     MachineHealth,
     PlacedBarrier,
     PsHealthHook,
-    WaitingBarrier,
     WorkerBarrierHook,
     memory_health,
     unblocked_indices,
@@ -40,7 +39,7 @@ from monolith.train.hooks.insight import (
 from monolith.train.hooks.live_line import LiveLineHook, TrainStatus
 from monolith.train.hooks.metric_sinks import CustomMetricHook, HeartBeatHook, MetricClient, ThroughputHook
 from monolith.train.hooks.profiling import ProfilerHook
-from monolith.train.hooks.save import SaveConfig, SaveHook, Snapshot, Snapshots
+from monolith.train.hooks.save import SaveConfig, SaveHook, Snapshots
 from monolith.train.hooks.save_timing import (
     AfterSaveListener,
     BeforeSaveListener,
@@ -95,14 +94,12 @@ __all__ = [
     "SaveMemory",
     "SaveTimer",
     "SlowStartHook",
-    "Snapshot",
     "Snapshots",
     "StopOutsideHoursHook",
     "SummaryHook",
     "TableInfoHook",
     "ThroughputHook",
     "TrainStatus",
-    "WaitingBarrier",
     "WorkerBarrierHook",
     "batch_records",
     "before",

@@ -70,22 +70,6 @@ class Barrier(Protocol):
         """Who is blocked, in order. The chief counts as blocked while a barrier is placed."""
 
 
-class WaitingBarrier(Barrier, Protocol):
-    """A barrier at which workers wait by calling it."""
-
-    def wait_until_removed(
-        self, index: int, *, keep_waiting: KeepWaiting | None = None, poll: float = 1.0
-    ) -> None:
-        """Be blocked as worker `index` while a barrier is placed.
-
-        Args:
-            keep_waiting: Called with the barrier at once and then every `poll` seconds; False gives up.
-
-        Raises:
-            ConfigError: `index` is not from 1 to capacity - 1.
-        """
-
-
 def unblocked_indices(barrier: Barrier) -> list[int]:
     blocked = set(barrier.blocked_indices())
     return [index for index in range(barrier.capacity) if index not in blocked]
@@ -138,6 +122,14 @@ class LocalBarrier:
     def wait_until_removed(
         self, index: int, *, keep_waiting: KeepWaiting | None = None, poll: float = 1.0
     ) -> None:
+        """Be blocked as worker `index` while a barrier is placed.
+
+        Args:
+            keep_waiting: Called with the barrier at once and then every `poll` seconds; False gives up.
+
+        Raises:
+            ConfigError: `index` is not from 1 to capacity - 1.
+        """
         check_index(self, index)
         with self._changed:
             placed = self._placed
@@ -206,7 +198,7 @@ class WorkerBarrierHook(Hook):
         poll: How long to wait between looks at the run, in seconds.
     """
 
-    def __init__(self, barrier: WaitingBarrier, index: int, *, poll: float = 1.0) -> None:
+    def __init__(self, barrier: LocalBarrier, index: int, *, poll: float = 1.0) -> None:
         check_index(barrier, index)
         self._barrier = barrier
         self._index = index

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.filesystem.paths import is_url
 from monolith.train.hook import Hook, StepResult, TrainingRun
-from monolith.train.hooks.metric_sinks import MessageCounts, MessageQueue, MessageSink
+from monolith.train.hooks.metric_sinks import MessageCounts, MessageQueue
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class DeepInsightHook(Hook):
 
     def __init__(
         self,
-        sinks: Sequence[MessageSink],
+        sinks: Sequence[FileMetricHook | KafkaMetricHook],
         *,
         model_name: str,
         sample_ratio: float = SAMPLE_RATIO,
@@ -461,16 +461,6 @@ class FileMetricHook(Hook):
 _PAUSE_S = 0.2
 
 
-class Producer(Protocol):
-    """Sends messages to one topic; used by one thread at a time."""
-
-    def send(self, payload: bytes, done: Callable[[bool], None]) -> None:
-        """Take a message; `done` is called later, from any call, with whether it was delivered."""
-
-    def flush(self, timeout: timedelta) -> int:
-        """Wait for what is on its way; return how many messages have no outcome yet."""
-
-
 class KafkaProducer:
     """A producer of confluent-kafka that reports the outcome of each message.
 
@@ -530,7 +520,7 @@ class KafkaMetricHook(Hook):
 
     def __init__(
         self,
-        producer: Producer,
+        producer: KafkaProducer,
         *,
         capacity: int = 100_000,
         flush_timeout: timedelta = timedelta(seconds=30),

@@ -2,8 +2,8 @@
 
 Numbers go to a `MetricClient`, which has the calls that training code knows (`emit_counter`,
 `emit_timer`, `emit_store`) and keeps them in the process's `Metrics`, where a Prometheus
-server collects them. Messages, one text for each sampled example, go to a `MessageSink`.
-Neither may ever hold up a step: what cannot be taken in time is dropped and counted.
+server collects them. Messages, one text for each sampled example, go to files or to Kafka
+(`deep_insight`). Neither may ever delay a step: what cannot be taken in time is dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -153,13 +152,6 @@ class CustomMetricHook(Hook):
 
 
 # Messages
-
-
-class MessageSink(Protocol):
-    """Takes messages off a training step's hands."""
-
-    def put(self, messages: Sequence[str]) -> None:
-        """Take messages without waiting."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,20 +34,12 @@ FIRST_STEP = 500
 WINDOW_STEPS = 10
 
 
-class Profiler(Protocol):
-    """What is used of `torch.profiler.profile`."""
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def export_chrome_trace(self, path: str) -> None: ...
-
-
-def torch_profiler() -> Profiler:
+def torch_profiler() -> torch.profiler.profile:
     """Return a profiler of the thread that starts it: the CPU, and the GPU where there is one."""
     return torch.profiler.profile(activities=_activities())
 
 
-def all_threads_profiler() -> Profiler:
+def all_threads_profiler() -> torch.profiler.profile:
     """Return a profiler of all threads of this process."""
     from torch._C._profiler import _ExperimentalConfig  # torch has no other way to see threads of others
 
@@ -78,7 +70,7 @@ class ProfilerHook(Hook):
         *,
         save_steps: int | None = None,
         save_secs: float | None = None,
-        make: Callable[[], Profiler] = torch_profiler,
+        make: Callable[[], torch.profiler.profile] = torch_profiler,
         clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         begin, end = init_step_range
@@ -100,7 +92,7 @@ class ProfilerHook(Hook):
         self._clock = clock
         self._next_step: int | None = None
         self._next_time: float | None = None
-        self._profiler: Profiler | None = None
+        self._profiler: torch.profiler.profile | None = None
         self._began = 0
         self._seen = 0
         """Steps of the current window that were taken."""
@@ -232,7 +224,7 @@ class Tracer:
         name: str,
         *,
         steps: Callable[[], int] | None = None,
-        make: Callable[[], Profiler] = all_threads_profiler,
+        make: Callable[[], torch.profiler.profile] = all_threads_profiler,
         clock: Callable[[], float] = concurrency.monotonic,
     ) -> None:
         self._folder = folder

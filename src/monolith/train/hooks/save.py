@@ -1,9 +1,8 @@
 """The save hook: checkpoints by the clock or by the step, on demand, and at the end.
 
-How a checkpoint is written is the business of a `Snapshots`. It cuts a `Snapshot`, quickly,
-which holds the state of this step fast while training may continue; the moment then writes, as
-slowly as it must. Saving asynchronously, the training thread waits for the cut only, and one
-background thread does the rest.
+A `Snapshots` takes a snapshot of the state, quickly, which stays as it is while training continues, and
+which is then written, as slowly as it must be. If saves are asynchronous, the training thread waits for the
+snapshot only, and one background thread writes it.
 
 What a failed save means follows from its error:
 
@@ -13,7 +12,7 @@ What a failed save means follows from its error:
     anything else                 is tried once more, then ends the run
 
 Two kinds of listeners are told of a save. Listeners belong to it: an error of theirs is an error of
-the save. Guards do not: they hold workers back while a state is cut, and are undone, in reverse,
+the save. Guards do not: they pause workers while a snapshot is taken, and are undone, in reverse,
 whatever happens.
 """
 
@@ -29,6 +28,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from monolith import concurrency, filesystem
+from monolith.checkpoint.checkpointer import PendingCheckpoint
 from monolith.concurrency import Future
 from monolith.errors import (
     ConfigError,
@@ -64,25 +64,11 @@ FIRST_LAST_RETRY_SECS = 0.5
 _BUCKETS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
 
 
-class Snapshot(Protocol):
-    """The state of one step, held fast until it is closed."""
-
-    @property
-    def kind(self) -> str:
-        """What is written of it, in a word: all of it ("full"), or what changed ("incremental")."""
-
-    def write(self) -> str | None:
-        """Write it and return where: the prefix of its files. May be called again after a failure."""
-
-    def close(self, *, saved: bool) -> None:
-        """Release it. Always called, once, on the thread that wrote."""
-
-
 class Snapshots(Protocol):
-    """Takes snapshots of the state of a model."""
+    """Takes snapshots of the state of a model: a `Checkpointer`, or all checkpoints of a run."""
 
-    def snapshot(self, step: int) -> Snapshot:
-        """Hold the state of this step fast. Quick, and called on the training thread."""
+    def snapshot(self, step: int) -> PendingCheckpoint:
+        """Take a snapshot of the state of this step. Quick, and called on the training thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -513,7 +499,7 @@ class SaveHook(Hook):
         finally:
             self._inside = False
 
-    def _finish(self, run: TrainingRun, save: _Save, moment: Snapshot) -> None:
+    def _finish(self, run: TrainingRun, save: _Save, moment: PendingCheckpoint) -> None:
         """Do what remains once the state is cut; on either thread."""
         written = False
         try:
@@ -661,7 +647,7 @@ class SaveHook(Hook):
 
     # Writing while training continues
 
-    def _start_writing(self, run: TrainingRun, save: _Save, moment: Snapshot) -> None:
+    def _start_writing(self, run: TrainingRun, save: _Save, moment: PendingCheckpoint) -> None:
         def write() -> None:
             yield_to_others()
             try:

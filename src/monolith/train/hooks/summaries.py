@@ -18,12 +18,8 @@ from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.config import TrackingConfig
-
-
-class Measured(Protocol):
-    """Has the metrics of a run, such as a `MetricSet`."""
-
-    def values(self) -> Mapping[str, float]: ...
+from monolith.train.metrics import MetricSet
+from monolith.train.metrics.heads import HeadMetrics
 
 
 class SummaryHook(Hook):
@@ -49,7 +45,7 @@ class SummaryHook(Hook):
         self,
         every_steps: int = 100,
         *,
-        metrics: Measured | None = None,
+        metrics: HeadMetrics | MetricSet | None = None,
         stats: Callable[[], Mapping[str, TableStats]] | None = None,
         sinks: Sequence[OpenSink] | None = None,
         clock: Callable[[], float] = concurrency.monotonic,
