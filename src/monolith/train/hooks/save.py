@@ -25,10 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from monolith import concurrency, filesystem
-from monolith.checkpoint.checkpointer import PendingCheckpoint
 from monolith.concurrency import Future
 from monolith.errors import (
     ConfigError,
@@ -43,6 +42,9 @@ from monolith.observe.progress import describe_bytes
 from monolith.train.hook import Hook, StepResult, TrainingRun
 from monolith.train.hooks.hours import DailyHours
 from monolith.train.hooks.save_timing import SaveListener, SaveMemory, SaveTimer
+
+if TYPE_CHECKING:
+    from monolith.checkpoint.checkpointer import PendingCheckpoint
 
 _log = logging.getLogger(__name__)
 

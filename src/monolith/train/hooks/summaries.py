@@ -8,7 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -18,8 +18,10 @@ from monolith.observe.summaries import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.hook import Every, Hook, StepResult, TrainingRun
 from monolith.train.hooks.config import TrackingConfig
-from monolith.train.metrics import MetricSet
-from monolith.train.metrics.heads import HeadMetrics
+
+if TYPE_CHECKING:
+    from monolith.train.metrics import MetricSet
+    from monolith.train.metrics.heads import HeadMetrics
 
 
 class SummaryHook(Hook):
