@@ -1,14 +1,17 @@
-from monolith.cuda.device import CudaDevice, Device, DeviceEvent, DeviceStream, device_of
+from monolith.cuda.device import CudaDevice, Device, DeviceEvent, DeviceGraph, DeviceStream, device_of
 from monolith.cuda.graphs import ModuleGraph
 from monolith.cuda.kernels import THREADS, KernelCompiler, Kernels, blocks_for
 from monolith.cuda.transfers import Landing, PinnedPool, Sent, Staged, Transfers
+from monolith.cuda.verdict import Kept, Verdict
 
 __all__ = [
     "THREADS",
     "CudaDevice",
     "Device",
     "DeviceEvent",
+    "DeviceGraph",
     "DeviceStream",
+    "Kept",
     "KernelCompiler",
     "Kernels",
     "Landing",
@@ -17,6 +20,7 @@ __all__ = [
     "Sent",
     "Staged",
     "Transfers",
+    "Verdict",
     "blocks_for",
     "device_of",
 ]

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +74,16 @@ class EmulatedStream:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class EmulatedGraph:
+    """Work that is done again by each replay, and not when it is captured."""
+
+    work: Callable[[], None]
+
+    def replay(self) -> None:
+        self.work()
+
+
 @dataclass(frozen=True)
 class EmulatedDevice:
     """A `Device` whose memory is the CPU's.
@@ -131,6 +141,9 @@ class EmulatedDevice:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def capture(self, work: Callable[[], None]) -> EmulatedGraph:
+        return EmulatedGraph(work)
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> EmulatedKernels:
         return _kernels(source, name, headers, self.seed)
