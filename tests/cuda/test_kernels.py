@@ -46,9 +46,9 @@ def kernels() -> Kernels:
 
 
 def record(kernels: Kernels, *arguments: Any) -> tuple[Any, ...]:
-    out = torch.zeros(RECORD.size, dtype=torch.uint8)
+    out = torch.zeros(RECORD.size, dtype=torch.uint8, device=EmulatedDevice().torch_device)
     kernels.launch("record", 1, out, *arguments, stream=0, threads=32)
-    return RECORD.unpack(out.numpy().tobytes())
+    return RECORD.unpack(out.cpu().numpy().tobytes())
 
 
 class Pair(ctypes.Structure):
@@ -66,7 +66,7 @@ def test_a_kernel_in_a_header_is_found() -> None:
 
 @pytest.mark.parametrize("pair", [Pair(3, 0.5), bytes(Pair(3, 0.5)), memoryview(bytes(Pair(3, 0.5)))])
 def test_a_kernel_gets_the_bytes_of_its_arguments(kernels: Kernels, pair: Any) -> None:
-    tensor = torch.zeros(3)
+    tensor = torch.zeros(3, device=EmulatedDevice().torch_device)
     found = record(kernels, tensor, -5, 0xFFFF_FFFF, -(1 << 62), (1 << 64) - 1, 1.5, pair)
     assert found == (tensor.data_ptr(), -5, 0xFFFF_FFFF, -(1 << 62), (1 << 64) - 1, 1.5, 3, 0.5)
 
