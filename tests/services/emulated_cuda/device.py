@@ -130,6 +130,9 @@ class EmulatedDevice:
     def kernels(self, source: str, name: str, headers: Headers = ()) -> EmulatedKernels:
         return _kernels(source, name, headers, self.seed, self.torch_device)
 
+    def compile_ahead(self, source: str, name: str, headers: Headers = ()) -> None:
+        pass
+
 
 class EmulatedKernels(Kernels):
     """The kernels of one source, run at once. Thread-safe.
