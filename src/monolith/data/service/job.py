@@ -295,8 +295,8 @@ class Job:
         """Note that a leased split has no more records; False if the lease is lost.
 
         Args:
-            chunks: How many the split was cut into. If this machine lost power, it may have fewer of them: the
-                split is then not finished, and is leased again from the last one it has.
+            chunks: How many the split was cut into. If this machine lost power, it may have fewer of them:
+                the split is then not finished, and is leased again from the last one it has.
         """
         with _Transaction(self._db):
             row = self._leased(lease)
