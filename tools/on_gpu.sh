@@ -41,7 +41,10 @@ gpu() {
 import sys, torch
 if not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} finds no CUDA device; PYTHON must name a Python with a CUDA build of torch")
-print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")'
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+from importlib.util import find_spec
+if find_spec("pyarrow") is None:
+    print("pyarrow is not installed: the tests of ranks and parameter servers will be skipped")'
 }
 
 setup() {
