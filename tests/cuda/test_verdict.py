@@ -6,7 +6,7 @@ import pytest
 import torch
 from services.emulated_cuda import device_named, device_names, nothing_waits
 
-from monolith.cuda import Device, Kept, Verdict
+from monolith.cuda import BatchVerdict, Device, Kept
 
 
 @pytest.fixture(params=device_names())
@@ -16,7 +16,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 def test_what_is_not_finite_is_counted_by_kind(device: Device) -> None:
     where = device.torch_device
-    verdict = Verdict(device, ["the loss", "a gradient"])
+    verdict = BatchVerdict(device, ["the loss", "a gradient"])
     large = torch.zeros(100_000, device=where)
     verdict.look([torch.tensor(1.0, device=where)], [large, torch.empty(0, device=where)])
     assert verdict.describe(verdict.found.tolist()) is None
@@ -31,7 +31,7 @@ def test_what_is_not_finite_is_counted_by_kind(device: Device) -> None:
 
 
 def test_more_tensors_than_a_launch_has_room_for_are_looked_at(device: Device) -> None:
-    verdict = Verdict(device, ["a gradient"])
+    verdict = BatchVerdict(device, ["a gradient"])
     several = [torch.ones(7, device=device.torch_device) for _ in range(250)]
     several[201][6] = torch.nan
     verdict.look(several)
@@ -41,7 +41,7 @@ def test_more_tensors_than_a_launch_has_room_for_are_looked_at(device: Device) -
 @pytest.mark.parametrize("refused", [False, True])
 def test_tensors_are_put_back_if_the_batch_was_refused(device: Device, refused: bool) -> None:
     where = device.torch_device
-    verdict = Verdict(device, ["the loss"])
+    verdict = BatchVerdict(device, ["the loss"])
     tensors = [
         torch.arange(20_000, dtype=torch.float32, device=where),
         torch.arange(5, dtype=torch.bfloat16, device=where),

@@ -2,10 +2,11 @@ from monolith.cuda.device import CudaDevice, Device, DeviceEvent, DeviceGraph, D
 from monolith.cuda.graphs import ModuleGraph
 from monolith.cuda.kernels import THREADS, KernelCompiler, Kernels, blocks_for
 from monolith.cuda.transfers import Landing, PinnedPool, Sent, Staged, Transfers
-from monolith.cuda.verdict import Kept, Verdict
+from monolith.cuda.verdict import BatchVerdict, Kept
 
 __all__ = [
     "THREADS",
+    "BatchVerdict",
     "CudaDevice",
     "Device",
     "DeviceEvent",
@@ -20,7 +21,6 @@ __all__ = [
     "Sent",
     "Staged",
     "Transfers",
-    "Verdict",
     "blocks_for",
     "device_of",
 ]

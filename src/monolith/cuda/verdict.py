@@ -43,7 +43,7 @@ class _Pieces(ctypes.Structure):
     _fields_ = [("count", ctypes.c_int), ("blocks", ctypes.c_int), ("at", _Piece * _PIECES)]
 
 
-class Verdict:
+class BatchVerdict:
     """Whether a batch is refused. Used by one thread at a time.
 
     Args:
@@ -96,7 +96,7 @@ class Kept:
         bytes: Of device memory, for the copies.
     """
 
-    def __init__(self, device: Device, tensors: Sequence[Tensor], verdict: Verdict) -> None:
+    def __init__(self, device: Device, tensors: Sequence[Tensor], verdict: BatchVerdict) -> None:
         self._device = device
         self._kernels = _kernels(device)
         self._verdict = verdict

@@ -10,7 +10,7 @@ only copies a batch into place and launches that:
 Nothing in a step waits for the device. What the host would look at before it goes on is either known on the
 device or looked at later:
 
-    is the batch finite?    the update of weights is undone and no row gets a place if not (`Verdict`)
+    is the batch finite?    the update of weights is undone and no row gets a place if not (`BatchVerdict`)
     loss, predictions       in the report of the step, which arrives some steps later
     room for new ids        tables keep room for several batches; their counters come back later, too
     rates, the global step  in device memory
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
-from monolith.cuda import Device, DeviceGraph, Kept, Landing, Sent, Transfers, Verdict
+from monolith.cuda import BatchVerdict, Device, DeviceGraph, Kept, Landing, Sent, Transfers
 from monolith.errors import AcceleratorError
 from monolith.feature import Batch
 from monolith.feature.cuda import DeviceBatch
@@ -79,7 +79,9 @@ class GraphedStep:
         predictions: By head, as the model gave them, in float32.
     """
 
-    def __init__(self, report: Tensor, landing: Landing, heads: Mapping[str, torch.Size], verdict: Verdict):
+    def __init__(
+        self, report: Tensor, landing: Landing, heads: Mapping[str, torch.Size], verdict: BatchVerdict
+    ):
         self._verdict = verdict
         self._heads = heads
         self._landing = landing
@@ -206,7 +208,7 @@ class StepGraph:
         with self.device.active():
             self._stream = self.device.new_stream()
             where = self.device.torch_device
-            self.verdict = Verdict(self.device, _KINDS)
+            self.verdict = BatchVerdict(self.device, _KINDS)
             self.number = torch.zeros(1, dtype=torch.int64, device=where)
             groups = [] if dense is None else dense.param_groups
             self._rates = torch.zeros(len(groups), dtype=torch.float32, device=where)

@@ -102,7 +102,7 @@ class DeviceGatherer:
         )
 
     def sum_equal(
-        self, ids: Tensor, sizes: Tensor, gradients: Tensor, tables: tuple[Tensor, Tensor] | None = None
+        self, ids: Tensor, sizes: Tensor, gradients: Tensor, known: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """Give the first of equal ids of a table the sum of their gradients, and the repeats zeros.
 
@@ -112,7 +112,7 @@ class DeviceGatherer:
             ids: int64, as they occur, table after table.
             sizes: int64 of shape (tables,), on the CPU.
             gradients: float32, laid out as the rows of the ids.
-            tables: The result of `about_tables`, if the caller has it.
+            known: The result of `about_tables`, if the caller has it.
 
         Returns:
             As `gradients`. Nothing is waited for.
@@ -122,7 +122,7 @@ class DeviceGatherer:
             return gradients.clone()
         device = self.device
         with device.active():
-            about, ends = self.about_tables(sizes) if tables is None else tables
+            about, ends = self.about_tables(sizes) if known is None else known
             positions = torch.arange(n, device=device.torch_device)
             tables = torch.bucketize(positions, ends, right=True, out_int32=True)
             by_id = torch.argsort(ids, stable=True)
