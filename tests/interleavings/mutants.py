@@ -24,4 +24,5 @@ def check_found(
     with mock.patch.object(owner, name, wrong):
         found = schedules_until_failure(scenario, modules, most=MOST)
     assert found is not None, f"no schedule below {MOST} notices it"
-    print(f"found after {found} schedules")  # pytest -rP shows these: the figures of docs/simulation.md
+    # Shown by pytest -rP: the figures of docs/simulation.md.
+    print(f"found after {found} schedules")  # noqa: T201

@@ -1,4 +1,4 @@
-"""The request batcher: every request gets its own rows or an error, and none waits for a leader that is gone."""
+"""The request batcher: each request gets its own rows or an error; none waits for a leader that is gone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answering(
     def scenario() -> None:
         running = most_running = asked = 0
 
-        def ask(values: dict[str, np.ndarray], *, deadline: float | None = None) -> Prediction:
+        def ask(values: dict[str, np.ndarray], *, deadline: float | None = None) -> Prediction:  # noqa: ARG001
             nonlocal running, most_running, asked
             running += 1
             asked += 1
@@ -164,9 +164,7 @@ def _leads_by_an_old_look(
     [
         pytest.param(LATE, "_wait", _lead_is_lost, id="a lead is lost with a late request"),
         pytest.param(TWO_RUNNERS, "_take", _without_lock, id="requests are taken without the lock"),
-        pytest.param(
-            ALONE, "run", _leads_by_an_old_look, id="whether there is a leader is looked at too early"
-        ),
+        pytest.param(ALONE, "run", _leads_by_an_old_look, id="a leader is looked for too early"),
     ],
 )
 def test_a_deliberate_bug_is_found(

@@ -26,7 +26,7 @@ class CountedRows:
         self.updates: list[int] = []
         self._busy = False
 
-    def look_up(self, item: int) -> int:
+    def look_up(self, item: int) -> int:  # noqa: ARG002
         self._touch()
         return len(self.updates)
 
@@ -122,7 +122,7 @@ def failing() -> None:
         rows.update(item)
 
     pipeline = PrefetchPipeline(iter(range(6)), rows.look_up, ahead=1)
-    with pytest.raises(ValueError, match="update 1"):
+    with pytest.raises(ValueError, match="update 1"):  # noqa: PT012  by `next` or by `push`
         while (found := pipeline.next()) is not None:
             pipeline.push(partial(update, found[0]))
     with pytest.raises(ValueError, match="update 1"):

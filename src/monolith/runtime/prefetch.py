@@ -223,9 +223,9 @@ class PrefetchPipeline(Generic[Item, Rows]):
         return entry.item, self._completed(entry.item, entry.rows)
 
     def _call_idle(self, idle: Callable[[], bool]) -> bool:
-        # Without the lock: `idle` may take minutes (a pause of the fleet), and `interrupt` waits for the lock.
-        # In lockstep nothing has to be paused: in a silence the thread only does updates, which `idle` may
-        # push and drain.
+        # Without the lock, which `interrupt` waits for: `idle` may take minutes, in a pause of the fleet. In
+        # lockstep nothing has to be paused: in a silence the thread only does updates, which `idle` may push
+        # and drain.
         pauses = 0 if self._lockstep else 1
         self._pauses += pauses
         self._changed.release()

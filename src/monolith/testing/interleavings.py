@@ -51,8 +51,7 @@ _SHARED = ("ATTR", "METHOD", "SUBSCR", "DEREF", "CALL", "CONTAINS_OP", "FOR_ITER
 _TIMEOUTS = 0.5
 """Chance that a deadline passes when a thread is stopped, if one is waited for."""
 _LONGEST_STOP = 1.0
-"""Virtual seconds that a thread is stopped at most: a deadline further away passes only if all threads wait."""
-
+"""Virtual seconds that a thread is stopped at most: a later deadline passes only if all threads wait."""
 _MOST_SECONDS, _MOST_SWITCHES = 3600.0, 100_000
 """Virtual seconds and changes of threads after which a schedule counts as one without an end."""
 
