@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from monolith.cuda.kernels import Headers, Kernels, compiled_kernels
+from monolith.cuda.kernels import Headers, Kernels, compile_ahead, compiled_kernels
 from monolith.errors import AcceleratorError
 
 
@@ -111,6 +111,9 @@ class Device(Protocol):
         Raises:
             AcceleratorError: There is no compiler, or the source does not compile.
         """
+
+    def compile_ahead(self, source: str, name: str, headers: Headers = ()) -> None:
+        """Start to compile kernels that `kernels` will be asked for; returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +225,9 @@ class CudaDevice:
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> Kernels:
         return _kernels(source, name, headers, self.torch_device)
+
+    def compile_ahead(self, source: str, name: str, headers: Headers = ()) -> None:
+        compile_ahead(source, name, self.torch_device, headers)
 
 
 def device_of(device: torch.device | Device | None) -> Device:

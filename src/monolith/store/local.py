@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
 from monolith import native
-from monolith.cuda import Device
-from monolith.errors import FeatureError
+from monolith.cuda import Device, device_of
+from monolith.errors import AcceleratorError, FeatureError
 from monolith.observe import MemoryWatch
 from monolith.observe.progress import describe_bytes
 from monolith.store.dense import check_optimizer_covers
@@ -27,6 +28,7 @@ from monolith.table import (
     device_budgets,
     make_filter,
 )
+from monolith.table.cuda.layout import compile_tables_ahead
 
 
 class LocalStore:
@@ -94,6 +96,9 @@ class LocalStore:
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
         shares = {} if device is None or device_bytes is None else device_budgets(configs, device_bytes)
+        if device is not None:
+            with suppress(AcceleratorError):  # which the first table raises, with its name
+                compile_tables_ahead(configs.values(), device_of(device), fused=device_bytes is None)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
         for name, config in configs.items():
