@@ -444,17 +444,18 @@ class MultiTable:
         return self._kept_fused
 
     def _group(self) -> native.TableGroup | _PlainGroup:
-        if self._exclusive and self._kept is not None:
-            return self._kept[1]
+        kept = self._kept  # once: another thread may close the tables meanwhile
+        if self._exclusive and kept is not None:
+            return kept[1]
         # Tables may have been closed or replaced behind our back: compare the cores with those of the group.
         tables = list(self._tables.values())
         natives = [table for table in tables if isinstance(table, NativeTable)]
         if len(natives) < len(tables):
             return _PlainGroup(tables)
         cores = [table.core for table in natives]  # raises where one was closed
-        if self._kept is None or self._kept[0] != cores:
-            self._kept = cores, native.TableGroup(cores, self._workers)
-        return self._kept[1]
+        if kept is None or kept[0] != cores:
+            kept = self._kept = cores, native.TableGroup(cores, self._workers)
+        return kept[1]
 
     def rates(self, step: int) -> NDArray[np.float32]:
         """Return the learning rates of all segments at a step, table after table."""
