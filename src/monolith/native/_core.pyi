@@ -620,6 +620,9 @@ class TableGroup:
         Copy one embedding per id into `out`; sizes[shard * tables + table] says whose ids are whose.
         """
 
+    def read(self, ids: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, memory: KeptMemory) -> NDArray[numpy.float32]:
+        """Like lookup, into an array of `memory`."""
+
     def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, gradients: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """Step every table once, with its ids of all shards in shard order."""
 
