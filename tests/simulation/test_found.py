@@ -28,6 +28,11 @@ FOUND = [
         1001,
         "a server claimed the newest step of a delta that was older than the rows of its snapshot",
     ),
+    (
+        "checkpoints",
+        2014,
+        "a step was saved again, and a later increment of its old content stayed the newest checkpoint",
+    ),
 ]
 
 

@@ -50,6 +50,10 @@ _SHARED = ("ATTR", "METHOD", "SUBSCR", "DEREF", "CALL", "CONTAINS_OP", "FOR_ITER
 """Parts of the names of instructions that touch what other threads may touch, on any version of CPython."""
 _TIMEOUTS = 0.5
 """Chance that a deadline passes when a thread is stopped, if one is waited for."""
+_LONGEST_STOP = 1.0
+"""Virtual seconds that a thread is stopped at most: a later deadline passes only if all threads wait."""
+_MOST_SECONDS, _MOST_SWITCHES = 3600.0, 100_000
+"""Virtual seconds and changes of threads after which a schedule counts as one without an end."""
 
 
 class Strategy(Protocol):
@@ -176,7 +180,9 @@ def explore(
             exploration.run(scenario)
         except SimulationError as error:
             again = f"schedule {number}, {strategy}; explore(..., first={number}, schedules=1) repeats it"
-            raise type(error)(f"{again}\n{error}") from error
+            failed = type(error)(f"{again}\n{error}")
+            failed.seed = number
+            raise failed from error
         seen.add(hash(tuple(exploration.changes)))
         most = max(most, exploration.steps)
     return Explored(schedules, len(seen), most)
@@ -186,11 +192,10 @@ def schedules_until_failure(
     scenario: Callable[[], object], modules: Iterable[ModuleType], *, most: int
 ) -> int | None:
     """Return how many schedules `explore` needs until one fails, for a deliberate bug; None if none does."""
-    for number in range(most):
-        try:
-            explore(scenario, modules, first=number, schedules=1)
-        except SimulationError:
-            return number + 1
+    try:
+        explore(scenario, modules, schedules=most)
+    except SimulationError as error:
+        return 1 if error.seed is None else error.seed + 1  # None: it fails without a change of threads, too
     return None
 
 
@@ -209,7 +214,7 @@ class _Exploration(Simulation):
     """One schedule: a simulation that also changes threads between the instructions of some modules."""
 
     def __init__(self, number: int, modules: frozenset[str], plan: Plan) -> None:
-        super().__init__(number)
+        super().__init__(number, most_seconds=_MOST_SECONDS, most_switches=_MOST_SWITCHES)
         self._modules = modules
         self._plan = plan
         self._tracers: dict[CodeType, Callable[..., Any]] = {}
@@ -262,7 +267,8 @@ class _Exploration(Simulation):
         if not self._plan.stops(thread, self._ready):
             return
         # A timeout may pass at any moment, not only while all threads wait.
-        if self._timers and self.random.random() < _TIMEOUTS:
+        soon = bool(self._timers) and self._timers[0][0] <= self.now + _LONGEST_STOP
+        if soon and self.random.random() < _TIMEOUTS:
             self._reach_deadline()
         if self._ready:
             self._note_place("is stopped", frame)

@@ -58,6 +58,9 @@ class MachineKilled(BaseException):
 class SimulationError(AssertionError):
     """A simulated run broke a rule. The message has the seed, the reason and the last events."""
 
+    seed: int | None = None
+    """Of the run, or the number of the schedule."""
+
 
 class DeadlockError(SimulationError):
     """All threads wait, and no timer will wake any of them."""
