@@ -273,7 +273,7 @@ class TrainingStep:
         self._count()
         self._note_trained(read)
         self._unsettled.append((step, batch))
-        result = StepResult(progress.step, batch, step.loss, step.predictions, measured=False)
+        result = StepResult(progress.step, batch, step.loss, step.predictions, to_measure=False)
         self.settle(_BEHIND)
         return result
 

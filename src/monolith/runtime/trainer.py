@@ -741,7 +741,7 @@ class _SessionHook(Hook):
         self._first_step = run.step
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:
-        if result.measured:
+        if result.to_measure:
             self._session.metrics.update(result.predictions, result.batch)
         config, first = self._config, self._first_step
         # Steps of a graph may turn out to be refused, and then count no more: the last ones are looked at.
