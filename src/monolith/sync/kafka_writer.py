@@ -168,9 +168,15 @@ class KafkaDeltaWriter:
             # Step 1 (see above): before the first row is read.
             offset, envelope, stream = self._send(None), self._opened(), concurrency.token_hex(8)
         position: LogPosition | None = None
+        marked = envelope.log.newest
         for number, message in enumerate(messages):
             if isinstance(message, SnapshotBegin):
                 position = message.position
+                # The publisher notes a delta shortly after the broker has it. A delta that came before the
+                # mark is in the rows, and readers of this snapshot would wait for it in vain.
+                if position.epoch == marked.epoch and position.sequence < marked.sequence:
+                    position = marked
+                    message = replace(message, position=marked)  # noqa: PLW2901
             about = replace(envelope, session=stream, stream=stream, frame=number)
             for piece, count, data in split_frame(encode(message), self._piece_bytes):
                 self._rows.send(seal(replace(about, piece=piece, pieces=count), data), envelope.log.shard[0])
