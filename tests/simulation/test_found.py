@@ -13,6 +13,16 @@ FOUND = [
         2,
         "the dispatcher told trainers turns that were not synced to its disk and lost them with its power",
     ),
+    (
+        "publishing",
+        658,
+        "one lost answer of a Kafka broker stopped the deletion of old messages for good",
+    ),
+    (
+        "ranks",
+        38,
+        "a replaced rank that came back and its replacement ended each other's attempts without end",
+    ),
 ]
 
 
