@@ -11,7 +11,7 @@ CXX_FILES = $(shell find native src/monolith -name '*.cc' -o -name '*.h' -o -nam
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs services wheels image bench soak soak-python fuzz clean
+.PHONY: help setup demo test check docs services wheels image bench gpu soak soak-python fuzz clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +84,9 @@ image:  ## The Docker image: monolith, and nothing else that is ours
 bench: setup  ## Measure the table against the machine's limits, and training against torch
 	$(BIN)/monolith bench table
 	$(BIN)/monolith bench train
+
+gpu:  ## Set up, test and measure on a machine with an NVIDIA GPU, without a network
+	tools/on_gpu.sh all
 
 soak: soak-plain soak-thread soak-address,undefined fuzz soak-python simulate  ## Sanitizers, fuzzing, kills: all that is slow; -j2 for less time
 	@echo "make soak: C++ tests plain and under sanitizers, fuzzing, slow Python tests and simulations have all passed"

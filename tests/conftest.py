@@ -14,6 +14,7 @@ from services.properties import register_profiles
 TESTS = Path(__file__).parent
 pytest_plugins = (
     "services.fixtures",
+    "services.gpu_tests",
     "services.scheduling",
     "services.shared_rewriting",
     "services.slowest_files",

@@ -79,6 +79,40 @@ class BenchTrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchRunOptions:
+    """Measure `monolith train` from CSV and Parquet files, next to its loop, its reading and torch alone."""
+
+    records: int = 1_000_000
+    """The number of records in each file; a run reads them again and again."""
+    ids: int = 10_000_000
+    """The number of ids of all features together."""
+    features: int = 26
+    """The number of features, with one id each in every record."""
+    strings: bool = False
+    """Write ids as strings, which are hashed, and not as integers."""
+    dim: int = 16
+    """Floats per vector, not counting the bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """The device the model computes on. With cuda, rows are measured on the GPU and then in host memory."""
+    batch: int | None = None
+    """The number of examples in a batch; by default 2048, and with cuda 8192."""
+    seconds: float = 20.0
+    """How long each run trains; its speed is that of the second half."""
+    repeats: int = 2
+    """The number of runs of each kind; the best counts."""
+    set: tuple[str, ...] = ()
+    """Settings of the run, as --set of `monolith train` takes them: data.threads=4."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same records."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchPartsOptions:
     """Measure the parts of a training step on the CPU: on one thread, on more, on as many as we choose."""
 

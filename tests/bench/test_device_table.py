@@ -16,7 +16,7 @@ from monolith_bench.report import Result
 @pytest.fixture(scope="module", params=device_names())
 def results(request: pytest.FixtureRequest) -> list[Result]:
     plan = DeviceTablePlan.settle(BenchTableOptions(device="cuda", quick=True, dim=4))
-    return measure(plan, device_named(request.param)).results
+    return measure(plan, device_named(request.param, mixes=True)).results
 
 
 def found(results: list[Result], case: str, metric: str) -> list[Result]:

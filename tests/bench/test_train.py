@@ -124,7 +124,7 @@ def on_device(request: pytest.FixtureRequest) -> list[Result]:
         device="cuda", quick=True, features=3, ids=90, dim=4, hidden=(8,), batch=(4, 8), threads=1
     )
     report = Report("train")
-    train.measure_on(device_named(request.param), train.TrainPlan.settle(options), report)
+    train.measure_on(device_named(request.param, mixes=True), train.TrainPlan.settle(options), report)
     return report.results
 
 

@@ -83,6 +83,7 @@ extern "C" __global__ void add(int* numbers, int more, int n) {
 """
     numbers = torch.arange(1000, dtype=torch.int32, device=device.torch_device)
     arguments = numbers, 5, 999
+    device.compile_ahead(source, "add")
     kernels, stream = device.kernels(source, "add"), device.new_stream()
     stream.wait_for(device.current_stream())
     kernels.launch("add", blocks_for(999), *arguments, stream=stream.handle)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from services.emulated_cuda import EmulatedDevice, EmulationError
 
 from monolith import native
-from monolith.cuda.kernels import Kernels, compiled_kernels, kernel_signatures
+from monolith.cuda.kernels import KernelCache, Kernels, compiled_kernels, kernel_signatures
 from monolith.errors import AcceleratorError
 
 SOURCE = r"""
@@ -46,9 +48,9 @@ def kernels() -> Kernels:
 
 
 def record(kernels: Kernels, *arguments: Any) -> tuple[Any, ...]:
-    out = torch.zeros(RECORD.size, dtype=torch.uint8)
+    out = torch.zeros(RECORD.size, dtype=torch.uint8, device=EmulatedDevice().torch_device)
     kernels.launch("record", 1, out, *arguments, stream=0, threads=32)
-    return RECORD.unpack(out.numpy().tobytes())
+    return RECORD.unpack(out.cpu().numpy().tobytes())
 
 
 class Pair(ctypes.Structure):
@@ -66,7 +68,7 @@ def test_a_kernel_in_a_header_is_found() -> None:
 
 @pytest.mark.parametrize("pair", [Pair(3, 0.5), bytes(Pair(3, 0.5)), memoryview(bytes(Pair(3, 0.5)))])
 def test_a_kernel_gets_the_bytes_of_its_arguments(kernels: Kernels, pair: Any) -> None:
-    tensor = torch.zeros(3)
+    tensor = torch.zeros(3, device=EmulatedDevice().torch_device)
     found = record(kernels, tensor, -5, 0xFFFF_FFFF, -(1 << 62), (1 << 64) - 1, 1.5, pair)
     assert found == (tensor.data_ptr(), -5, 0xFFFF_FFFF, -(1 << 62), (1 << 64) - 1, 1.5, 3, 0.5)
 
@@ -140,3 +142,61 @@ def test_a_gpu_gets_the_same_bytes() -> None:
         made.launch("record", 1, out, None, -5, 7, -8, 9, 1.5, bytes(12), stream=stream, threads=32)
     with pytest.raises(AcceleratorError, match="'nothing' failed with CUDA_ERROR_INVALID_VALUE"):
         made.launch("nothing", 1, stream=stream, threads=1 << 20)
+
+
+# The cache of compiled kernels
+
+
+class Compiler:
+    """Compiles to what it is told, and counts."""
+
+    def __init__(self, image: bytes = b"an image") -> None:
+        self.image = image
+        self.calls = 0
+
+    def __call__(self) -> bytes:
+        self.calls += 1
+        return self.image
+
+
+def test_kernels_are_compiled_once_for_all_processes(tmp_path: Path) -> None:
+    first, second = Compiler(), Compiler()
+    assert KernelCache(tmp_path / "kernels").image("rows", "sm_90", first) == b"an image"
+    assert KernelCache(tmp_path / "kernels").image("rows", "sm_90", second) == b"an image"
+    assert (first.calls, second.calls) == (1, 0)
+
+
+def test_kernels_are_compiled_again_if_anything_they_depend_on_changes(tmp_path: Path) -> None:
+    cache, other = KernelCache(tmp_path), Compiler(b"for another driver")
+    cache.image("rows", "sm_90, driver 12080", Compiler())
+    assert cache.image("rows", "sm_90, driver 13000", other) == b"for another driver"
+
+
+@pytest.mark.parametrize("damaged", [b"", b"short", bytes(100)])
+def test_a_damaged_entry_is_compiled_again(
+    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, again = KernelCache(tmp_path), Compiler()
+    cache.image("rows", "sm_90", Compiler())
+    (entry,) = tmp_path.iterdir()
+    entry.write_bytes(damaged or entry.read_bytes()[:-1])
+    assert cache.image("rows", "sm_90", again) == b"an image"
+    assert again.calls == 1
+    assert "are damaged" in caplog.text
+    assert cache.image("rows", "sm_90", Compiler(b"never")) == b"an image"
+
+
+def test_a_folder_that_cannot_be_written_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache, compiler = KernelCache(tmp_path / "file" / "kernels"), Compiler()
+    assert [cache.image("rows", "sm_90", compiler) for _ in range(2)] == [b"an image"] * 2
+    assert compiler.calls == 2
+
+
+def test_threads_that_compile_the_same_leave_one_whole_entry(tmp_path: Path) -> None:
+    image, cache = bytes(range(256)) * 4000, KernelCache(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        found = threads.map(lambda _: cache.image("rows", "sm_90", Compiler(image)), range(32))
+        assert set(found) == {image}
+    assert len(list(tmp_path.iterdir())) == 1, "no unfinished file is left"
+    assert KernelCache(tmp_path).image("rows", "sm_90", Compiler(b"never")) == image

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from services.emulated_cuda import device_named, device_names
+from torch import Tensor, nn
 from torch.testing import assert_close
 from train.published import Following
-from train.tasks import Clicks, rows_of
+from train.tasks import Clicks, Numbers, rows_of
+from train.test_retrieval import Likes
 
 from monolith.cuda import Device
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, FeatureError
+from monolith.feature import Batch
 from monolith.runtime import Trainer
 from monolith.runtime.fleet_coordinator import FleetCoordinator
 from monolith.runtime.local import LocalPlacement, store_maker
 from monolith.store import LocalStore
 from monolith.table import CudaTable, Segment, SpillingTable, TableConfig
-from monolith.train import TrainConfig
+from monolith.train import Mode, Outputs, TrainConfig
 from monolith.train.accelerator import Cpu
 from monolith.train.hook import Hook, TrainingRun
 from monolith.train.hooks import SaveConfig
@@ -197,3 +202,60 @@ def test_device_rows_are_refused_if_parameter_servers_store_the_rows() -> None:
     config = TrainConfig(embedding_device="device", accelerator="cuda")
     with pytest.raises(ConfigError, match="rows are on parameter servers in this run"):
         Trainer(TASK, config, coordinator=coordinator, accelerator=Cpu())
+
+
+# What a task gets
+
+
+@dataclass(frozen=True)
+class OwnLoss(Clicks):
+    """Computes its own loss and a measure of labels, as the guide to targets shows."""
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        logits: Tensor = model(batch)
+        error = logits.sigmoid() - batch.labels["click"]
+        return Outputs(error.square().mean(), {"click": logits.sigmoid()}, {"off": error.detach().abs()})
+
+    def measures(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
+        return ["off"]
+
+
+@pytest.mark.parametrize("task", [OwnLoss(batches=6, batch_size=16), Numbers(batches=6, batch_size=16)])
+def test_a_task_gets_labels_and_floats_on_the_device_of_its_model(
+    device: Device, tmp_path: Path, task: Clicks
+) -> None:
+    measured = []
+    for where in (None, device):
+        folder = str(tmp_path / ("host" if where is None else "device"))
+        run = trainer(where, task=task, model_dir=folder, deterministic=True)
+        assert run.train().step == 6
+        measured.append(run.evaluate(steps=3))
+        assert sum(len(said["click"]) for _, said in run.predict(steps=2)) == 32
+    assert measured[1] == pytest.approx(measured[0], rel=1e-4)
+
+
+def test_labels_that_a_loss_cannot_take_are_refused_on_a_device_too(device: Device) -> None:
+    @dataclass(frozen=True)
+    class Twice(Clicks):
+        def dataset(self, mode: Mode) -> Any:
+            for batch in super().dataset(mode):
+                yield replace(batch, labels={"click": 2 * batch.labels["click"] + 1})
+
+    with pytest.raises(FeatureError, match="click"):
+        trainer(device, task=Twice(batches=6, batch_size=16)).train()
+
+
+def test_candidates_are_ranked_on_a_device_as_in_host_memory(device: Device, tmp_path: Path) -> None:
+    class Labeled(Likes):
+        def dataset(self, mode: Mode) -> Any:
+            for batch in super().dataset(mode):
+                yield replace(batch, labels={"like": (torch.arange(len(batch)) % 4 > 0).float()})
+
+    measured = []
+    for where in (None, device):
+        folder = str(tmp_path / ("host" if where is None else "device"))
+        run = trainer(where, task=Labeled(), model_dir=folder, deterministic=True, max_steps=8)
+        run.train()
+        measured.append(run.evaluate())
+    assert measured[0]["mrr"] > 0
+    assert measured[1] == pytest.approx(measured[0], rel=0.02, nan_ok=True)

@@ -41,6 +41,7 @@ from monolith.runtime import Fleet, FleetCoordinator, Trainer, join_fleet, serve
 from monolith.runtime import local as alone
 from monolith.runtime.cluster_config import ClusterConfig, TimeoutsConfig
 from monolith.runtime.coordinator import Start
+from monolith.runtime.failover import KeepGoing
 from monolith.runtime.messages import GatheredStates, PauseNumber
 from monolith.runtime.parameter_server import ServedShard, ServerEnd, ServerPort
 from monolith.store import LocalStore, ServerGroup
@@ -320,6 +321,25 @@ def test_a_barrier_that_is_placed_during_a_snapshot_outlasts_it() -> None:
     assert "meeting.release" not in server.calls
     fleet.resume()
     assert server.calls.count("meeting.release") == 1
+
+
+class LosesAnswers(Server0):
+    """A server whose first answer to each call is lost on its way, after the call had its effect."""
+
+    def call(self, server: int, name: str, **body: Any) -> dict[str, Any]:
+        answer = super().call(server, name, **body)
+        if self.calls.count(name) == 1:
+            raise UnavailableError("the connection broke")
+        return answer
+
+
+def test_a_pause_whose_answer_was_lost_is_asked_for_again_and_released() -> None:
+    server: Any = LosesAnswers()
+    how = KeepGoing(find=lambda _: [], connect=lambda _: server, sleep=lambda _: None)
+    fleet = Fleet(server, ClusterConfig(num_workers=1), keep_going=how)
+    fleet.pause()
+    fleet.resume()
+    assert server.calls == ["meeting.halt"] * 2 + ["meeting.release"] * 2
 
 
 class Quiet(Tallied):

@@ -14,6 +14,7 @@ from runtime.rank_runs import quiet, train_ranks
 from runtime.test_device_rows import OnDevice
 from runtime.test_ranks import halves, regression
 from services.emulated_cuda import device_named, device_names
+from store.ranks import needs_nccl
 
 from monolith.model import UpdateConfig
 from monolith.train import TrainConfig
@@ -39,9 +40,28 @@ def test_ranks_with_rows_on_a_device_learn_the_same(
     host = replace(plain, model_dir=str(tmp_path / "host"))
     device = replace(plain, model_dir=str(tmp_path / "device"), **ON_DEVICE, **more)
     train_ranks(tasks, host)
-    reports = train_ranks(tasks, device, accelerator=OnDevice(device_named(name)))
+    # On a GPU with the accelerator of the settings, as in a run.
+    accelerator = None if name == "gpu" else OnDevice(device_named(name))
+    reports = train_ranks(tasks, device, accelerator=accelerator)
     assert [report.step for report in reports] == [5, 5]
-    expected, found = (read_model(tasks[0], tmp_path / where) for where in ("host", "device"))
+    assert_same_model(tasks[0], tmp_path)
+
+
+@needs_nccl
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_rank_that_exchanges_by_nccl_learns_the_same(prefetch: int, tmp_path: Path) -> None:
+    """One rank, since NCCL wants a GPU for each: all of its calls are made, with nothing to exchange."""
+    task = Given(dense=True, loss=regression, update=CLIPPED, batches=halves(4, steps=5)[0])
+    plain = quiet(TrainConfig(), prefetch=prefetch)
+    train_ranks([task], replace(plain, model_dir=str(tmp_path / "host")))
+    device = replace(plain, model_dir=str(tmp_path / "device"), **ON_DEVICE)
+    (report,) = train_ranks([task], device, backend="nccl", rows_backend="nccl")
+    assert report.step == 5
+    assert_same_model(task, tmp_path)
+
+
+def assert_same_model(task: Given, folder: Path) -> None:
+    expected, found = (read_model(task, folder / where) for where in ("host", "device"))
     for weight, value in expected.weights.items():
         torch.testing.assert_close(torch.tensor(found.weights[weight]), torch.tensor(value))
     assert found.rows["f"].keys() == expected.rows["f"].keys()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Self
 
 import torch
-from services.emulated_cuda import EmulatedDevice
+from services.emulated_cuda import HOST_MEMORY, EmulatedDevice
 from torch import Tensor
 
 from monolith.cuda import Kernels
@@ -82,7 +82,7 @@ class SlowDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device("cpu")
+        return HOST_MEMORY
 
     @property
     def processors(self) -> int:
@@ -116,4 +116,7 @@ class SlowDevice:
         return torch.empty(shape, dtype=dtype)
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> Kernels:
-        return EmulatedDevice(holds_all=True).kernels(source, name, headers)
+        return EmulatedDevice(torch_device=self.torch_device).kernels(source, name, headers)
+
+    def compile_ahead(self, source: str, name: str, headers: Headers = ()) -> None:
+        pass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from services.emulated_cuda import EmulatedDevice, EmulationError
@@ -88,12 +91,12 @@ def run(kernel: str, out: torch.Tensor, *, seed: int = 0, blocks: int = 1, threa
 
 
 def zeros(n: int) -> torch.Tensor:
-    return torch.zeros(n, dtype=torch.int32)
+    return torch.zeros(n, dtype=torch.int32, device=EmulatedDevice().torch_device)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_blocks_warps_and_shared_memory_work_together(seed: int) -> None:
-    numbers, sums = torch.arange(600, dtype=torch.int32), zeros(3)
+    numbers, sums = torch.arange(600, dtype=torch.int32).to(zeros(0).device), zeros(3)
     made = EmulatedDevice(seed=seed).kernels(SOURCE, "examples")
     made.launch("sum_blocks", 3, numbers, 600, sums, stream=0, threads=256)
     assert sums.tolist() == [int(part.sum()) for part in numbers.split(256)]
@@ -159,3 +162,70 @@ def test_a_stream_is_the_current_one_while_it_is_on() -> None:
     with device.on(stream):
         assert device.current_stream() == stream != first
     assert device.current_stream() == first
+
+
+# Its tensors and those of the host
+
+
+@pytest.fixture
+def there() -> torch.Tensor:
+    return torch.arange(6.0, device=EmulatedDevice().torch_device).view(2, 3)
+
+
+MIXED = {
+    "sum": lambda there, host: there + host,
+    "sum, the host's first": lambda there, host: host + there,
+    "in place": lambda there, host: there.add_(host),
+    "in place on the host": lambda there, host: host.add_(there),
+    "concatenation": lambda there, host: torch.cat([there, host]),
+    "product": lambda there, host: there @ host.t(),
+    "choice": lambda there, host: torch.where(there > 1, there, host),
+    "comparison": torch.equal,
+    "loss": torch.nn.functional.mse_loss,
+    "index of the host's": lambda there, host: host[there[0].long() % 2],
+    "rows by index": lambda there, host: there.index_select(0, host[0].long()),
+}
+
+
+@pytest.mark.parametrize("mix", MIXED.values(), ids=MIXED)
+def test_tensors_of_the_host_and_of_the_device_do_not_mix(mix: Any, there: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        mix(there, torch.zeros(2, 3))
+
+
+def test_numbers_and_indices_of_the_host_may_be_used_as_on_a_gpu(there: torch.Tensor) -> None:
+    assert (there * torch.tensor(2.0)).sum().item() == 30
+    assert there[torch.tensor([1])].tolist() == [[3, 4, 5]]
+    assert there[torch.tensor([True, False])].tolist() == [[0, 1, 2]]
+
+
+def test_tensors_are_copied_both_ways_and_views_share_memory(there: torch.Tensor) -> None:
+    here = torch.empty(3).copy_(there[1])
+    assert type(here) is torch.Tensor
+    assert here.tolist() == [3, 4, 5]
+    there[0].copy_(here)
+    assert there.cpu().tolist() == [[3, 4, 5], [3, 4, 5]]
+    assert there.cpu().device.type == "cpu"
+    assert there[1].data_ptr() == there.data_ptr() + 12
+
+
+def test_a_tensor_of_the_device_is_no_array_of_the_host(there: torch.Tensor) -> None:
+    for convert in (np.asarray, lambda tensor: tensor.numpy()):
+        with pytest.raises(TypeError, match="can't convert"):
+            convert(there)
+
+
+def test_gradients_are_on_the_device_of_their_weights(there: torch.Tensor) -> None:
+    model = torch.nn.Linear(3, 1).to(there.device)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    before = model.weight.cpu()
+    model(there).square().mean().backward()
+    optimizer.step()
+    assert model.weight.grad is not None
+    assert model.weight.grad.device == there.device
+    assert not torch.equal(model.weight.cpu(), before)
+
+
+def test_a_kernel_refuses_a_tensor_in_host_memory() -> None:
+    with pytest.raises(EmulationError, match="'count_well': argument 0 is a tensor in host memory"):
+        run("count_well", torch.zeros(1, dtype=torch.int32))

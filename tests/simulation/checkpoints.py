@@ -105,9 +105,9 @@ class World:
         assert len(listed) <= self.shape.max_to_keep, listed
         for prefix in listed:
             if not checkpoint_exists(prefix):
-                # A run that went back saves a step again: the manifest of the files in its way goes first. If
-                # that save fails, the step is listed without one, and a start takes the one before it.
-                assert len(self.snapshots[int(prefix.rpartition("-")[2])]) > 1, f"{prefix} is not complete"
+                # A run that went back saves a step again. If that fails and no other one is listed, there is
+                # none that could be listed instead.
+                assert listed == [prefix], f"{prefix} is not complete"
                 continue
             self.saved = 0
             self.check_restored(Run(self).restore(prefix))

@@ -25,7 +25,7 @@ from monolith.data.files.shared_queue import SharedFileQueue
 from monolith.data.files.source import FileSource
 from monolith.data.format import Chunk, Format, RecordWriter
 from monolith.data.formats.memory import to_records
-from monolith.errors import RetryableError
+from monolith.errors import RetryableError, UnavailableError
 from monolith.feature import Batch
 from monolith.observe import Metrics
 from monolith.runtime import Coordinator, Trainer, TrainReport, serve_parameters
@@ -195,7 +195,12 @@ def work(
         on_lost=lambda: None,
     )
     try:
-        return shared.train_on_servers(attempt, discovery)
+        report = shared.train_on_servers(attempt, discovery)
+        # monolith train exits with status 75 then, and is started again. Workers may have to wait for leases
+        # of files for longer than the chief waits for them.
+        if not report.finished and not stopper.asked.is_set():
+            raise UnavailableError(f"stopped before the end: {report.stop_reason}")
+        return report
     except (RetryableError, StoppedWhileWaitingError):
         if stopper.asked.is_set():
             return None  # whoever told it to leave does not start it again

@@ -23,6 +23,26 @@ FOUND = [
         38,
         "a replaced rank that came back and its replacement ended each other's attempts without end",
     ),
+    (
+        "fleet_kafka",
+        1005,
+        "a restarted run of one worker was given half of the partitions by its group, and took that for all",
+    ),
+    (
+        "together",
+        1009,
+        "a split counted as finished though its last chunk was lost with the dispatcher's power",
+    ),
+    (
+        "publishing",
+        1001,
+        "a server claimed the newest step of a delta that was older than the rows of its snapshot",
+    ),
+    (
+        "checkpoints",
+        2014,
+        "a step was saved again, and a later increment of its old content stayed the newest checkpoint",
+    ),
 ]
 
 

@@ -9,6 +9,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+import pytest
+import torch
 from torch import distributed as dist
 
 from monolith.cluster.security import Guard
@@ -19,6 +21,10 @@ from monolith.store.rank_groups import RankOptions
 from monolith.store.rank_keys import begin_attempt
 
 T = TypeVar("T")
+
+needs_nccl = pytest.mark.skipif(
+    not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a GPU, and torch with NCCL"
+)
 
 PATIENT = 60.0
 SOON = timedelta(seconds=0.05)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from services.emulated_cuda import device_named, device_names
 from store.ranks import all_at_once, connected
-from torch import Tensor
+from torch import Tensor, nn
 
 from monolith.errors import ClusterError, TableArgumentError, UnavailableError
 from monolith.store import AllToAllStore, LocalStore, RankGroups, TableIds
@@ -191,3 +192,17 @@ def test_a_rank_that_has_closed_keeps_no_connection_even_if_its_error_is_kept() 
         with pytest.raises(UnavailableError) as kept:
             store.lookup(of(1))
     assert connections() == before, f"{kept.value} still holds them"
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_gradients_of_weights_on_a_device_are_added_up(name: str) -> None:
+    where = device_named(name).torch_device
+    weights = [[nn.Parameter(torch.zeros(2, device=where)) for _ in "ab"] for _ in range(2)]
+    with connected(2) as groups:
+        stores = [store_of(one) for one in groups]
+        for rank, (store, mine) in enumerate(zip(stores, weights, strict=True)):
+            store.attach_dense({"a": mine[0], "b": mine[1]}, torch.optim.SGD(mine, lr=1.0))
+            mine[0].grad = torch.tensor([1.0, 2.0], device=where) * (rank + 1)
+        all_at_once(*(store.push_dense for store in stores))
+    for mine in weights:
+        assert [weight.tolist() for weight in mine] == [[-3, -6], [0, 0]]

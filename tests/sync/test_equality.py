@@ -59,6 +59,7 @@ class Fleet:
                 self.channel.writer(),
                 config_of({"shard": (number, total), "digest_buckets": BUCKETS, **self._options}),
                 clock=self.clock,
+                timer=self.clock,
             )
             for number, table in enumerate(self.shards)
         ]

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from sync.delta_channels import KafkaChannel
 
 from monolith import concurrency
-from monolith.data.kafka import KafkaSink
+from monolith.data import Shard
+from monolith.data.kafka import KafkaSink, KafkaSource
 from monolith.data.kafka.config import import_kafka
 from monolith.testing.kafka import SimKafka
 from monolith.testing.network import SimNetwork
@@ -247,3 +249,28 @@ def test_a_commit_of_an_old_generation_is_refused() -> None:
         assert kafka.heartbeat("g", first, generation + 1) == "unknown", "it was silent for too long"
 
     simulate(play)
+
+
+def test_partitions_that_are_added_to_a_topic_are_read_by_a_run_within_a_minute() -> None:
+    seen: list[int] = []
+
+    def read(broker: Broker) -> None:
+        topic = broker.create_topic(partitions=1)
+        broker.send(topic, [1], partition=0)
+        config = test_kafka.config(
+            broker,  # type: ignore[arg-type]
+            topic,
+            start="latest",
+            poll_timeout=timedelta(seconds=1),
+            stream_timeout=timedelta(seconds=90),
+        )
+        with KafkaSource(config, test_kafka.decode) as source:
+            source.read_shard(Shard(0, 1))
+            source.position()  # connects, and notes what is there
+            broker.create_topic(topic, partitions=3)
+            broker.send(topic, [2], partition=2)
+            for records in source:
+                seen.extend(test_kafka.ids(records))
+
+    simulate(read)
+    assert seen == [2], "all of an added partition is new, and not only what comes after it was noticed"

@@ -1,8 +1,9 @@
 """Kernels: CUDA source, compiled when first used and kept, launched on torch's stream.
 
 The compiler is NVRTC, which every CUDA build of torch brings, and the driver loads its output: a user needs
-neither nvcc nor a host compiler, and importing this needs no GPU. Compiled kernels are cached in a folder of
-the user, by source, options, architecture and compiler.
+neither nvcc nor a host compiler, and importing this needs no GPU. A program takes NVRTC seconds, so programs
+are compiled by several threads at once, and their images are cached in a folder of the user, by source,
+options, architecture, compiler and driver.
 
 NVRTC is called by ctypes, a few times in the life of a process. Launches happen many times per step, so the
 compiled core does them (`native.CudaDriver`).
@@ -11,10 +12,15 @@ compiled core does them (`native.CudaDriver`).
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -26,6 +32,8 @@ from torch import Tensor
 from monolith import native
 from monolith.errors import AcceleratorError
 
+_log = logging.getLogger(__name__)
+
 THREADS = 256
 """Threads of a block, unless a kernel needs another number."""
 
@@ -33,6 +41,7 @@ OPTIONS = ("--std=c++17", "--fmad=false", "-default-device")
 """What every source is compiled with: no product is fused with a sum, so that bits are those of the host."""
 
 _DRIVER = "libcuda.so.1"
+_DIGEST_BYTES = 32
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _KERNEL = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)'
@@ -102,6 +111,15 @@ def _translated() -> Iterator[None]:
         raise AcceleratorError(str(cause)) from cause
 
 
+def compile_ahead(source: str, name: str, device: torch.device, headers: Headers = ()) -> None:
+    """Start to compile a source on another thread, so that `compiled_kernels` has less to wait for.
+
+    An error is raised by `compiled_kernels`.
+    """
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    _compiling(source, name, device, headers)
+
+
 def compiled_kernels(source: str, name: str, device: torch.device, headers: Headers = ()) -> Kernels:
     """Compile a source for a CUDA device, unless the cache has it, and load it.
 
@@ -116,7 +134,11 @@ def compiled_kernels(source: str, name: str, device: torch.device, headers: Head
     torch.cuda.init()  # type: ignore[no-untyped-call]
     with _translated():
         driver = native.CudaDriver(_DRIVER, device.index)
-    return Kernels(driver, _compiled(source, name, device, headers), kernel_signatures(source, headers))
+    image = _compiling(source, name, device, headers).result()
+    began = time.perf_counter()
+    made = Kernels(driver, image, kernel_signatures(source, headers))
+    _log.debug("kernels %s: loaded on %s in %.3f s", name, device, time.perf_counter() - began)
+    return made
 
 
 def kernel_signatures(source: str, headers: Headers = ()) -> dict[str, str]:
@@ -164,25 +186,94 @@ def blocks_for(work: int, *, per_block: int = THREADS) -> int:
 # Compiling
 
 
+@functools.cache
+def _compiling(source: str, name: str, device: torch.device, headers: Headers) -> Future[bytes]:
+    """Return the image of a source, which a thread compiles or reads: once in a process."""
+    return _threads().submit(_compiled, source, name, device, headers)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    # NVRTC is called without the GIL, and compiles one program per thread.
+    return ThreadPoolExecutor(os.cpu_count() or 1, "compiles-kernels")
+
+
 def _compiled(source: str, name: str, device: torch.device, headers: Headers) -> bytes:
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}"
     compiler = KernelCompiler(_nvrtc())
     texts = [part for header in headers for part in header]
-    about = "\0".join([source, *texts, *OPTIONS, architecture, compiler.version])
-    kept = _cache_folder() / f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}.cubin"
-    try:
-        return kept.read_bytes()
-    except OSError:
-        image = compiler.compile(source, f"{name}.cu", architecture, headers)
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = kept.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(image)
-        unfinished.replace(kept)
-    except OSError:
-        pass  # compiled again next time
-    return image
+    about = "\0".join([source, *texts, *OPTIONS, architecture, compiler.version, str(_driver_version())])
+    return KernelCache(_cache_folder()).image(
+        name, about, lambda: compiler.compile(source, f"{name}.cu", architecture, headers)
+    )
+
+
+class KernelCache:
+    """Images of programs in a folder, one file each. Several processes may use it at the same time.
+
+    A file is the SHA-256 of the image, then the image. A file that is damaged counts as absent: a machine
+    that lost power may leave one.
+
+    Args:
+        folder: Made when first written to. If that fails, every process compiles its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def image(self, name: str, about: str, compile_it: Callable[[], bytes]) -> bytes:
+        """Return an image from the cache, or compile it and keep it.
+
+        Args:
+            name: Names the program in files and messages.
+            about: All that the image depends on.
+        """
+        began = time.perf_counter()
+        kept = self._folder / f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}.image"
+        image = self._read(kept)
+        if image is None:
+            image = compile_it()
+            self._write(kept, image)
+            what = "compiled"
+        else:
+            what = "read from the cache"
+        _log.debug("kernels %s: %s in %.3f s (%s)", name, what, time.perf_counter() - began, kept)
+        return image
+
+    def _read(self, kept: Path) -> bytes | None:
+        try:
+            found = kept.read_bytes()
+        except OSError:
+            return None
+        digest, image = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+        if hashlib.sha256(image).digest() == digest:
+            return image
+        _log.warning("the compiled kernels in %s are damaged; they are compiled again", kept)
+        return None
+
+    def _write(self, kept: Path, image: bytes) -> None:
+        unfinished: Path | None = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # A name of its own for every writer: processes and threads may compile the same program. The last
+            # one to rename its file wins, and all files are the same.
+            number, path = tempfile.mkstemp(dir=self._folder, prefix=f".{kept.name}.")
+            unfinished = Path(path)
+            with os.fdopen(number, "wb") as file:
+                file.write(hashlib.sha256(image).digest() + image)
+            unfinished.replace(kept)
+        except OSError as error:
+            _log.debug("compiled kernels are not cached, and will be compiled again: %s", error)
+            if unfinished is not None:
+                unfinished.unlink(missing_ok=True)
+
+
+def _driver_version() -> int:
+    """Return the version of the CUDA driver, such as 13000; 0 if it does not say."""
+    version = ctypes.c_int()
+    ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def _cache_folder() -> Path:

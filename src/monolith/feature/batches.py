@@ -12,7 +12,7 @@ feature, such as the user of a request with many items, has one cell for all exa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -79,7 +79,9 @@ class FeatureIds:
         if len(self.shared) != len(self.names):
             raise FeatureError(f"batch: shared has {len(self.shared)} entries for {len(self.names)} features")
         for name, array in (("ids", self.ids), ("splits", self.splits)):
-            if array.dtype is not torch.int64 or array.ndim != 1 or array.device.type != "cpu":
+            # `meta` has a shape and no values: the ids of a step that is captured; see `StepGraph`.
+            here = array.device.type in ("cpu", "meta")
+            if array.dtype is not torch.int64 or array.ndim != 1 or not here:
                 raise FeatureError(
                     f"batch: {name} must be int64 of one dimension on the CPU, got "
                     f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)} on {array.device}"
@@ -231,6 +233,18 @@ class Batch:
         """The group of each example, int64: its first id of `group`, 0 if it has none; None without a
         group."""
         return None if self.group is None else self.ids.first(self.group)
+
+    def on(self, device: torch.device, *, labels: bool = True) -> Batch:
+        """Return the batch with its floats and labels on a device. IDs stay in host memory.
+
+        Args:
+            labels: Whether labels are copied, too.
+        """
+
+        def there(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+        return replace(self, floats=there(self.floats), labels=there(self.labels) if labels else self.labels)
 
     def __len__(self) -> int:
         return self.ids.batch_size

@@ -58,8 +58,13 @@ def open_data(task: Task, shard: Shard, epochs: Epochs | None = None) -> Stream[
     try:
         if epochs is not None:
             data.read_epochs(epochs)
-        if shard.workers > 1:
+        try:
+            # Of a run with one worker, too: its KafkaSource then has all partitions at once and for good,
+            # and need not wait until the group has noticed that a killed worker is gone.
             data.read_shard(shard)
+        except NotShareableError:
+            if shard.workers > 1:
+                raise
     except BaseException as cause:
         data.close()
         if isinstance(cause, NotRepeatableError):

@@ -905,8 +905,11 @@ class Fleet:
     def _hold(self, why: str) -> int:
         """Pause the other workers, or keep them paused, for a reason; return the number of the pause."""
         with self._holding:
-            # Noted only after the call: a pause that the service never received is not to be released.
-            self._last_halt = self._ask("meeting.halt", OfRun(self._run), PauseNumber).halt
+            # Asked again if the answer is lost: workers may be paused by then, and only the chief that knows
+            # of a pause releases it. Noted only after the call: a pause that the service never received is
+            # not to be released.
+            paused = self._insist(lambda: self._ask("meeting.halt", OfRun(self._run), PauseNumber))
+            self._last_halt = paused.halt
             self._holds.add(why)
             return self._last_halt
 

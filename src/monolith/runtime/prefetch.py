@@ -158,21 +158,22 @@ class PrefetchPipeline(Generic[Item, Rows]):
         self._idle = waiting.idle
         # Guards all fields below. Invariant: rows are read or written by one thread at a time, by the
         # pipeline's own in PREPARING and UPDATING, by the training thread only while that is IDLE or READING
-        # and `_paused` keeps it from leaving these phases.
-        # It is reentrant: `idle` runs with it held, and may call `drain` and `push`.
+        # and `_pauses` keeps it from leaving these phases.
         self._changed = concurrency.Condition()
         # Work for the thread, in order; None is a lookup. The order of this queue is the order in which rows
         # are read and written, so it alone decides the result of training.
         self._todo: deque[Work | None] = deque()
         self._ready: deque[_Entry[Item, Rows]] = deque()  # looked up, and not asked for yet
         self._phase = _Phase.IDLE
-        self._paused = False  # the training thread works on rows: the other waits before it touches any
+        # While this is not 0 the training thread works on rows, and the other waits before it touches any. A
+        # count, because `idle` may call `drain`, which pauses it too.
+        self._pauses = 0
         self._silent = False  # the source has no item for now, in lockstep; `next` ends it
         self._ended = False  # the source has no item any more
         self._interrupted = False
         self._closed = False
-        self._error: BaseException | None = None  # of the thread, which ends with it; raised once
-        self._update_failed = False  # the error is of an update: items that are ready have old rows
+        self._error: BaseException | None = None  # of the thread, which ends with it
+        self._update_failed = False  # the error is of an update: rows lack it, whatever is done later
         self._begun = False  # the thread was started
         self._asked = False  # `next` returned without the item it asked for: its lookup is still queued
         threaded = waiting.threaded or ahead > 0
@@ -185,7 +186,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
         `idle` has something else to do.
 
         Raises:
-            Exception: What reading, looking up or updating raised, once.
+            Exception: What reading or looking up raised, once; or what an update raised, from then on.
         """
         if self._thread is None:
             item = self._next_item()
@@ -210,7 +211,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 # In lockstep the thread itself does them, at the same place on every rank: before `SILENT`.
                 if not self._lockstep:
                     self._overtake()
-                if self._idle is not None and self._idle():
+                if self._idle is not None and self._call_idle(self._idle):
                     return None
                 self._silent = self._silent and self._interrupted  # then nothing more is read
                 self._changed.notify_all()
@@ -220,6 +221,20 @@ class PrefetchPipeline(Generic[Item, Rows]):
                 return None
             entry = self._ready.popleft()
         return entry.item, self._completed(entry.item, entry.rows)
+
+    def _call_idle(self, idle: Callable[[], bool]) -> bool:
+        # Without the lock, which `interrupt` waits for: `idle` may take minutes, in a pause of the fleet. In
+        # lockstep nothing has to be paused: in a silence the thread only does updates, which `idle` may push
+        # and drain.
+        pauses = 0 if self._lockstep else 1
+        self._pauses += pauses
+        self._changed.release()
+        try:
+            return idle()
+        finally:
+            self._changed.acquire()
+            self._pauses -= pauses
+            self._changed.notify_all()
 
     def _completed(self, item: Item, rows: Rows) -> Rows:
         return rows if self._complete is None else self._complete(item, rows)
@@ -332,15 +347,19 @@ class PrefetchPipeline(Generic[Item, Rows]):
     def _raise(self) -> None:
         """Raise the error of the thread; items that were looked up before it are returned first."""
         if self._error is not None and (not self._ready or self._update_failed):
-            error, self._error = self._error, None
+            error = self._error
             self._ended = True
+            if not self._update_failed:
+                self._error = None
             raise error
 
     def _overtake(self) -> None:
         """Do the waiting updates in this thread, while the pipeline's own only reads."""
-        self._paused = True  # first: the thread must not leave IDLE or READING once this has seen it there
+        self._pauses += 1  # first: the thread must not leave IDLE or READING once this has seen it there
         try:
             self._changed.wait_for(lambda: self._phase in (_Phase.IDLE, _Phase.READING))
+            if self._update_failed:  # later updates must not be done on rows that lack this one
+                self._raise()
             # Updates overtake the lookups that are still queued, which then see more updates than otherwise.
             # After a wait it is time that decides this, so ranks and deterministic runs never wait like that.
             # In `drain` it is not: lookups made ahead are repeated, so that all see the same updates.
@@ -349,12 +368,12 @@ class PrefetchPipeline(Generic[Item, Rows]):
             for work in waiting:
                 work()
         finally:
-            self._paused = False
+            self._pauses -= 1
             self._changed.notify_all()
 
     def _enter(self, phase: _Phase) -> bool:
         """Wait until the thread may continue; return False if the pipeline is closed."""
-        self._changed.wait_for(lambda: not self._paused or self._closed)
+        self._changed.wait_for(lambda: not self._pauses or self._closed)
         self._phase = _Phase.IDLE if self._closed else phase
         self._changed.notify_all()
         return not self._closed
@@ -364,7 +383,7 @@ class PrefetchPipeline(Generic[Item, Rows]):
             with self._changed:
                 self._phase = _Phase.IDLE
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or (self._has_work() and not self._paused))
+                self._changed.wait_for(lambda: self._closed or (self._has_work() and not self._pauses))
                 if self._closed:
                     return
                 work = self._take_work()

@@ -387,7 +387,8 @@ class RankStore:
         if self._optimizer is None:
             return
         # One all-reduce of [1.0 per weight that has a gradient here | all gradients, flat].
-        there = torch.tensor([float(weight.grad is not None) for weight in self._weights])
+        used = [float(weight.grad is not None) for weight in self._weights]
+        there = torch.tensor(used, device=self._weights[0].device if self._weights else None)
         flat = [
             (torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten()
             for weight in self._weights

@@ -303,7 +303,10 @@ class DenseCache:
         data = {server: answers[server].data for server in self.servers}
         fetched = _Fetched(data, covers, int(answers[0].body["step"]))
         with self._lock:
-            self._fetched = fetched
+            # The first `assign` may fetch on the caller's thread while a push is answered with weights: the
+            # older answer must not replace the newer, or a later step would lack more than max_staleness.
+            if self._fetched is None or covers >= self._fetched.covers:
+                self._fetched = fetched
 
 
 class _Fetched:

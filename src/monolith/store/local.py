@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monolith import native
-from monolith.cuda import Device
-from monolith.errors import FeatureError
+from monolith.cuda import Device, device_of
+from monolith.errors import AcceleratorError, FeatureError
 from monolith.observe import MemoryWatch
 from monolith.observe.progress import describe_bytes
 from monolith.store.dense import check_optimizer_covers
@@ -27,6 +30,8 @@ from monolith.table import (
     device_budgets,
     make_filter,
 )
+from monolith.table.cuda.fused import FusedTables
+from monolith.table.cuda.layout import compile_tables_ahead
 
 
 class LocalStore:
@@ -94,6 +99,9 @@ class LocalStore:
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
         shares = {} if device is None or device_bytes is None else device_budgets(configs, device_bytes)
+        if device is not None:
+            with suppress(AcceleratorError):  # which the first table raises, with its name
+                compile_tables_ahead(configs.values(), device_of(device), fused=device_bytes is None)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
         for name, config in configs.items():
@@ -169,6 +177,15 @@ class LocalStore:
             counts=ids.counts if self._counts_sightings else None,
         )
         self._memory.look(self._describe)
+
+    @property
+    def fused(self) -> FusedTables | None:
+        """The tables as launches over all of them know them; None if they are not on one device."""
+        return self._multi.fused
+
+    def rates(self, step: int) -> NDArray[np.float32]:
+        """Return the learning rates of all tables' segments at a step, as `CapturedStep` takes them."""
+        return self._multi.rates(step)
 
     def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is not None:

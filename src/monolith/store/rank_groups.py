@@ -14,6 +14,12 @@ get between the calls of the other. Groups are passed as arguments; nothing here
 A rank that is gone breaks its connections, and the ranks that wait for it fail at once. A rank that hangs is
 noticed when its call times out. When one is lost, every group is aborted on every rank: a run of ranks
 continues with all ranks or not at all.
+
+NCCL differs from gloo in three ways that matter here. Its calls run on a stream of the GPU: waiting for one
+orders the current stream after it and does not wait on the host. A call that is aborted ends like one that is
+done, with whatever is in its memory. And calls of two groups may be in flight at once, in another order on
+another rank. That is safe only if the GPU can run the kernels of both at once: with the environment variable
+CUDA_DEVICE_MAX_CONNECTIONS at 1 it cannot, and ranks may wait for each other until the timeout.
 """
 
 from __future__ import annotations
@@ -102,7 +108,7 @@ class Collective:
         """
         given = given.to(self._device)
         found = torch.empty(sum(received), dtype=given.dtype, device=self._device)
-        if self.size == 1:
+        if self.size == 1 and self._device.type == "cpu":  # but NCCL's call is made: one GPU can test it
             return found.copy_(given)
         itemsize = given.itemsize
         self._traffic.count(
@@ -132,13 +138,17 @@ class Collective:
         return sent.to(tensor.device)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum a tensor over all ranks; the returned function waits for the sum."""
+        """Begin to sum a tensor over all ranks; the returned function waits for the sum.
+
+        A sum that stays on a GPU is only ordered before later work there. It is valid if a later call of this
+        group that is read on the host did not raise.
+        """
         summed = tensor.to(self._device)
         begun = [self._begin("allreduce", [summed])]
 
         def finish() -> Tensor:
             # pop: a caller that keeps this function must not keep the connections alive.
-            self._finish(begun.pop())
+            self._finish(begun.pop(), on_host=tensor.device != self._device)
             return summed.to(tensor.device)
 
         return finish
@@ -180,11 +190,19 @@ class Collective:
         finally:
             del group  # the error keeps this frame alive, which must not keep the connections
 
-    def _finish(self, work: Any, waiting: Callable[[], None] | None = None) -> None:
+    def _finish(self, work: Any, waiting: Callable[[], None] | None = None, *, on_host: bool = True) -> None:
+        """Wait for a call; with `on_host`, until its result may be read by the host."""
         try:
             while waiting is not None and not _done_within(work, WAITING_EVERY):
                 waiting()
             work.wait()
+            if self._device.type == "cuda" and on_host:
+                # Until here only the stream waits. If another rank is lost, this returns when the heartbeat,
+                # or the watchdog at the timeout, has aborted the call: then its result is no result.
+                torch.cuda.current_stream(self._device).synchronize()
+                work.wait()  # raises what the watchdog has found
+                if self._group is None:
+                    raise RuntimeError("it was aborted here")
         except RuntimeError as cause:
             raise self._judged(cause) from cause
         finally:
@@ -324,6 +342,10 @@ class RankGroups:
             found = Collective(group, name, device=device, traffic=self._traffic)
             found.explain_failures_with(self._why)
             self._collectives.append(found)
+            if kind == "nccl":
+                # NCCL connects in the first call. Two threads that make theirs at the same time, in another
+                # order on another rank, would wait for each other.
+                found.all_gather(torch.zeros(1))
             return found
 
         self.calls = RankCalls(keys, rank, size, port, timeout=options.timeout)

@@ -472,6 +472,7 @@ class Publisher:
         # A standby gets, as its dense part, which pushes the rows contain: so it comes with the last delta.
         dense = None if self._split and self._config.with_state else self._due_dense(now)
         if not rows and not removed and dense is None and now - self._sent_at < self._config.dense_interval:
+            self._making = self._position  # a snapshot that ends now is complete with the next delta
             return None
         # After the rows were read: the update of one step more may have been under way.
         learned = replace(learned, newest_step=self._learned().step + 1)

@@ -553,9 +553,9 @@ class _Follower:
             target.apply(delta.rows, delta.removed)
             if delta.dense is not None:
                 target.swap_dense(delta.dense)
-            # Rows of a snapshot were read while they were trained: only the delta that was being made at its
-            # end brings all of them to one step.
-            covered = following.sequence >= self._compare_after
+            # Rows of a snapshot were read while they were trained, and may be newer than a delta that was
+            # being made at its end: only a delta that was begun afterwards says how new they may be.
+            covered = following.sequence > self._compare_after
             self.progress = replace(
                 self.progress,
                 position=following,

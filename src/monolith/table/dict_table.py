@@ -6,7 +6,6 @@ the fallback without a compiled core; it is not meant to be fast.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monolith import concurrency
 from monolith.errors import TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter, Refusals
@@ -131,8 +131,8 @@ class DictTable:
             for p in self._pieces
         )
         self._row_bytes += 4 * config.state_dim
-        self._lock = threading.Lock()
-        self._thawed = threading.Condition(self._lock)
+        self._lock = concurrency.Lock()
+        self._thawed = concurrency.Condition(self._lock)
         # All below is guarded by the lock.
         self._frozen = 0
         self._rows: dict[int, _Row] = {}

@@ -35,7 +35,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,9 @@ class MachineKilled(BaseException):
 
 class SimulationError(AssertionError):
     """A simulated run broke a rule. The message has the seed, the reason and the last events."""
+
+    seed: int | None = None
+    """Of the run, or the number of the schedule."""
 
 
 class DeadlockError(SimulationError):
@@ -364,12 +367,15 @@ class Simulation:
 
     def maybe_switch(self) -> None:
         """Let another thread run first, by chance: any operation of a primitive may be preempted."""
-        thread = self.current
-        if thread.machine.alive and self._ready and self.random.random() < self._preempt:
-            thread.state, thread.why = "ready", "preempted"
-            self._ready.append(thread)
-            self._pass_baton(thread)
+        if self.current.machine.alive and self._ready and self.random.random() < self._preempt:
+            self._yield()
         self.check_alive()
+
+    def _yield(self) -> None:
+        thread = self.current
+        thread.state, thread.why = "ready", "preempted"
+        self._ready.append(thread)
+        self._pass_baton(thread)
 
     # The baton
 
@@ -406,7 +412,7 @@ class Simulation:
             run_on(thread.machine)
             try:
                 if thread.machine.alive:
-                    thread.target()
+                    self._call(thread.target)
             except MachineKilled:
                 pass
             except BaseException as error:  # whatever the code under test raises is the result of the run
@@ -421,6 +427,9 @@ class Simulation:
             elif (chosen := self._choose()) is not None:
                 self._resume(chosen)
             runner.wake.acquire()
+
+    def _call(self, target: Callable[[], object]) -> None:
+        target()
 
     def _pass_baton(self, thread: SimThread) -> None:
         chosen = self._choose()
@@ -437,7 +446,7 @@ class Simulation:
             self._check_rules()
         while True:
             while self._ready:
-                place = self.random.randrange(len(self._ready)) if len(self._ready) > 1 else 0
+                place = self._pick(self._ready) if len(self._ready) > 1 else 0
                 self._ready[place], self._ready[-1] = self._ready[-1], self._ready[place]
                 thread = self._ready.pop()
                 if thread.machine.paused_until > self.now and thread.machine.alive:
@@ -449,16 +458,24 @@ class Simulation:
                     )
                     continue
                 return thread
-            while self._timers:
-                due, _, thread, number = heapq.heappop(self._timers)
-                if thread.state == "blocked" and thread.waits == number:
-                    self.now = max(self.now, due)
-                    thread.state = "ready"
-                    self._ready.append(thread)
-                    break
-            else:
+            if not self._reach_deadline():
                 self.fail(DeadlockError(self._waiting()))
                 assert self._ready, "no thread is left to run"
+
+    def _pick(self, ready: Sequence[SimThread]) -> int:
+        """Return the place of the thread that runs next; there are at least two."""
+        return self.random.randrange(len(ready))
+
+    def _reach_deadline(self) -> bool:
+        """Move virtual time to the earliest deadline, and make its thread ready; False if there is none."""
+        while self._timers:
+            due, _, thread, number = heapq.heappop(self._timers)
+            if thread.state == "blocked" and thread.waits == number:
+                self.now = max(self.now, due)
+                thread.state = "ready"
+                self._ready.append(thread)
+                return True
+        return False
 
     def _check_rules(self) -> None:
         error: BaseException | None = None

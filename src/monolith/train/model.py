@@ -65,8 +65,11 @@ class Model:
         self.task = task
         self._mode = mode
         self.module = task.model()
+        self._device: torch.device | None = None
+        """Where the module computes and gets its batches; None if that is up to the task."""
         if accelerator is not None:
             take(accelerator, self.module)
+            self._device = accelerator.device()
         self.collections = [m for m in self.module.modules() if isinstance(m, EmbeddingCollection)]
         if mode is Mode.TRAIN and rates is not None and rates.rows:
             make_store = _ScheduledStores(make_store, rates)
@@ -224,11 +227,18 @@ class Model:
     def outputs(
         self, batch: Batch, rows: LookedUp, *, otherwise: Callable[[], None] | None = None
     ) -> Outputs:
-        """Run the model on a batch whose rows were looked up.
+        """Run the model on a batch whose rows were looked up, in host memory.
+
+        Its floats and labels are copied to the accelerator first, if there is one.
 
         Args:
             otherwise: Called before the model looks rows up itself; see `EmbeddingCollection.hold`.
         """
+        if self._device is not None and self._device.type != "cpu":
+            # A task that computes its own loss writes `predictions - batch.labels["y"]`, and torch refuses to
+            # mix devices. The default outputs check the values of labels first, without waiting for the
+            # device, and copy the labels after that.
+            batch = batch.on(self._device, labels=type(self.task).outputs is not Task.outputs)
         for collection, prepared in zip(self.collections, rows, strict=True):
             collection.hold(batch, prepared, otherwise)
         try:

@@ -114,7 +114,7 @@ class RetrievalTask(Task):
         towers = towers_of(model)
         wanted = batch.ids[towers.item_id]
         if batch.labels:
-            positive = torch.stack([label > 0 for label in batch.labels.values()]).any(0)
+            positive = torch.stack([label > 0 for label in batch.labels.values()]).any(0).cpu()  # as ids are
             lengths = torch.where(positive, wanted.row_lengths(), 0)
             kept = torch.repeat_interleave(positive, wanted.row_lengths())
             wanted = RaggedTensor.from_row_lengths(wanted.flat_values[kept], lengths)

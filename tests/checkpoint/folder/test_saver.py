@@ -255,6 +255,25 @@ def test_an_old_checkpoint_that_was_being_written_again_is_not_removed(folder: s
     assert steps_on_disk(folder) == {1, 2, 3}
 
 
+def test_a_step_that_is_saved_again_is_not_listed_until_it_is_complete_nor_are_those_that_continue_it(
+    folder: str,
+) -> None:
+    def die(_: str) -> None:
+        raise Killed
+
+    saver = saver_of(folder, max_to_keep=5)
+    for step in (1, 2, 4):
+        saver.save(step, write_checkpoint)
+    saver.save(3, write_checkpoint, depends_on=[f"{folder}/model.ckpt-2"])
+    with pytest.raises(Killed):
+        saver.save(2, die)
+    assert listed_steps(folder) == [1, 4]
+    saver = saver_of(folder, max_to_keep=5)
+    saver.recover()
+    saver.save(5, write_checkpoint)
+    assert steps_on_disk(folder) == {1, 4, 5}
+
+
 def test_one_kept_for_good_that_was_being_listed_again_still_has_what_it_needs(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

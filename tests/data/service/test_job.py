@@ -57,7 +57,7 @@ def test_a_silent_worker_loses_its_split_from_the_last_chunk_on(job, clock):
     new = job.lease("v")
     assert (new.split, new.sequence, new.place) == ("a", 3, Place({"at": 3}))
     assert not job.announce(old.lease, 3, Place({}), 1, Place({})), "the old lease is worth nothing"
-    assert not job.finish(old.lease)
+    assert not job.finish(old.lease, 3)
     assert job.renew("w", [old.lease])[0] == [old.lease]
     cut(job, new, 1)
 
@@ -70,7 +70,7 @@ def test_a_chunk_is_announced_only_under_the_lease_that_its_holder_was_given(job
     assert lease.lease not in shown
     for guess in ("1", "0", "", "w", "lease-1", lease.lease[:-1], lease.lease.upper()):
         assert not job.announce(guess, 0, Place({}), 1, Place({}))
-        assert not job.finish(guess)
+        assert not job.finish(guess, 0)
         job.fail(guess, "torn")
     cut(job, lease, 1)
 
@@ -91,7 +91,7 @@ def test_an_older_job_file_with_numeric_leases_is_resumed(tmp_path, clock):
         again = job.lease("v")
         assert again.split == "a"
         cut(job, again, 2)
-        assert job.finish(again.lease)
+        assert job.finish(again.lease, 2)
 
 
 def test_a_renewed_lease_does_not_expire(job, clock):
@@ -117,6 +117,14 @@ def test_announcing_again_changes_nothing_and_a_gap_is_refused(job):
         job.announce(lease.lease, 3, Place({}), 1, Place({}))
 
 
+def test_a_split_is_not_finished_while_chunks_of_it_are_missing(job):
+    lease = job.lease("w")
+    cut(job, lease, 2)
+    assert not job.finish(lease.lease, 3), "the last announcement was lost with the power of this machine"
+    again = job.lease("v")
+    assert (again.split, again.sequence, again.place) == ("a", 2, Place({"at": 2}))
+
+
 def test_a_chunk_goes_to_one_trainer_and_asking_again_gives_the_same(job):
     cut(job, job.lease("w"), 3)
     one, two = job.attach("one", None, 0), job.attach("two", None, 0)
@@ -140,7 +148,7 @@ def test_the_end_is_when_all_is_read_and_given_epoch_after_epoch(tmp_path):
         lease = job.lease("w")
         assert (lease.epoch, lease.split, lease.sequence) == (*expected, 0)
         cut(job, lease, 1)
-        assert job.finish(lease.lease)
+        assert job.finish(lease.lease, 1)
         assert not job.is_over()
     assert ids(job.turns("one", session, 0, 9)) == [(0, "a", 0), (0, "b", 0), (1, "a", 0), (1, "b", 0)]
     assert job.is_over()

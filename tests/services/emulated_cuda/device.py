@@ -12,12 +12,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from services.emulated_cuda.tensors import DEVICE
 from torch import Tensor
 
 from monolith import native
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 # Sources define the same names differently, so that none may be shared between what is made of them.
 ALONE = ["-fvisibility=hidden", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
 OPTIONS = ["-std=c++17", "-Og", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+HOST_MEMORY = torch.device("cpu")
 _streams = itertools.count(1)
 
 
@@ -74,23 +76,31 @@ class EmulatedStream:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class EmulatedGraph:
+    """Work that is done again by each replay, and not when it is captured."""
+
+    work: Callable[[], None]
+
+    def replay(self) -> None:
+        self.work()
+
+
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """A `Device` whose memory is the CPU's.
+    """A `Device` whose tensors are `DeviceTensor`: they and tensors in host memory do not mix.
 
     Args:
-        holds_all: Whether tensors of the CPU are taken for its own. By default they are the host's, so that
-            what comes from there is checked and copied as on a GPU.
+        torch_device: `HOST_MEMORY` makes its tensors plain CPU tensors, which mix with those of the host, for
+            tests of what `DeviceTensor` cannot do: sparse gradients, random numbers by a generator.
         seed: The order in which threads go on; 0 for the plain one, which is faster.
         processors: Few, so that few threads do much work each.
     """
 
-    holds_all: bool = False
     seed: int = 0
     processors: int = 2
-    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    torch_device: torch.device = field(default=DEVICE)
     _own: threading.local = field(default_factory=threading.local, compare=False, repr=False)
-    _pinned: set[int] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -104,7 +114,7 @@ class EmulatedDevice:
         pass
 
     def holds(self, tensor: Tensor) -> bool:
-        return self.holds_all and tensor.device == self.torch_device
+        return tensor.device == self.torch_device
 
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -125,15 +135,16 @@ class EmulatedDevice:
             self._own.stream = before
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        made = torch.empty(shape, dtype=dtype)
-        self._pinned.add(made.untyped_storage().data_ptr())
-        return made
+        return torch.empty(shape, dtype=dtype)
 
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._pinned
+    def capture(self, work: Callable[[], None]) -> EmulatedGraph:
+        return EmulatedGraph(work)
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> EmulatedKernels:
-        return _kernels(source, name, headers, self.seed)
+        return _kernels(source, name, headers, self.seed, self.torch_device)
+
+    def compile_ahead(self, source: str, name: str, headers: Headers = ()) -> None:
+        pass
 
 
 class EmulatedKernels(Kernels):
@@ -142,10 +153,16 @@ class EmulatedKernels(Kernels):
     The core launches them as it does on a GPU, through the functions of `driver.cc`.
     """
 
+    where: torch.device
+    """The device whose tensors they take."""
+
     def launch(
         self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
     ) -> None:
         assert isinstance(stream, int)
+        for number, one in enumerate(arguments):
+            if isinstance(one, Tensor) and one.device != self.where:
+                raise EmulationError(f"kernel {kernel!r}: argument {number} is a tensor in host memory")
         try:
             super().launch(kernel, blocks, *arguments, stream=stream, threads=threads)
         except AcceleratorError as error:
@@ -153,9 +170,11 @@ class EmulatedKernels(Kernels):
 
 
 @functools.cache
-def _kernels(source: str, name: str, headers: Headers, seed: int) -> EmulatedKernels:
+def _kernels(source: str, name: str, headers: Headers, seed: int, where: torch.device) -> EmulatedKernels:
     library, driver = load(source, name, headers), native.CudaDriver(str(_made_of("driver")), seed)
-    return EmulatedKernels(driver, str(library).encode(), kernel_signatures(source, headers))
+    made = EmulatedKernels(driver, str(library).encode(), kernel_signatures(source, headers))
+    made.where = where
+    return made
 
 
 # Compiling

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from services.emulated_cuda.device import EmulatedDevice
+from services.emulated_cuda.device import HOST_MEMORY, EmulatedDevice
+from services.emulated_cuda.tensors import DEVICE
 
 from monolith.cuda import Device, device_of
 
@@ -19,11 +20,16 @@ def device_names() -> list[str]:
     return ["gpu", "emulated"] if shutil.which("g++") else ["gpu"]
 
 
-def device_named(name: str) -> Device:
-    """Return a device that takes tensors of its own; on an emulated one those are all of the CPU's."""
+def device_named(name: str, *, mixes: bool = False) -> Device:
+    """Return a device by its name.
+
+    Args:
+        mixes: Whether an emulated one has plain CPU tensors; see `EmulatedDevice`.
+    """
     if name == "gpu":
         return device_of(None)
-    return EmulatedDevice(holds_all=True, seed={"emulated": 0, "shuffled": 7}[name])
+    seed = {"emulated": 0, "shuffled": 7}[name]
+    return EmulatedDevice(seed=seed, torch_device=HOST_MEMORY if mixes else DEVICE)
 
 
 def on_devices(cases: list[tuple[Any, ...]], plain: list[tuple[Any, ...]]) -> list[Any]:

@@ -38,8 +38,8 @@ WAITS = frozenset(
 def nothing_waits(device: Device) -> Iterator[None]:
     """Fail where the host waits for the device.
 
-    On an emulated one all tensors are taken for the device's, except pinned ones, and calls are refused that
-    would wait by what they return: `item`, `tolist`, `cpu`, `nonzero`, indices by a mask and their like.
+    On an emulated one calls are refused that would wait by what they return: `item`, `tolist`, `cpu`,
+    `nonzero`, indices by a mask and their like, of a tensor of the device.
     """
     if isinstance(device, EmulatedDevice):
         with _Watch(device):
@@ -63,7 +63,7 @@ class _Watch(TorchFunctionMode):
         del types
         name = getattr(func, "__name__", "")
         tensors = [one for one in args if isinstance(one, Tensor)]
-        of_device = bool(tensors) and not self._device.is_pinned(tensors[0])
+        of_device = bool(tensors) and self._device.holds(tensors[0])
         if of_device and (name in WAITS or (name == "__getitem__" and _is_mask(args[1]))):
             raise EmulationError(f"the host waits for the device: {name} of {tuple(tensors[0].shape)}")
         return func(*args, **(kwargs or {}))

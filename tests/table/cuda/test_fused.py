@@ -167,7 +167,7 @@ class _Counting(EmulatedDevice):
     """Counts launches by kernel."""
 
     def __init__(self) -> None:
-        super().__init__(holds_all=True)
+        super().__init__()
         object.__setattr__(self, "launches", Counter[str]())
 
     def kernels(self, source: str, name: str, headers: Any = ()) -> Any:

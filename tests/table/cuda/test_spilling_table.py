@@ -157,7 +157,7 @@ def test_device_tensors_are_answered_on_the_device(device: Device) -> None:
 
 @pytest.mark.parametrize("kind", device_names())
 def test_no_call_waits_while_all_rows_are_on_the_device(kind: str) -> None:
-    device = device_of(None) if kind == "gpu" else EmulatedDevice(holds_all=True)
+    device = device_of(None) if kind == "gpu" else EmulatedDevice()
     table = SpillingTable.within(CONFIG, device_bytes=1 << 20, device=device)
     many = torch.arange(100, device=device.torch_device)
     gradients = torch.ones(100, 4, device=device.torch_device)

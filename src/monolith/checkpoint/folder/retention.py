@@ -136,6 +136,20 @@ class Retention:
                     pending.append(path)
         return found
 
+    def needs(self, path: str, other: str) -> bool:
+        """Whether `path` is useless without `other`."""
+        return other in replace(self, listed=(), preserved=()).needed([path])
+
+    def overwriting(self, path: str, listed: Iterable[str]) -> Retention:
+        """`path` is about to be written over: those of `listed` that are it or need it leave the list."""
+        gone = {other for other in (*listed, *self.paths) if other == path or self.needs(other, path)}
+        others = tuple(each for each in self.released if each not in gone)
+        return replace(
+            self,
+            listed=tuple(saved for saved in self.listed if saved.path not in gone),
+            released=(*others, *sorted(gone)),
+        )
+
     def without(self, path: str) -> Retention:
         """The files of `path` are deleted."""
         return replace(

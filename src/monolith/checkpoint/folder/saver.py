@@ -9,6 +9,9 @@ One save, in this order:
     5. deletions   the manifest of each checkpoint first: without it, the rest is no checkpoint
     6. journal     names what could not be deleted yet
 
+A step that was saved before the run was rolled back is saved again under its name: between 1 and 2 the state
+file is replaced by one without it.
+
 Why this order: a kill between any two steps leaves a state file that lists only complete checkpoints (2
     before 4), no file that no file names (1 before 2), and no deletion that is forgotten (3 before 4). Files
     that neither the state file nor the journal names are never touched: a preserved checkpoint is in neither.
@@ -273,8 +276,12 @@ class Saver:
                 prefix,
             )
         # Steps 1 and 2 (see above): journal, then data.
-        self._retention = before = self._retention.begun(prefix, needs, is_new=is_new)
-        self._write_journal(before)
+        before = self._retention.begun(prefix, needs, is_new=is_new)
+        if is_new:
+            self._retention = before
+            self._write_journal(before)
+        else:
+            self._retention = before = self._unlist(prefix, before)
         write(prefix)
         if not checkpoint_exists(prefix):
             raise FileMissingError(
@@ -404,6 +411,23 @@ class Saver:
         write_checkpoint_state(
             self._model_dir, state, self._latest_filename, relative_paths=self._relative_paths
         )
+
+    def _unlist(self, prefix: str, retention: Retention) -> Retention:
+        """Take a checkpoint that is about to be written over out of the state file, with those that continue
+        it: none of them is complete from the first file on, and a start after a kill must not choose one.
+
+        If nothing else is listed they stay: the state file cannot be empty.
+        """
+        listed = self._listed(self._read_state())
+        kept = [one for one in listed if one.path != prefix and not retention.needs(one.path, prefix)]
+        if not kept or len(kept) == len(listed):
+            self._write_journal(retention)
+            return retention
+        after = retention.overwriting(prefix, [one.path for one in listed])
+        # The journal first: what it names is not deleted while the state file lists it.
+        self._write_journal(after)
+        self._write_state(replace(after, listed=tuple(kept)), kept[-1])
+        return after
 
     def _note_save(self, now: float) -> None:
         """Write the time of the save to `monolith_checkpoint`. The checkpoint counts already, even if this

@@ -124,12 +124,8 @@ class KafkaClient:
         # Before anything is assigned a poll returns no message, but lets the client report errors.
         pause = consumer.poll if self.consumer is None else concurrency.sleep
         while True:
-            found: dict[str, int] = {}
             try:
-                for topic in self._config.topics:
-                    timeout_s = min(ANSWER_S, max(patience_s, PAUSE_S))
-                    metadata = consumer.list_topics(topic, timeout=timeout_s)
-                    found[topic] = len(metadata.topics[topic].partitions)
+                found = self.count_partitions(consumer, min(ANSWER_S, max(patience_s, PAUSE_S)))
             except self.library.KafkaException as cause:
                 self.note_error(cause.args[0])
                 pause(PAUSE_S)
@@ -143,6 +139,14 @@ class KafkaClient:
             if self._clock() - answered > min(TOPICS_APPEAR_S, patience_s):
                 raise self._unknown_topic(missing[0], consumer)
             pause(PAUSE_S)
+
+    def count_partitions(self, consumer: Consumer, timeout_s: float = ANSWER_S) -> dict[str, int]:
+        """Ask once how many partitions each topic has; what the client raises is the caller's to judge."""
+        found = {}
+        for topic in self._config.topics:
+            metadata = consumer.list_topics(topic, timeout=timeout_s)
+            found[topic] = len(metadata.topics[topic].partitions)
+        return found
 
     def _unknown_topic(self, topic: str, consumer: Consumer) -> DataError:
         """Return the error for a topic that does not exist, with the one that may be meant."""

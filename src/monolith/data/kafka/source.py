@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _POLL_INTERRUPTIBLE_S = 0.2
 """How long one poll may take if it may be interrupted."""
 _REPORT_EVERY_S = 1.0
+_LOOK_FOR_PARTITIONS_EVERY_S = 60.0
 _REJOIN_S = 30.0
 """How long to wait, at least, for a client that lost its partitions, before another one replaces it."""
 
@@ -111,6 +112,8 @@ class KafkaSource(Source, WorkQueueSource):
         self._choice = (
             ShardChoice("kafka") if given is None else ShardChoice("kafka", given.worker, given.num_workers)
         )
+        self._shard_is_chosen = False
+        """Whether a run says which shard to read, so that its checkpoints decide and not the group."""
         self._commits = OffsetCommits(config, self._described, clock)
         self._client = KafkaClient(config, self._described, self._on_commit, clock)
         self._decode = decode
@@ -134,6 +137,8 @@ class KafkaSource(Source, WorkQueueSource):
         self._by_chief = self._unassigned = False
         """Whether only the partitions of a position are read; and whether the chief has assigned none yet."""
         self._interrupted = False
+        self._looked_at = clock()
+        """When new partitions were last looked for."""
         self._known: dict[str, int] = {}
         """How many partitions each topic had when the position was saved."""
         self._disturbed: set[Partition] = set()
@@ -161,6 +166,7 @@ class KafkaSource(Source, WorkQueueSource):
     def read_shard(self, shard: Shard) -> None:
         """Read the partitions that are fixed for one worker; those that `assignment` names, if it does."""
         self._choice.choose(shard)
+        self._shard_is_chosen = True
 
     def __iter__(self) -> Iterator[Records]:
         """Yield records until the stream timeout, or for ever.
@@ -175,6 +181,7 @@ class KafkaSource(Source, WorkQueueSource):
             records = self._read(self._patience_s(quiet_since))
             self._report()
             self._commits.send(self._client, self._client.consumer)  # if the last attempt failed
+            self._take_added_partitions()
             if records is not None:
                 if records.size:
                     yield records
@@ -359,9 +366,9 @@ class KafkaSource(Source, WorkQueueSource):
     # Connecting
 
     def _settle(self) -> None:
-        """Fix the partitions of this worker, if the run has several."""
+        """Fix the partitions of this worker, if it belongs to a run."""
         shard = self._choice.settle()
-        if shard.workers > 1 and self.config.assignment is None:
+        if self._shard_is_chosen and self.config.assignment is None:
             assignment = ByWorker(worker=shard.worker, num_workers=shard.workers)
             self.config = replace(self.config, assignment=assignment)
 
@@ -422,6 +429,31 @@ class KafkaSource(Source, WorkQueueSource):
             for partition in range(self._client.partitions[topic])
             if assignment.reads(number, partition)
         ]
+
+    def _take_added_partitions(self) -> None:
+        """Read the partitions too that were added to the topics: a group does that by itself, and a chief
+        when it assigns."""
+        consumer = self._client.consumer
+        fixed = self.config.assignment is not None and not self._by_chief and self._adopted is None
+        if not fixed or consumer is None or self._clock() - self._looked_at < _LOOK_FOR_PARTITIONS_EVERY_S:
+            return
+        self._looked_at = self._clock()
+        known = self._client.partitions
+        try:
+            now = self._client.count_partitions(consumer)
+        except self._client.library.KafkaException as cause:
+            self._client.note_error(cause.args[0])
+            return
+        if all(now[topic] <= known[topic] for topic in now):
+            return
+        self._known = dict(known)  # so that all messages of the others are new, whatever `start` says
+        known.update({topic: max(count, known[topic]) for topic, count in now.items()})
+        added = {one: self._first(one) for one in self._own() if one not in self._next}
+        if added:
+            names = ", ".join(partition_name(one) for one in added)
+            logger.info("kafka: %s reads %s too, which were added", self._described(), names)
+        self._next.update(added)
+        self._ahead = True  # the client is told before the next poll
 
     def _assign(self, partitions: Sequence[Partition]) -> None:
         """Read these partitions, each from its next offset."""

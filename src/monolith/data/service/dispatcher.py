@@ -22,8 +22,8 @@ from monolith.data.service.messages import (
     Clock,
     DataServer,
     FailBody,
+    FinishBody,
     LeaseBody,
-    OfLease,
     OfWorker,
     PortGuard,
     ReleaseBody,
@@ -80,7 +80,9 @@ class Dispatcher:
             "lease": typed(LeaseBody, self._lease),
             "renew": self._locked(RenewBody, self._renewed),
             "announce": self._locked(AnnounceBody, self._announced),
-            "finish": self._locked(OfLease, lambda body: {"held": self._job.finish(body.lease)}),
+            "finish": self._locked(
+                FinishBody, lambda body: {"held": self._job.finish(body.lease, body.chunks)}
+            ),
             "fail": self._locked(FailBody, lambda body: self._job.fail(body.lease, body.error)),
             "chunk": self._locked(ChunkBody, lambda body: asdict(self._job.chunk(*body.id))),
             "attach": self._locked(AttachBody, self._attached),

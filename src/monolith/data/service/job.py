@@ -291,13 +291,21 @@ class Job:
             )
         return True
 
-    def finish(self, lease: str) -> bool:
-        """Note that a leased split has no more records; False if the lease is lost."""
+    def finish(self, lease: str, chunks: int) -> bool:
+        """Note that a leased split has no more records; False if the lease is lost.
+
+        Args:
+            chunks: How many the split was cut into. If this machine lost power, it may have fewer of them:
+                the split is then not finished, and is leased again from the last one it has.
+        """
         with _Transaction(self._db):
             row = self._leased(lease)
             if row is None:
                 return False
-            epoch = int(row[0])
+            epoch, known = int(row[0]), int(row[4])
+            if chunks != known:
+                self._db.execute("UPDATE splits SET lease = NULL, worker = NULL WHERE lease = ?", (lease,))
+                return False
             self._db.execute(
                 "UPDATE splits SET done = 1, lease = NULL, worker = NULL WHERE lease = ?", (lease,)
             )

@@ -75,8 +75,9 @@ class AnnounceBody:
 
 
 @dataclass(frozen=True, slots=True)
-class OfLease:
+class FinishBody:
     lease: Name
+    chunks: Count
 
 
 @dataclass(frozen=True, slots=True)

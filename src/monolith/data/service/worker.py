@@ -295,7 +295,7 @@ class DataWorker:
             _log.warning("data worker: cannot read split %r: %s", split, error)
             dispatch.call("fail", lease=lease, error=f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
             return
-        dispatch.call("finish", lease=lease)
+        dispatch.call("finish", lease=lease, chunks=sequence)
 
     def _offer(self, dispatch: DataCaller, chunk: _Id, lease: str, piece: Piece) -> bool:
         """Wait until the buffer has space, then announce a chunk; return whether the lease is still valid."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
@@ -48,6 +48,10 @@ class KernelProgram:
     def on(self, device: Device) -> Kernels:
         """Return its kernels on a device, compiled when first used."""
         return device.kernels(self.source, self.name, self.headers)
+
+    def compile_ahead(self, device: Device) -> None:
+        """Start to compile its kernels for a device; returns at once."""
+        device.compile_ahead(self.source, self.name, self.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,20 @@ def index_kernels() -> KernelProgram:
 def fused_index_kernels() -> KernelProgram:
     """Return the kernels over the indices of many tables at once."""
     return _program("index_of_tables", "fused_index.cu")
+
+
+def compile_tables_ahead(configs: Iterable[TableConfig], device: Device, *, fused: bool) -> None:
+    """Start to compile all kernels of some tables, which otherwise each table waits for in turn.
+
+    Args:
+        fused: Whether one launch will work on many tables.
+    """
+    layouts = dict.fromkeys(row_layout(config) for config in configs)
+    programs = [index_kernels(), *(layout.rows for layout in layouts)]
+    if fused:
+        programs += [fused_index_kernels(), *(layout.fused_rows for layout in layouts)]
+    for program in programs:
+        program.compile_ahead(device)
 
 
 @functools.cache  # a table asks again whenever it grows, and reading the files takes milliseconds

@@ -1,0 +1,68 @@
+"""`monolith bench run`: what it prints, and how it tells a steady speed from the lines of a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from services import warm
+
+from monolith.errors import ConfigError, UnavailableError
+from monolith_bench import run
+from monolith_bench.options import BenchRunOptions
+
+pytest.importorskip("pyarrow")
+
+LOG = """\
+2026-01-01 00:00:01,000 INFO monolith.train.hooks.live_line: step 1: speed 10 examples/s, loss 0.69
+2026-01-01 00:00:01,500 INFO monolith.train.hooks.summaries: step 1: table f00: 5 rows, 480 bytes
+2026-01-01 00:00:06,000 INFO monolith.train.hooks.live_line: step 11/2,000 (1%): speed 10 examples/s
+2026-01-01 00:00:11,000 INFO monolith.train.hooks.live_line: step 1,011: speed 10 examples/s, loss 0.69
+2026-01-01 00:00:11,500 INFO monolith.runtime.trainer: stopping: max_time of 0:00:10 was reached
+2026-01-01 00:00:19,000 INFO monolith.train.hooks.live_line: step 1,020: speed 10 examples/s, loss 0.69
+"""
+
+
+def test_the_report_compares_runs_with_loop_reading_and_torch() -> None:
+    command = ["-m", "monolith", "bench", "run", "--quick", "--features", "3", "--json"]
+    report: dict[str, Any] = json.loads(warm.run(command, check=True).stdout)
+    assert report["bench"] == "run"
+    values = {result["case"]: result["value"] for result in report["results"]}
+    for kind in ("csv", "parquet"):
+        found = [one for one in report["results"] if one["case"] == f"monolith train, {kind}"]
+        assert [one["baseline"] for one in found] == [
+            "training loop alone",
+            f"reading alone, {kind}",
+            "torch, parquet",
+        ]
+        for one in found:
+            assert one["ratio"] == pytest.approx(one["value"] / values[one["baseline"]])
+    assert values["start, imports"] > 0
+    assert values["start to the end of the first step"] > values["start, model, kernels and first batch"]
+
+
+def test_the_speed_is_that_of_the_second_half_before_the_run_stops() -> None:
+    lines = run.progress_lines(LOG)
+    assert [step for _, step in lines] == [1, 11, 1011]
+    assert run.steady_pace(lines) == pytest.approx(200)
+
+
+def test_too_few_lines_tell_no_speed() -> None:
+    with pytest.raises(UnavailableError, match="too few"):
+        run.steady_pace(run.progress_lines(LOG)[:2])
+
+
+def test_both_files_hold_the_same_records(tmp_path: Any) -> None:
+    from pyarrow import csv, parquet
+
+    plan = run.RunPlan.settle(BenchRunOptions(quick=True, features=2, strings=True))
+    files = run.write_files(plan, tmp_path)
+    rows = csv.read_csv(files["csv"])
+    assert rows.equals(parquet.read_table(files["parquet"]))
+    assert rows.column_names == ["f00", "f01", "label"]
+
+
+def test_counts_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--batch must be at least 1"):
+        run.RunPlan.settle(BenchRunOptions(batch=0))
