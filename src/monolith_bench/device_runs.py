@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,15 +17,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from monolith.cuda import Device, ModuleGraph
-from monolith.feature import FeatureIds
+from monolith.cuda import Device
+from monolith.feature import Batch, FeatureIds
 from monolith.model import PreparedBatch
+from monolith.model.step_graph import GraphedStep
 from monolith.runtime.prefetch import PrefetchPipeline
 from monolith_bench.timing import Contender, Timing, race
-from monolith_bench.trainers import FusedTorchTrainer, OurTrainer
+from monolith_bench.trainers import FusedTorchTrainer, GraphedTorchTrainer, OurTrainer
 
 _WARM_UP = 4
 _MOST_STEPS = 400
+_BEHIND = 3  # steps that the host is ahead of the device
 _BUSY = 16_384  # rows of a square matrix that takes a GPU longer to multiply than a host to launch a step
 _PREPARED = 4
 """Batches whose rows are on the device while it works alone."""
@@ -47,7 +50,7 @@ class DeviceRun(Protocol):
 class TorchRun:
     """torch's rows; positions go up from pinned memory in each step."""
 
-    def __init__(self, trainer: FusedTorchTrainer, device: Device) -> None:
+    def __init__(self, trainer: FusedTorchTrainer | GraphedTorchTrainer, device: Device) -> None:
         self._trainer = trainer
         self._device = device
         self._batches: list[Tensor] = []
@@ -106,24 +109,45 @@ class PlainRun:
         return {"launching": launched} | dict(zip(names, took, strict=True))
 
 
-class GraphedRun(PlainRun):
-    """The same with the dense half replayed from CUDA graphs, captured for each size of batches."""
+class GraphedRun:
+    """The same with whole steps replayed from CUDA graphs, one for each size of batches.
+
+    Batches go to the device in each step: ids and labels, as a reader of data hands them over.
+    """
 
     def __init__(self, trainer: OurTrainer, device: Device) -> None:
-        super().__init__(trainer, device)
-        self._graphs: dict[int, ModuleGraph] = {}
+        self._device = device
+        self._trainer = trainer
+        self._graph = trainer.graph()
+        self._batches: list[Batch] = []
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        self._batches = [Batch(self._trainer.batch_of(one), labels={"label": labels}) for one in batches]
+        self.run(range(min(_WARM_UP, len(batches))))  # captured by then
+
+    def run(self, numbers: Iterable[int]) -> None:
+        graph = self._graph
+        steps: deque[GraphedStep] = deque()
+        for number in numbers:
+            sent = graph.send(self._batches[number])
+            if not graph.takes(sent):
+                raise RuntimeError(graph.trouble)
+            steps.append(graph.train(sent))
+            self._trainer.sparse.global_step += 1
+            if len(steps) > _BEHIND:
+                steps.popleft().wait()  # as a run does, which reports its loss
+        for step in steps:
+            step.wait()
+        self._device.current_stream().synchronize()
+
+
+class GraphedTorchRun(TorchRun):
+    """torch's rows, with whole steps replayed from a CUDA graph; see `GraphedTorchTrainer`."""
 
     def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
         super().load(batches, labels)
-        if len(labels) not in self._graphs:
-            self._graphs[len(labels)] = self.trainer.model.capture(len(labels))
-            self._graphs[len(labels)].enabled = False
-
-    def run(self, numbers: Iterable[int]) -> None:
-        graph = self._graphs[len(self._labels)]
-        graph.enabled = True
-        super().run(numbers)
-        graph.enabled = False
+        assert isinstance(self._trainer, GraphedTorchTrainer)
+        self._trainer.capture(self._batches[0], self._labels)
 
 
 class PipelinedRun(PlainRun):

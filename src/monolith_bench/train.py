@@ -18,7 +18,15 @@ from torch import Tensor
 
 from monolith.cuda import Device, device_of
 from monolith.errors import AcceleratorError, ConfigError
-from monolith_bench.device_runs import DeviceRun, GraphedRun, PipelinedRun, PlainRun, TorchRun, Windows
+from monolith_bench.device_runs import (
+    DeviceRun,
+    GraphedRun,
+    GraphedTorchRun,
+    PipelinedRun,
+    PlainRun,
+    TorchRun,
+    Windows,
+)
 from monolith_bench.ids import DISTRIBUTIONS
 from monolith_bench.options import BenchTrainOptions
 from monolith_bench.report import Report, cores
@@ -28,6 +36,7 @@ from monolith_bench.timing import Contender, Timing, race
 from monolith_bench.trainers import (
     FbgemmTrainer,
     FusedTorchTrainer,
+    GraphedTorchTrainer,
     OurTrainer,
     TimedTrainer,
     TorchTrainer,
@@ -38,7 +47,8 @@ GPU_BATCHES = (2048, 8192, 65536)
 GPU_MANY = 16
 """Batches that are gone through in turn on a GPU, of each size."""
 TORCHS = "one nn.EmbeddingBag for all"
-GRAPHED = "rows on the device, dense half as a graph"
+GRAPHED = "rows on the device, steps as graphs"
+TORCHS_GRAPH = "torch's rows, steps as a graph"
 HERE = "rows in host memory"
 
 
@@ -223,7 +233,10 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
         "rows on the device": on_device,
         HERE: here,
     }
-    graphed = GraphedRun(there, device)
+    graphed: dict[str, DeviceRun] = {}
+    if device.torch_device.type == "cuda":
+        torch_graphed = GraphedTorchTrainer(*plan.shape, device=device.torch_device)
+        graphed = {GRAPHED: GraphedRun(there, device), TORCHS_GRAPH: GraphedTorchRun(torch_graphed, device)}
     for batch in plan.batches:
         for name in DISTRIBUTIONS if batch == max(plan.batches) else ("uniform",):
             case = f"{name}, batches of {batch:,}"
@@ -233,8 +246,9 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
                 one.load(batches, labels)
             windows = Windows(GPU_MANY, plan.least_steps)
             racing = {of: one.run for of, one in runs.items()}
-            if device.torch_device.type == "cuda" and captures(graphed, batches, labels, report):
-                racing[GRAPHED] = graphed.run
+            for of, one in graphed.items():
+                if captures(of, one, batches, labels, report):
+                    racing[of] = one.run
             paces = windows.race(racing, plan.timing)
             report_paces(report, case, batch, paces)
             for phase, took in on_device.phases().items():
@@ -245,12 +259,12 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
             report.show(f"{describe(plan)}, batches of {batch:,}, on {device.torch_device}")
 
 
-def captures(graphed: GraphedRun, batches: Sequence[Tensor], labels: Tensor, report: Report) -> bool:
+def captures(name: str, run: DeviceRun, batches: Sequence[Tensor], labels: Tensor, report: Report) -> bool:
     """Give batches to a run that replays graphs; where none can be captured, say so and do without it."""
     try:
-        graphed.load(batches, labels)
-    except RuntimeError as cause:
-        report.say(f"the dense half cannot be captured: {cause}")
+        run.load(batches, labels)
+    except (RuntimeError, AcceleratorError) as cause:
+        report.say(f"{name}: cannot be captured: {cause}")
         return False
     return True
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from monolith.cuda import Device
-from monolith.feature import FeatureIds
+from monolith.feature import Batch, FeatureIds
 from monolith.model import DeepFM, EmbeddingOptimizer, PreparedBatch
 from monolith.model.deepfm import DeepFMDense
+from monolith.model.step_graph import StepGraph
 from monolith.store import LocalStore
 from monolith.table import Adagrad
 from monolith_bench.rivals import FBGEMM, LEARNING_RATE, quiet_logs
@@ -70,7 +71,7 @@ class OurTrainer:
             table = self.store.table(name)
             ids = torch.arange(rows, device=self.store.device)
             table.assign(ids, torch.full((rows, table.dim), FIRST_VALUE, device=ids.device))
-        self._sparse = EmbeddingOptimizer(self.model)
+        self.sparse = EmbeddingOptimizer(self.model)
         self._dense = dense_adagrad(self.model)
 
     def batch_of(self, positions: Tensor) -> FeatureIds:
@@ -104,10 +105,19 @@ class OurTrainer:
     def update(self, push: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Take the step of rows and weights; see `train`."""
         if push is None:
-            self._sparse.step()
+            self.sparse.step()
         else:
-            push(self._sparse.take())
+            push(self.sparse.take())
         self._dense.step()
+
+    def graph(self) -> StepGraph:
+        """Return what takes the same steps by replayed graphs; the labels of a batch are its "label"."""
+
+        def outputs(batch: Batch, rows: list[PreparedBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+            logits = self.model(rows[0])
+            return loss_of(logits, batch.labels["label"]), {"label": logits.sigmoid()}
+
+        return StepGraph(self.model, [self.model.embeddings], self.sparse, self._dense, outputs)
 
     def compute(self, batch: PreparedBatch, labels: Tensor) -> None:
         """Do all of a step but to look rows up and to update them; in eval mode."""
@@ -180,6 +190,65 @@ class FusedTorchTrainer:
             self._sparse.step()
         self._dense.step()
         return loss
+
+
+class GraphedTorchTrainer:
+    """The same rows as `FusedTorchTrainer`, in steps that one CUDA graph can replay.
+
+    Sparse gradients of torch cannot be captured: the host asks how many rows they have. So rows are gathered,
+    and their Adagrad is written out: it adds what repeated ids give one after another, in no fixed order, in
+    place of the square of their sum.
+    """
+
+    def __init__(
+        self, features: int, rows: int, dim: int, hidden: Sequence[int], *, device: torch.device
+    ) -> None:
+        self._rows = torch.full((features * rows, dim + 1), FIRST_VALUE, device=device)
+        self._squares = torch.full_like(self._rows, ACCUMULATOR)
+        self._first = torch.arange(features, device=device) * rows
+        self._half = DeepFMDense(features, dim, 0, hidden).to(device)
+        self._dense = dense_adagrad(self._half)
+        self._positions = self._labels = torch.empty(0)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, positions: Tensor, labels: Tensor) -> None:
+        """Capture a step on batches of this size."""
+        self._graph = None
+        self._positions = positions.to(self._first.device)
+        self._labels = labels
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._work()
+        self._graph = graph
+
+    def step(self, positions: Tensor, labels: Tensor) -> Tensor:
+        assert self._graph is not None, "it was captured"
+        self._positions.copy_(positions, non_blocking=True)
+        self._graph.replay()
+        return labels
+
+    def _work(self) -> None:
+        examples, features = self._positions.shape
+        flat = (self._positions + self._first).reshape(-1)
+        rows = self._rows[flat].requires_grad_()
+        found = rows.view(examples, features, -1)
+        vectors = found[..., 1:].reshape(examples, -1)
+        loss = loss_of(self._half(found[..., 0].sum(1, keepdim=True), vectors), self._labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            assert rows.grad is not None
+            gradient = rows.grad * examples
+            self._squares.index_add_(0, flat, gradient * gradient)
+            step = gradient * self._squares[flat].rsqrt_()
+            self._rows.index_add_(0, flat, step, alpha=-LEARNING_RATE)
+        self._dense.step()
+        self._dense.zero_grad()
 
 
 class FbgemmTrainer:

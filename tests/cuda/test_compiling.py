@@ -15,6 +15,7 @@ import pytest
 import monolith
 from monolith.cuda import KernelCompiler
 from monolith.cuda.kernels import load_nvrtc
+from monolith.cuda.verdict import verdict_source
 from monolith.errors import AcceleratorError
 from monolith.feature.cuda.device_plan import layout_source
 from monolith.feature.cuda.repeating import repeated_source
@@ -65,6 +66,7 @@ def programs() -> dict[str, KernelProgram]:
     return {
         "layouts": KernelProgram("layouts", layout_source(3), ()),
         "repeated": KernelProgram("repeated", repeated_source(), ()),
+        "verdict": KernelProgram("verdict", verdict_source(), ()),
         "index": index_kernels(),
         **{f"rows, {name}": layout.rows for name, layout in layouts.items()},
         "rows, serving": serving.rows,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 from data import test_kafka
 from data.test_kafka import payload
 
 from monolith import concurrency
-from monolith.data.kafka import KafkaSink
+from monolith.data import Shard
+from monolith.data.kafka import KafkaSink, KafkaSource
 from monolith.testing.kafka import SimKafka
 from monolith.testing.network import SimNetwork
 from monolith.testing.scheduler import Simulation
@@ -125,3 +127,28 @@ def test_a_commit_of_an_old_generation_is_refused() -> None:
         assert kafka.heartbeat("g", first, generation + 1) == "unknown", "it was silent for too long"
 
     simulate(play)
+
+
+def test_partitions_that_are_added_to_a_topic_are_read_by_a_run_within_a_minute() -> None:
+    seen: list[int] = []
+
+    def read(broker: Broker) -> None:
+        topic = broker.create_topic(partitions=1)
+        broker.send(topic, [1], partition=0)
+        config = test_kafka.config(
+            broker,  # type: ignore[arg-type]
+            topic,
+            start="latest",
+            poll_timeout=timedelta(seconds=1),
+            stream_timeout=timedelta(seconds=90),
+        )
+        with KafkaSource(config, test_kafka.decode) as source:
+            source.read_shard(Shard(0, 1))
+            source.position()  # connects, and notes what is there
+            broker.create_topic(topic, partitions=3)
+            broker.send(topic, [2], partition=2)
+            for records in source:
+                seen.extend(test_kafka.ids(records))
+
+    simulate(read)
+    assert seen == [2], "all of an added partition is new, and not only what comes after it was noticed"

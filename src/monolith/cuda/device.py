@@ -13,8 +13,8 @@ stream (`keep`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -61,6 +61,13 @@ class DeviceStream(Protocol):
         """Wait on the host until all present work of the stream is done."""
 
 
+class DeviceGraph(Protocol):
+    """Launches that were captured, to be made again as one."""
+
+    def replay(self) -> None:
+        """Put all launches on the current stream, with the arguments that they were captured with."""
+
+
 class Device(Protocol):
     """A device that kernels run on. Equal devices are one device; thread-safe."""
 
@@ -99,6 +106,16 @@ class Device(Protocol):
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized CPU tensor in pinned memory: copies to and from it run asynchronously."""
+
+    def capture(self, work: Callable[[], None]) -> DeviceGraph:
+        """Capture all that `work` launches on the current stream, which must not be the default one.
+
+        Nothing of it runs. Memory that it allocates stays allocated as long as the graph, and is shared by
+        all graphs of the device: what one has left there is overwritten by the next that is replayed.
+
+        Raises:
+            AcceleratorError: Something in it cannot be captured; says what, if the device does.
+        """
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> Kernels:
         """Return the kernels of a source, compiled once in a process.
@@ -223,6 +240,26 @@ class CudaDevice:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def capture(self, work: Callable[[], None]) -> DeviceGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Relaxed: other threads of this process go on to allocate memory and to query events meanwhile, and
+        # so does the caching allocator of this one. What cannot be captured, such as reading a number from
+        # the device, fails in every mode.
+        graph.capture_begin(pool=_graph_pool(self.torch_device)[0], capture_error_mode="relaxed")
+        try:
+            work()
+        except BaseException as cause:
+            with suppress(RuntimeError):  # the capture is invalid already, and that is what it says
+                graph.capture_end()
+            if isinstance(cause, RuntimeError):  # torch's errors, of which CUDA's are a kind
+                raise AcceleratorError(f"cannot be captured: {cause}") from cause
+            raise
+        try:
+            graph.capture_end()
+        except RuntimeError as cause:
+            raise AcceleratorError(f"cannot be captured: {cause}") from cause
+        return graph
+
     def kernels(self, source: str, name: str, headers: Headers = ()) -> Kernels:
         return _kernels(source, name, headers, self.torch_device)
 
@@ -237,6 +274,21 @@ def device_of(device: torch.device | Device | None) -> Device:
         AcceleratorError: There is no such device.
     """
     return CudaDevice.of(device) if device is None or isinstance(device, torch.device) else device
+
+
+@functools.cache
+def _graph_pool(device: torch.device) -> tuple[Any, Any]:
+    """Return the memory that all graphs of a device share: no two of them run at the same time.
+
+    torch drops such memory with the last graph in it, and refuses to capture into it again. So a graph of one
+    launch stays there.
+    """
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        pool, stays = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        stays.capture_begin(pool=pool, capture_error_mode="relaxed")
+        torch.zeros(1, device=device)
+        stays.capture_end()
+    return pool, stays
 
 
 @functools.cache

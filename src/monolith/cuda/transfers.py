@@ -139,6 +139,11 @@ class Landing:
                 self._over = transfers.down.record()
         self._memory, self._values = memory, values.view(tensor.shape)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the copy is done, so that `wait` returns at once."""
+        return self._over.query()
+
     def wait(self) -> Tensor:
         """Wait for the copy and return the tensor, in pinned memory. It is valid until `release`."""
         self._over.synchronize()

@@ -79,7 +79,9 @@ class FeatureIds:
         if len(self.shared) != len(self.names):
             raise FeatureError(f"batch: shared has {len(self.shared)} entries for {len(self.names)} features")
         for name, array in (("ids", self.ids), ("splits", self.splits)):
-            if array.dtype is not torch.int64 or array.ndim != 1 or array.device.type != "cpu":
+            # `meta` has a shape and no values: the ids of a step that is captured; see `StepGraph`.
+            here = array.device.type in ("cpu", "meta")
+            if array.dtype is not torch.int64 or array.ndim != 1 or not here:
                 raise FeatureError(
                     f"batch: {name} must be int64 of one dimension on the CPU, got "
                     f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)} on {array.device}"

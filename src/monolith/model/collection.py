@@ -292,6 +292,17 @@ class EmbeddingCollection(nn.Module):
         reader = self._reader()
         return reader.read(_ids(batch)) if isinstance(reader, Gatherer) else None
 
+    def send(self, batch: Input) -> DeviceBatch:
+        """Start copying the IDs of a batch to the device that has the rows; from any thread.
+
+        Raises:
+            FeatureError: Rows are not on a device.
+        """
+        reader = self._reader()
+        if not isinstance(reader, DeviceGatherer):
+            raise FeatureError("the rows of this collection are in host memory: its IDs stay there")
+        return reader.read(_ids(batch))
+
     def prepare(self, batch: Input, found: GatheredBatch | None = None) -> PreparedBatch:
         """Look up the rows of a batch ahead of the step that uses it; from any thread.
 

@@ -144,6 +144,10 @@ class EmbeddingOptimizer(EagerOptimizer):
         self._pending[collection].append(_Pending(rows, prepared.keys, prepared.event_time, on_device))
         self._groups[collection]["params"].append(rows)
 
+    def pending(self, collection: EmbeddingCollection) -> list[Tensor]:
+        """Return the rows of a collection that were read since the last `zero_grad`, with their gradients."""
+        return [one.rows for one in self._pending[collection]]
+
     def row_scale(self, examples: int) -> float:
         """Return by what backward multiplies the gradient of rows of so many examples."""
         return float(examples if self.multiply_rows_by is None else self.multiply_rows_by)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from monolith.errors import ConfigError, NonFiniteError
 from monolith.model.optimizer import EmbeddingOptimizer
-from monolith.nn import GradClipType, clip_gradients
+from monolith.nn import ClippedGradients, GradClipType, clip_gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,31 +146,13 @@ def apply_gradients(
             # Limits on rows apply to the sum over all ranks, so gradients are first sent to the owners of
             # rows.
             rows, add_up = sparse.exchange(), together.add_up
-        if _limits_rows(config) and not config.min_norms:
-            sparse.sum_equal()
-        sparse.zero_below(config.min_norms, add_up)
-        gradients = [weight.grad for weight in weights]
-        if config.divide_dense_by > 1:
-            gradients = [gradient / config.divide_dense_by for gradient in gradients]
-        clipped = clip_gradients(
-            gradients,
-            [row.grad for row in rows if row.grad is not None],
-            config.clip_type,
-            config.clip_norm,
-            sparse_clip_norm=config.sparse_clip_norm,
-            step=sparse.global_step,
-            sparse_norm_warmup_steps=config.sparse_norm_warmup_steps,
-            add_up=add_up,
-        )
+        clipped = clip(sparse, weights, rows, config, add_up)
         if any(
             norm is not None and not norm.isfinite() for norm in (clipped.dense_norm, clipped.sparse_norm)
         ):
             _forget(sparse, dense)
             raise NonFiniteError("the gradients are so large that their norm is not finite")
-        if config.dense_weight_decay:
-            torch._foreach_add_(clipped.dense, weights, alpha=config.dense_weight_decay)
-        for parameter, gradient in zip([*weights, *rows], [*clipped.dense, *clipped.sparse], strict=True):
-            parameter.grad = gradient
+        set_gradients(weights, rows, clipped, config)
     if dense is not None:
         dense.step()
         dense.zero_grad()
@@ -180,6 +162,47 @@ def apply_gradients(
     else:
         push(update)
     return clipped.dense_norm
+
+
+def clip(
+    sparse: EmbeddingOptimizer,
+    weights: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    config: UpdateConfig,
+    add_up: Callable[[Tensor], Tensor] | None = None,
+) -> ClippedGradients:
+    """Return the gradients of a step as `config` limits them; nothing is waited for.
+
+    Args:
+        weights, rows: Those with a gradient.
+        add_up: See `Together`.
+    """
+    if _limits_rows(config) and not config.min_norms:
+        sparse.sum_equal()
+    sparse.zero_below(config.min_norms, add_up)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    if config.divide_dense_by > 1:
+        gradients = [gradient / config.divide_dense_by for gradient in gradients]
+    return clip_gradients(
+        gradients,
+        [row.grad for row in rows if row.grad is not None],
+        config.clip_type,
+        config.clip_norm,
+        sparse_clip_norm=config.sparse_clip_norm,
+        step=sparse.global_step,
+        sparse_norm_warmup_steps=config.sparse_norm_warmup_steps,
+        add_up=add_up,
+    )
+
+
+def set_gradients(
+    weights: Sequence[Tensor], rows: Sequence[Tensor], clipped: ClippedGradients, config: UpdateConfig
+) -> None:
+    """Have weights and rows trained by clipped gradients, after weight decay."""
+    if config.dense_weight_decay:
+        torch._foreach_add_(clipped.dense, list(weights), alpha=config.dense_weight_decay)
+    for parameter, gradient in zip([*weights, *rows], [*clipped.dense, *clipped.sparse], strict=True):
+        parameter.grad = gradient
 
 
 def _limits_rows(config: UpdateConfig) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monolith import native
@@ -28,6 +30,7 @@ from monolith.table import (
     device_budgets,
     make_filter,
 )
+from monolith.table.cuda.fused import FusedTables
 from monolith.table.cuda.layout import compile_tables_ahead
 
 
@@ -174,6 +177,15 @@ class LocalStore:
             counts=ids.counts if self._counts_sightings else None,
         )
         self._memory.look(self._describe)
+
+    @property
+    def fused(self) -> FusedTables | None:
+        """The tables as launches over all of them know them; None if they are not on one device."""
+        return self._multi.fused
+
+    def rates(self, step: int) -> NDArray[np.float32]:
+        """Return the learning rates of all tables' segments at a step, as `CapturedStep` takes them."""
+        return self._multi.rates(step)
 
     def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is not None:

@@ -266,7 +266,7 @@ class MultiTable:
             num_batches: N, 1 or more.
             out: float32, on the CPU: where to put the embeddings; new memory by default.
         """
-        if (fused := self._fused()) is not None:
+        if (fused := self.fused) is not None:
             keys_there, cells = fused.inputs.ids(ids), arguments.id_array(sizes, "sizes")
             offsets = self._offsets(cells, num_batches, len(keys_there))
             found = fused.lookup(keys_there, cells, *offsets[1:]).to(ids.device)
@@ -308,12 +308,12 @@ class MultiTable:
             arguments.latest_array(None, self._delayed, 0)
         cells = arguments.id_array(sizes, "sizes")
         rates = (
-            self._rates(update.step)
+            self.rates(update.step)
             if update.learning_rates is None
             else arguments.float_array(update.learning_rates, (self._num_rates,), "learning_rates")
         )
         latest = update.latest_values
-        if (fused := self._fused()) is not None:
+        if (fused := self.fused) is not None:
             there, keys_there = fused.inputs, fused.inputs.ids(ids)
             n = len(keys_there)
             shape = (int(self._offsets(cells, num_batches, n)[-1][-1]),)
@@ -436,8 +436,9 @@ class MultiTable:
                 f"{cause} ({len(self._tables)} tables, {num_batches} batches, {num_ids} ids)"
             ) from cause
 
-    def _fused(self) -> FusedTables | None:
-        """Return the tables as their device has them, where all are on one."""
+    @property
+    def fused(self) -> FusedTables | None:
+        """The tables as their device has them, if all are on one."""
         if self._kept_fused is None and self._device is not None:
             self._kept_fused = FusedTables(list(self._tables.values()), self._device)
         return self._kept_fused
@@ -456,7 +457,8 @@ class MultiTable:
             kept = self._kept = cores, native.TableGroup(cores, self._workers)
         return kept[1]
 
-    def _rates(self, step: int) -> NDArray[np.float32]:
+    def rates(self, step: int) -> NDArray[np.float32]:
+        """Return the learning rates of all segments at a step, table after table."""
         if self._fixed_rates is not None:
             return self._fixed_rates
         configs = [table.config for table in self._tables.values()]

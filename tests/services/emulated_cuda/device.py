@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +76,16 @@ class EmulatedStream:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class EmulatedGraph:
+    """Work that is done again by each replay, and not when it is captured."""
+
+    work: Callable[[], None]
+
+    def replay(self) -> None:
+        self.work()
+
+
 @dataclass(frozen=True)
 class EmulatedDevice:
     """A `Device` whose tensors are `DeviceTensor`: they and tensors in host memory do not mix.
@@ -126,6 +136,9 @@ class EmulatedDevice:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def capture(self, work: Callable[[], None]) -> EmulatedGraph:
+        return EmulatedGraph(work)
 
     def kernels(self, source: str, name: str, headers: Headers = ()) -> EmulatedKernels:
         return _kernels(source, name, headers, self.seed, self.torch_device)

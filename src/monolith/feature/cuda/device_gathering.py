@@ -8,7 +8,7 @@ all outputs of a model, another propagates their gradients (a third, before it, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -71,7 +71,7 @@ class DeviceGatherer:
         if one_each and batch.weights is None and (splits[cells.first] == cells.first).all():
             known = cells.one_each  # as in every batch of this shape
             if known is None:
-                known = cells.one_each = self._placed(batch, cells, splits)
+                known = cells.one_each = replace(self._placed(batch, cells, splits), repeats=True)
         else:
             known = self._placed(batch, cells, splits)
         staged = _Staged(
@@ -91,18 +91,19 @@ class DeviceGatherer:
                 staged.weights[to : to + count].copy_(batch.weights[source : source + count])
         if staged.splits is not None:
             staged.splits.copy_(batch.splits)
-        buffer = self._sent(staged.memory)
         return DeviceBatch(
             self,
-            buffer,
-            staged.over(buffer),
+            self._sent(staged.memory),
+            staged.ends,
             known,
             batch.batch_size,
             plain=one_each and not known.weighs and cells.all_there and self._combines_all,
             shared=any(batch.shared),
         )
 
-    def sum_equal(self, ids: Tensor, sizes: Tensor, gradients: Tensor) -> Tensor:
+    def sum_equal(
+        self, ids: Tensor, sizes: Tensor, gradients: Tensor, known: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """Give the first of equal ids of a table the sum of their gradients, and the repeats zeros.
 
         So norms are those of what rows are trained by, and what is applied is the same.
@@ -111,25 +112,17 @@ class DeviceGatherer:
             ids: int64, as they occur, table after table.
             sizes: int64 of shape (tables,), on the CPU.
             gradients: float32, laid out as the rows of the ids.
+            known: The result of `about_tables`, if the caller has it.
 
         Returns:
             As `gradients`. Nothing is waited for.
         """
-        n, dims = len(ids), self.on_device.dims
+        n = len(ids)
         if n == 0:
             return gradients.clone()
-        parts = np.zeros(len(dims), PART)
-        many = sizes.numpy()
-        parts["first"] = np.cumsum(many) - many
-        parts["floats"] = np.cumsum(many * dims) - many * dims
-        parts["dim"] = dims
         device = self.device
-        pinned = device.pinned((parts.nbytes + 8 * len(dims),), torch.uint8)
-        pinned.numpy()[:] = np.concatenate([parts.view(np.uint8), np.cumsum(many).view(np.uint8)])
         with device.active():
-            about = torch.empty_like(pinned, device=device.torch_device, pin_memory=False)
-            about.copy_(pinned, non_blocking=True)
-            ends = about[parts.nbytes :].view(torch.int64)
+            about, ends = self.about_tables(sizes) if known is None else known
             positions = torch.arange(n, device=device.torch_device)
             tables = torch.bucketize(positions, ends, right=True, out_int32=True)
             by_id = torch.argsort(ids, stable=True)
@@ -147,6 +140,20 @@ class DeviceGatherer:
                 out,
             )
         return out
+
+    def about_tables(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the structs Part of all tables, and where the ids of each end, on the device."""
+        dims, device = self.on_device.dims, self.device
+        many = sizes.numpy()
+        parts = np.zeros(len(dims), PART)
+        parts["first"] = np.cumsum(many) - many
+        parts["floats"] = np.cumsum(many * dims) - many * dims
+        parts["dim"] = dims
+        pinned = device.pinned((parts.nbytes + 8 * len(dims),), torch.uint8)
+        pinned.numpy()[:] = np.concatenate([parts.view(np.uint8), np.cumsum(many).view(np.uint8)])
+        about = torch.empty_like(pinned, device=device.torch_device, pin_memory=False)
+        about.copy_(pinned, non_blocking=True)
+        return about, about[parts.nbytes :].view(torch.int64)
 
     def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
         """Launch one of the plan's kernels on the current stream."""
@@ -246,6 +253,8 @@ class _Placed:
     """Ranges of ids to copy: begin in the batch, place on the device, and number."""
     ids: int
     weighs: bool
+    repeats: bool = False
+    """Whether all batches of these features and this size have the same."""
 
 
 class _Cells:
@@ -272,20 +281,20 @@ class _Staged:
     """The tensors of one batch to copy, in one block of pinned memory."""
 
     def __init__(self, device: Device, *, features: int, ids: int, weights: int, splits: int) -> None:
-        ends = list(accumulate((features, 8 * ids, 4 * weights, 4 * splits)))
-        self._ends = ends
-        self.memory = device.pinned((max(ends[-1], 1),), torch.uint8)
-        self.features, self.ids, self.weights, self.splits = self.over(self.memory)
+        self.ends = list(accumulate((features, 8 * ids, 4 * weights, 4 * splits)))
+        self.memory = device.pinned((max(self.ends[-1], 1),), torch.uint8)
+        self.features, self.ids, self.weights, self.splits = _cut(self.memory, self.ends)
 
-    def over(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return features, ids, weights and splits in memory of this size."""
-        one, two, three, four = self._ends
-        return (
-            memory[:one],
-            memory[one:two].view(torch.int64),
-            memory[two:three].view(torch.float32) if three > two else None,
-            memory[three:four].view(torch.int32) if four > three else None,
-        )
+
+def _cut(memory: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return features, ids, weights and splits, given where each ends in bytes."""
+    one, two, three, four = ends
+    return (
+        memory[:one],
+        memory[one:two].view(torch.int64),
+        memory[two:three].view(torch.float32) if three > two else None,
+        memory[three:four].view(torch.int32) if four > three else None,
+    )
 
 
 class DeviceBatch:
@@ -299,14 +308,17 @@ class DeviceBatch:
         self,
         gatherer: DeviceGatherer,
         buffer: Tensor,
-        parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        ends: Sequence[int],
         placed: _Placed,
         batch_size: int,
         *,
         plain: bool,
         shared: bool,
     ) -> None:
-        features, self.ids, weights, splits = parts
+        features, self.ids, weights, splits = _cut(buffer, ends)
+        self._ends = ends
+        self._placed = placed
+        self._tables: tuple[Tensor, Tensor] | None = None
         self.batch_size = batch_size
         self.sizes = placed.sizes
         self.floats = placed.floats
@@ -339,13 +351,38 @@ class DeviceBatch:
         found: tuple[Tensor, ...] = _Gathered.apply(rows, self, scale)  # type: ignore[no-untyped-call]
         return found
 
+    @property
+    def shape(self) -> object | None:
+        """What all batches share that differ only in their ids; None if every batch has its own."""
+        return self._placed if self._placed.repeats else None
+
+    def twin(self) -> DeviceBatch:
+        """Return a batch of the same shape in memory of its own, not filled; see `refill`."""
+        return DeviceBatch(
+            self._gatherer,
+            torch.empty_like(self._buffer),
+            self._ends,
+            self._placed,
+            self.batch_size,
+            plain=self._gather == "gather_plain",
+            shared=self._shared,
+        )
+
+    def refill(self, other: DeviceBatch) -> None:
+        """Copy a batch of the same shape into the memory of this one, on the current stream."""
+        other._arrive(other._buffer)
+        self._buffer.copy_(other._buffer, non_blocking=True)
+
     def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
         return self._gatherer.plan.by_name(outputs)
 
     def sum_equal(self, gradients: Tensor) -> Tensor:
         """Sum the gradients of equal ids; see `DeviceGatherer.sum_equal`."""
-        return self._gatherer.sum_equal(self.ids, self.sizes, gradients)
+        # Made once: a step that is captured must not copy from memory that is gone when it is replayed.
+        if self._tables is None:
+            self._tables = self._gatherer.about_tables(self.sizes)
+        return self._gatherer.sum_equal(self.ids, self.sizes, gradients, self._tables)
 
     @property
     def needs_rows(self) -> bool:

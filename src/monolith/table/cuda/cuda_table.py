@@ -115,7 +115,9 @@ class CudaTable:
         self._admission = None if admission is None or admission.core is None else admission
         self._layout = row_layout(config)
         self._fixed_rates = arguments.fixed_rates(config.segments)
-        self._lock = threading.Lock()
+        # Reentrant: a replayed step holds the locks of all tables, and a device without graphs replays it by
+        # making its calls again.
+        self._lock = threading.RLock()
         self._thawed = threading.Condition(self._lock)
         # All below is guarded by the lock.
         self._frozen = 0

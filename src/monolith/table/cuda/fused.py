@@ -12,10 +12,14 @@ number of launches does not depend on the number of tables, up to MAX_CELLS.
 
 A table that needs more than that (a filter, a byte budget) is trained by itself. Trackers of rows are called
 table by table with every id of a batch, even if its gradient was not usable.
+
+A step over batches of one shape can be captured and replayed (`CapturedStep`): its launches are the same for
+each of them, and what changes from step to step is read from device memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,6 +82,8 @@ class FusedBatch:
     """As the gradients."""
     counts: Tensor | None = None
     """int64 by id, on the CPU."""
+    live: LiveStep | None = None
+    """Set if the launches are captured: takes the place of `step` and of the values of `rates`."""
 
     def by_table(self, widths: Ints) -> FusedBatch:
         """Return the batch in the order of tables, given several batches one after another.
@@ -106,6 +112,24 @@ def _by_table(column: Tensor, lengths: Ints, tables: int) -> Tensor:
     """Reorder a column that is ordered by batch, then by table, to be ordered by table, then by batch."""
     cells = column.split_with_sizes(lengths.tolist())
     return torch.cat([cell for number in range(tables) for cell in cells[number::tables]])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveStep:
+    """What a replayed step reads from device memory, because it changes from step to step."""
+
+    step: Tensor
+    """int64 of shape (1,)."""
+    refused: Tensor
+    """int64: if its first number is not 0, nothing of the batch is written."""
+    rates: dict[tuple[int, int], Tensor]
+    """By the numbers of a planned launch: its struct CellScalars, as bytes."""
+
+
+class _Live(ctypes.Structure):
+    """struct Live in fused_train.cu."""
+
+    _fields_ = [("scalars", ctypes.c_void_p), ("step", ctypes.c_void_p)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +166,9 @@ class _Plan:
     """Whether the numbers of all places need 64 bits."""
     claims: list[PlannedLaunch]
     steps: list[PlannedSteps]
+
+
+_Watched = list[tuple[CudaTable, slice]]
 
 
 class FusedTables:
@@ -284,28 +311,46 @@ class FusedTables:
         if not sizes.any():
             return
         work = self._with_room(work, sizes.tolist())
-        plan = self._planned(work.known, batch, sizes, alone)
-        watched = [
-            (table, slice(at, at + size))
-            for table, at, size in zip(self._fused, plan.spans.ids.tolist(), sizes.tolist(), strict=True)
-            if size and table is not None and not table._rows.watch.idle
-        ]
-        # Trackers keep ids and places until they are read, so they get their own copy of the ids, which the
-        # caller may overwrite, and the places in the order of the batch.
-        ids = places = batch.ids
+        watched = self._watched(Spans.of(batch.sizes, self._widths), sizes)
+        places = self._launch_train(work, batch, sizes, alone, watched)
         if watched:
-            ids, places = batch.ids.clone(), torch.empty_like(batch.ids, dtype=torch.int32)
+            # Trackers keep ids and places until they are read, so they get their own copy of the ids, which
+            # the caller may overwrite.
+            self._tell(watched, batch.ids.clone(), places)
+        self._count(work, sizes.tolist())
+
+    def _launch_train(
+        self, work: _Work, batch: FusedBatch, sizes: Ints, alone: NDArray[np.bool_], watched: _Watched
+    ) -> Tensor:
+        """Launch a step, given room for all ids; return the places of watched tables' ids, as they came."""
+        plan = self._planned(work.known, batch, sizes, alone)
+        places = torch.empty_like(batch.ids, dtype=torch.int32) if watched else batch.ids
         claimed = self._claim(work, batch, plan, places if watched else None)
         for table, own in watched:
             mine = replace(claimed, places=places[own], made=claimed.made[own])
             table._rows.watch.writing(table._memory, mine)
         finite = self._stay_finite(batch.rates)
-        for steps in plan.steps:
-            checked = not all(finite[number] for number in steps.numbers)
-            self._step(work, batch, steps, claimed, checked=checked)
+        for number, steps in enumerate(plan.steps):
+            checked = not all(finite[table] for table in steps.numbers)
+            self._step(work, batch, steps, claimed, number, checked=checked)
+        return places
+
+    def _watched(self, spans: Spans, sizes: Ints) -> _Watched:
+        """Return the tables whose changes are tracked, and which ids of a batch they have.
+
+        Args:
+            sizes: As in `spans`, but 0 for tables that are trained by themselves.
+        """
+        return [
+            (table, slice(at, at + size))
+            for table, at, size in zip(self._fused, spans.ids.tolist(), sizes.tolist(), strict=True)
+            if size and table is not None and not table._rows.watch.idle
+        ]
+
+    @staticmethod
+    def _tell(watched: _Watched, ids: Tensor, places: Tensor) -> None:
         for table, own in watched:
             table._rows.watch.wrote(ids[own], places[own])
-        self._count(work, sizes.tolist())
 
     def _planned(self, known: _Known, batch: FusedBatch, sizes: Ints, alone: NDArray[np.bool_]) -> _Plan:
         """Return what trains a batch, of which these sizes are of tables that are not alone."""
@@ -366,7 +411,8 @@ class FusedTables:
             seconds, second, times = second, 0, torch.empty(n, dtype=torch.int32, device=device)
         arrays, stream = work.known.arrays, work.stream.handle
         width = "_wide" if plan.wide else ""
-        filled = batch.ids, seconds, second, order, made, times, found
+        refused = None if batch.live is None else batch.live.refused
+        filled = batch.ids, seconds, second, order, made, times, found, refused
         for one in plan.claims:
             self._index.launch(f"claim_tables{width}", one.blocks, arrays, one.cells, *filled, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
@@ -378,7 +424,14 @@ class FusedTables:
         return Claimed(places, places, positions, made, Times(times, second))
 
     def _step(
-        self, work: _Work, batch: FusedBatch, planned: PlannedSteps, claimed: Claimed, *, checked: bool
+        self,
+        work: _Work,
+        batch: FusedBatch,
+        planned: PlannedSteps,
+        claimed: Claimed,
+        number: int,
+        *,
+        checked: bool,
     ) -> None:
         group, device = planned.group, self.device.torch_device
         writes, stream = claimed.writes(), work.stream.handle
@@ -392,7 +445,10 @@ class FusedTables:
             group.kernels.launch(
                 "sum_long_runs_of_tables", one.blocks, *given, stream=stream, threads=STRETCH
             )
-        for one in planned.steps:
+        for launch, one in enumerate(planned.steps):
+            live = _Live()
+            if batch.live is not None:
+                live = _Live(batch.live.rates[number, launch].data_ptr(), batch.live.step.data_ptr())
             group.kernels.launch(
                 "train_tables_checked" if checked else "train_tables",
                 one.blocks,
@@ -407,6 +463,7 @@ class FusedTables:
                 sums,
                 batch.dedup,
                 planned.per_tile,
+                live,
                 stream=stream,
             )
 
@@ -421,6 +478,26 @@ class FusedTables:
             ]
             self._finite = data, found
         return self._finite[1]
+
+    # Steps that are captured
+
+    def why_not_captured(self) -> str | None:
+        """Return why a step over these tables needs the host, so that it cannot be captured; None if not."""
+        for table, fused, twice in zip(self._tables, self._fused, self._twice, strict=True):
+            name = f"table {table.config.name!r}"
+            if fused is None:
+                return f"{name} keeps some of its rows in host memory"
+            if twice:
+                return f"{name} is trained twice by each batch"
+            if fused._admission is not None:
+                return f"{name} counts in host memory how often an id was seen before it gets a row"
+            if fused._rows.writes_alone:
+                return f"{name} has a capacity_bytes, and the host decides which ids get its last rows"
+        for group in self._groups:
+            if group.scalars_vary:
+                name = group.tables[0].config.name
+                return f"table {name!r} decays rows lazily, or has a one_bit segment"
+        return None
 
     # How full the tables are
 
@@ -547,3 +624,153 @@ class FusedTables:
             if table is not None:
                 self._ask_later(number, table._rows.usage.bound(), table._rows.limit)
         return known
+
+
+@dataclass(slots=True)
+class Replay:
+    """A replay that is about to be launched."""
+
+    fits: bool
+    """Whether the captured launches are still right."""
+    launched: bool = False
+    """Set by the caller once they were launched."""
+
+
+class CapturedStep:
+    """The update of rows in steps over batches of one shape, which is captured once and then replayed.
+
+        step = CapturedStep(tables, sizes, number, refused)
+        step.ready(rates)                        # before a step that is launched, or captured
+        step.train(ids, event_time, gradients)   # launches
+        with step.replaying(rates) as replay:
+            if replay.fits:                      # no table grew since the capture: its pointers are valid
+                graph.replay()
+                replay.launched = True
+
+    The host part of a step (room for new ids, counters, trackers) is done by `ready`, `train` and `replaying`
+    for each step. It never waits for the device, except as `FusedTables` says.
+
+    Args:
+        sizes: Ids by table; all batches have the same.
+        number: Of the step; see `LiveStep.step`.
+        refused: As in `LiveStep`.
+    """
+
+    def __init__(self, tables: FusedTables, sizes: Ints, number: Tensor, refused: Tensor) -> None:
+        self._tables = tables
+        self._sizes = sizes
+        self._spans = spans = Spans.of(sizes, tables._widths)
+        self._none_alone = np.zeros(len(sizes), np.bool_)
+        some = [(group, group.numbers[sizes[group.numbers] > 0]) for group in tables._groups]
+        self._planned = [group.steps(spans.some(own), summed=True) for group, own in some if len(own)]
+        self._live = LiveStep(number, refused, {})
+        self._rates: Floats = np.zeros(0, np.float32)
+        self._uploaded = b""
+        self._captured: tuple[_Known, bytes, list[object]] | None = None
+        self._noted: tuple[Tensor, Tensor] | None = None
+        """Ids and places of a captured step, for trackers: filled anew by each replay."""
+        self.capturing = False
+        """Whether `train` only launches, because a capture or a replay does the host's part of a step."""
+
+    def ready(self, rates: Floats) -> None:
+        """Make room for the ids of a batch, and send its rates, as in `FusedBatch`."""
+        with self._tables._entered(writing=True) as work:
+            self._make_ready(work, rates)
+
+    def train(self, ids: Tensor, event_time: Tensor, gradients: Tensor, latest: Tensor | None = None) -> None:
+        """Launch a step.
+
+        Args:
+            ids: int64, as they occur, table after table.
+            event_time: int64 of shape (1,), on the device.
+        """
+        tables, sizes = self._tables, self._sizes
+        seconds = event_time.expand(len(ids)).contiguous()
+        batch = FusedBatch(
+            ids,
+            sizes,
+            gradients,
+            self._rates,
+            step=0,
+            dedup=True,
+            event_time=seconds,
+            latest=latest,
+            live=self._live,
+        )
+        with tables._entered(writing=True) as entered:
+            work = entered if self.capturing else tables._with_room(entered, sizes.tolist())
+            watched = tables._watched(self._spans, self._sizes)
+            places = tables._launch_train(work, batch, sizes, self._none_alone, watched)
+            if self.capturing:
+                self._noted = (ids, places) if watched else None
+            else:
+                self._finish(work, watched, ids, places)
+
+    def captured(self) -> None:
+        """Take note that `train` was captured just now, after `ready`."""
+        with self._tables._entered() as work:
+            self._captured = work.known, self._finite_key(), self._trackers()
+
+    @property
+    def capturable(self) -> bool:
+        """Whether no snapshot of a table is open: it copies rows before they change, and needs more memory
+        from step to step."""
+        return all(table._rows.watch.copies is None for table in self._tables._locked)
+
+    @contextmanager
+    def replaying(self, rates: Floats) -> Iterator[Replay]:
+        """Enter a replay: all locks are held in the block, and the step is counted if it was launched."""
+        tables = self._tables
+        with tables._entered(writing=True) as entered:
+            work = self._make_ready(entered, rates)
+            captured = self._captured
+            replay = Replay(
+                captured is not None
+                and captured == (work.known, self._finite_key(), self._trackers())
+                and self.capturable
+            )
+            self.capturing = True
+            try:
+                yield replay
+            finally:
+                self.capturing = False
+            if replay.launched:
+                ids, places = self._noted or (work.known.arrays, work.known.arrays)
+                self._finish(work, tables._watched(self._spans, self._sizes), ids, places)
+
+    def _make_ready(self, work: _Work, rates: Floats) -> _Work:
+        tables = self._tables
+        tables._learn()
+        work = tables._with_room(work, self._sizes.tolist())
+        data = rates.tobytes()
+        if self._uploaded != data:
+            self._uploaded, self._rates = data, rates
+            for number, steps in enumerate(self._planned):
+                for launch, one in enumerate(steps.steps):
+                    packed = steps.group.scalars(one.tables, rates)
+                    up = tables.device.pinned((len(packed),), torch.uint8)
+                    up.numpy()[:] = np.frombuffer(memoryview(packed).cast("B"), np.uint8)
+                    into = self._live.rates.get((number, launch))
+                    if into is None:
+                        into = torch.empty_like(up, device=tables.device.torch_device, pin_memory=False)
+                        self._live.rates[number, launch] = into
+                    into.copy_(up, non_blocking=True)
+        return work
+
+    def _finish(self, work: _Work, watched: _Watched, ids: Tensor, places: Tensor) -> None:
+        if watched:
+            self._tables._tell(watched, ids.clone(), places.clone())
+        self._tables._count(work, self._sizes.tolist())
+
+    def _finite_key(self) -> bytes:
+        """Return which tables take steps that may make a row that is not finite: kernels differ by that."""
+        return bytes(self._tables._stay_finite(self._rates))
+
+    def _trackers(self) -> list[object]:
+        """Return what tracks changes: captured launches are right only while that stays the same."""
+        watched = self._tables._watched(self._spans, self._sizes)
+        flags = [table._memory.flags for table, _ in watched]
+        return [
+            (id(table), None if own is None else own.data_ptr())
+            for (table, _), own in zip(watched, flags, strict=True)
+        ]

@@ -25,11 +25,15 @@
 // Claims a place for every id. The clocks of tables are advanced later, by the steps, which know the
 // gradients that are not usable. An event time that no row can hold counts as 0 and is counted in BAD_TIMES;
 // the host raises when it next reads the counters. `places` is for tables that track changes, or null.
+//
+// `refused` is null, or not 0 if the batch must leave no trace (`verdict.cu`). Then no id gets a place, and
+// every later kernel of the step finds nothing to do.
 template <class Key>
 __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, const Cells& cells,
                                             const i64* __restrict__ ids, const i64* __restrict__ seconds,
                                             u32 time, Key* __restrict__ order, u8* __restrict__ made,
-                                            u32* __restrict__ times, int* __restrict__ places) {
+                                            u32* __restrict__ times, int* __restrict__ places,
+                                            const i64* __restrict__ refused) {
   OF_WARP
   if (cell.table < 0) {
     if (there) order[at] = (Key)cell.shift;
@@ -44,7 +48,9 @@ __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, c
     if (there) times[at] = time;
   }
   bool fresh;
-  const int place = claim_one(table.keys, table.buckets, table.counters, there, ids[at], 0, 0, fresh);
+  const bool applied = refused == nullptr || *refused == 0;
+  const int place =
+      claim_one(table.keys, table.buckets, table.counters, there && applied, ids[at], 0, 0, fresh);
   if (there) {
     order[at] = (Key)(cell.shift + (place == NONE ? (i64)table.buckets * KEYS + EXTRA_PLACES : (i64)place));
     made[at] = fresh;
@@ -66,8 +72,8 @@ extern "C" __global__ void claim_tables(const Arrays* __restrict__ tables,
                                         const __grid_constant__ Cells cells, const i64* __restrict__ ids,
                                         const i64* __restrict__ seconds, u32 time, int* __restrict__ order,
                                         u8* __restrict__ made, u32* __restrict__ times,
-                                        int* __restrict__ places) {
-  claim_cells(tables, cells, ids, seconds, time, order, made, times, places);
+                                        int* __restrict__ places, const i64* __restrict__ refused) {
+  claim_cells(tables, cells, ids, seconds, time, order, made, times, places, refused);
 }
 
 extern "C" __global__ void settle_tables(const Arrays* __restrict__ tables,
@@ -82,8 +88,9 @@ extern "C" __global__ void claim_tables_wide(const Arrays* __restrict__ tables,
                                              const __grid_constant__ Cells cells, const i64* __restrict__ ids,
                                              const i64* __restrict__ seconds, u32 time,
                                              i64* __restrict__ order, u8* __restrict__ made,
-                                             u32* __restrict__ times, int* __restrict__ places) {
-  claim_cells(tables, cells, ids, seconds, time, order, made, times, places);
+                                             u32* __restrict__ times, int* __restrict__ places,
+                                             const i64* __restrict__ refused) {
+  claim_cells(tables, cells, ids, seconds, time, order, made, times, places, refused);
 }
 
 extern "C" __global__ void settle_tables_wide(const Arrays* __restrict__ tables,

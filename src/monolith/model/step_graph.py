@@ -1,0 +1,538 @@
+"""StepGraph: a whole training step on a GPU, captured once per shape of batch and replayed as one launch.
+
+A step of a small model takes a GPU less time than a host needs to launch its hundred kernels. So lookup,
+forward, backward, the update of weights and the update of rows are captured as one CUDA graph, and the host
+only copies a batch into place and launches that:
+
+    send(batch)     any thread: ids, floats and labels go to the device
+    train(sent)     copy them into the memory that the graph reads ──► replay ──► one copy comes back, later
+
+Nothing in a step waits for the device. What the host would look at before it goes on is either known on the
+device or looked at later:
+
+    is the batch finite?    the update of weights is undone and no row gets a place if not (`BatchVerdict`)
+    loss, predictions       in the report of the step, which arrives some steps later
+    room for new ids        tables keep room for several batches; their counters come back later, too
+    rates, the global step  in device memory
+
+A graph has addresses in it. It is captured anew after anything that it reads or writes has moved: a table
+that grew, an optimizer whose state was restored. Batches of a shape that is not captured, or not yet, are
+trained by the same launches one by one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer
+
+from monolith.cuda import BatchVerdict, Device, DeviceGraph, Kept, Landing, Sent, Transfers
+from monolith.errors import AcceleratorError
+from monolith.feature import Batch
+from monolith.feature.cuda import DeviceBatch
+from monolith.model.collection import EmbeddingCollection, PreparedBatch
+from monolith.model.optimizer import EmbeddingOptimizer
+from monolith.model.updates import UpdateConfig, clip, set_gradients
+from monolith.store import LocalStore, TableIds
+from monolith.table import arguments
+from monolith.table.cuda.fused import CapturedStep, FusedTables
+
+MOST_SHAPES = 4
+"""Shapes of batches that are captured at the same time; the one not used for longest goes."""
+_SEEN_FIRST = 2  # batches of a shape that are trained before it is captured: kernels are loaded by then
+_MOST_RATES = 8  # sets of rates of an optimizer that has them in its launches, until capturing is given up
+
+_KINDS = (
+    "the loss",
+    "a gradient of the dense weights",
+    "a gradient of the rows",
+    "the norm of the gradients",
+)
+
+Outputs = Callable[[Batch, list[PreparedBatch]], tuple[Tensor, Mapping[str, Tensor]]]
+"""Returns the loss of a batch, a scalar, and predictions by head, given its rows by collection."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentBatch:
+    """A batch on its way to the device."""
+
+    batch: Batch
+    ids: list[DeviceBatch]
+    """By collection."""
+    numbers: Sent
+    """Floats, then labels."""
+    shape: Hashable | None
+    """Equal for batches that one graph can train; None if no graph can."""
+
+
+class GraphedStep:
+    """What a step has said: on the device at once, on the host later.
+
+    Attributes:
+        loss: float32 of shape ().
+        predictions: By head, as the model gave them, in float32.
+    """
+
+    def __init__(
+        self, report: Tensor, landing: Landing, heads: Mapping[str, torch.Size], verdict: BatchVerdict
+    ):
+        self._verdict = verdict
+        self._heads = heads
+        self._landing = landing
+        self.loss, self.predictions = self._cut(report)
+
+    def wait(self) -> tuple[str | None, Tensor, dict[str, Tensor]]:
+        """Wait for the report; return why the batch was refused, if so, the loss and the predictions.
+
+        They are on the CPU, and copies. Call it once.
+        """
+        report = self._landing.wait().clone()
+        self._landing.release()
+        found = [int(count) for count in report[: 1 + len(_KINDS)].tolist()]
+        return self._verdict.describe(found), *self._cut(report)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._landing.arrived
+
+    def _cut(self, report: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        at = 2 + len(_KINDS)
+        found = {}
+        for head, shape in self._heads.items():
+            found[head] = report[at : at + shape.numel()].view(shape)
+            at += shape.numel()
+        return report[1 + len(_KINDS)], found
+
+
+class _Shape:
+    """Batches of one shape: the memory that their steps read, and the graph, once it is captured.
+
+    Args:
+        sent: The first of them.
+    """
+
+    def __init__(self, sent: SentBatch, graph: StepGraph) -> None:
+        where = graph.device.torch_device
+        self.ids = [one.twin() for one in sent.ids]
+        self.keys = [TableIds(one.ids, one.sizes, distinct=False) for one in self.ids]
+        taken = sent.numbers.take()
+        self.numbers = [torch.empty_like(one) for one in taken]
+        self.event_time = torch.zeros(1, dtype=torch.int64, device=where)
+        given, numbers = sent.batch, iter(self.numbers)
+        # The ids of the batch are of no device: a model that reads them by itself, and not by its embeddings,
+        # fails to be captured. With ids of the first batch it would be wrong for all others.
+        unknown = torch.empty(given.ids.ids.shape, dtype=torch.int64, device="meta")
+        self.batch = Batch(
+            replace(given.ids, ids=unknown, event_times=None),
+            {name: next(numbers).view(one.shape) for name, one in given.floats.items()},
+            {name: next(numbers).view(one.shape) for name, one in given.labels.items()},
+        )
+        self.rows = [
+            CapturedStep(tables, one.sizes.numpy(), graph.number, graph.verdict.found)
+            for tables, one in zip(graph.tables, self.ids, strict=True)
+        ]
+        self.report: Tensor | None = None
+        self.heads: dict[str, torch.Size] = {}
+        self.seen = 0
+        self.graph: DeviceGraph | None = None
+        self.captured_with: object = None
+
+    def fill(self, sent: SentBatch) -> None:
+        """Copy a batch to where steps read it, on the current stream."""
+        for mine, given in zip(self.ids, sent.ids, strict=True):
+            mine.refill(given)
+        if self.numbers:
+            torch._foreach_copy_(self.numbers, list(sent.numbers.take()), non_blocking=True)
+        self.event_time.fill_(sent.batch.ids.event_time)
+
+
+class StepGraph:
+    """Trains a model whose rows are on a GPU by replayed graphs. Used by one thread, except `send`.
+
+    Shapes: see `Outputs`.
+
+    Args:
+        module: The model: its weights and buffers are put back if a batch is refused.
+        collections: All of its embeddings, each with a store of its own.
+        sparse: The optimizer of their rows. Its `global_step` is that of the next step; the caller counts.
+        dense: The optimizer of the weights; None if there are none.
+        outputs: Runs the model. It must do the same for each batch, and look at no value of a tensor.
+        config: What is done to gradients.
+
+    Raises:
+        AcceleratorError: Steps of this model cannot be captured; says why.
+
+    Attributes:
+        trouble: Why nothing is captured any more; None while all is well.
+        captures: How often a shape was captured.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        collections: Sequence[EmbeddingCollection],
+        sparse: EmbeddingOptimizer,
+        dense: Optimizer | None,
+        outputs: Outputs,
+        config: UpdateConfig | None = None,
+    ) -> None:
+        self._module = module
+        self._collections = list(collections)
+        self._sparse = sparse
+        self._dense = dense
+        self._outputs = outputs
+        self._config = UpdateConfig() if config is None else config
+        self._stores = [_store(one) for one in self._collections]
+        if len(set(self._stores)) < len(self._stores):
+            raise AcceleratorError("two embedding collections share a store")
+        self.tables = [_tables(one) for one in self._stores]
+        if not self.tables:
+            raise AcceleratorError("the model has no embeddings")
+        if self._config.sparse_norm_warmup_steps is not None:
+            raise AcceleratorError("the limit of the rows' gradients changes from step to step")
+        self.device: Device = self.tables[0].device
+        self._weights = [] if dense is None else [w for g in dense.param_groups for w in g["params"]]
+        if any(not self._is_there(weight) for weight in self._weights):
+            raise AcceleratorError(f"some dense weights are not on {self.device.torch_device}")
+        _check_optimizer(dense)
+        if self._config.multiply_rows_by is not None:
+            sparse.multiply_rows_by = self._config.multiply_rows_by
+        self._transfers = Transfers(self.device)
+        with self.device.active():
+            self._stream = self.device.new_stream()
+            where = self.device.torch_device
+            self.verdict = BatchVerdict(self.device, _KINDS)
+            self.number = torch.zeros(1, dtype=torch.int64, device=where)
+            groups = [] if dense is None else dense.param_groups
+            self._rates = torch.zeros(len(groups), dtype=torch.float32, device=where)
+        self._number_is = 0  # what `number` is on the device, unless a batch was refused
+        self._rates_are: tuple[float, ...] = ()
+        self._sets_of_rates = 0
+        self._live_rates = False
+        """Whether the optimizer reads its rates from device memory: from the first change of them on."""
+        self._kept: tuple[tuple[int, ...], Kept] | None = None
+        self._host_steps: list[Tensor] = []
+        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self.trouble: str | None = None
+        self.captures = 0
+
+    # Sending
+
+    def send(self, batch: Batch) -> SentBatch:
+        """Start copying a batch to the device; from any thread.
+
+        Raises:
+            FeatureError, TableArgumentError: The batch is not sound.
+        """
+        arguments.event_second(batch.ids.event_time)
+        ids = [one.send(batch) for one in self._collections]
+        named = {**{f"float {n}": t for n, t in batch.floats.items()}, **batch.labels}
+        tensors = [one.detach().contiguous() for one in named.values()]
+        staged = self._transfers.stage(*((one.numel(), one.dtype) for one in tensors))
+        for part, one in zip(staged.parts, tensors, strict=True):
+            part.copy_(one.view(-1))
+        shapes = [one.shape for one in ids]
+        about = tuple((name, tuple(one.shape), one.dtype) for name, one in named.items())
+        key = None if any(one is None for one in shapes) else (len(batch), batch.group, *shapes, *about)
+        return SentBatch(batch, ids, staged.send(), key)
+
+    def look_up(self, sent: SentBatch) -> list[PreparedBatch]:
+        """Return the rows of a batch, for a step that is not graphed."""
+        return [
+            PreparedBatch(one, keys, store.lookup(keys), sent.batch.ids.event_time)
+            for one, store in zip(sent.ids, self._stores, strict=True)
+            for keys in [TableIds(one.ids, one.sizes, distinct=False)]
+        ]
+
+    def takes(self, sent: SentBatch) -> bool:
+        """Whether `train` can train on a batch.
+
+        Not the first batches: the state of an optimizer must be there to be put back if a batch is refused.
+        """
+        return self.trouble is None and sent.shape is not None and self._has_state()
+
+    # Training
+
+    def train(self, sent: SentBatch) -> GraphedStep:
+        """Launch a step. The caller counts it, and takes it back by `refused` when it learns of that.
+
+        Raises:
+            AcceleratorError: It cannot be captured: `trouble` is set, and nothing of the batch was done.
+        """
+        device, step = self.device, self._sparse.global_step
+        with device.active():
+            caller = device.current_stream()
+            self._stream.wait_for(caller)
+            with device.on(self._stream):
+                shape = self._shape(sent)
+                shape.fill(sent)
+                if self._number_is != step:
+                    self.number.fill_(step)
+                self._send_rates()
+                if not self._replayed(shape, step):
+                    self._launched(shape, step)
+                self._number_is = step + 1
+                assert shape.report is not None
+                report = shape.report.clone()  # the next replay overwrites it
+                landing = self._transfers.land(report)
+            caller.wait_for(self._stream)
+            caller.keep(report)
+        return GraphedStep(report, landing, shape.heads, self.verdict)
+
+    def refused(self) -> None:
+        """Take note that a step left no trace: the step counts less by one, as on the device."""
+        self._number_is -= 1
+        if self._host_steps:
+            torch._foreach_sub_(self._host_steps, 1)
+
+    def describe(self) -> str:
+        """Describe what is captured, and the device memory that it needs, for a log."""
+        sizes = ", ".join(f"{len(one.batch):,}" for one in self._shapes.values() if one.graph is not None)
+        own = sum(t.numel() * t.element_size() for one in self._shapes.values() for t in one.numbers)
+        own += sum(8 * len(ids.ids) for one in self._shapes.values() for ids in one.ids)
+        own += 0 if self._kept is None else self._kept[1].bytes
+        return f"batches of {sizes or 'no size yet'}; {own / 2**20:,.0f} MiB for inputs and undo"
+
+    def _shape(self, sent: SentBatch) -> _Shape:
+        assert sent.shape is not None, "a graph takes it"
+        found = self._shapes.get(sent.shape)
+        if found is None:
+            if len(self._shapes) >= MOST_SHAPES:
+                self._shapes.popitem(last=False)
+            found = self._shapes[sent.shape] = _Shape(sent, self)
+        self._shapes.move_to_end(sent.shape)
+        return found
+
+    def _replayed(self, shape: _Shape, step: int) -> bool:
+        """Replay a step; False if there is no graph of it, or it is not right any more."""
+        if shape.graph is None or shape.captured_with != self._addresses():
+            shape.graph = None
+            return False
+        with ExitStack() as entered:
+            replays = [
+                entered.enter_context(rows.replaying(store.rates(step)))
+                for rows, store in zip(shape.rows, self._stores, strict=True)
+            ]
+            if not all(one.fits for one in replays):
+                shape.graph = None
+                return False
+            shape.graph.replay()
+            for one in replays:
+                one.launched = True
+        if self._host_steps:
+            torch._foreach_add_(self._host_steps, 1)
+        return True
+
+    def _launched(self, shape: _Shape, step: int) -> None:
+        """Train by single launches; or, if the shape was seen often enough, capture those and replay them."""
+        for rows, store in zip(shape.rows, self._stores, strict=True):
+            rows.ready(store.rates(step))
+        self._look_at_optimizer()
+        try:
+            if shape.seen < _SEEN_FIRST or not all(rows.capturable for rows in shape.rows):
+                shape.seen += 1
+                self._work(shape)
+                return
+            self._capture(shape)
+        except Exception as cause:
+            # Of the model, in its forward or backward pass: nothing was updated yet, but buffers may be.
+            self.trouble = f"{type(cause).__name__}: {cause}"
+            self._forget()
+            self.verdict.found.fill_(1)
+            if self._kept is not None:
+                self._kept[1].put_back()
+            raise AcceleratorError(f"the step cannot be captured: {self.trouble}") from cause
+        if not self._replayed(shape, step):
+            raise AssertionError("a graph that was just captured fits")
+
+    def _capture(self, shape: _Shape) -> None:
+        before = [one.clone() for one in self._host_steps]
+        for rows in shape.rows:
+            rows.capturing = True
+        try:
+            shape.graph = self.device.capture(lambda: self._work(shape))
+        finally:
+            for rows in shape.rows:
+                rows.capturing = False
+            if before:
+                torch._foreach_copy_(self._host_steps, before)  # no step was taken yet
+        for rows in shape.rows:
+            rows.captured()
+        shape.captured_with = self._addresses()
+        self.captures += 1
+
+    def _work(self, shape: _Shape) -> None:
+        """Launch a whole step on the current stream: what is captured."""
+        assert self._kept is not None
+        _, kept = self._kept
+        kept.keep()  # before the forward pass: it updates buffers, the running means of a batch norm
+        looked_up = [
+            PreparedBatch(ids, keys, store.lookup(keys), 0)
+            for ids, keys, store in zip(shape.ids, shape.keys, self._stores, strict=True)
+        ]
+        with torch.enable_grad():
+            loss, predictions = self._outputs(shape.batch, looked_up)
+            torch.autograd.backward(loss)
+        with torch.no_grad():
+            self._update(shape, loss, kept)
+            shape.heads = {head: one.shape for head, one in predictions.items()}
+            parts = [self.verdict.found, loss, *predictions.values()]
+            shape.report = torch.cat([one.detach().reshape(-1).to(torch.float32) for one in parts])
+            self.number.add_(self.verdict.found[:1] == 0)
+
+    def _update(self, shape: _Shape, loss: Tensor, kept: Kept) -> None:
+        """Update weights and rows, unless something is not finite; see `apply_gradients`."""
+        config, sparse = self._config, self._sparse
+        weights = [weight for weight in self._weights if weight.grad is not None]
+        by_collection = [sparse.pending(one) for one in self._collections]
+        if any(len(several) > 1 for several in by_collection):
+            raise AcceleratorError("the model reads its embeddings twice in a step")
+        found = [row for several in by_collection for row in several if row.grad is not None]
+        gradients = [[w.grad for w in weights], [row.grad for row in found]]
+        self.verdict.look([loss], *[[g for g in several if g is not None] for several in gradients])
+        clipped = clip(sparse, weights, found, config)
+        norms = [one for one in (clipped.dense_norm, clipped.sparse_norm) if one is not None]
+        self.verdict.look_also([(one.detach().to(torch.float32), 3) for one in norms])
+        set_gradients(weights, found, clipped, config)
+        if self._dense is not None:
+            self._step_weights(self._dense)
+        kept.put_back()
+        for rows, ids, store, several in zip(shape.rows, shape.ids, self._stores, by_collection, strict=True):
+            for row in several:
+                if row.grad is not None:
+                    latest = row.detach() if store.delay_compensated else None
+                    rows.train(ids.ids, shape.event_time, row.grad.detach(), latest)
+        self._forget()
+
+    def _step_weights(self, dense: Optimizer) -> None:
+        if not self._live_rates:
+            dense.step()
+            return
+        # The optimizer reads its rates from device memory in the graph; everybody else sees plain numbers.
+        own = [group["lr"] for group in dense.param_groups]
+        for group, rate in zip(dense.param_groups, self._rates.unbind(), strict=True):
+            group["lr"] = rate
+        try:
+            dense.step()
+        finally:
+            for group, rate in zip(dense.param_groups, own, strict=True):
+                group["lr"] = rate
+
+    def _send_rates(self) -> None:
+        """Have the graph step by the rates that the dense optimizer has now."""
+        if self._dense is None:
+            return
+        now = tuple(float(group["lr"]) for group in self._dense.param_groups)
+        if now == self._rates_are:
+            return
+        self._rates_are = now
+        if self._live_rates:
+            for number, rate in enumerate(now):
+                self._rates[number].fill_(rate)
+            return
+        self._sets_of_rates += 1
+        if self._sets_of_rates > 1 and _reads_rates(self._dense):
+            self._live_rates = True
+            self._rates_are = ()
+            self._send_rates()
+        elif self._sets_of_rates > _MOST_RATES:
+            self.trouble = (
+                f"the learning rate of its {type(self._dense).__name__} changes from step to step, and only "
+                "Adam and its like read it from the device"
+            )
+            raise AcceleratorError(f"the step cannot be captured: {self.trouble}")
+
+    def _look_at_optimizer(self) -> None:
+        """Find what a step updates: weights, the state of their optimizer, buffers."""
+        if self._dense is not None:
+            _prepare_optimizer(self._dense)
+        tensors = self._updated()
+        pointers = tuple(one.data_ptr() for one in tensors)
+        there = [one for one in tensors if self._is_there(one)]
+        if self._kept is None or self._kept[0] != pointers:
+            self._kept = pointers, Kept(self.device, there, self.verdict)
+        self._host_steps = [one for one in tensors if not self._is_there(one)]
+
+    def _updated(self) -> list[Tensor]:
+        states = [] if self._dense is None else self._dense.state.values()
+        found = [one for state in states for one in state.values() if isinstance(one, Tensor)]
+        return [*self._weights, *found, *self._module.buffers()]
+
+    def _addresses(self) -> object:
+        """Return what a graph is right for: where everything is that it updates, and constants in it."""
+        rates = None if self._live_rates else self._rates_are
+        return [one.data_ptr() for one in self._updated()], rates, self._module.training
+
+    def _has_state(self) -> bool:
+        dense = self._dense
+        return dense is None or not _has_state(dense) or any(dense.state.values())
+
+    def _is_there(self, tensor: Tensor) -> bool:
+        return self.device.holds(tensor)
+
+    def _forget(self) -> None:
+        self._sparse.zero_grad()
+        if self._dense is not None:
+            self._dense.zero_grad()
+
+
+def _store(collection: EmbeddingCollection) -> LocalStore:
+    store = collection.store
+    if not isinstance(store, LocalStore) or store.fused is None:
+        raise AcceleratorError("rows are not on the GPU (train.embedding_device)")
+    return store
+
+
+def _tables(store: LocalStore) -> FusedTables:
+    found = store.fused
+    assert found is not None
+    if (why := found.why_not_captured()) is not None:
+        raise AcceleratorError(why)
+    return found
+
+
+def _check_optimizer(dense: Optimizer | None) -> None:
+    """Refuse an optimizer that keeps more than tensors from step to step, such as a count.
+
+    Raises:
+        AcceleratorError: It is one.
+    """
+    if dense is None or _reads_rates(dense) or isinstance(dense, SGD):
+        return
+    if isinstance(dense, Adagrad) and not any(group["lr_decay"] for group in dense.param_groups):
+        return
+    raise AcceleratorError(
+        f"the dense optimizer, {type(dense).__name__}, counts its steps in host memory; torch's Adam, AdamW, "
+        "RMSprop, SGD, and Adagrad without lr_decay, can be captured"
+    )
+
+
+def _reads_rates(dense: Optimizer) -> bool:
+    """Whether an optimizer of torch can count its steps, and read its rate, on the device."""
+    return all("capturable" in group for group in dense.param_groups)
+
+
+def _has_state(dense: Optimizer) -> bool:
+    return not isinstance(dense, SGD) or any(group["momentum"] for group in dense.param_groups)
+
+
+def _prepare_optimizer(dense: Optimizer) -> None:
+    """Have torch's optimizers count their steps on the device, also after a restore."""
+    if not _reads_rates(dense):
+        return
+    for group in dense.param_groups:
+        on_gpu = all(weight.is_cuda for weight in group["params"])
+        if not on_gpu:  # an emulated device: torch refuses the setting, and its counts are there already
+            continue
+        group["capturable"] = True
+        for weight in group["params"]:
+            step = dense.state.get(weight, {}).get("step")
+            if isinstance(step, Tensor) and step.device != weight.device:
+                dense.state[weight]["step"] = step.to(weight.device, torch.float32)
