@@ -568,10 +568,8 @@ def _prepare_optimizer(dense: Optimizer) -> None:
     if not _reads_rates(dense):
         return
     for group in dense.param_groups:
-        on_gpu = all(weight.is_cuda for weight in group["params"])
-        if not on_gpu:  # an emulated device: torch refuses the setting, and its counts are there already
-            continue
-        group["capturable"] = True
+        # On an emulated device torch refuses the setting.
+        group["capturable"] = all(weight.is_cuda for weight in group["params"])
         for weight in group["params"]:
             step = dense.state.get(weight, {}).get("step")
             if isinstance(step, Tensor) and step.device != weight.device:

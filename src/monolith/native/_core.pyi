@@ -1082,6 +1082,19 @@ class CsvParser:
         Read the records that begin in the first `chunk_bytes`, at least one. `last`: the file ends there.
         """
 
+class ColumnBlock:
+    """The columns of some records, to gather rows of. Immutable."""
+
+    def __init__(self, rows: int, columns: list[tuple[object, object | None, object]], types: tuple[object, object, object]) -> None:
+        """
+        Columns are tensors of (values, splits of texts, splits of rows), which are kept; `types` are torch's uint8, int64 and float32.
+        """
+
+def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+    """
+    (values, splits of rows, splits of texts) of each column, for these rows of these blocks, in order; the blocks have the same columns.
+    """
+
 class CudaError(RuntimeError):
     pass
 
