@@ -122,7 +122,7 @@ class _EventTime:
         raise AcceleratorError("the model reads the event time of its batch")
 
     __int__ = __float__ = __index__ = __bool__ = __str__ = __hash__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = _refuse
     __mod__ = _refuse
 
@@ -360,7 +360,7 @@ class StepGraph:
             counts = torch._foreach_add(self._host_steps, 1) if self._host_steps else []
             shape.graph.replay()
             if counts:  # a device that replays by calling again has counted, too
-                torch._foreach_copy_(self._host_steps, counts)
+                torch._foreach_copy_(self._host_steps, list(counts))
             for one in replays:
                 one.launched = True
         return True
