@@ -204,3 +204,17 @@ def test_a_model_that_reads_its_batch_by_itself_is_trained_by_single_launches(
         found.append(rows.found)
     assert "not replayed as CUDA graphs: AcceleratorError: the model reads the event time" in caplog.text
     assert_same_rows(found[1], found[0])
+
+
+def test_products_in_bfloat16_train_nearly_as_in_float32() -> None:
+    found = []
+    for precision in ("float32", "bfloat16"):
+        steps, rows = Steps(), Rows()
+        config: Any = {"precision": precision, "deterministic": True}
+        task = Clicks(batches=12, batch_size=64)
+        trainer = Trainer(task, TrainConfig(**config), hooks=[steps, rows])
+        trainer.train()
+        found.append((steps.losses, rows.found))
+    assert found[1][0] == pytest.approx(found[0][0], abs=0.02)
+    assert found[1][0] != found[0][0]
+    assert found[1][1].keys() == found[0][1].keys()

@@ -537,6 +537,7 @@ class Trainer:
                 accelerator=self._accelerator,
                 rates=config.schedule,
                 tables=config.tables,
+                precision=config.precision,
             )
             made.callback(model.close)
             data = open_data(self.task, coordinator.membership.shard, self._epochs())
