@@ -201,8 +201,7 @@ class Model:
         Raises:
             FeatureError: The model reads a feature that the first batch does not have.
         """
-        if not self._checked:
-            self._check_features(batch)
+        self.check_features(batch)
         return [collection.gather(batch) for collection in self.collections]
 
     def prepare(self, batch: Batch, gathered: Gathered | None = None) -> LookedUp:
@@ -214,8 +213,7 @@ class Model:
         Raises:
             FeatureError: The model reads a feature that the first batch does not have.
         """
-        if not self._checked:
-            self._check_features(batch)
+        self.check_features(batch)
         found = [None] * len(self.collections) if gathered is None else gathered
         return [one.prepare(batch, ids) for one, ids in zip(self.collections, found, strict=True)]
 
@@ -278,7 +276,14 @@ class Model:
     def _while_restoring(self) -> AbstractContextManager[object]:
         return self.restoring()
 
-    def _check_features(self, batch: Batch) -> None:
+    def check_features(self, batch: Batch) -> None:
+        """Check, once, that the batches have the features which the model reads; from any thread.
+
+        Raises:
+            FeatureError: The first batch does not have one.
+        """
+        if self._checked:
+            return
         there = batch.ids.names
         for name in (name for collection in self.collections for name in collection.features):
             if name not in there:
