@@ -21,6 +21,7 @@ from monolith import concurrency
 from monolith.checkpoint import PendingCheckpoint, checkpointer
 from monolith.checkpoint.folder.retention import Retention
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
+from monolith.data.files.leased import LeasedFiles
 from monolith.data.kafka import KafkaSource
 from monolith.data.kafka.positions import make_position, read_position
 from monolith.data.service import job, worker
@@ -40,6 +41,7 @@ from monolith.store.pushes import AppliedPushes
 from monolith.store.rank_groups import Collective
 from monolith.store.server import ParameterServer, _ServedState
 from monolith.sync import Publisher, TableTarget
+from monolith.sync.kafka_writer import KafkaDeltaWriter, _Producer
 from monolith.sync.messages import LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
 from monolith.testing.disk import SimDisk
 from monolith.train.hooks.save import SaveHook
@@ -188,6 +190,18 @@ def _committed_before_saved() -> Sequence[Patch]:
         right(file, source, counts)
 
     return [(data_service, "save", save)]
+
+
+# Elastic fleets
+
+
+def _given_back_from_its_start() -> Sequence[Patch]:
+    right = LeasedFiles.give_back
+
+    def give_back(self: LeasedFiles, former: Any) -> None:
+        right(self, former._replace(cursor=replace(former.cursor, place=0, skip=0)))
+
+    return [(LeasedFiles, "give_back", give_back)]
 
 
 # Ranks
@@ -381,7 +395,57 @@ def _failed_delta_dropped() -> Sequence[Patch]:
     return [(Publisher, "_fail", fail)]
 
 
+def _delivery_not_awaited() -> Sequence[Patch]:
+    right = KafkaDeltaWriter._send
+
+    def send(self: KafkaDeltaWriter, frame: bytes | None) -> int:
+        with mock.patch.object(self._deltas, "deliver", return_value=0) if frame else nullcontext():
+            return right(self, frame)
+
+    return [(KafkaDeltaWriter, "_send", send)]
+
+
+def _snapshot_named_too_early() -> Sequence[Patch]:
+    right = KafkaDeltaWriter._write_snapshot
+
+    def write(self: KafkaDeltaWriter, messages: Iterator[Any]) -> None:
+        with mock.patch.object(self._rows, "deliver", return_value=0):
+            right(self, messages)
+
+    return [(KafkaDeltaWriter, "_write_snapshot", write)]
+
+
+def _failed_delivery_counts() -> Sequence[Patch]:
+    right = _Producer._on_delivery
+    return [(_Producer, "_on_delivery", lambda self, error, message: right(self, None, message))]  # noqa: ARG005
+
+
+def _epoch_by_own_clock() -> Sequence[Patch]:
+    return [(KafkaDeltaWriter, "_begins_at", lambda self, shards: self._clock())]  # noqa: ARG005
+
+
+def _deleted_too_early() -> Sequence[Patch]:
+    right = KafkaDeltaWriter._delete_before
+
+    def delete(self: KafkaDeltaWriter, offset: int) -> None:  # noqa: ARG001
+        newest = self._opened().newest
+        assert newest is not None
+        right(self, newest.offset + 1)
+
+    return [(KafkaDeltaWriter, "_delete_before", delete)]
+
+
 # Checkpoints
+
+
+def _model_dir_not_locked() -> Sequence[Patch]:
+    right = SimDisk.lock
+
+    def lock(self: SimDisk, path: str, holder: bytes) -> Any:
+        self.locks.clear()
+        return right(self, path, holder)
+
+    return [(SimDisk, "lock", lock)]
 
 
 def _failed_save_counts() -> Sequence[Patch]:
@@ -414,6 +478,10 @@ def _failed_request_still_counts() -> Sequence[Patch]:
             self.line = None
 
     return [(Leg, "end", end)]
+
+
+def _deadline_not_watched() -> Sequence[Patch]:
+    return [(Leg, "give_up", lambda self: None)]  # noqa: ARG005
 
 
 MUTANTS = {
@@ -555,6 +623,33 @@ MUTANTS = {
         _failed_delta_dropped,
         seeds=45,
     ),
+    "delivery_not_awaited": Mutant(
+        "publishing", "A delta counts as sent before Kafka has it.", _delivery_not_awaited, 74
+    ),
+    "failed_delivery_counts": Mutant(
+        "publishing", "A message that Kafka did not accept counts as delivered.", _failed_delivery_counts, 70
+    ),
+    "snapshot_named_too_early": Mutant(
+        "publishing",
+        "Readers are told of a snapshot before Kafka has all of its rows.",
+        _snapshot_named_too_early,
+        117,
+    ),
+    "epoch_by_own_clock": Mutant(
+        "publishing",
+        "An epoch in Kafka starts at the time of its writer's clock, though another one started later.",
+        _epoch_by_own_clock,
+        14,
+    ),
+    "deleted_too_early": Mutant(
+        "publishing", "Messages in Kafka are deleted that a new reader needs.", _deleted_too_early, 1
+    ),
+    "given_back_from_its_start": Mutant(
+        "elastic",
+        "A file that a worker returns to the queue is read again from its start.",
+        _given_back_from_its_start,
+        5,
+    ),
     "failed_save_counts": Mutant(
         "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 33
     ),
@@ -570,8 +665,12 @@ MUTANTS = {
     "no_journal": Mutant(
         "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 3
     ),
+    "model_dir_not_locked": Mutant("writers", "Two trainers use one model_dir.", _model_dir_not_locked, 1),
     "any_version_answers": Mutant(
         "serving", "A server answers from the version that it opened last.", _any_version_answers, 4
+    ),
+    "deadline_not_watched": Mutant(
+        "serving", "A request waits for a shard's answer however long it takes.", _deadline_not_watched, 7
     ),
     "failed_request_still_counts": Mutant(
         "serving", "A request that failed counts as under way for ever.", _failed_request_still_counts, 1
