@@ -1069,6 +1069,9 @@ class ParsedCsv:
         (values, row splits, splits of strings) as asked for; there are none the next time.
         """
 
+    def take_block(self) -> ColumnBlock:
+        """The same columns, to gather rows of; there are none the next time."""
+
 class CsvParser:
     """Bytes of CSV straight to columns. Thread-safe."""
 
@@ -1089,6 +1092,14 @@ class ColumnBlock:
         """
         Columns are tensors of (values, splits of texts, splits of rows), which are kept; `types` are torch's uint8, int64 and float32.
         """
+
+    @property
+    def types(self) -> list[ColumnType]:
+        """What the values of each column are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all columns."""
 
 def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
     """

@@ -45,7 +45,6 @@ from monolith.data.records import Records, concat
 from monolith.data.shuffling import Block, ShuffleConfig, permutation
 from monolith.data.source import Position, Shard
 from monolith.errors import DataError, RestoreError
-from monolith.tensors import RaggedTensor
 
 FEW_OPEN = 8
 """Pieces that are open at once even if fewer fill the buffer, as row groups do, unless they are large."""
@@ -603,7 +602,7 @@ class ShuffledPieces:
                 # Every chunk has its own order, which only depends on the seed, the epoch and where it is.
                 key = (self._shuffle.seed, reader.epoch, zlib.crc32(path.encode()), reader.place)
                 reader.records = chunk.records.take(permutation(len(chunk.records), *key))
-                reader.bytes = sum(map(_bytes_of, chunk.records.columns.values()))
+                reader.bytes = chunk.records.nbytes
         reader.note_chunk()
         if size:
             reader.skip = skip
@@ -817,9 +816,3 @@ class _Interleaved:
             return self._turns[max(bisect_left(firsts, number) - 1, 0)].cursor(number)
 
         return Block(records, cursor_before)
-
-
-def _bytes_of(column: RaggedTensor) -> int:
-    values = column.values
-    inner = _bytes_of(values) if isinstance(values, RaggedTensor) else values.nbytes
-    return inner + column.row_splits.nbytes
