@@ -9,11 +9,15 @@
 # RESULTS  where the results of the benchmarks go, as JSON; default: build/gpu_results
 # COMMIT   the commit of this tree, where .git is absent
 #
-# Prints the commit first and a summary last; exits with 1 if a step failed. "all" goes on after a failed step.
+# Prints the commit first and a summary last; exits with 1 if a step failed. Benchmarks run also if tests failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-all}
 shift $(($# > 0))
+case $what in
+  setup | test | bench | all) ;;
+  *) echo "usage: tools/on_gpu.sh [setup|test|bench|all] [arguments of pytest]" >&2; exit 2 ;;
+esac
 default=.venv/bin/python
 [ -x "$default" ] || default=python3
 python=${PYTHON:-$default}
@@ -65,12 +69,8 @@ run_tests() {
 }
 
 step "GPU" gpu
+[[ $failed == 1 || $what == test || $what == bench ]] || step "setup" setup
 if [ "$failed" -eq 0 ]; then
-  case $what in
-    setup | test | bench | all) ;;
-    *) echo "usage: tools/on_gpu.sh [setup|test|bench|all] [arguments of pytest]" >&2; exit 2 ;;
-  esac
-  [[ $what == test || $what == bench ]] || step "setup" setup
   [[ $what == setup || $what == bench ]] || step "tests" run_tests "$@"
   if [[ $what == bench || $what == all ]]; then
     for name in table train; do step "bench $name" bench "$name"; done

@@ -12,6 +12,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "column_block.h"
 #include "csv_parser.h"
 
 namespace nb = nanobind;
@@ -74,6 +75,12 @@ nb::list take_columns(ParsedCsv& parsed) {
   return columns;
 }
 
+// The same for gathering rows of, without an array for each column.
+ColumnBlock take_block(ParsedCsv& parsed) {
+  GilReleased unlocked;
+  return ColumnBlock(parsed.records, std::exchange(parsed.columns, {}));
+}
+
 }  // namespace
 
 void bind_csv(nb::module_& m) {
@@ -116,7 +123,9 @@ void bind_csv(nb::module_& m) {
       .def("take_columns", &take_columns,
            nb::sig("def take_columns(self) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | "
                    "NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]"),
-           "(values, row splits, splits of strings) as asked for; there are none the next time.");
+           "(values, row splits, splits of strings) as asked for; there are none the next time.")
+      .def("take_block", &take_block, nb::sig("def take_block(self) -> ColumnBlock"),
+           "The same columns, to gather rows of; there are none the next time.");
 
   nb::class_<CsvParser>(m, "CsvParser", "Bytes of CSV straight to columns. Thread-safe.")
       .def(

@@ -322,6 +322,9 @@ class UnavailableError(RetryableError, ConnectionError):
 class FailedPeerError(UnavailableError):
     """Another process reported why it cannot continue."""
 
+    replaced: int | None = None
+    """The rank that another process has joined as, while this one did: it was restarted, or replaced."""
+
 
 class LostStateError(UnavailableError):
     """A server restarted or started another run, and has lost the state that the caller works on."""

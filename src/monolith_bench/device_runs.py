@@ -20,7 +20,7 @@ from torch import Tensor
 from monolith.cuda import Device
 from monolith.feature import Batch, FeatureIds
 from monolith.model import PreparedBatch
-from monolith.model.step_graph import GraphedStep
+from monolith.model.step_graph import GraphedStep, SentBatch
 from monolith.runtime.prefetch import PrefetchPipeline
 from monolith_bench.timing import Contender, Timing, race
 from monolith_bench.trainers import FusedTorchTrainer, GraphedTorchTrainer, OurTrainer
@@ -112,13 +112,13 @@ class PlainRun:
 class GraphedRun:
     """The same with whole steps replayed from CUDA graphs, one for each size of batches.
 
-    Batches go to the device in each step: ids and labels, as a reader of data hands them over.
+    Batches go to the device in each step, ids and labels, by a thread as in `monolith train`.
     """
 
-    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+    def __init__(self, trainer: OurTrainer, device: Device, *, half: bool = False) -> None:
         self._device = device
         self._trainer = trainer
-        self._graph = trainer.graph()
+        self._graph = trainer.graph(half=half)
         self._batches: list[Batch] = []
 
     def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
@@ -128,17 +128,21 @@ class GraphedRun:
     def run(self, numbers: Iterable[int]) -> None:
         graph = self._graph
         steps: deque[GraphedStep] = deque()
-        for number in numbers:
-            sent = graph.send(self._batches[number])
-            if not graph.takes(sent):
-                raise RuntimeError(graph.trouble)
-            steps.append(graph.train(sent))
-            self._trainer.sparse.global_step += 1
-            if len(steps) > _BEHIND:
-                steps.popleft().wait()  # as a run does, which reports its loss
+        with PrefetchPipeline(iter(numbers), self._send, lambda _, sent: sent) as lane:
+            while (found := lane.next()) is not None:
+                _, sent = found
+                if not graph.takes(sent):
+                    raise RuntimeError(graph.trouble)
+                steps.append(graph.train(sent))
+                self._trainer.sparse.global_step += 1
+                if len(steps) > _BEHIND:
+                    steps.popleft().wait()  # as a run does, which reports its loss
         for step in steps:
             step.wait()
         self._device.current_stream().synchronize()
+
+    def _send(self, number: int) -> SentBatch:
+        return self._graph.send(self._batches[number])
 
 
 class GraphedTorchRun(TorchRun):

@@ -48,6 +48,7 @@ GPU_MANY = 16
 """Batches that are gone through in turn on a GPU, of each size."""
 TORCHS = "one nn.EmbeddingBag for all"
 GRAPHED = "rows on the device, steps as graphs"
+GRAPHED_HALF = f"{GRAPHED}, bfloat16"
 TORCHS_GRAPH = "torch's rows, steps as a graph"
 HERE = "rows in host memory"
 
@@ -236,7 +237,11 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
     graphed: dict[str, DeviceRun] = {}
     if device.torch_device.type == "cuda":
         torch_graphed = GraphedTorchTrainer(*plan.shape, device=device.torch_device)
-        graphed = {GRAPHED: GraphedRun(there, device), TORCHS_GRAPH: GraphedTorchRun(torch_graphed, device)}
+        graphed = {
+            GRAPHED: GraphedRun(there, device),
+            GRAPHED_HALF: GraphedRun(there, device, half=True),
+            TORCHS_GRAPH: GraphedTorchRun(torch_graphed, device),
+        }
     for batch in plan.batches:
         for name in DISTRIBUTIONS if batch == max(plan.batches) else ("uniform",):
             case = f"{name}, batches of {batch:,}"

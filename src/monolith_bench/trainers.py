@@ -110,11 +110,17 @@ class OurTrainer:
             push(self.sparse.take())
         self._dense.step()
 
-    def graph(self) -> StepGraph:
-        """Return what takes the same steps by replayed graphs; the labels of a batch are its "label"."""
+    def graph(self, *, half: bool = False) -> StepGraph:
+        """Return what takes the same steps by replayed graphs; the labels of a batch are its "label".
+
+        Args:
+            half: Whether the dense half computes in bfloat16, as with `train.precision`.
+        """
 
         def outputs(batch: Batch, rows: list[PreparedBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-            logits = self.model(rows[0])
+            with torch.autocast("cuda", torch.bfloat16, enabled=half, cache_enabled=False):
+                logits = self.model(rows[0])
+            logits = logits.float()
             return loss_of(logits, batch.labels["label"]), {"label": logits.sigmoid()}
 
         return StepGraph(self.model, [self.model.embeddings], self.sparse, self._dense, outputs)

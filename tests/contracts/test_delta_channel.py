@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from sync.delta_channels import (
 )
 from sync.sample_messages import make_delta, same
 
+from monolith import concurrency
 from monolith.errors import UnavailableError
 from monolith.sync import Delta, LogPosition, PublishState, SnapshotBegin, SnapshotEnd
 
@@ -131,7 +131,7 @@ def test_a_waiting_reader_is_told_of_a_new_epoch(channel: AnyChannel) -> None:
     copy = Copy()
     publisher.publish([1])
     catch_up(copy, channel, publisher)
-    reader, began = channel.reader(), threading.Event()
+    reader, began = channel.reader(), concurrency.Event()
 
     def follow() -> None:
         for message in reader.read(0, copy.position, wait=60.0):
@@ -139,7 +139,7 @@ def test_a_waiting_reader_is_told_of_a_new_epoch(channel: AnyChannel) -> None:
                 began.set()
                 return
 
-    thread = threading.Thread(target=follow)
+    thread = concurrency.Thread(target=follow)
     thread.start()
     publisher.open("e2")
     thread.join(60.0)
@@ -174,7 +174,7 @@ def test_the_newest_publish_state_is_told_to_all(channel: AnyChannel) -> None:
 def test_a_waiting_reader_is_told_of_a_changed_state(channel: AnyChannel) -> None:
     publisher = SmallPublisher(channel.writer())
     publisher.publish([1])
-    reader, heard = channel.reader(), threading.Event()
+    reader, heard = channel.reader(), concurrency.Event()
     catch_up(Copy(), channel, publisher)
 
     def follow() -> None:
@@ -183,7 +183,7 @@ def test_a_waiting_reader_is_told_of_a_changed_state(channel: AnyChannel) -> Non
                 heard.set()
                 return
 
-    thread = threading.Thread(target=follow)
+    thread = concurrency.Thread(target=follow)
     thread.start()
     publisher.writer.set_state(PublishState(paused=True, number=1))
     thread.join(60.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from data.lists import ListSource, records
 
 from monolith.data import (
@@ -13,13 +15,14 @@ from monolith.data import (
     FileSource,
     Pipeline,
     Position,
+    ShuffleConfig,
     make_batch,
 )
 from monolith.data.bad_values import BadTally
 from monolith.data.formats import CsvFormat
 from monolith.data.formats.memory import MemorySource
 from monolith.errors import DataError, TooManyBadRecordsError
-from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, hash_strings
+from monolith.feature import Batch, FeatureSpec, FloatFeature, IdFeature, Label, hash_strings
 
 SPEC = FeatureSpec(
     features={
@@ -169,3 +172,54 @@ def test_raw_columns_ride_along_with_the_records_that_are_good(tmp_path: Path) -
     batches.keep_columns(["user"])
     (batch,) = batches
     assert batch.raw["user"].to_list() == [[list(b"ann")], [list(b"007")]]
+
+
+def many(folder: Path, threads: int) -> FileSource:
+    lines = [f"u{n % 17},{n},{'a|b' if n % 3 else ''},{n / 7},{n % 2},x" for n in range(400)]
+    for odd in (50, 210):
+        lines[odd] = lines[odd].replace(f",{odd},", ",word,")  # no whole number: a bad record
+    path = folder / "many.csv"
+    path.write_text(CSV.splitlines()[0] + "\n" + "\n".join(lines) + "\n")
+    types = {**SPEC.columns, "item": torch.uint8}
+    shuffle = ShuffleConfig(seed=3, buffer=64, piece_bytes=512)
+    return FileSource([str(path)], CsvFormat(types=types), batch_size=32, shuffle=shuffle, threads=threads)
+
+
+def as_lists(batch: Batch) -> Any:
+    return batch.ids.ids.tolist(), batch.ids.splits.tolist(), batch.floats["price"].tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_change_neither_batches_nor_positions_nor_what_is_dropped(
+    tmp_path: Path, threads: int
+) -> None:
+    results = []
+    for number in (0, threads):
+        batches = Pipeline(many(tmp_path, number)).to_batches(SPEC, threads=number).prefetch(min(number, 2))
+        results.append(
+            (
+                [(as_lists(batch), batches.position()) for batch in batches],
+                sum(batches.bad_records().values()),
+            )
+        )
+    assert results[0] == results[1]
+    assert results[0][1] == 2
+    assert sum(len(ids) for (ids, *_), _ in results[0][0]) > 400
+
+
+def test_batches_made_ahead_come_again_after_a_restart_and_after_an_early_stop(tmp_path: Path) -> None:
+    everything = [as_lists(batch) for batch in Pipeline(many(tmp_path, 0)).to_batches(SPEC)]
+    batches = Pipeline(many(tmp_path, 2)).to_batches(SPEC, threads=3)
+    seen = [as_lists(batch) for batch in islice(batches, 3)]
+    position = batches.position()
+    resumed = Pipeline(many(tmp_path, 2)).to_batches(SPEC, threads=2).prefetch(2)
+    resumed.restore(position)
+    assert seen + [as_lists(batch) for batch in resumed] == everything
+    assert seen + [as_lists(batch) for batch in batches] == everything
+
+
+def test_an_error_of_a_thread_comes_after_the_batches_before_it(tmp_path: Path) -> None:
+    spec = FeatureSpec(features={"user": IdFeature(kind="string"), "nothing": IdFeature()})
+    batches = iter(Pipeline(many(tmp_path, 0)).to_batches(spec, threads=2))
+    with pytest.raises(DataError, match="nothing"):
+        next(batches)

@@ -34,15 +34,19 @@ def answering(
 
     def scenario() -> None:
         running = most_running = asked = 0
+        counting = concurrency.Lock()  # of these three
 
         def ask(values: dict[str, np.ndarray], *, deadline: float | None = None) -> Prediction:  # noqa: ARG001
             nonlocal running, most_running, asked
-            running += 1
-            asked += 1
-            most_running = max(most_running, running)
+            with counting:
+                running += 1
+                asked += 1
+                failing = asked <= fails
+                most_running = max(most_running, running)
             concurrency.sleep(0.01)
-            running -= 1
-            if asked <= fails:
+            with counting:
+                running -= 1
+            if failing:
                 raise ValueError("a bad row")
             return Prediction({"y": torch.from_numpy(2 * np.asarray(values["x"]))})
 

@@ -184,9 +184,19 @@ def _counted_without_lock(self: Publisher, **more: float) -> None:
 @pytest.mark.parametrize(
     ("scenario", "name", "wrong"),
     [
-        pytest.param(published(), "_changed", _stolen_after_the_rows, id="changes meanwhile are lost"),
+        pytest.param(  # the first two take some hundred schedules
+            published(),
+            "_changed",
+            _stolen_after_the_rows,
+            id="changes meanwhile are lost",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
-            copied, "_take_snapshot", _position_after_the_rows, id="a snapshot says a later position"
+            copied,
+            "_take_snapshot",
+            _position_after_the_rows,
+            id="a snapshot says a later position",
+            marks=pytest.mark.soak,
         ),
         pytest.param(counted, "_count", _counted_without_lock, id="snapshots are counted without a lock"),
     ],

@@ -233,7 +233,6 @@ def test_work_in_the_background_is_done_in_order(scenario: Callable[[], None], s
 
 
 MODES = [
-    pytest.param(DenseConfig(), id="neither"),
     pytest.param(DenseConfig(prefetch=True), id="prefetch"),
     pytest.param(DenseConfig(postpush=True), id="postpush"),
     pytest.param(DenseConfig(prefetch=True, postpush=True, max_staleness=2), id="both"),

@@ -173,6 +173,8 @@ def test_replayed_steps_train_as_steps_one_by_one(device: Device, optimizer: str
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_a_batch_that_is_not_finite_leaves_no_trace(device: Device, optimizer: str) -> None:
     """Its rows, which are new, do not exist; weights, their optimizer and buffers are as before."""
+    if optimizer == "adam" and device.torch_device.type != "cuda":
+        pytest.skip("torch's Adam counts its steps on a GPU, and otherwise in host memory")
     eager = Trained(device, graphed=False, optimizer=optimizer).train(batches(14, bad=(5, 6, 9)))
     graphed = Trained(device, graphed=True, optimizer=optimizer).train(batches(14, bad=(5, 6, 9)))
     assert [number for number, (trouble, _) in enumerate(graphed.said) if trouble] == [5, 6, 9]
@@ -191,8 +193,9 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(device: Device, optimizer: s
     ],
 )
 def test_gradients_are_limited_as_in_steps_one_by_one(device: Device, config: UpdateConfig) -> None:
-    eager = Trained(device, graphed=False, config=config).train(batches(8, bad=(6,)))
-    graphed = Trained(device, graphed=True, config=config).train(batches(8, bad=(6,)))
+    how: Any = {"config": config, "optimizer": "momentum"}
+    eager = Trained(device, graphed=False, **how).train(batches(8, bad=(6,)))
+    graphed = Trained(device, graphed=True, **how).train(batches(8, bad=(6,)))
     assert_same(eager, graphed)
 
 

@@ -115,6 +115,17 @@ def test_a_rank_that_restarts_before_its_peers_have_noticed_tells_them(
         stack.callback(one.close)
 
 
+def test_a_rank_that_was_replaced_while_it_runs_is_told_so(stack: ExitStack, discovery: Discovery) -> None:
+    meetings = [meeting(rank, discovery) for rank in range(2)]
+    groups = joined(stack, *meetings)
+    with pytest.raises(DeadlineExceededError):  # no rank starts another attempt here
+        meeting(1, discovery, start=timedelta(seconds=1)).join()
+    groups[0].close()
+    with pytest.raises(FailedPeerError) as raised:
+        groups[1].control.all_gather(_one())
+    assert raised.value.replaced == 1
+
+
 def test_when_a_rank_leaves_before_all_are_connected_the_other_ranks_get_the_reason(
     discovery: Discovery,
 ) -> None:

@@ -27,7 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if not config.getoption("--gpu") or collection_path.suffix != ".py":
         return None
-    return None if _GPU.search(collection_path.read_text("utf-8")) else True
+    return None if uses_gpu(collection_path) else True
+
+
+def uses_gpu(file: Path) -> bool:
+    """Return whether the tests of a file use a GPU if there is one."""
+    return _GPU.search(file.read_text("utf-8")) is not None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -97,12 +98,16 @@ class World:
         )
         return matching[-1]
 
-    def check_folder(self) -> None:
-        """Check that every listed checkpoint can be restored, and that nothing else is left in the folder."""
+    def check_folder(self, exempt: Collection[str] = ()) -> None:
+        """Check that every listed checkpoint can be restored, and that nothing else is left in the folder.
+
+        Args:
+            exempt: Checkpoints that stay in addition to `max_to_keep`.
+        """
         state = read_checkpoint_state(FOLDER)
         assert state is not None, "there is no checkpoint"
         listed = [filesystem.join(FOLDER, path) for path in state.all_model_checkpoint_paths]
-        assert len(listed) <= self.shape.max_to_keep, listed
+        assert len(set(listed) - set(exempt)) <= self.shape.max_to_keep, listed
         for prefix in listed:
             if not checkpoint_exists(prefix):
                 # A run that went back saves a step again. If that fails and no other one is listed, there is
@@ -111,11 +116,12 @@ class World:
                 continue
             self.saved = 0
             self.check_restored(Run(self).restore(prefix))
-        needed = {one for prefix in listed for one in needs_of(prefix)}
+        staying = {*listed, *exempt}
+        needed = {one for prefix in staying for one in needs_of(prefix)}
         names = [filesystem.base_name(path) for path in filesystem.list_files(FOLDER)]
         names += [filesystem.base_name(path) for path in filesystem.list_folders(FOLDER)]
         steps = {found[1] for name in names if (found := re.match(r"model\.ckpt-(\d+)\b", name))}
-        allowed = {prefix.rpartition("-")[2] for prefix in {*listed, *needed}}
+        allowed = {prefix.rpartition("-")[2] for prefix in {*staying, *needed}}
         if self.shape.keep_every is None:
             assert steps <= allowed, f"files of steps {sorted(steps - allowed)} are left: {names}"
         unfinished = [name for name in names if filesystem.is_temporary(name)]

@@ -47,6 +47,7 @@ class FleetShape:
     keep_going: bool = False
     max_retries: int = 6
     dense: DenseConfig | None = None
+    saves_in_background: bool = False
 
     @classmethod
     def drawn(cls, seed: int, *, keep_going: bool) -> FleetShape:
@@ -63,6 +64,7 @@ class FleetShape:
             keep_going=keep_going,
             max_retries=draw.choice([0, 1, 6]),
             dense=draw.choice([None, DenseConfig(prefetch=True, postpush=True)]),
+            saves_in_background=draw.choice([True, False]),
         )
 
     def task(self) -> Counting:
@@ -73,7 +75,7 @@ class FleetShape:
         return RunConfig(
             train=TrainConfig(
                 model_dir=FOLDER,
-                save=SaveConfig(steps=self.save_steps),
+                save=SaveConfig(steps=self.save_steps, asynchronous=self.saves_in_background),
                 summary_every_steps=None,
                 idle_after=timedelta(milliseconds=50),
             ),

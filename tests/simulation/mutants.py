@@ -21,6 +21,7 @@ from monolith import concurrency
 from monolith.checkpoint import PendingCheckpoint, checkpointer
 from monolith.checkpoint.folder.retention import Retention
 from monolith.checkpoint.folder.saver import MANIFEST, Saver
+from monolith.data.files.leased import LeasedFiles
 from monolith.data.kafka import KafkaSource
 from monolith.data.kafka.positions import make_position, read_position
 from monolith.data.service import job, worker
@@ -40,6 +41,7 @@ from monolith.store.pushes import AppliedPushes
 from monolith.store.rank_groups import Collective
 from monolith.store.server import ParameterServer, _ServedState
 from monolith.sync import Publisher, TableTarget
+from monolith.sync.kafka_writer import KafkaDeltaWriter, _Producer
 from monolith.sync.messages import LearnedUpTo, LogPosition, SnapshotBegin, SnapshotEnd
 from monolith.testing.disk import SimDisk
 from monolith.train.hooks.save import SaveHook
@@ -190,6 +192,18 @@ def _committed_before_saved() -> Sequence[Patch]:
     return [(data_service, "save", save)]
 
 
+# Elastic fleets
+
+
+def _given_back_from_its_start() -> Sequence[Patch]:
+    right = LeasedFiles.give_back
+
+    def give_back(self: LeasedFiles, former: Any) -> None:
+        right(self, former._replace(cursor=replace(former.cursor, place=0, skip=0)))
+
+    return [(LeasedFiles, "give_back", give_back)]
+
+
 # Ranks
 
 
@@ -234,9 +248,9 @@ def _weights_not_taken() -> Sequence[Patch]:
 def _lost_sum_taken_for_a_sum() -> Sequence[Patch]:
     right = Collective._finish
 
-    def finish(self: Collective, work: Any, waiting: Any = None) -> None:
+    def finish(self: Collective, *args: Any, **options: Any) -> None:
         with suppress(RetryableError) if self._name == "dense" else nullcontext():
-            right(self, work, waiting)
+            right(self, *args, **options)
 
     return [(Collective, "_finish", finish)]
 
@@ -381,7 +395,57 @@ def _failed_delta_dropped() -> Sequence[Patch]:
     return [(Publisher, "_fail", fail)]
 
 
+def _delivery_not_awaited() -> Sequence[Patch]:
+    right = KafkaDeltaWriter._send
+
+    def send(self: KafkaDeltaWriter, frame: bytes | None) -> int:
+        with mock.patch.object(self._deltas, "deliver", return_value=0) if frame else nullcontext():
+            return right(self, frame)
+
+    return [(KafkaDeltaWriter, "_send", send)]
+
+
+def _snapshot_named_too_early() -> Sequence[Patch]:
+    right = KafkaDeltaWriter._write_snapshot
+
+    def write(self: KafkaDeltaWriter, messages: Iterator[Any]) -> None:
+        with mock.patch.object(self._rows, "deliver", return_value=0):
+            right(self, messages)
+
+    return [(KafkaDeltaWriter, "_write_snapshot", write)]
+
+
+def _failed_delivery_counts() -> Sequence[Patch]:
+    right = _Producer._on_delivery
+    return [(_Producer, "_on_delivery", lambda self, error, message: right(self, None, message))]  # noqa: ARG005
+
+
+def _epoch_by_own_clock() -> Sequence[Patch]:
+    return [(KafkaDeltaWriter, "_begins_at", lambda self, shards: self._clock())]  # noqa: ARG005
+
+
+def _deleted_too_early() -> Sequence[Patch]:
+    right = KafkaDeltaWriter._delete_before
+
+    def delete(self: KafkaDeltaWriter, offset: int) -> None:  # noqa: ARG001
+        newest = self._opened().newest
+        assert newest is not None
+        right(self, newest.offset + 1)
+
+    return [(KafkaDeltaWriter, "_delete_before", delete)]
+
+
 # Checkpoints
+
+
+def _model_dir_not_locked() -> Sequence[Patch]:
+    right = SimDisk.lock
+
+    def lock(self: SimDisk, path: str, holder: bytes) -> Any:
+        self.locks.clear()
+        return right(self, path, holder)
+
+    return [(SimDisk, "lock", lock)]
 
 
 def _failed_save_counts() -> Sequence[Patch]:
@@ -416,24 +480,28 @@ def _failed_request_still_counts() -> Sequence[Patch]:
     return [(Leg, "end", end)]
 
 
+def _deadline_not_watched() -> Sequence[Patch]:
+    return [(Leg, "give_up", lambda self: None)]  # noqa: ARG005
+
+
 MUTANTS = {
     "positions_of_the_save_before": Mutant(
         "ranks",
         "A checkpoint has the positions that ranks other than 0 reported for the one before it.",
         _positions_of_the_save_before,
-        39,
+        75,
     ),
     "shard_of_when_it_is_written": Mutant(
         "ranks",
         "A rank takes the snapshot of its rows when it writes it, not while all are quiesced.",
         _shard_of_when_it_is_written,
-        82,
+        39,
     ),
     "only_rank_0_restores": Mutant(
-        "ranks", "After a loss only rank 0 restores its rows.", _only_rank_0_restores, 36
+        "ranks", "After a loss only rank 0 restores its rows.", _only_rank_0_restores, 16
     ),
     "weights_not_taken": Mutant(
-        "ranks", "A rank does not take the restored weights of rank 0.", _weights_not_taken, 16
+        "ranks", "A rank does not take the restored weights of rank 0.", _weights_not_taken, 12
     ),
     "lost_sum_taken_for_a_sum": Mutant(
         "ranks", "A rank continues after a sum of gradients that failed.", _lost_sum_taken_for_a_sum, 12
@@ -442,16 +510,16 @@ MUTANTS = {
         "ranks",
         "Every attempt of the ranks has the same name on the servers.",
         _run_of_servers_not_renewed,
-        6,
+        24,
     ),
     "rank_leaves_before_the_last_save": Mutant(
         "ranks", "A rank ends before rank 0 has saved everything.", _rank_leaves_before_the_last_save, 1
     ),
     "fence_not_checked": Mutant(
-        "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked, 186
+        "fleet", "A server answers requests that mean an earlier state.", _fence_not_checked, 289
     ),
     "applied_twice": Mutant(
-        "fleet", "A server applies a push again that its caller has sent again.", _applied_twice, 45
+        "fleet", "A server applies a push again that its caller has sent again.", _applied_twice, 82
     ),
     "pushes_not_awaited": Mutant(
         "fleet",
@@ -460,16 +528,16 @@ MUTANTS = {
         420,
     ),
     "named_before_written": Mutant(
-        "fleet", "A checkpoint is named before its files are complete.", _named_before_written, 3
+        "fleet", "A checkpoint is named before its files are complete.", _named_before_written, 34
     ),
-    "not_synced": Mutant("fleet", "Files are renamed into place without being synced.", _not_synced, 1),
+    "not_synced": Mutant("fleet", "Files are renamed into place without being synced.", _not_synced, 2),
     "position_of_what_was_read": Mutant(
         "fleet",
         "A position counts the batches that were read, not those trained.",
         _position_of_what_was_read,
         4,
     ),
-    "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 1),
+    "no_last_save": Mutant("fleet", "The chief exits without saving its last steps.", _no_last_save, 2),
     "unsynced_turns": Mutant(
         "data_service",
         "The dispatcher answers before the turn of a chunk is synced.",
@@ -526,10 +594,10 @@ MUTANTS = {
         seeds=1,
     ),
     "removals_not_published": Mutant(
-        "publishing", "A delta lacks the ids that have no row any more.", _removals_not_published, 1
+        "publishing", "A delta lacks the ids that have no row any more.", _removals_not_published, 2
     ),
     "snapshot_without_removals": Mutant(
-        "publishing", "Rows that a snapshot does not have stay.", _snapshot_without_removals, 3
+        "publishing", "Rows that a snapshot does not have stay.", _snapshot_without_removals, 1
     ),
     "epoch_continued": Mutant(
         "publishing", "A restarted publisher continues the epoch before it.", _epoch_continued, 6
@@ -538,22 +606,49 @@ MUTANTS = {
         "publishing", "A delta says a step whose rows it may lack.", _step_told_too_early, 1
     ),
     "snapshot_of_a_later_delta": Mutant(
-        "publishing", "A snapshot says that it contains the delta after it.", _snapshot_of_a_later_delta, 11
+        "publishing", "A snapshot says that it contains the delta after it.", _snapshot_of_a_later_delta, 3
     ),
     "snapshot_of_a_restore": Mutant(
-        "publishing", "Snapshots are taken while rows are restored.", _snapshot_of_a_restore, seeds=29
+        "publishing", "Snapshots are taken while rows are restored.", _snapshot_of_a_restore, seeds=20
     ),
     "overflow_not_noticed": Mutant(
         "publishing",
         "Changed ids that did not fit into the set are forgotten.",
         _overflow_not_noticed,
-        seeds=3,
+        seeds=1,
     ),
     "failed_delta_dropped": Mutant(
         "publishing",
         "A delta that the channel did not take is not sent again.",
         _failed_delta_dropped,
         seeds=45,
+    ),
+    "delivery_not_awaited": Mutant(
+        "publishing", "A delta counts as sent before Kafka has it.", _delivery_not_awaited, 74
+    ),
+    "failed_delivery_counts": Mutant(
+        "publishing", "A message that Kafka did not accept counts as delivered.", _failed_delivery_counts, 70
+    ),
+    "snapshot_named_too_early": Mutant(
+        "publishing",
+        "Readers are told of a snapshot before Kafka has all of its rows.",
+        _snapshot_named_too_early,
+        117,
+    ),
+    "epoch_by_own_clock": Mutant(
+        "publishing",
+        "An epoch in Kafka starts at the time of its writer's clock, though another one started later.",
+        _epoch_by_own_clock,
+        14,
+    ),
+    "deleted_too_early": Mutant(
+        "publishing", "Messages in Kafka are deleted that a new reader needs.", _deleted_too_early, 1
+    ),
+    "given_back_from_its_start": Mutant(
+        "elastic",
+        "A file that a worker returns to the queue is read again from its start.",
+        _given_back_from_its_start,
+        5,
     ),
     "failed_save_counts": Mutant(
         "checkpoints", "Changes of a save that failed count as saved.", _failed_save_counts, 33
@@ -570,8 +665,12 @@ MUTANTS = {
     "no_journal": Mutant(
         "checkpoints", "What is about to be written and deleted is not noted before.", _no_journal, 3
     ),
+    "model_dir_not_locked": Mutant("writers", "Two trainers use one model_dir.", _model_dir_not_locked, 1),
     "any_version_answers": Mutant(
         "serving", "A server answers from the version that it opened last.", _any_version_answers, 4
+    ),
+    "deadline_not_watched": Mutant(
+        "serving", "A request waits for a shard's answer however long it takes.", _deadline_not_watched, 7
     ),
     "failed_request_still_counts": Mutant(
         "serving", "A request that failed counts as under way for ever.", _failed_request_still_counts, 1

@@ -25,6 +25,8 @@ from monolith.sync.channel import ShardLog, TakeSnapshot
 from monolith.sync.flight_channel import PUBLISHER, DeltaPort, ReaderLimits
 from monolith.sync.flight_reader import FlightDeltaReader
 from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
+from monolith.sync.kafka_reader import KafkaDeltaReader, unseal
+from monolith.sync.kafka_writer import KafkaDeltaWriter
 from monolith.sync.messages import BUCKETS, Delta, LearnedUpTo, PublishState
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.sync.publish_messages import PublishOrder
@@ -32,9 +34,12 @@ from monolith.sync.publisher import PublisherConfig
 from monolith.sync.subscriber import ShardProgress
 from monolith.table import NativeTable, Segment, Sgd, TableConfig, in_share, iterate
 from monolith.testing.cluster import Faults, SimCluster
+from monolith.testing.kafka import SimKafka
 
 FOLDER = "sim://channel"
 PORT = 7000
+BROKERS = ["kafka:9092"]
+TOPIC = "deltas"
 NO_ROW = 0
 
 
@@ -80,6 +85,12 @@ class Shape:
     """Changed ids that a publisher remembers between two deltas."""
     rows_at_once: int
     """Rows in one message of a snapshot."""
+    message_bytes: int
+    """Bytes of a frame in one message of Kafka."""
+    delivery_seconds: float
+    """Seconds that the broker may take to accept a delta."""
+    deletes_records: bool
+    """Whether the broker can delete messages."""
     rollbacks: float
     """Chance at each step that the trainer goes back to its checkpoint, without a restart."""
     orders: float
@@ -90,7 +101,7 @@ class Shape:
         draw = random.Random(f"publishing {seed}")
         digest_buckets = draw.choice([0, 256, BUCKETS])
         return cls(
-            channel=draw.choice(["folder", "flight", "discovery"]),
+            channel=draw.choice(["folder", "flight", "discovery", "kafka"]),
             shards=draw.choice([1, 1, 2]),
             servers=draw.choice([1, 1, 2, 3]),
             ids=draw.choice([6, 12, 24]),
@@ -105,6 +116,9 @@ class Shape:
             rows_at_once=draw.choice([2, 5, 1000]),
             rollbacks=draw.choice([0.0, 0.0, 0.1]),
             orders=draw.choice([0.0, 0.0, 0.1]),
+            message_bytes=draw.choice([(1000 + 16 * digest_buckets) // 3, 512 << 10]),
+            delivery_seconds=draw.choice([0.5, 2.0, 30.0]),
+            deletes_records=draw.random() < 0.8,
         )
 
 
@@ -122,6 +136,7 @@ class World:
 
     def __init__(self, seed: int, cluster: SimCluster) -> None:
         self.shape, self.cluster = Shape.drawn(seed), cluster
+        self.broker = SimKafka(cluster.network, deletes_records=self.shape.deletes_records)
         self.saved = [Saved() for _ in range(self.shape.shards)]
         self.trainers: dict[int, TrainerProcess] = {}
         self.servers: dict[int, ServerProcess] = {}
@@ -141,6 +156,15 @@ class World:
             return FolderDeltaWriter(
                 FOLDER, log_bytes=shape.log_bytes, log_files=shape.log_files, check_every=0.5
             )
+        if shape.channel == "kafka":
+            return KafkaDeltaWriter(
+                BROKERS,
+                TOPIC,
+                log_bytes=shape.log_bytes,
+                message_bytes=shape.message_bytes,
+                delivery_timeout=timedelta(seconds=shape.delivery_seconds),
+                answer_within=5.0,
+            )
         port = DeltaPort(
             host=f"trainer-{shard}",
             port=PORT,
@@ -152,6 +176,8 @@ class World:
     def reader(self) -> DeltaReader:
         if self.shape.channel == "folder":
             return FolderDeltaReader(FOLDER, poll_every=0.2, patience=10.0)
+        if self.shape.channel == "kafka":
+            return KafkaDeltaReader(BROKERS, TOPIC, patience=10.0, answer_within=5.0)
         if self.shape.channel == "discovery":
             registry = self.cluster.discovery()
             return FlightDeltaReader(lambda: [*registry.query(PUBLISHER).values()])
@@ -214,9 +240,25 @@ class World:
                 assert len(deltas) <= self.shape.log_files, deltas
                 assert sum(name.startswith("snapshot-") for name in names) <= 1, names
                 assert len(every) - len(names) <= 2, every
+        if self.shape.channel == "kafka" and self.shape.deletes_records:
+            for trainer in self.trainers.values():
+                self._check_topic(trainer)
         for trainer in self.trainers.values():
             stored = trainer.stored_bytes()
             assert stored <= self.shape.log_bytes, f"the log has {stored} bytes"
+
+    def _check_topic(self, trainer: TrainerProcess) -> None:
+        """Check that the broker deletes messages that no reader needs: after some snapshots, since a request
+        may be lost."""
+        log, writer = self.broker.logs[TOPIC, trainer.shard], trainer.writer
+        assert isinstance(writer, KafkaDeltaWriter)
+        for _ in range(20):
+            writer._maker.want()
+            concurrency.sleep(2)
+            about = unseal(log.values[-1] or b"")[0]
+            if about.before is not None and log.low >= about.before.offset:
+                return
+        raise AssertionError(f"the messages from {log.low} on are not deleted, though {about.before}")
 
 
 class TrainerProcess:
@@ -477,10 +519,16 @@ def publishing(seed: int, *, traced: bool = False) -> SimCluster:
     world = World(seed, cluster)
 
     def play(cluster: SimCluster) -> None:
+        def run(make: Callable[[World, int], TrainerProcess | ServerProcess], number: int) -> None:
+            world.broker.attach()
+            make(world, number).run()
+
+        if world.shape.channel == "kafka":
+            cluster.start("kafka", world.broker.serve)
         for shard in range(world.shape.shards):
-            cluster.start(f"trainer-{shard}", lambda shard=shard: TrainerProcess(world, shard).run())
+            cluster.start(f"trainer-{shard}", partial(run, TrainerProcess, shard))
         for number in range(world.shape.servers):
-            cluster.start(f"server-{number}", lambda number=number: ServerProcess(world, number).run())
+            cluster.start(f"server-{number}", partial(run, ServerProcess, number))
         cluster.wait(done=world.is_over)
         concurrency.sleep(5)
         assert not world.differences()

@@ -65,6 +65,8 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
     wait = timedelta(seconds=draw.choice([0, 1, 5]))
     # Short and long, so that a cut or a pause is noticed by the heartbeat in some runs and not in others.
     silence = timedelta(seconds=draw.choice([3, 10, 60]))
+    # Rank 0 writes into the model_dir, whose lock a replacement would find taken while the old one runs.
+    replaced = draw.choice([0, 0, 1, 2]) if num_ranks > 1 else 0
 
     def config(role: Literal["ps", "worker"], index: int) -> RunConfig:
         return RunConfig(
@@ -116,9 +118,10 @@ def ranks(seed: int, *, traced: bool = False) -> SimCluster:
             )
         for index in range(num_ranks):
             cluster.start(f"rank-{index}", lambda index=index: train_as(index, cluster.discovery()))
+        cluster.replaceable = tuple(f"rank-{index}" for index in range(1, num_ranks))
         cluster.wait(chief="rank-0")
 
-    faults = Faults.drawn(seed)
+    faults = replace(Faults.drawn(seed), replacements=replaced)
     # A connection of ranks that breaks costs a whole attempt, and an attempt is hundreds of messages.
     chance = min(faults.network.break_chance, 0.002)
     cluster = SimCluster(

@@ -14,6 +14,16 @@ FOUND = [
         "the dispatcher told trainers turns that were not synced to its disk and lost them with its power",
     ),
     (
+        "publishing",
+        658,
+        "one lost answer of a Kafka broker stopped the deletion of old messages for good",
+    ),
+    (
+        "ranks",
+        38,
+        "a replaced rank that came back and its replacement ended each other's attempts without end",
+    ),
+    (
         "fleet_kafka",
         1005,
         "a restarted run of one worker was given half of the partitions by its group, and took that for all",
@@ -22,11 +32,6 @@ FOUND = [
         "together",
         1009,
         "a split counted as finished though its last chunk was lost with the dispatcher's power",
-    ),
-    (
-        "publishing",
-        1001,
-        "a server claimed the newest step of a delta that was older than the rows of its snapshot",
     ),
     (
         "checkpoints",

@@ -20,6 +20,7 @@ WORLDS = (
     "publishing",
     "serving",
     "checkpoints",
+    "writers",
     "together",
 )
 SEEDS = 60

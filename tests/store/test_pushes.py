@@ -139,3 +139,13 @@ def test_a_push_that_is_under_way_does_not_count_as_applied() -> None:
     pushes.once("a", 1, lambda: None, lambda: None)
     known = pushes.once("a", 2, pushes.known, dict)
     assert known == {"a": KnownPushes(highest=2, missing=(2,))}
+
+
+def test_that_a_sender_is_forgotten_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    applied = AppliedPushes(senders=2)
+    for sender in "ab":
+        push(applied, sender, 1)
+    assert not caplog.records
+    push(applied, "c", 1)
+    assert "forgot which pushes of 1 others were applied" in caplog.text
+    assert push(applied, "b", 1) == "from memory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -13,7 +14,8 @@ from sync.delta_channels import Copy, KafkaChannel, SmallPublisher, until
 
 from monolith.data.kafka import KafkaSink
 from monolith.errors import ConfigError, UnavailableError
-from monolith.sync.kafka_reader import KafkaDeltaReader
+from monolith.sync import LogPosition, ShardLog
+from monolith.sync.kafka_reader import Envelope, KafkaDeltaReader, seal
 from monolith.sync.kafka_writer import KafkaDeltaWriter
 
 
@@ -45,6 +47,40 @@ def test_foreign_messages_are_skipped_and_reported(
     copy = Copy()
     fresh = channel.reader()
     until(lambda: copy.equals(publisher), lambda: copy.follow(fresh, wait=0.1))
+
+
+def test_rows_that_arrive_after_their_epoch_do_not_hide_the_one_after_it(
+    stack: ExitStack, kafka: Kafka
+) -> None:
+    channel = KafkaChannel(stack, kafka)
+    publisher = SmallPublisher(channel.writer(clock=lambda: 2e9), epoch="ahead")
+    copy, reader = Copy(), channel.reader()
+    publisher.publish([1])
+    until(lambda: copy.equals(publisher), lambda: copy.follow(reader, wait=0.1))
+    publisher.writer.close()
+    log = ShardLog("run", (0, 1), LogPosition("before", 3), 1, {"item": 2})
+    late = Envelope(log, 1e9, "session", 0, 0, 1, stream="abandoned")
+    with KafkaSink([kafka.address], channel.topic, settings=PRODUCER_SETTINGS) as sink:
+        sink.send([seal(late, b"rows")], partition=0)
+    behind = SmallPublisher(channel.writer(clock=lambda: 1.5e9), epoch="behind")
+    behind.publish([2])
+    until(lambda: copy.equals(behind), lambda: copy.follow(reader, wait=0.1))
+
+
+def test_a_snapshot_contains_the_deltas_before_its_mark(stack: ExitStack, kafka: Kafka) -> None:
+    """Although its publisher does not know yet that the broker has the newest of them."""
+    channel = KafkaChannel(stack, kafka)
+    publisher = SmallPublisher(channel.writer())
+    for number in range(3):
+        publisher.publish([number])
+    known, publisher.position = publisher.position, LogPosition("e1", 2)
+    writer = publisher.writer
+    assert isinstance(writer, KafkaDeltaWriter)
+    until(lambda: publisher.snapshots > 1, lambda: (writer._maker.want(), time.sleep(0.1)))
+    writer.close()
+    publisher.position = known
+    copy, reader = Copy(), channel.reader()
+    until(lambda: copy.equals(publisher), lambda: copy.follow(reader, wait=0.1))
 
 
 def test_a_broker_that_is_away_makes_both_ends_unavailable(stack: ExitStack) -> None:

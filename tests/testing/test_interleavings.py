@@ -114,6 +114,20 @@ def test_a_timeout_may_pass_while_other_threads_run() -> None:
         explore(scenario, HERE, schedules=300)
 
 
+def test_a_thread_is_not_stopped_for_long() -> None:
+    """So a wait of half a minute for another thread ends in time, however the two are scheduled."""
+
+    def scenario() -> None:
+        first, second = concurrency.Event(), concurrency.Event()
+        thread = concurrency.Thread(target=lambda: [first.set(), second.wait(0.1)])
+        thread.start()
+        first.wait(0.1)
+        thread.join(30)
+        assert not thread.is_alive()
+
+    explore(scenario, HERE, schedules=300)
+
+
 def test_an_error_of_any_thread_fails_the_schedule() -> None:
     def scenario() -> None:
         run_threads(lambda: None, lambda: int("seven"))

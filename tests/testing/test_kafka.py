@@ -5,15 +5,21 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
+from typing import Any
 
 import pytest
+from contracts import test_delta_channel
 from data import test_kafka
 from data.test_kafka import payload
+from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
+from sync.delta_channels import KafkaChannel
 
 from monolith import concurrency
 from monolith.data import Shard
 from monolith.data.kafka import KafkaSink, KafkaSource
+from monolith.data.kafka.config import import_kafka
 from monolith.testing.kafka import SimKafka
 from monolith.testing.network import SimNetwork
 from monolith.testing.scheduler import Simulation
@@ -89,6 +95,122 @@ def test_as_with_the_real_broker(test: Callable[..., None], seed: int) -> None:
         test(**{name: given[name] for name in wanted})
 
     simulate(play, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "test",
+    [one for name, one in vars(test_delta_channel).items() if name.startswith("test_")],
+    ids=lambda test: getattr(test, "__name__", str(test)).removeprefix("test_"),
+)
+def test_a_delta_channel_as_with_the_real_broker(test: Callable[..., None], seed: int) -> None:
+    def play(broker: Broker) -> None:
+        with ExitStack() as stack:
+            test(KafkaChannel(stack, broker))  # type: ignore[arg-type]
+
+    simulate(play, seed)
+
+
+# Of the client alone. Each of these is true of the real broker, too.
+
+
+def deliver(library: Any, broker: Kafka | Broker) -> None:
+    """A delivery report has the offset of its message, and comes inside of a poll or a flush."""
+    topic = broker.create_topic(partitions=2)
+    producer = library.Producer({**PRODUCER_SETTINGS, "bootstrap.servers": broker.address})
+    reports: list[tuple[Any, int, int]] = []
+
+    def report(error: Any, message: Any) -> None:
+        reports.append((error, message.partition(), message.offset()))
+
+    for number in range(6):
+        producer.produce(topic, b"x", partition=number % 2, on_delivery=report)
+    concurrency.sleep(0.5)
+    assert not reports, "before a poll"
+    assert producer.flush(30.0) == 0
+    assert sorted(reports) == [(None, partition, offset) for partition in range(2) for offset in range(3)]
+
+
+def purge(library: Any, broker: Kafka | Broker) -> None:
+    """Messages that cannot be delivered are given up by a purge, each with a report of an error."""
+    topic = broker.create_topic()
+    nowhere = {**PRODUCER_SETTINGS, "bootstrap.servers": "127.0.0.1:9", "log_level": 0}
+    producer = library.Producer(nowhere)
+    errors: list[int] = []
+    for _ in range(3):
+        producer.produce(topic, b"x", partition=0, on_delivery=lambda error, _: errors.append(error.code()))
+    assert producer.flush(0.3) == 3
+    producer.purge()
+    assert producer.flush(10.0) == 0
+    assert set(errors) <= {library.KafkaError._PURGE_QUEUE, library.KafkaError._PURGE_INFLIGHT}
+    assert len(errors) == 3
+
+
+def expire(library: Any, broker: Kafka | Broker) -> None:
+    """A message that is not delivered within its time is given up."""
+    topic = broker.create_topic()
+    settings = {**PRODUCER_SETTINGS, "bootstrap.servers": "127.0.0.1:9", "log_level": 0}
+    producer = library.Producer({**settings, "message.timeout.ms": 300})
+    errors: list[int] = []
+    producer.produce(topic, b"x", partition=0, on_delivery=lambda error, _: errors.append(error.code()))
+    assert producer.flush(30.0) == 0
+    assert errors == [library.KafkaError._MSG_TIMED_OUT]
+
+
+def describe(library: Any, broker: Kafka | Broker) -> None:
+    """Metadata tell the partitions of a topic, and that one does not exist."""
+    topic = broker.create_topic(partitions=3)
+    settings = {**CONSUMER_SETTINGS, "bootstrap.servers": broker.address}
+    for client in (
+        library.Consumer({**settings, "group.id": "describe"}),
+        library.admin.AdminClient({**settings, "log_level": 0}),
+    ):
+        assert sorted(client.list_topics(topic, timeout=10.0).topics[topic].partitions) == [0, 1, 2]
+        error = (
+            client.list_topics("a-topic-of-a-name-that-nobody-uses", timeout=10.0).topics.popitem()[1].error
+        )
+        assert error.code() == library.KafkaError.UNKNOWN_TOPIC_OR_PART
+
+
+CLIENT = [deliver, purge, expire, describe]
+
+
+@pytest.mark.parametrize("case", CLIENT)
+def test_a_client_of_the_real_broker(case: Callable[..., None], kafka: Kafka) -> None:
+    case(import_kafka(), kafka)
+
+
+@pytest.mark.parametrize("case", CLIENT)
+def test_a_client_of_the_simulated_broker(case: Callable[..., None]) -> None:
+    def play(broker: Broker) -> None:
+        if case in (purge, expire):
+            broker.kafka.machine = None  # a client of this broker cannot be given another address
+        case(import_kafka(), broker)
+
+    simulate(play)
+
+
+def test_a_client_creates_topics_and_deletes_messages() -> None:
+    """The real broker of these tests is too old for both requests."""
+
+    def play(broker: Broker) -> None:
+        library = import_kafka()
+        admin = library.admin.AdminClient({})
+        create = [library.admin.NewTopic("deltas", num_partitions=2)]
+        assert admin.create_topics(create)["deltas"].result(10.0) is None
+        with pytest.raises(library.KafkaException) as refused:
+            admin.create_topics(create)["deltas"].result(10.0)
+        assert refused.value.args[0].code() == library.KafkaError.TOPIC_ALREADY_EXISTS
+        broker.send("deltas", range(5), partition=1)
+        place = library.TopicPartition("deltas", 1, 3)
+        for future in admin.delete_records([place]).values():
+            future.result(10.0)
+        assert library.Consumer({"group.id": "g"}).get_watermark_offsets(place) == (3, 5)
+        broker.kafka.deletes_records = False
+        with pytest.raises(library.KafkaException):
+            admin.delete_records([place]).popitem()[1].result(10.0)
+
+    simulate(play)
 
 
 def test_an_offset_that_was_deleted_is_an_error_and_not_a_jump() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -223,11 +223,20 @@ class CudaDevice:
     def holds(self, tensor: Tensor) -> bool:
         return tensor.device == self.torch_device
 
+    # Both are called dozens of times in a step, and torch's own functions take several microseconds each.
+
     def active(self) -> AbstractContextManager[None]:
+        if _current_device() == self.torch_device.index:
+            return nullcontext()
         return torch.cuda.device(self.torch_device)
 
     def current_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self.torch_device))
+        known = _streams_of(self.torch_device)
+        handle = _current_handle(self.torch_device.index)
+        found = known.get(handle)
+        if found is None:
+            found = known[handle] = CudaStream(torch.cuda.current_stream(self.torch_device))
+        return found
 
     def new_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
@@ -274,6 +283,23 @@ def device_of(device: torch.device | Device | None) -> Device:
         AcceleratorError: There is no such device.
     """
     return CudaDevice.of(device) if device is None or isinstance(device, torch.device) else device
+
+
+_c: Any = torch._C  # has these two if torch was built with CUDA; triton calls them, too
+
+
+def _current_device() -> int:
+    return int(_c._cuda_getDevice())
+
+
+def _current_handle(device: int) -> int:
+    return int(_c._cuda_getCurrentRawStream(device))
+
+
+@functools.cache
+def _streams_of(device: torch.device) -> dict[int, CudaStream]:  # noqa: ARG001
+    """Return the streams of a device by their handles: torch has few, and never gives one up."""
+    return {}
 
 
 @functools.cache

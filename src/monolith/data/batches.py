@@ -10,12 +10,14 @@ batch may carry raw columns of its records in addition to its tensors (`Batch.ra
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from monolith.concurrency import Future, ThreadPoolExecutor
 from monolith.data.bad_values import BadRecords, BadTally, BadValues
 from monolith.data.format import BadRecord
 from monolith.data.records import (
@@ -29,6 +31,7 @@ from monolith.data.records import (
 from monolith.data.source import Position, Stage, Stream, closed_after
 from monolith.errors import DataError
 from monolith.feature import Batch, FeatureSpec
+from monolith.feature.spec.reading import Reading
 
 
 class BatchStage(Stage[Batch, Records]):
@@ -90,12 +93,78 @@ class ColumnBatches(BatchStage):
         self._make = BatchMaker(self._spec, resumed=self._resumed)
 
 
-class SpecBatches(BatchStage):
-    """Batches by a `FeatureSpec`."""
+class _Started(NamedTuple):
+    """Records that a thread makes features of, and the position after them."""
 
-    def __init__(self, source: Stream[Records], spec: FeatureSpec) -> None:
+    records: Records
+    reading: Future[Reading]
+    position: Position
+
+
+class SpecBatches(BatchStage):
+    """Batches by a `FeatureSpec`.
+
+    With threads, records are gathered, hashed and packed ahead, several batches at a time. What has an order
+    (which columns were seen, how many records were bad) is done here, batch by batch, so results do not
+    depend on the number of threads:
+
+        upstream ──records──► threads: RawReader.read ──in order──► bad records dropped, Batch
+
+    The upstream is then ahead of the consumer, so this stage keeps the position of the consumer itself.
+    """
+
+    def __init__(self, source: Stream[Records], spec: FeatureSpec, threads: int = 0) -> None:
         super().__init__(source)
         self._spec = spec
+        self._threads = threads
+        self._position: Position | None = None  # of the consumer; None: that of the upstream
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._threads:
+            yield from super().__iter__()
+            return
+        if self._position is not None and self._source.position() != self._position:
+            self._source.restore(self._position)  # it was read further than was yielded
+        make = self._maker()
+        self._dropped = make.tally
+        read = self._spec.reader.read
+        started: deque[_Started] = deque()
+        pool = ThreadPoolExecutor(self._threads, "monolith-batch")
+        try:
+            with closed_after(self._source) as batches:
+                self._position = self._source.position()
+                ended = False
+                while started or not ended:
+                    # One more than threads, so that each has work while the oldest is waited for.
+                    while not ended and len(started) <= self._threads:
+                        records = next(batches, None)
+                        if records is None:
+                            ended = True
+                        else:
+                            started.append(
+                                _Started(records, pool.submit(read, records), self._source.position())
+                            )
+                    if started:
+                        one = started.popleft()
+                        made = make(one.records, one.reading)
+                        self._position = one.position
+                        if made is not None:
+                            yield made
+            make.end()
+            self._position = None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def position(self) -> Position:
+        return super().position() if self._position is None else self._position
+
+    def restore(self, position: Position) -> None:
+        super().restore(position)
+        self._position = None
+
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        self._position = None
+        return super().redistribute(positions, workers)
 
     def _maker(self) -> SpecBatchMaker:
         return SpecBatchMaker(
@@ -208,8 +277,11 @@ class SpecBatchMaker:
         """Why records were dropped."""
         return self._bad.tally
 
-    def __call__(self, records: Records) -> Batch | None:
+    def __call__(self, records: Records, started: Future[Reading] | None = None) -> Batch | None:
         """Return a batch of the good records; None if all are bad.
+
+        Args:
+            started: What a thread reads of them, if one does.
 
         Raises:
             DataError: A column is missing, or of another type than the spec says.
@@ -220,7 +292,7 @@ class SpecBatchMaker:
         else:
             self._check.look(records)
         self._bad.see(len(records))
-        reading = self._spec.reader.read(records)
+        reading = self._spec.reader.read(records) if started is None else started.result()
         if reading.bad:
             records = self._bad.leave_out(records, dict(sorted(reading.bad.items())), reading.no_label)
             if not len(records):

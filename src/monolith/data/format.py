@@ -144,7 +144,7 @@ class TextFormat(Format):
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
-        self._heads: dict[str, Any] | None = None
+        self._heads: dict[tuple[str, str], Any] | None = None
 
     @property
     def text(self) -> TextFormat:
@@ -171,11 +171,12 @@ class TextFormat(Format):
         other._heads = {}
         return other
 
-    def _head(self, path: str, read: Callable[[], T]) -> T:
-        """Return the head of a file: remembered if this format is `in_pieces`, otherwise read."""
+    def _head(self, path: str, read: Callable[[], T], part: str = "head") -> T:
+        """Return the head of a file, or another part of it that is read for every chunk reader: remembered
+        if this format is `in_pieces`, otherwise read. From any thread; two may read the same."""
         if self._heads is None:
             return read()
-        if path not in self._heads:
-            self._heads[path] = read()
-        found: T = self._heads[path]
+        if (path, part) not in self._heads:
+            self._heads[path, part] = read()
+        found: T = self._heads[path, part]
         return found

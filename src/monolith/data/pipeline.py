@@ -129,7 +129,7 @@ class Pipeline(Stage[Records, Records]):
         """Read up to so many batches ahead in a thread of its own; 0 for none."""
         return Pipeline(_Ahead(self._source, batches))
 
-    def to_batches(self, spec: BatchSpec | FeatureSpec) -> Batches:
+    def to_batches(self, spec: BatchSpec | FeatureSpec, *, threads: int = 0) -> Batches:
         """Turn records into the input of a model: columns of ids and numbers by a `BatchSpec`, raw ones by a
         `FeatureSpec`.
 
@@ -138,9 +138,15 @@ class Pipeline(Stage[Records, Records]):
         `BatchSpec.max_bad`. By a feature spec, so are those that lack one of their labels, or of which some
         other value cannot be read. Reading raises a DataError if the data has no column of that name; see
         `BatchSpec.optional`.
+
+        Args:
+            threads: How many gather, hash and pack batches ahead, by a `FeatureSpec`; 0 does it when a batch
+                is asked for. Batches are the same. Add `prefetch` to run the stages before it ahead, too.
         """
+        if threads < 0:
+            raise ConfigError(f"pipeline: threads must be 0 or more, got {threads}")
         if isinstance(spec, FeatureSpec):
-            return Batches(SpecBatches(self._source, spec))
+            return Batches(SpecBatches(self._source, spec, threads))
         return Batches(ColumnBatches(self._source, spec))
 
     def __iter__(self) -> Iterator[Records]:

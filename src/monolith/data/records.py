@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, bytes_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
@@ -73,8 +74,12 @@ class Records:
     columns of its own, so the next records may have it."""
     kinds: Mapping[str, ColumnKind] = field(default_factory=dict)
     """By name: how the data stores a column, if that is known."""
+    _block: RowBlock | None = field(default=None, init=False, repr=False)
+    """The columns as the core gathers from them, once that was asked for."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.columns, GatheredColumns):
+            return  # rows of records that were checked
         for name, column in self.columns.items():
             rows = 1 if name in self.shared else self.size
             if column.nrows != rows:
@@ -101,7 +106,12 @@ class Records:
         return take_rows(column, torch.zeros(self.size, dtype=torch.int64))
 
     def take(self, rows: Tensor) -> Records:
-        """Return the records at these positions, int64, in any order and as often as they are given."""
+        """Return the records at these positions, int64, in any order and as often as they are given.
+
+        Values are moved when the first column is looked at; see `row_gathering`.
+        """
+        if (chosen := self._choose(rows.numpy())) is not None:
+            return self._with(len(rows), chosen)
         return Records(
             len(rows),
             {
@@ -120,11 +130,13 @@ class Records:
         return self if bool(mask.all()) else self.take(mask.nonzero().squeeze(1))
 
     def slice(self, begin: int, end: int) -> Records:
-        """Return records [begin, end), over the same memory."""
+        """Return records [begin, end). Values are moved as in `take`."""
         begin = min(max(begin, 0), self.size)
         end = min(max(begin, end), self.size)
         if (begin, end) == (0, self.size):
             return self
+        if (chosen := self._choose(slice(begin, end))) is not None:
+            return self._with(end - begin, chosen)
         return Records(
             end - begin,
             {
@@ -135,6 +147,35 @@ class Records:
             self.complete,
             self.kinds,
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all columns; of rows that were not moved yet, that of the chunks they are in."""
+        if isinstance(self.columns, GatheredColumns):
+            return self.columns.nbytes
+        return sum(map(bytes_of, self.columns.values()))
+
+    def prepare(self) -> None:
+        """Make `take` and `slice` cheap from now on; for a thread that has time for it."""
+        self._choose(slice(0, 0))
+
+    def _choose(self, rows: Rows) -> GatheredColumns | None:
+        """Return some rows, to be moved later; None if only this class can move them: some are shared."""
+        if isinstance(self.columns, GatheredColumns) and (found := self.columns.take(rows)) is not None:
+            return found
+        if self.shared or not self.columns:
+            return None
+        if self._block is None:
+            object.__setattr__(self, "_block", RowBlock.of(self.size, self.columns))
+            if self._block is None:
+                return None
+        if isinstance(rows, slice):
+            return GatheredColumns.of(self._block, np.arange(rows.start, rows.stop))
+        # A copy: the caller may change its own. Numbers below 0 count from the end, as torch has them.
+        return GatheredColumns.of(self._block, np.where(rows < 0, rows + self.size, rows))
+
+    def _with(self, size: int, columns: GatheredColumns) -> Records:
+        return Records(size, columns, self.shared, self.complete, self.kinds)
 
     def with_columns(self, columns: Mapping[str, RaggedTensor]) -> Records:
         """Return the same records with these columns added, or in place of those of the same name."""
@@ -182,6 +223,12 @@ def concat(parts: Sequence[Records]) -> Records:
     """
     if len(parts) == 1:
         return parts[0]
+    complete = all(part.complete for part in parts)
+    size = sum(part.size for part in parts)
+    chosen = [part._choose(slice(0, part.size)) for part in parts]
+    named = [one for one in chosen if one is not None]
+    if len(named) == len(parts) and (joined := GatheredColumns.concat(named)) is not None:
+        return Records(size, joined, complete=complete, kinds=_common_kinds(parts, joined))
     dtypes: dict[str, torch.dtype] = {}
     empty: dict[str, torch.dtype] = {}
     for part in parts:
@@ -203,13 +250,20 @@ def concat(parts: Sequence[Records]) -> Records:
         )
         for name, dtype in dtypes.items()
     }
+    return Records(size, columns, complete=complete, kinds=_common_kinds(parts, columns))
+
+
+def _common_kinds(parts: Sequence[Records], columns: Iterable[str]) -> Mapping[str, ColumnKind]:
+    """Return the kinds of columns on which all parts that have them agree."""
+    first = parts[0].kinds
+    if all(part.kinds is first or part.kinds == first for part in parts):
+        return first  # as parts of one file
     kinds: dict[str, ColumnKind] = {}
     for name in columns:
         found = {part.kinds.get(name) for part in parts if name in part.columns}
         if len(found) == 1 and (kind := found.pop()) is not None:  # where parts differ, nothing is known
             kinds[name] = kind
-    size = sum(part.size for part in parts)
-    return Records(size, columns, complete=all(part.complete for part in parts), kinds=kinds)
+    return kinds
 
 
 def text_rows(texts: Sequence[bytes]) -> RaggedTensor:

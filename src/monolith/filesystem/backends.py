@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob as globlib
 import os
 import posixpath
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
 from monolith.concurrency import machine
@@ -62,6 +63,20 @@ class Backend(Protocol):
 
     def rename(self, source: str, target: str) -> None:
         """Give `source` the name `target`, replacing a file that has it."""
+
+    def lock(self, path: str, holder: bytes) -> Callable[[], None] | None:
+        """Lock a file for this process, until it ends or the returned function is called.
+
+        Args:
+            path: The file, which is created if it is missing.
+            holder: Names this process: written to the file, for processes that find it locked.
+
+        Returns:
+            None if this filesystem has no locks.
+
+        Raises:
+            BlockingIOError: The file is locked already, by this process or another; the file names it.
+        """
 
     def open_database(self, path: str) -> sqlite3.Connection:
         """Open a SQLite file, or create one for its owner alone; see `monolith.filesystem.open_database`."""
@@ -208,6 +223,17 @@ class LocalBackend:
         os.replace(source, target)  # noqa: PTH105
         _sync_folder(os.path.dirname(target))  # noqa: PTH120
 
+    def lock(self, path: str, holder: bytes) -> Callable[[], None] | None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.pwrite(file, holder, 0)
+        except BaseException:
+            os.close(file)
+            raise
+        return lambda: os.close(file)
+
     def open_database(self, path: str) -> sqlite3.Connection:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         return sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
@@ -276,6 +302,9 @@ class FsspecBackend:
             # HDFS will not rename onto a file. For a moment there is neither, never half of one.
             self._fs.rm_file(target)
             self._move(source, target)
+
+    def lock(self, path: str, holder: bytes) -> Callable[[], None] | None:  # noqa: ARG002
+        return None
 
     def open_database(self, path: str) -> sqlite3.Connection:
         raise OSError(errno.EOPNOTSUPP, "a database needs a local disk", path)

@@ -23,15 +23,16 @@ trained by the same launches one by one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
-from monolith.cuda import BatchVerdict, Device, DeviceGraph, Kept, Landing, Sent, Transfers
+from monolith.cuda import BatchVerdict, Device, DeviceGraph, DeviceStream, Kept, Landing, Sent, Transfers
 from monolith.errors import AcceleratorError
 from monolith.feature import Batch
 from monolith.feature.cuda import DeviceBatch
@@ -74,6 +75,9 @@ class SentBatch:
 class GraphedStep:
     """What a step has said: on the device at once, on the host later.
 
+    Of a batch that is refused, loss and predictions are those of the batch before it: so sums over steps stay
+    finite.
+
     Attributes:
         loss: float32 of shape ().
         predictions: By head, as the model gave them, in float32.
@@ -111,6 +115,18 @@ class GraphedStep:
         return report[1 + len(_KINDS)], found
 
 
+class _EventTime:
+    """Stands for the event time of a batch, which differs from batch to batch."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise AcceleratorError("the model reads the event time of its batch")
+
+    __int__ = __float__ = __index__ = __bool__ = __str__ = __hash__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = _refuse
+    __mod__ = _refuse
+
+
 class _Shape:
     """Batches of one shape: the memory that their steps read, and the graph, once it is captured.
 
@@ -129,8 +145,9 @@ class _Shape:
         # The ids of the batch are of no device: a model that reads them by itself, and not by its embeddings,
         # fails to be captured. With ids of the first batch it would be wrong for all others.
         unknown = torch.empty(given.ids.ids.shape, dtype=torch.int64, device="meta")
+        second: Any = _EventTime()
         self.batch = Batch(
-            replace(given.ids, ids=unknown, event_times=None),
+            replace(given.ids, ids=unknown, event_times=None, event_time=second),
             {name: next(numbers).view(one.shape) for name, one in given.floats.items()},
             {name: next(numbers).view(one.shape) for name, one in given.labels.items()},
         )
@@ -138,6 +155,8 @@ class _Shape:
             CapturedStep(tables, one.sizes.numpy(), graph.number, graph.verdict.found)
             for tables, one in zip(graph.tables, self.ids, strict=True)
         ]
+        self.said: Tensor | None = None
+        """Loss and predictions of the last batch that was applied."""
         self.report: Tensor | None = None
         self.heads: dict[str, torch.Size] = {}
         self.seen = 0
@@ -217,6 +236,7 @@ class StepGraph:
         self._sets_of_rates = 0
         self._live_rates = False
         """Whether the optimizer reads its rates from device memory: from the first change of them on."""
+        self._buffers: list[Tensor] = []
         self._kept: tuple[tuple[int, ...], Kept] | None = None
         self._host_steps: list[Tensor] = []
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
@@ -266,25 +286,39 @@ class StepGraph:
         Raises:
             AcceleratorError: It cannot be captured: `trouble` is set, and nothing of the batch was done.
         """
-        device, step = self.device, self._sparse.global_step
+        step = self._sparse.global_step
+        with self.on_stream() as caller:
+            shape = self._shape(sent)
+            shape.fill(sent)
+            if self._number_is != step:
+                self.number.fill_(step)
+            self._send_rates()
+            if not self._replayed(shape, step):
+                self._launched(shape, step)
+            self._number_is = step + 1
+            assert shape.report is not None
+            report = shape.report.clone()  # the next replay overwrites it
+            landing = self._transfers.land(report)
+            caller.keep(report)
+        return GraphedStep(report, landing, shape.heads, self.verdict)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[DeviceStream]:
+        """Put the work of a block on the stream of the graphs, in order with that of the caller's stream.
+
+        Steps without a graph belong there, too. torch adds a gradient to that of a weight on the stream of
+        the weight's first use in a graph of autograd that is still alive: a gradient that is added on another
+        stream than that of a capture would not be in it.
+        """
+        device = self.device
         with device.active():
             caller = device.current_stream()
             self._stream.wait_for(caller)
-            with device.on(self._stream):
-                shape = self._shape(sent)
-                shape.fill(sent)
-                if self._number_is != step:
-                    self.number.fill_(step)
-                self._send_rates()
-                if not self._replayed(shape, step):
-                    self._launched(shape, step)
-                self._number_is = step + 1
-                assert shape.report is not None
-                report = shape.report.clone()  # the next replay overwrites it
-                landing = self._transfers.land(report)
-            caller.wait_for(self._stream)
-            caller.keep(report)
-        return GraphedStep(report, landing, shape.heads, self.verdict)
+            try:
+                with device.on(self._stream):
+                    yield caller
+            finally:
+                caller.wait_for(self._stream)
 
     def refused(self) -> None:
         """Take note that a step left no trace: the step counts less by one, as on the device."""
@@ -323,11 +357,12 @@ class StepGraph:
             if not all(one.fits for one in replays):
                 shape.graph = None
                 return False
+            counts = torch._foreach_add(self._host_steps, 1) if self._host_steps else []
             shape.graph.replay()
+            if counts:  # a device that replays by calling again has counted, too
+                torch._foreach_copy_(self._host_steps, list(counts))
             for one in replays:
                 one.launched = True
-        if self._host_steps:
-            torch._foreach_add_(self._host_steps, 1)
         return True
 
     def _launched(self, shape: _Shape, step: int) -> None:
@@ -383,9 +418,13 @@ class StepGraph:
         with torch.no_grad():
             self._update(shape, loss, kept)
             shape.heads = {head: one.shape for head, one in predictions.items()}
-            parts = [self.verdict.found, loss, *predictions.values()]
-            shape.report = torch.cat([one.detach().reshape(-1).to(torch.float32) for one in parts])
-            self.number.add_(self.verdict.found[:1] == 0)
+            said = [one.detach().reshape(-1).to(torch.float32) for one in (loss, *predictions.values())]
+            applied = self.verdict.found[:1] == 0
+            if shape.said is None:  # not in a capture: batches of this shape were trained before
+                shape.said = torch.zeros_like(torch.cat(said))
+            shape.said.copy_(torch.where(applied, torch.cat(said), shape.said))
+            shape.report = torch.cat([self.verdict.found.to(torch.float32), shape.said])
+            self.number.add_(applied)
 
     def _update(self, shape: _Shape, loss: Tensor, kept: Kept) -> None:
         """Update weights and rows, unless something is not finite; see `apply_gradients`."""
@@ -453,6 +492,7 @@ class StepGraph:
         """Find what a step updates: weights, the state of their optimizer, buffers."""
         if self._dense is not None:
             _prepare_optimizer(self._dense)
+        self._buffers = list(self._module.buffers())
         tensors = self._updated()
         pointers = tuple(one.data_ptr() for one in tensors)
         there = [one for one in tensors if self._is_there(one)]
@@ -463,7 +503,7 @@ class StepGraph:
     def _updated(self) -> list[Tensor]:
         states = [] if self._dense is None else self._dense.state.values()
         found = [one for state in states for one in state.values() if isinstance(one, Tensor)]
-        return [*self._weights, *found, *self._module.buffers()]
+        return [*self._weights, *found, *self._buffers]
 
     def _addresses(self) -> object:
         """Return what a graph is right for: where everything is that it updates, and constants in it."""
@@ -528,10 +568,8 @@ def _prepare_optimizer(dense: Optimizer) -> None:
     if not _reads_rates(dense):
         return
     for group in dense.param_groups:
-        on_gpu = all(weight.is_cuda for weight in group["params"])
-        if not on_gpu:  # an emulated device: torch refuses the setting, and its counts are there already
-            continue
-        group["capturable"] = True
+        # On an emulated device torch refuses the setting.
+        group["capturable"] = all(weight.is_cuda for weight in group["params"])
         for weight in group["params"]:
             step = dense.state.get(weight, {}).get("step")
             if isinstance(step, Tensor) and step.device != weight.device:

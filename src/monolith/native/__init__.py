@@ -5,6 +5,7 @@ What the classes do is said by the rooms that wrap them, `monolith.table` above 
 
 from monolith.native._core import (
     Admission,
+    ColumnBlock,
     ColumnType,
     CompressorKind,
     CompressorSpec,
@@ -54,6 +55,7 @@ from monolith.native._core import (
     encode_examples,
     first_csv_record,
     fused_offsets,
+    gather_rows,
     hash_cells,
     hash_floats,
     hash_integers,
@@ -73,6 +75,7 @@ from monolith.native._core import (
 
 __all__ = [
     "Admission",
+    "ColumnBlock",
     "ColumnType",
     "CompressorKind",
     "CompressorSpec",
@@ -122,6 +125,7 @@ __all__ = [
     "encode_examples",
     "first_csv_record",
     "fused_offsets",
+    "gather_rows",
     "hash_cells",
     "hash_floats",
     "hash_integers",

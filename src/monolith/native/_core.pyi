@@ -1076,6 +1076,9 @@ class ParsedCsv:
         (values, row splits, splits of strings) as asked for; there are none the next time.
         """
 
+    def take_block(self) -> ColumnBlock:
+        """The same columns, to gather rows of; there are none the next time."""
+
 class CsvParser:
     """Bytes of CSV straight to columns. Thread-safe."""
 
@@ -1088,6 +1091,27 @@ class CsvParser:
         """
         Read the records that begin in the first `chunk_bytes`, at least one. `last`: the file ends there.
         """
+
+class ColumnBlock:
+    """The columns of some records, to gather rows of. Immutable."""
+
+    def __init__(self, rows: int, columns: list[tuple[object, object | None, object]], types: tuple[object, object, object]) -> None:
+        """
+        Columns are tensors of (values, splits of texts, splits of rows), which are kept; `types` are torch's uint8, int64 and float32.
+        """
+
+    @property
+    def types(self) -> list[ColumnType]:
+        """What the values of each column are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all columns."""
+
+def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+    """
+    (values, splits of rows, splits of texts) of each column, for these rows of these blocks, in order; the blocks have the same columns.
+    """
 
 class CudaError(RuntimeError):
     pass

@@ -46,6 +46,11 @@ def cpu_name(info: Mapping[str, str]) -> str:
     return info.get("model name") or arm or platform.processor() or platform.machine()
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def huge_pages(root: Path) -> str | None:
     """Return the setting of transparent huge pages: always, madvise or never; None if there is none."""
     path = root / HUGE_PAGES

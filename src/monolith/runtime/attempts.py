@@ -205,6 +205,11 @@ class SharedTraining:
                         return attempt(RankCoordinator(groups, config.ranks, servers=servers))
                 except RetryableError as error:
                     self.on_lost()
+                    if isinstance(error, FailedPeerError) and error.replaced == cluster.index:
+                        # Another process has joined as this rank: this one was replaced, and came back. If
+                        # both retried, each would end the attempts of the other. A process that is wanted is
+                        # started again by its launcher.
+                        raise
                     if is_restarted_by_launcher(environ):
                         if isinstance(error, FailedPeerError):
                             concurrency.sleep(CAUSE_ENDS_WITHIN)

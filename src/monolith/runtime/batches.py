@@ -148,6 +148,8 @@ class TrainingBatches:
             )
         self._fresh = config.wants_fresh_rows and here
         """Whether rows are looked up when a step begins, after the updates of the steps before it."""
+        self.send: Callable[[Batch], Any] | None = None
+        """Sends a batch to a GPU, which looks its rows up in the step, in place of looking them up here."""
         self._pipeline: _Pipeline | None = None
         self.interrupted = False
         """Whether this process was asked to stop, and should not wait for data."""
@@ -232,11 +234,17 @@ class TrainingBatches:
             pressed=lambda: self.interrupted or self._draining,
             silences=not config.deterministic,
         )
-        prepare: Callable[[Batch], Any] = model.gather if self._fresh else model.prepare
+        # Rows that are looked up in the step see every update: none may wait behind (`complete`).
+        prepare: Callable[[Batch], Any] = model.prepare
+        complete: Callable[[ReadBatch, Any], Any] | None = None
+        if self.send is not None:
+            prepare, complete = self.send, lambda _, sent: sent
+        elif self._fresh:
+            prepare, complete = model.gather, lambda read, gathered: model.prepare(read.batch, gathered)
         self._pipeline = pipeline = PrefetchPipeline(
             items,
             lambda read: prepare(read.batch),
-            (lambda read, gathered: model.prepare(read.batch, gathered)) if self._fresh else None,
+            complete,
             ahead=config.prefetch,
             behind=config.async_push,
             waiting=WaitForData(

@@ -30,7 +30,7 @@ from monolith.errors import (
 from monolith.store import RankGroups
 from monolith.store.rank_calls import RankPort
 from monolith.store.rank_groups import RankOptions
-from monolith.store.rank_keys import RankKeys, begin_attempt, join_attempt, keep_keys, reach_keys
+from monolith.store.rank_keys import REPLACED, RankKeys, begin_attempt, join_attempt, keep_keys, reach_keys
 from monolith.store.rank_network import prefixed
 
 ROLE = "rank"
@@ -104,7 +104,7 @@ class RankRendezvous:
                 continue
             self._left.add(keys.attempt)
             if keys.compare_set(f"process/{self._rank}", "", self._process).decode() != self._process:
-                keys.fail(self._rank, "its process was lost, and has restarted")
+                keys.fail(self._rank, REPLACED)
                 continue
             try:
                 self.processes = self._await_all(keys, began)
@@ -178,6 +178,8 @@ class RankRendezvous:
             if len(there) == self._size:
                 return tuple(there)
             if (failure := keys.failure()) is not None:
+                if failure.replaced is not None:
+                    raise failure
                 raise UnavailableError(f"a rank was lost before all were there: {failure}")
             self._wait(began, len(there))
 

@@ -75,6 +75,7 @@ class Session:
         self.progress = RunProgress(model.sparse, config, expiry)
         self.batches = TrainingBatches(model, stream, coordinator, config, idle=self._idle, clock=clock)
         self.training_step = TrainingStep(coordinator, model, self.batches, self.progress, clock=clock)
+        self.training_step.measure = self.metrics.update
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
         self.rejoined = False
@@ -218,6 +219,7 @@ class Session:
 
     def _idle(self) -> bool:
         """Called again and again while there is no data; return whether to stop waiting."""
+        self.training_step.settle()
         self.idle()
         if isinstance(self._decide(), Stop):
             self.batches.stop_waiting()
@@ -255,6 +257,7 @@ class Session:
         membership = self.coordinator.membership
         if not membership.is_chief:
             return
+        self.training_step.settle()
         if membership.lockstep:  # all ranks, at the same place between their updates
             with self.quiesced():
                 if (now := self.progress.expiry_time()) is not None:
@@ -265,7 +268,8 @@ class Session:
             self.batches.push(lambda: self.progress.expiry.evict(self.model.stores, now))
 
     def drain(self) -> None:
-        """Return when all rows are up to date: before every save."""
+        """Return when all rows are up to date, and all steps are known: before every save."""
+        self.training_step.settle()
         self.batches.drain()
 
     # Quiesced
@@ -281,6 +285,7 @@ class Session:
         if self._quiesced is not None:
             yield self._quiesced
             return
+        self.training_step.settle()  # a step that was refused is not counted: before the step is told
         with self.coordinator.quiesce(self._progress(), self.drain) as quiesced:
             assert quiesced is not None, "only the chief quiesces all processes by itself"
             self._take_in(quiesced)

@@ -537,6 +537,7 @@ class Trainer:
                 accelerator=self._accelerator,
                 rates=config.schedule,
                 tables=config.tables,
+                precision=config.precision,
             )
             made.callback(model.close)
             data = open_data(self.task, coordinator.membership.shard, self._epochs())
@@ -741,12 +742,18 @@ class _SessionHook(Hook):
         self._first_step = run.step
 
     def after_step(self, run: TrainingRun, result: StepResult) -> None:
-        self._session.metrics.update(result.predictions, result.batch)
-        config = self._config
-        if config.steps is not None and run.step - self._first_step >= config.steps:
-            run.request_stop(f"{config.steps} steps were taken")
+        if result.to_measure:
+            self._session.metrics.update(result.predictions, result.batch)
+        config, first = self._config, self._first_step
+        # Steps of a graph may turn out to be refused, and then count no more: the last ones are looked at.
+        if config.steps is not None and run.step - first >= config.steps:
+            self._session.training_step.settle()
+            if run.step - first >= config.steps:
+                run.request_stop(f"{config.steps} steps were taken")
         if config.max_steps is not None and run.step >= config.max_steps:
-            run.request_stop(f"max_steps of {config.max_steps} was reached")
+            self._session.training_step.settle()
+            if run.step >= config.max_steps:
+                run.request_stop(f"max_steps of {config.max_steps} was reached")
         if (
             config.max_time is not None
             and concurrency.monotonic() - self._began >= config.max_time.total_seconds()

@@ -14,6 +14,7 @@ less than a megabyte, because in practice only a few numbers are missing.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from typing import NamedTuple, TypeVar
 
 from monolith import concurrency
 from monolith.errors import ClusterError, MonolithError, RequestError
+from monolith.observe import Doublings
+
+_log = logging.getLogger(__name__)
 
 REMEMBERED = 4096
 """How far back, from its highest number, a sender's pushes are known."""
@@ -67,6 +71,8 @@ class AppliedPushes:
         # wait for the first one, while pushes of other numbers run at the same time.
         self._changed = concurrency.Condition()
         self._senders: OrderedDict[str, _Sender] = OrderedDict()
+        self._forgotten = 0
+        self._doublings = Doublings()
 
     def once(self, sender: str, number: int, apply: Callable[[], T], again: Callable[[], T]) -> T:
         """Return the result of `apply` if this push was not applied before, else that of `again`.
@@ -119,6 +125,16 @@ class AppliedPushes:
             idle = (name for name, one in self._senders.items() if not one.under_way and name != sender)
             if len(self._senders) > self._most and (silent := next(idle, None)) is not None:
                 del self._senders[silent]
+                self._forgotten += 1
+                # Were this sender to repeat a push now, it would be applied again.
+                if self._doublings.due(self._forgotten):
+                    _log.warning(
+                        "more than %d senders push to this server; forgot which pushes of %d others were "
+                        "applied, those that were silent longest. A push that one of them repeats would be "
+                        "applied twice.",
+                        self._most,
+                        self._forgotten,
+                    )
         self._senders.move_to_end(sender)
         return self._senders[sender]
 

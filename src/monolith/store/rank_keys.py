@@ -37,6 +37,8 @@ from monolith.store.rank_network import REACH_WITHIN, Keys, rank_network
 
 _log = logging.getLogger(__name__)
 
+REPLACED = "its process was lost, and has restarted"
+"""Why an attempt ends in which a second process joins as a rank."""
 ATTEMPT = "attempt"
 FAILED = "failed"
 POLL_EVERY = 0.02
@@ -157,7 +159,9 @@ class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
         if said is None:
             return None
         rank, text = json.loads(said)
-        return FailedPeerError(f"rank {rank} cannot continue: {text}")
+        error = FailedPeerError(f"rank {rank} cannot continue: {text}")
+        error.replaced = rank if text == REPLACED else None
+        return error
 
     # Signatures
 

@@ -260,7 +260,8 @@ class KafkaDeltaReader:
         Raises:
             UnavailableError: The broker does not answer.
         """
-        found = [self._last(number)[0] for number in range(partitions)]
+        # Rows of a snapshot do not count: those of an epoch that has ended may still arrive in the next one.
+        found = [self._last(number, rows=False)[0] for number in range(partitions)]
         return max((one.began_at for one in found if one is not None), default=0.0)
 
     def read(self, shard: int, after: LogPosition | None, *, wait: float) -> Iterator[Message]:
@@ -335,19 +336,30 @@ class KafkaDeltaReader:
             self._closed = True
             self._consumer.close()
 
-    def _last(self, partition: int) -> tuple[Envelope | None, int]:
+    def _last(self, partition: int, *, rows: bool = True) -> tuple[Envelope | None, int]:
         """Return the envelope of a partition's last message, None if there is none; and the offset after
-        it."""
+        it.
+
+        Args:
+            rows: Whether a message with rows of a snapshot counts. Without them the search may be long.
+        """
         with self._errors():
             where = self._kafka.TopicPartition(self._topic, partition)
             low, high = self._consumer.get_watermark_offsets(where, timeout=self._answer_s)
-        for offset in range(high - 1, max(low, high - _FOREIGN) - 1, -1):
+        foreign = 0
+        for offset in range(high - 1, low - 1, -1):
             self._assign(partition, offset)
             data = self._poll_known()[1]
             try:
-                return unseal(data)[0], high
+                envelope = unseal(data)[0]
             except CorruptMessageError as error:
                 self._report(offset, error)
+                foreign += 1
+                if foreign == _FOREIGN:
+                    break
+                continue
+            if rows or not envelope.stream:
+                return envelope, high
         return None, high
 
     def _assign(self, partition: int, offset: int) -> None:

@@ -168,9 +168,15 @@ class KafkaDeltaWriter:
             # Step 1 (see above): before the first row is read.
             offset, envelope, stream = self._send(None), self._opened(), concurrency.token_hex(8)
         position: LogPosition | None = None
+        marked = envelope.log.newest
         for number, message in enumerate(messages):
             if isinstance(message, SnapshotBegin):
                 position = message.position
+                # The publisher notes a delta shortly after the broker has it. A delta that came before the
+                # mark is in the rows, and readers of this snapshot would wait for it in vain.
+                if position.epoch == marked.epoch and position.sequence < marked.sequence:
+                    position = marked
+                    message = replace(message, position=marked)  # noqa: PLW2901
             about = replace(envelope, session=stream, stream=stream, frame=number)
             for piece, count, data in split_frame(encode(message), self._piece_bytes):
                 self._rows.send(seal(replace(about, piece=piece, pieces=count), data), envelope.log.shard[0])
@@ -195,6 +201,7 @@ class KafkaDeltaWriter:
             return
         admin = self._admin()
         where = self._kafka.TopicPartition(self._topic, self._opened().log.shard[0], offset)
+        kinds = self._kafka.KafkaError
 
         def done(
             future: Any, keep: Any = admin
@@ -203,8 +210,18 @@ class KafkaDeltaWriter:
             try:
                 future.result()
             except self._kafka.KafkaException as error:
-                self._deletes = False
-                _log.info("delta topic %s: only its own retention bounds it: %s", self._topic, error)
+                if error.args[0].code() in (kinds._UNSUPPORTED_FEATURE, kinds.UNSUPPORTED_VERSION):
+                    self._deletes = False
+                    _log.info("delta topic %s: only its own retention bounds it: %s", self._topic, error)
+                    return
+                # Any other error may pass, and the next snapshot asks for these messages as well.
+                _log.warning(
+                    "delta topic %s: cannot delete the messages before offset %d, retrying after the next "
+                    "snapshot: %s",
+                    self._topic,
+                    offset,
+                    error,
+                )
 
         for future in admin.delete_records([where]).values():
             future.add_done_callback(done)
@@ -238,9 +255,7 @@ class KafkaDeltaWriter:
             )
 
     def _create_topic(self, partitions: int) -> None:
-        from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
-
-        topic = NewTopic(self._topic, num_partitions=partitions)
+        topic = self._kafka.admin.NewTopic(self._topic, num_partitions=partitions)
         try:
             for future in self._admin().create_topics([topic]).values():
                 future.result(self._answer_s)
@@ -254,10 +269,10 @@ class KafkaDeltaWriter:
                 ) from cause
 
     def _admin(self) -> Any:
-        from confluent_kafka.admin import AdminClient
-
         mine = {key: value for key, value in self._settings.items() if key not in _PRODUCER_ONLY}
-        return AdminClient({**mine, "bootstrap.servers": self._servers}, logger=ClientLog(_log))
+        return self._kafka.admin.AdminClient(
+            {**mine, "bootstrap.servers": self._servers}, logger=ClientLog(_log)
+        )
 
     def _producer_settings(self) -> dict[str, Any]:
         return {

@@ -109,7 +109,7 @@ class EventClock:
             raise ConfigError(f"event clock: max_ahead must not be negative, got {max_ahead}")
         self._max_ahead = max_ahead
         self._wall = wall
-        self._batches: deque[list[int]] = deque(maxlen=BATCHES)
+        self._batches: deque[NDArray[np.int64]] = deque(maxlen=BATCHES)
 
     def observe(self, event_times: Tensor) -> None:
         """Record a batch: Unix seconds of its events, int64 of shape (n,). 0 says nothing."""
@@ -120,20 +120,22 @@ class EventClock:
         if len(times) > SAMPLES:
             times = times[(2 * np.arange(SAMPLES) + 1) * len(times) // (2 * SAMPLES)]
         if len(times):
-            self._batches.append(times.tolist())
+            self._batches.append(times)
 
     def now(self) -> int | None:
         """Return Unix seconds; None as long as there are too few events to tell."""
-        times = sorted(time for batch in self._batches for time in batch)
-        if len(times) < LEAST:
+        if sum(map(len, self._batches)) < LEAST:
             return None
-        reached = times[math.ceil(SHARE * len(times)) - 1]
+        # Asked in every step: a partition takes a tenth of the time of a sort.
+        times = np.concatenate(self._batches)
+        at = math.ceil(SHARE * len(times)) - 1
+        reached = int(np.partition(times, at)[at])
         return min(reached, int(self._wall() + self._max_ahead.total_seconds()))
 
     def state(self) -> list[list[int]]:
         """Return what it remembers, for a checkpoint."""
-        return [list(batch) for batch in self._batches]
+        return [batch.tolist() for batch in self._batches]
 
     def restore(self, state: Sequence[Sequence[int]]) -> None:
         """Resume with the state of a checkpoint."""
-        self._batches = deque((list(batch) for batch in state), maxlen=BATCHES)
+        self._batches = deque((np.array(batch, np.int64) for batch in state), maxlen=BATCHES)

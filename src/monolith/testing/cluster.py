@@ -23,6 +23,7 @@ run that does not is a livelock.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
@@ -62,6 +63,9 @@ class Faults:
     """Machines whose wall clock jumps by up to an hour; their monotonic clock does not."""
     drift: float = 0.0
     """Most by which a monotonic clock is fast or slow: 0.01 is one percent."""
+    replacements: int = 0
+    """Processes that are replaced although they run: a supervisor that cannot reach a machine starts its
+    process on another one. Only those of `SimCluster.replaceable`."""
     every: tuple[float, float] = (0.02, 0.8)
     """Least and most virtual seconds between two of these."""
     longest: float = 20.0
@@ -118,6 +122,15 @@ class SimProcess:
         self.machine = self._cluster.machine(self.name)
         self._thread = self.machine.spawn(self._body)
 
+    def replace(self) -> SimMachine:
+        """Start it on a new machine while the last one runs on; return the last one, which nothing starts
+        again."""
+        last = self.machine
+        assert last is not None
+        last.name, self.machine = f"{self.name} (replaced)", None
+        self.start()
+        return last
+
     def kill(self) -> None:
         if self.machine is not None:
             self.machine.kill()
@@ -126,14 +139,16 @@ class SimProcess:
         simulation = self._cluster.simulation
         machine = simulation.current.machine
         try:
-            self.result = self._main()
+            result = self._main()
         except RETRYABLE as error:
             simulation.note(f"exits with status 75: {error!r:.300}")
             machine.kill()  # which ends this thread, too
-        self.finished = True
+        # The same is demanded of a replaced process, but its end does not count as that of the new one.
+        ended = self if self.machine is machine else copy.copy(self)
+        ended.result, ended.finished = result, True
         simulation.note("exits with status 0")
         for check in self._cluster.on_exit:
-            check(self)
+            check(ended)
         machine.kill()
 
 
@@ -168,6 +183,8 @@ class SimCluster:
         self.processes: dict[str, SimProcess] = {}
         self.on_exit: list[Callable[[SimProcess], object]] = []
         """Called with each process that exits with status 0, at that moment."""
+        self.replaceable: tuple[str, ...] = ()
+        """Names of the processes that `Faults.replacements` may hit."""
         self.happened = 0
         """Faults that happened: a run may end before all of them have."""
         self.quiet = False
@@ -275,6 +292,7 @@ class SimCluster:
             *[self._cut_two] * faults.cuts,
             *[self._pause_one] * faults.pauses,
             *[self._set_a_clock] * faults.clock_jumps,
+            *[self._replace_one] * faults.replacements,
         ]
         self.random.shuffle(chosen)
         return chosen
@@ -304,6 +322,21 @@ class SimCluster:
             self.simulation.note(f"{machine.name} is paused for {seconds:.1f} s")
             machine.paused_until = self.simulation.now + seconds
         return 0.0
+
+    def _replace_one(self) -> float:
+        """Let a machine seem dead, by a pause or because it is cut off from all others, and replace it."""
+        running = [self.processes[name] for name in self.replaceable if self.processes[name].running]
+        if not running:
+            return 0.0
+        process = self.random.choice(running)
+        machine, seconds = process.replace(), self.random.uniform(0.1, self.faults.longest)
+        self.simulation.note(f"{process.name} is replaced, and runs on")
+        if self.random.random() < 0.5:
+            machine.paused_until = self.simulation.now + seconds
+            return 0.0
+        for name in sorted([*self.processes, REGISTRY]):
+            self.network.cut(machine.name, name)
+        return seconds
 
     def _set_a_clock(self) -> float:
         if (machine := self._one()) is not None:

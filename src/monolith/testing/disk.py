@@ -15,7 +15,7 @@ import io
 import os
 import posixpath
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -56,6 +56,8 @@ class SimDisk:
         self.faults = DiskFaults() if faults is None else faults
         self._files: dict[str, _File] = {}
         self._folders: set[str] = {""}
+        self.locks: dict[str, SimMachine] = {}
+        """File -> the machine that has locked it. A lock ends with its machine, not when that is paused."""
 
     def attach(self, machine: SimMachine) -> None:
         """Let a machine use this disk."""
@@ -146,6 +148,22 @@ class SimDisk:
 
         self._files = {moved(name): file for name, file in self._files.items()}
         self._folders = {moved(name) for name in self._folders}
+
+    def lock(self, path: str, holder: bytes) -> Callable[[], None] | None:
+        self._take_time(path)
+        name, here = _plain(path), self._simulation.current.machine
+        held_by = self.locks.get(name)
+        if held_by is not None and held_by.alive:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), path)
+        file = self._files[name] = _File(here)
+        file.bytes, file.synced = holder, len(holder)
+        self.locks[name] = here
+
+        def release() -> None:
+            if here.alive and self.locks.get(name) is here:
+                del self.locks[name]
+
+        return release
 
     def open_database(self, path: str) -> sqlite3.Connection:
         self._take_time(path)

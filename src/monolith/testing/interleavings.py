@@ -267,9 +267,8 @@ class _Exploration(Simulation):
         if not self._plan.stops(thread, self._ready):
             return
         # A timeout may pass at any moment, not only while all threads wait.
-        soon = bool(self._timers) and self._timers[0][0] <= self.now + _LONGEST_STOP
-        if soon and self.random.random() < _TIMEOUTS:
-            self._reach_deadline()
+        if self._timers and self.random.random() < _TIMEOUTS:
+            self._reach_deadline(_LONGEST_STOP)
         if self._ready:
             self._note_place("is stopped", frame)
             self._yield()

@@ -1,4 +1,4 @@
-"""A Kafka broker in memory, and the part of confluent_kafka that sources and sinks use.
+"""A Kafka broker in memory, and the part of confluent_kafka that sources, sinks and delta channels use.
 
 It keeps logs of partitions, consumer groups with generations, and committed offsets. Clients reach it over
 the simulated network, so their requests are late, cut off, or lose their answers, and the broker may be
@@ -11,8 +11,9 @@ killed, paused and restarted as any other process:
 
 What is like the real one: messages of a partition have consecutive offsets; a fetch is not fenced, a commit
 is, by the generation of the group; a member that is silent for `session.timeout.ms` is removed; callbacks run
-inside of a poll. What is not: assignment is eager only, a broker that restarts has lost nothing that it
-acknowledged, and there are no transactions.
+inside of a poll; a producer sends in the background, in order, and gives a message up after
+`message.timeout.ms`. What is not: assignment is eager only, a broker that restarts has lost nothing that it
+acknowledged, messages are deleted only when a client asks for it, and there are no transactions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 from monolith import concurrency
 from monolith.testing.network import SimNetwork
-from monolith.testing.scheduler import SimMachine
+from monolith.testing.scheduler import SimMachine, SimThread
 
 T = TypeVar("T")
 
@@ -82,8 +83,10 @@ class _Group:
 class SimKafka:
     """The broker of a simulation. It needs no lock: threads do not change while it works."""
 
-    def __init__(self, network: SimNetwork) -> None:
+    def __init__(self, network: SimNetwork, *, deletes_records: bool = True) -> None:
         self.network = network
+        self.deletes_records = deletes_records
+        """Whether clients may delete messages: brokers before 0.11 do not know the request."""
         self.simulation = network.simulation
         self.machine: SimMachine | None = None
         self.logs: dict[Partition, _Log] = {}
@@ -92,8 +95,8 @@ class SimKafka:
         self.on_committed: list[Callable[[str, Partition, int], object]] = []
         """Called with each offset that is committed: for invariants."""
         self._groups: dict[str, _Group] = {}
-        self._appended: dict[str, int] = {}
-        """By producer: how many of its messages are in the logs, so that a repeated request adds none."""
+        self._appended: dict[str, tuple[int, int]] = {}
+        """By producer: number and offset of its newest message, so that a repeated request adds none."""
 
     def create_topic(self, name: str, partitions: int = 1) -> str:
         for one in range(partitions):
@@ -121,45 +124,76 @@ class SimKafka:
         """Return the answer of the broker to a request of a client.
 
         Raises:
-            KafkaException: There is none. The broker may have acted all the same.
+            KafkaException: There is none, although the broker may have acted; or the answer is an error.
         """
         simulation, network = self.simulation, self.network
         kinds = _kafka().KafkaError
         until = simulation.now + timeout
-
-        def fail(code: int) -> Exception:
-            error: Exception = _kafka().KafkaException(kinds(code))
-            return error
-
         broker = self.machine
         if broker is None or not broker.alive:
             simulation.block("no broker", 0.02)
-            raise fail(kinds._TRANSPORT)
+            raise _failure(kinds._TRANSPORT)
         breaks = network.breaks()
         before = breaks and simulation.random.random() < 0.5
         if not network.travel(client, broker, at_most=timeout):
-            raise fail(kinds._TIMED_OUT)
+            raise _failure(kinds._TIMED_OUT)
         while broker.alive and broker.paused_until > simulation.now:
             if simulation.now >= until:
-                raise fail(kinds._TIMED_OUT)
+                raise _failure(kinds._TIMED_OUT)
             simulation.block("paused broker", min(broker.paused_until, until + 0.001) - simulation.now)
         if before or not broker.alive:
-            raise fail(kinds._TRANSPORT)
-        answer = work()
+            raise _failure(kinds._TRANSPORT)
+        refused: Exception | None = None
+        try:
+            answer = work()
+        except _kafka().KafkaException as error:
+            refused = error
         if not network.travel(broker, client, at_most=timeout):
-            raise fail(kinds._TIMED_OUT)
+            raise _failure(kinds._TIMED_OUT)
         if breaks or not broker.alive:
-            raise fail(kinds._TRANSPORT)
+            raise _failure(kinds._TRANSPORT)
+        if refused is not None:
+            raise refused
         return answer
 
     # What requests do
 
     def append(self, producer: str, number: int, partition: Partition, value: bytes | None) -> int:
-        """Add message `number` of a producer, once; return how many of it are there."""
-        if number == self._appended.setdefault(producer, 0):
-            self.logs[partition].values.append(value)
-            self._appended[producer] += 1
-        return self._appended[producer]
+        """Add message `number` of a producer, once; return its offset."""
+        newest, offset = self._appended.get(producer, (-1, _NO_OFFSET))
+        # A producer repeats only its newest request: it sends one at a time.
+        if number > newest:
+            log = self._log(partition)
+            offset = log.high
+            log.values.append(value)
+            self._appended[producer] = (number, offset)
+        return offset
+
+    def add_topic(self, name: str, partitions: int) -> None:
+        """As `create_topic`, at the request of a client."""
+        if name in self.topics():
+            raise _failure(_kafka().KafkaError.TOPIC_ALREADY_EXISTS)
+        self.create_topic(name, partitions)
+
+    def delete_before(self, partition: Partition, offset: int) -> None:
+        """Delete the messages of a partition before an offset."""
+        if not self.deletes_records:
+            raise _failure(_kafka().KafkaError._UNSUPPORTED_FEATURE)
+        log = self._log(partition)
+        if offset > log.high:
+            raise _failure(_kafka().KafkaError.OFFSET_OUT_OF_RANGE)
+        gone = max(0, offset - log.low)
+        log.values, log.low = log.values[gone:], log.low + gone
+
+    def ends(self, partition: Partition) -> tuple[int, int]:
+        """Return the offset of a partition's first message, and the one after its last."""
+        log = self._log(partition)
+        return log.low, log.high
+
+    def _log(self, partition: Partition) -> _Log:
+        if partition not in self.logs:
+            raise _failure(_kafka().KafkaError._UNKNOWN_PARTITION)
+        return self.logs[partition]
 
     def topics(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -259,9 +293,27 @@ class SimKafka:
 
 
 def _kafka() -> Any:
-    import confluent_kafka  # its errors and plain types are used as they are
+    import confluent_kafka.admin  # its errors and plain types are used as they are
 
     return confluent_kafka
+
+
+def _failure(code: int) -> Exception:
+    error: Exception = _kafka().KafkaException(_kafka().KafkaError(code))
+    return error
+
+
+def _metadata(found: dict[str, int], topic: str | None) -> Any:
+    """Return the answer of `list_topics`: about one topic, which may not exist, or about all."""
+    unknown = _kafka().KafkaError(_kafka().KafkaError.UNKNOWN_TOPIC_OR_PART)
+    return SimpleNamespace(
+        topics={
+            name: SimpleNamespace(
+                partitions=dict.fromkeys(range(found.get(name, 0))), error=None if name in found else unknown
+            )
+            for name in (found if topic is None else [topic])
+        }
+    )
 
 
 def _library(broker: SimKafka, machine: SimMachine) -> Any:
@@ -273,6 +325,10 @@ def _library(broker: SimKafka, machine: SimMachine) -> Any:
         KafkaError=real.KafkaError,
         KafkaException=real.KafkaException,
         TopicPartition=real.TopicPartition,
+        admin=SimpleNamespace(
+            AdminClient=lambda settings, logger=None: SimAdmin(broker, machine),  # noqa: ARG005
+            NewTopic=real.admin.NewTopic,
+        ),
     )
 
 
@@ -328,14 +384,7 @@ class SimConsumer:
     # Questions
 
     def list_topics(self, topic: str | None = None, timeout: float = _ANSWER_S) -> Any:
-        found = self._ask(self._broker.topics, timeout)
-        names = found if topic is None else {topic: found.get(topic, 0)}
-        return SimpleNamespace(
-            topics={
-                name: SimpleNamespace(partitions=dict.fromkeys(range(count)), error=None)
-                for name, count in names.items()
-            }
-        )
+        return _metadata(self._ask(self._broker.topics, timeout), topic)
 
     def get_watermark_offsets(
         self, place: Any, timeout: float = _ANSWER_S, cached: bool = False
@@ -343,8 +392,7 @@ class SimConsumer:
         partition = (place.topic, place.partition)
         if cached:
             return self._ends.get(partition, (_NO_OFFSET, _NO_OFFSET))
-        log = self._broker.logs[partition]
-        self._ends[partition] = self._ask(lambda: (log.low, log.high), timeout)
+        self._ends[partition] = self._ask(lambda: self._broker.ends(partition), timeout)
         return self._ends[partition]
 
     def committed(self, places: Iterable[Any], timeout: float = _ANSWER_S) -> list[Any]:
@@ -512,17 +560,41 @@ class SimConsumer:
         return self._broker.ask(self._machine, work, timeout)
 
 
-class SimProducer:
-    """As confluent_kafka.Producer, with idempotence: a message whose answer was lost is not added twice."""
+@dataclass
+class _Produced:
+    """A message of a producer that the broker has not acknowledged."""
 
-    def __init__(self, broker: SimKafka, machine: SimMachine, settings: dict[str, Any]) -> None:  # noqa: ARG002
+    number: int
+    partition: Partition
+    value: bytes | None
+    on_delivery: Any
+    expires: float
+
+
+class SimProducer:
+    """As confluent_kafka.Producer, with idempotence: a message whose answer was lost is not added twice.
+
+    A thread sends the messages one at a time, so that they keep their order; it lives while there are some.
+    Delivery reports wait for `poll` or `flush`.
+
+        produce ──▶ _unsent ── acknowledged, expired or purged ──▶ _reports ── poll, flush ──▶ on_delivery
+    """
+
+    def __init__(self, broker: SimKafka, machine: SimMachine, settings: dict[str, Any]) -> None:
         self._broker, self._machine = broker, machine
+        self._timeout_s = float(settings.get("message.timeout.ms", 300_000)) / 1000
+        self._most = int(settings.get("queue.buffering.max.messages", 100_000))
         self._id = concurrency.token_hex(4)
         self._numbers = 0
-        self._unsent: deque[tuple[int, Partition, bytes | None, Any]] = deque()
+        self._unsent: deque[_Produced] = deque()
+        self._reports: deque[Callable[[], object]] = deque()
+        self._waiting: list[SimThread] = []
+        """Threads in `poll` and `flush`."""
+        self._sends = False
+        """Whether the thread runs."""
 
     def __len__(self) -> int:
-        return len(self._unsent)
+        return len(self._unsent) + len(self._reports)
 
     def produce(
         self,
@@ -532,30 +604,101 @@ class SimProducer:
         partition: int = -1,
         on_delivery: Any = None,
     ) -> None:
+        if len(self) >= self._most:
+            raise BufferError("Local: Queue full")
         if partition < 0:
             count = self._broker.topics()[topic]
             partition = (sum(key) if key else self._numbers) % count
-        self._unsent.append((self._numbers, (topic, partition), value, on_delivery))
+        expires = self._broker.simulation.now + self._timeout_s
+        self._unsent.append(_Produced(self._numbers, (topic, partition), value, on_delivery, expires))
         self._numbers += 1
+        if not self._sends:
+            self._sends = True
+            self._machine.thread(self._send, name="kafka-producer").start()
 
     def poll(self, timeout: float = 0) -> int:
-        return self.flush(timeout)
+        """Run the callbacks of delivery reports; wait for one if there are none."""
+        if not self._reports and timeout:
+            self._broker.simulation.block("poll", timeout if timeout > 0 else None, self._waiting)
+        served = 0
+        while self._reports:
+            self._reports.popleft()()
+            served += 1
+        return served
 
     def flush(self, timeout: float = -1) -> int:
-        """Send; return how many messages were not delivered within the time."""
+        """Wait until all messages are delivered or given up; return how many are neither after `timeout`."""
         simulation = self._broker.simulation
         until = simulation.now + timeout if timeout >= 0 else float("inf")
+        while True:
+            self.poll(0)
+            left = until - simulation.now
+            if not self._unsent or left <= 0:
+                return len(self)
+            simulation.block("flush", None if timeout < 0 else left, self._waiting)
+
+    def purge(self, in_queue: bool = True, in_flight: bool = True, blocking: bool = True) -> None:  # noqa: ARG002
+        """Give up all messages. One that is on its way may arrive all the same."""
+        assert in_queue
+        assert in_flight
         while self._unsent:
-            number, partition, value, delivered = self._unsent[0]
+            self._report(self._unsent.popleft(), None, _kafka().KafkaError._PURGE_QUEUE)
+
+    def _send(self) -> None:
+        kinds, simulation = _kafka().KafkaError, self._broker.simulation
+        while self._unsent:
+            message = self._unsent[0]
+            offset, code = None, 0
             try:
-                append = partial(self._broker.append, self._id, number, partition, value)
-                self._broker.ask(self._machine, append)
-            except _kafka().KafkaException:
-                if simulation.now >= until:
-                    break
-                simulation.block("producer", 0.1)
-                continue
-            self._unsent.popleft()
-            if delivered is not None:
-                delivered(None, SimMessage(partition, None, value))
-        return len(self._unsent)
+                append = partial(
+                    self._broker.append, self._id, message.number, message.partition, message.value
+                )
+                offset = self._broker.ask(self._machine, append)
+            except _kafka().KafkaException as error:
+                code = error.args[0].code()
+                if code in (kinds._TRANSPORT, kinds._TIMED_OUT):
+                    if simulation.now < message.expires:
+                        simulation.block("producer", 0.1)
+                        continue
+                    code = kinds._MSG_TIMED_OUT
+            if self._unsent and self._unsent[0] is message:  # else it was purged meanwhile
+                self._report(self._unsent.popleft(), offset, code)
+        self._sends = False
+
+    def _report(self, message: _Produced, offset: int | None, code: int) -> None:
+        if message.on_delivery is not None:
+            error = _kafka().KafkaError(code) if code else None
+            about = SimMessage(message.partition, offset, message.value, error)
+            self._reports.append(partial(message.on_delivery, error, about))
+        self._broker.simulation.wake_some(self._waiting)
+
+
+class SimAdmin:
+    """As confluent_kafka.admin.AdminClient."""
+
+    def __init__(self, broker: SimKafka, machine: SimMachine) -> None:
+        self._broker, self._machine = broker, machine
+
+    def list_topics(self, topic: str | None = None, timeout: float = _ANSWER_S) -> Any:
+        return _metadata(self._broker.ask(self._machine, self._broker.topics, timeout), topic)
+
+    def create_topics(self, topics: Iterable[Any]) -> dict[str, Any]:
+        add = self._broker.add_topic
+        return {one.topic: self._later(partial(add, one.topic, one.num_partitions)) for one in topics}
+
+    def delete_records(self, places: Iterable[Any]) -> dict[Any, Any]:
+        delete = self._broker.delete_before
+        return {one: self._later(partial(delete, (one.topic, one.partition), one.offset)) for one in places}
+
+    def _later(self, work: Callable[[], None]) -> Any:
+        """Ask the broker on a thread of the client; return a future of the answer."""
+        found = self._machine.future()
+
+        def ask() -> None:
+            try:
+                found.set_result(self._broker.ask(self._machine, work))
+            except _kafka().KafkaException as error:
+                found.set_exception(error)
+
+        self._machine.thread(ask, name="kafka-admin").start()
+        return found

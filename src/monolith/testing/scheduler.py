@@ -466,11 +466,12 @@ class Simulation:
         """Return the place of the thread that runs next; there are at least two."""
         return self.random.randrange(len(ready))
 
-    def _reach_deadline(self) -> bool:
-        """Move virtual time to the earliest deadline, and make its thread ready; False if there is none."""
-        while self._timers:
+    def _reach_deadline(self, within: float = float("inf")) -> bool:
+        """Move virtual time to the earliest deadline, and make its thread ready; False if there is none in
+        so many seconds."""
+        while self._timers and self._timers[0][0] <= self.now + within:
             due, _, thread, number = heapq.heappop(self._timers)
-            if thread.state == "blocked" and thread.waits == number:
+            if thread.state == "blocked" and thread.waits == number:  # else its wait has ended
                 self.now = max(self.now, due)
                 thread.state = "ready"
                 self._ready.append(thread)

@@ -191,6 +191,14 @@ class TrainConfig:
     """The memory of the accelerator that rows on it may take, all tables together: "40GB". It is taken at the
     start; beyond it the rows that were not trained for longest go to host memory. None takes as much as rows
     need."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """The numbers that the dense half computes with in training. bfloat16 is torch's autocast: it computes
+    matrix products, while weights, losses, and rows with their gradients stay float32. Evaluation and serving
+    compute in float32."""
+    step_graphs: bool = True
+    """Whether training steps on a GPU that holds the rows are captured and replayed as CUDA graphs: one
+    launch in place of about a hundred. If a model cannot be captured, the log says why, and it is trained by
+    single launches. False for models that do something else in each step, such as reading a clock."""
     tables: TablesConfig = field(default_factory=TablesConfig)
     prefetch: int = 1
     """The number of batches that are read and prepared ahead; 0 for none. Their rows are looked up ahead,

@@ -45,6 +45,9 @@ class StepResult:
     """A scalar, detached, on the model's device."""
     predictions: Mapping[str, Tensor] = field(default_factory=dict)
     """By head, as they were before this step trained: probabilities, or values of a regression."""
+    to_measure: bool = True
+    """Whether the metrics of the run still have to take this step in; False if they do so by themselves, once
+    its predictions are in host memory."""
 
     @property
     def examples(self) -> int:

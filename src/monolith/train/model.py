@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class Model:
         accelerator: Where its dense half computes; by default where the task has put it.
         rates: What moves the learning rates, in place of the task; None leaves it to the task.
         tables: How its slots become tables.
+        precision: See `TrainConfig.precision`.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class Model:
         accelerator: Accelerator | None = None,
         rates: ScheduleConfig | None = None,
         tables: TablesConfig | None = None,
+        precision: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         torch.manual_seed(seed)
+        self._precision = precision
         self.task = task
         self._mode = mode
         self.module = task.model()
@@ -201,8 +204,7 @@ class Model:
         Raises:
             FeatureError: The model reads a feature that the first batch does not have.
         """
-        if not self._checked:
-            self._check_features(batch)
+        self.check_features(batch)
         return [collection.gather(batch) for collection in self.collections]
 
     def prepare(self, batch: Batch, gathered: Gathered | None = None) -> LookedUp:
@@ -214,8 +216,7 @@ class Model:
         Raises:
             FeatureError: The model reads a feature that the first batch does not have.
         """
-        if not self._checked:
-            self._check_features(batch)
+        self.check_features(batch)
         found = [None] * len(self.collections) if gathered is None else gathered
         return [one.prepare(batch, ids) for one, ids in zip(self.collections, found, strict=True)]
 
@@ -242,7 +243,11 @@ class Model:
         for collection, prepared in zip(self.collections, rows, strict=True):
             collection.hold(batch, prepared, otherwise)
         try:
-            outputs = self.task.outputs(self.module, batch)
+            with self._autocast():
+                outputs = self.task.outputs(self.module, batch)
+            if self._precision != "float32":  # nobody else need know of it
+                said = {head: one.float() for head, one in outputs.predictions.items()}
+                outputs = replace(outputs, loss=outputs.loss.float(), predictions=said)
         finally:
             for collection in self.collections:
                 collection.hold(batch, None)
@@ -252,6 +257,14 @@ class Model:
                 "column in the BatchSpec's labels, or override outputs() if the loss needs none"
             )
         return outputs
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Return what the dense half computes in while it trains."""
+        if self._precision == "float32" or self._mode is not Mode.TRAIN:
+            return nullcontext()
+        # Without its cache: a captured step must convert weights in each replay, since they change.
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        return torch.autocast("cuda" if on_gpu else "cpu", torch.bfloat16, cache_enabled=False)
 
     @property
     def differs_in_eval(self) -> bool:
@@ -278,7 +291,14 @@ class Model:
     def _while_restoring(self) -> AbstractContextManager[object]:
         return self.restoring()
 
-    def _check_features(self, batch: Batch) -> None:
+    def check_features(self, batch: Batch) -> None:
+        """Check, once, that the batches have the features which the model reads; from any thread.
+
+        Raises:
+            FeatureError: The first batch does not have one.
+        """
+        if self._checked:
+            return
         there = batch.ids.names
         for name in (name for collection in self.collections for name in collection.features):
             if name not in there:

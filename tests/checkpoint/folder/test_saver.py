@@ -274,6 +274,20 @@ def test_a_step_that_is_saved_again_is_not_listed_until_it_is_complete_nor_are_t
     assert steps_on_disk(folder) == {1, 4, 5}
 
 
+def test_that_a_step_saved_again_breaks_an_exempt_checkpoint_is_reported(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = saver_of(folder, max_to_keep=5)
+    for step in (1, 2):
+        saver.save(step, write_checkpoint)
+    saver.save(3, write_checkpoint, depends_on=[f"{folder}/model.ckpt-2"])
+    put(f"{folder}/monolith_checkpoint", 'exempt_model_checkpoint_paths: "model.ckpt-3"')
+    saver.save(1, write_checkpoint)
+    assert "exempt from deletion" not in caplog.text
+    saver.save(2, write_checkpoint)
+    assert "model.ckpt-3 is exempt from deletion, but this run was rolled back" in caplog.text
+
+
 def test_one_kept_for_good_that_was_being_listed_again_still_has_what_it_needs(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from monolith.data.formats.memory import to_records
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.formats.tfrecord import FramedFormat, TfRecordFormat
 from monolith.data.shuffling import ShuffleConfig
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
 
 RECORDS = 3000
 FORMATS: dict[str, Format] = {
@@ -341,3 +341,47 @@ def test_a_file_that_is_not_read_to_its_end_may_not_be_deleted(tmp_path: Path) -
     second = source_of(paths[1:], "csv")
     with pytest.raises(RestoreError, match=r"000\.csv is not among the files.*Put it back"):
         second.restore(first.position())
+
+
+@pytest.mark.parametrize("ending", [*FORMATS, "csv.gz"])
+def test_threads_that_read_ahead_change_neither_records_nor_positions(tmp_path: Path, ending: str) -> None:
+    paths = write(tmp_path, ending, (700, 40, 300))
+    found = []
+    for threads in (0, 1, 2, 4):
+        source = source_of(paths, ending, epochs=2, threads=threads)
+        found.append([(batch["id"].flat_values.tolist(), source.position()) for batch in source])
+    assert len(found[0]) == -(-2 * 1040 // 64)
+    assert all(one == found[0] for one in found[1:])
+
+
+def test_reading_ahead_resumes_with_the_very_next_record(tmp_path: Path) -> None:
+    paths = write(tmp_path, "csv", (700, 300))
+    everything = [batch["id"].flat_values.tolist() for batch in source_of(paths, "csv", epochs=2)]
+    for before in (0, 3, 15, 20):
+        first = source_of(paths, "csv", epochs=2, threads=3)
+        seen = [batch["id"].flat_values.tolist() for batch in islice(first, before)]
+        second = source_of(paths, "csv", epochs=2, threads=2)
+        second.restore(json.loads(json.dumps(first.position())))
+        assert seen + [batch["id"].flat_values.tolist() for batch in second] == everything
+
+
+class FailingCsv(CsvFormat):
+    """Cannot read from the middle of a file."""
+
+    def chunks(self, path: str, *, start: int = 0, **options: Any) -> Any:
+        if start > 8000:
+            raise CorruptFileError(path, start, "made up")
+        yield from super().chunks(path, start=start, **options)
+
+
+def test_a_piece_that_cannot_be_read_fails_in_its_turn(tmp_path: Path) -> None:
+    paths = write(tmp_path, "csv")
+    results = []
+    for threads in (0, 3):
+        read: list[int] = []
+        source = FileSource(paths, FailingCsv(), batch_size=16, shuffle=SHUFFLE, threads=threads)
+        with pytest.raises(CorruptFileError) as failed:  # noqa: PT012  what was read before counts
+            for batch in source:
+                read += batch["id"].flat_values.tolist()
+        results.append((read, str(failed.value)))
+    assert results[0] == results[1]

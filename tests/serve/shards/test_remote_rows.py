@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -553,3 +554,14 @@ def test_a_request_that_was_sent_while_the_entry_closed_is_given_up() -> None:
     leg = Leg(shard, b"", np.empty(0, np.uint8), 1, time.monotonic() + SOON, hedged=False)
     minder.watch(leg)
     assert leg.late
+
+
+def test_a_second_request_that_close_cancelled_is_no_answer(two: Shards) -> None:
+    """A lookup that waits for it fails as one whose replica failed, and not with an error of the pool."""
+    two.start(0)
+    two.start(1)
+    rows = two.entry(HEDGED)
+    leg = Leg(rows._map.shards[0], b"", np.empty(0, np.uint8), 1, time.monotonic() + SOON, hedged=True)
+    leg.hedge = Future()
+    leg.hedge.cancel()
+    assert rows._hedged(leg) is None

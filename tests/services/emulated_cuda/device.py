@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from services.emulated_cuda.tensors import DEVICE
+from services.emulated_cuda.tensors import DEVICE, HostStays
 from torch import Tensor
 
 from monolith import native
@@ -78,12 +78,16 @@ class EmulatedStream:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedGraph:
-    """Work that is done again by each replay, and not when it is captured."""
+    """Work that is done again by each replay, and not when it is captured.
+
+    A graph has only what the device did: tensors of the host that the work has changed are put back.
+    """
 
     work: Callable[[], None]
 
     def replay(self) -> None:
-        self.work()
+        with HostStays():
+            self.work()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("lazy", 0)
@@ -93,6 +94,32 @@ class DeviceTensor(Tensor):
             return found  # asked for in host memory
         written = _written(func, args, kwargs)
         return tree_map(_there, found) if written is None else written
+
+
+class HostStays(TorchDispatchMode):
+    """Puts tensors of the host back as they were at the end of a block, but for copies from the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if not any(isinstance(one, DeviceTensor) for one in _tensors(args, kwargs)):
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+            for one in func._schema.arguments:
+                if one.alias_info and one.alias_info.is_write:
+                    self._before += [(tensor, tensor.clone()) for tensor in _tensors(given.get(one.name))]
+        return func(*args, **kwargs)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with torch.no_grad():
+            for tensor, before in reversed(self._before):
+                tensor.copy_(before)
 
 
 def _memory(argument: Any) -> Any:

@@ -275,6 +275,16 @@ class Saver:
                 "checkpoint %s, which this run was rolled back from, is replaced by the step saved now",
                 prefix,
             )
+        if not is_new:
+            for path in sorted(exempt or ()):
+                if path == prefix or self._retention.needs(path, prefix):
+                    _log.error(
+                        "checkpoint %s is exempt from deletion, but this run was rolled back to before it "
+                        "and saves step %d again, which replaces it or a checkpoint that it continues. Copy "
+                        "a checkpoint to another folder before a rollback, if it is to stay.",
+                        path,
+                        step,
+                    )
         # Steps 1 and 2 (see above): journal, then data.
         before = self._retention.begun(prefix, needs, is_new=is_new)
         if is_new:

@@ -23,8 +23,10 @@ beginning to its end, with other files next to it.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,18 +39,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.concurrency import ThreadPoolExecutor
+from monolith.concurrency import Future, ThreadPoolExecutor
 from monolith.data.format import Chunk, Format
 from monolith.data.records import Records, concat
 from monolith.data.shuffling import Block, ShuffleConfig, permutation
 from monolith.data.source import Position, Shard
 from monolith.errors import DataError, RestoreError
-from monolith.tensors import RaggedTensor
 
 FEW_OPEN = 8
 """Pieces that are open at once even if fewer fill the buffer, as row groups do, unless they are large."""
 FEW_OPEN_BYTES = 1 << 30
 """Memory of open pieces beyond which no more are opened than the buffer needs, and two."""
+AHEAD_BYTES = 256 << 20
+"""Memory of pieces that are read ahead of their turn, about."""
 MOST_OPEN = 256
 """The most pieces that are open at once: each is a few numbers in a position."""
 _BLOCK_RECORDS = 32_768
@@ -120,16 +123,16 @@ class ShuffleCursor:
     """Records that were read so far, and that were malformed."""
 
 
-class _PieceState(NamedTuple):
-    """An open piece between two turns."""
+class _OpenChunk(NamedTuple):
+    """The current chunk of an open piece."""
 
     cursor: OpenPiece
+    """Before its first record."""
     then: OpenPiece | None
     """The same piece after the last record of its chunk; None at the end of the piece."""
 
     def after(self, records: int) -> OpenPiece | None:
-        skip = self.cursor.skip + records
-        return self.cursor._replace(skip=skip) if skip < self.cursor.size else self.then
+        return self.cursor._replace(skip=records) if records < self.cursor.size else self.then
 
 
 class _Turns(NamedTuple):
@@ -138,12 +141,16 @@ class _Turns(NamedTuple):
     first: int
     """The number of the first one in its block."""
     begin: ShuffleCursor
-    states: Sequence[_PieceState]
+    chunks: Sequence[_OpenChunk]
+    skips: NDArray[np.int64]
+    """How many records of each chunk were yielded before."""
 
     def cursor(self, number: int) -> ShuffleCursor:
         # Each piece has given `turns` records, and the first `more` pieces one in addition.
-        turns, more = divmod(number - self.first, len(self.states))
-        cursors = [one.after(turns + (index < more)) for index, one in enumerate(self.states)]
+        turns, more = divmod(number - self.first, len(self.chunks))
+        skips = self.skips + turns
+        skips[:more] += 1
+        cursors = [one.after(skip) for one, skip in zip(self.chunks, skips.tolist(), strict=True)]
         turned = tuple(one for one in cursors[more:] + cursors[:more] if one is not None)
         return replace(self.begin, open=turned, given=self.begin.given + number - self.first)
 
@@ -159,6 +166,8 @@ class _PieceReader:
         """Where the piece ends; None for the end of the file."""
         self.chunks = chunks
         self.records = Records(0, {})
+        self.chunk = _OpenChunk(cursor, None)
+        """What `records` are; the same object until the next chunk is read."""
         self.bytes = 0
         self.reached = 0.0
         """The fraction that was read of a file that cannot be split."""
@@ -166,18 +175,84 @@ class _PieceReader:
     @property
     def left(self) -> int:
         """The records of the chunk that were not yielded yet."""
-        return len(self.records) - self.skip
+        return self.chunk.cursor.size - self.skip
 
     @property
-    def state(self) -> _PieceState:
-        return _PieceState(
-            OpenPiece(self.epoch, self.file, self.place, self.skip, len(self.records)),
-            None if self.next == self.end else OpenPiece(self.epoch, self.file, self.next),
-        )
+    def cursor(self) -> OpenPiece:
+        return self.chunk.cursor._replace(skip=self.skip)
+
+    def note_chunk(self) -> None:
+        """Note the chunk that was read."""
+        begin = OpenPiece(self.epoch, self.file, self.place, 0, len(self.records))
+        then = None if self.next == self.end else OpenPiece(self.epoch, self.file, self.next)
+        self.chunk = _OpenChunk(begin, then)
 
     def close(self) -> None:
-        if isinstance(self.chunks, Generator):
-            self.chunks.close()
+        close_iterator(self.chunks)
+
+
+class _Loaded(NamedTuple):
+    """A piece that was read ahead: its first chunk, None if there is none, and the chunks after it."""
+
+    chunk: Chunk | None
+    rest: Iterator[Chunk]
+
+
+class _PieceLoader:
+    """Reads pieces ahead of their turn, in threads, in the order in which they will be opened.
+
+    Which pieces are opened, and when, does not depend on it: it only saves the wait.
+
+        pieces   ──submit, a few ahead──►  threads: read, parse   ──take, in order──►  `_open_more`
+    """
+
+    def __init__(
+        self, threads: int, load: Callable[[OpenPiece], _Loaded | None], pieces: Iterator[OpenPiece]
+    ) -> None:
+        self._most = 2 * threads
+        self._load = load
+        self._pieces = pieces
+        self._pool = ThreadPoolExecutor(threads, "monolith-read")
+        self._loading: deque[tuple[OpenPiece, Future[_Loaded | None]]] = deque()
+        self._began = False
+
+    def take(self, piece: OpenPiece, piece_bytes: int) -> Iterator[Chunk] | None:
+        """Return the chunks of the next piece; None if it was not read ahead.
+
+        Args:
+            piece_bytes: Memory of a piece, about: row groups are large, and then fewer are read ahead.
+        """
+        found = self._loading.popleft() if self._loading else (next(self._pieces, None), None)
+        ahead = min(self._most, max(AHEAD_BYTES // max(piece_bytes, 1), 2))
+        # The first piece of all is read by the caller, alone: formats say once what is odd about a file.
+        while self._began and len(self._loading) < ahead and (then := next(self._pieces, None)) is not None:
+            self._loading.append((then, self._pool.submit(self._load, then)))
+        self._began = True
+        known, future = found
+        assert known == piece, "pieces are opened in the order in which they are read ahead"
+        loaded = None if future is None else future.result()
+        return None if loaded is None else _chunks_of(loaded)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for _, future in self._loading:
+            if not future.cancelled() and future.exception() is None and (loaded := future.result()):
+                close_iterator(loaded.rest)
+
+
+def _chunks_of(loaded: _Loaded) -> Iterator[Chunk]:
+    try:
+        if loaded.chunk is not None:
+            yield loaded.chunk
+            yield from loaded.rest
+    finally:
+        close_iterator(loaded.rest)
+
+
+def close_iterator(chunks: Iterator[Chunk]) -> None:
+    """Close the file of a reader that was not read to its end."""
+    if isinstance(chunks, Generator):
+        chunks.close()
 
 
 class ShuffledPieces:
@@ -215,6 +290,8 @@ class ShuffledPieces:
         self._columns = columns
         self._epochs = epochs
         self._shuffle = shuffle
+        self._loader: _PieceLoader | None = None
+        """Reads pieces ahead while `blocks` iterates."""
         self._on_chunk = on_chunk
         self._on_empty = on_empty
         self._ends: list[dict[int, int | None] | None] = [None] * len(paths)
@@ -320,9 +397,16 @@ class ShuffledPieces:
 
     # Reading
 
-    def blocks(self, cursor: ShuffleCursor, shard: Shard) -> Iterator[Block[ShuffleCursor]]:
-        """Yield records from a cursor on, with the cursors between them."""
+    def blocks(self, cursor: ShuffleCursor, shard: Shard, threads: int = 0) -> Iterator[Block[ShuffleCursor]]:
+        """Yield records from a cursor on, with the cursors between them.
+
+        Args:
+            threads: How many read and parse pieces ahead of their turn; 0 reads each when it is its turn. The
+                records and their order are the same.
+        """
         readers: list[_PieceReader] = []
+        if threads:
+            self._loader = _PieceLoader(threads, self._load, self._unopened_pieces(cursor, shard))
         try:
             while True:
                 # 1. Windows first: at the end of an epoch, or those of former workers.
@@ -358,11 +442,39 @@ class ShuffledPieces:
                 if not readers:
                     return
                 # 4. The remaining records of the epoch are one window, permuted together.
-                cursors = tuple(reader.state.cursor for reader in readers)
+                cursors = tuple(reader.cursor for reader in readers)
                 cursor = replace(cursor, windows=(Window(0, cursors),), open=())
         finally:
             for reader in readers:
                 reader.close()
+            if self._loader is not None:
+                self._loader.close()
+                self._loader = None
+
+    def _unopened_pieces(self, cursor: ShuffleCursor, shard: Shard) -> Iterator[OpenPiece]:
+        """Yield the pieces that are opened from a cursor on, in the order in which `_open_more` does."""
+        later = itertools.count(cursor.next_epoch)
+        for one in itertools.chain(cursor.rest, (Unopened(epoch, *shard) for epoch in later)):
+            part = Shard(one.worker, one.workers)
+            if one.epoch >= cursor.next_epoch and (
+                not len(self._plan(part)) or (self._epochs is not None and one.epoch >= self._epochs)
+            ):
+                return
+            for first in range(one.first, len(self._plan(part)), one.step):
+                found = self._piece(one._replace(first=first))
+                assert found is not None
+                yield OpenPiece(one.epoch, *found)
+
+    def _load(self, piece: OpenPiece) -> _Loaded | None:
+        """Read the first chunk of a piece, in any thread; None for a file that cannot be split."""
+        ends = self._ends[piece.file]
+        if ends is None or None in ends.values():
+            return None
+        chunks = self._split.chunks(self._paths[piece.file], start=piece.place, columns=self._columns)
+        chunk = next(chunks, None)
+        if chunk is not None:
+            chunk.records.prepare()
+        return _Loaded(chunk, chunks)
 
     def _has_more(self, readers: Sequence[_PieceReader], cursor: ShuffleCursor) -> bool:
         """Whether open pieces are read in turn: their epoch has more pieces to open, or a piece more
@@ -406,7 +518,8 @@ class ShuffledPieces:
 
     def _open_more(self, readers: list[_PieceReader], cursor: ShuffleCursor, shard: Shard) -> ShuffleCursor:
         """Open pieces until there are enough; return the cursor without these in `rest`."""
-        buffered, used = sum(len(reader.records) for reader in readers), sum(one.bytes for one in readers)
+        buffered = sum([reader.chunk.cursor.size for reader in readers])
+        used = sum([reader.bytes for reader in readers])
         while len(readers) < MOST_OPEN and (
             buffered < self._shuffle.buffer
             or len(readers) < 2
@@ -431,7 +544,11 @@ class ShuffledPieces:
                 continue
             rest = (unopened._replace(first=unopened.first + unopened.step), *cursor.rest[1:])
             cursor = replace(cursor, rest=rest, opened=cursor.opened + 1)
-            reader = self._reader(OpenPiece(unopened.epoch, *found))
+            piece = OpenPiece(unopened.epoch, *found)
+            loaded = None
+            if self._loader is not None:
+                loaded = self._loader.take(piece, used // max(len(readers), 1))
+            reader = self._reader(piece, loaded)
             try:
                 cursor = self._read_chunk(reader, cursor)
             finally:
@@ -442,7 +559,7 @@ class ShuffledPieces:
                 buffered, used = buffered + len(reader.records), used + reader.bytes
         return cursor
 
-    def _reader(self, cursor: OpenPiece) -> _PieceReader:
+    def _reader(self, cursor: OpenPiece, loaded: Iterator[Chunk] | None = None) -> _PieceReader:
         path, ends = self._paths[cursor.file], self._ends[cursor.file]
         if ends is None:  # a file of a former worker
             ends = self._ends[cursor.file] = self._find_ends(cursor.file)
@@ -452,7 +569,7 @@ class ShuffledPieces:
             )
         # If a payload is a batch of records, a cursor may be inside a piece.
         begin = max((one for one in ends if one <= cursor.place), default=0)
-        chunks = self._split.chunks(path, start=cursor.place, columns=self._columns)
+        chunks = loaded or self._split.chunks(path, start=cursor.place, columns=self._columns)
         return _PieceReader(cursor, ends.get(begin), chunks)
 
     def _read_chunk(self, reader: _PieceReader, cursor: ShuffleCursor, size: int = 0) -> ShuffleCursor:
@@ -485,7 +602,8 @@ class ShuffledPieces:
                 # Every chunk has its own order, which only depends on the seed, the epoch and where it is.
                 key = (self._shuffle.seed, reader.epoch, zlib.crc32(path.encode()), reader.place)
                 reader.records = chunk.records.take(permutation(len(chunk.records), *key))
-                reader.bytes = sum(map(_bytes_of, chunk.records.columns.values()))
+                reader.bytes = chunk.records.nbytes
+        reader.note_chunk()
         if size:
             reader.skip = skip
         if reader.next == reader.end:
@@ -641,33 +759,38 @@ class _Interleaved:
     def __init__(self) -> None:
         self.count = 0
         self._turns: list[_Turns] = []
-        self._chunks: dict[int, tuple[Records, int, int]] = {}
-        """By identity of a chunk, which of its records are taken: they are consecutive."""
+        self._chunks: dict[int, tuple[_PieceReader, Records, int]] = {}
+        """By identity of a chunk: who reads it, its records, and the first of them that is taken."""
         self._order: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         """The number of the chunk, in the order in which they were first seen, and of the record in it."""
         self._numbers: dict[int, int] = {}
 
     def add(self, readers: Sequence[_PieceReader], cursor: ShuffleCursor) -> tuple[int, int]:
         """Interleave until a piece has no more; return how many records, and which reader comes next."""
-        self._turns.append(_Turns(self.count, cursor, [reader.state for reader in readers]))
+        # A hundred pieces may be open, and one of them ends every few hundred records: work on all pieces
+        # is done on arrays where it can be.
         width = len(readers)
+        skips = np.array([reader.skip for reader in readers])
+        self._turns.append(_Turns(self.count, cursor, [reader.chunk for reader in readers], skips))
         # Interleave until the first piece has used up its chunk: reader `number` gives its last record in
         # turn `left - 1`, which is record (left - 1) * width + number.
-        count = min((reader.left - 1) * width + number + 1 for number, reader in enumerate(readers))
-        count = min(count, _BLOCK_RECORDS)
+        left = np.array([reader.chunk.cursor.size for reader in readers]) - skips
+        count = min(int(((left - 1) * width + np.arange(width)).min()) + 1, _BLOCK_RECORDS)
         turns, more = divmod(count, width)
-        numbers, firsts = np.empty(width, np.int64), np.empty(width, np.int64)
+        numbers = np.empty(width, np.int64)
         for index, reader in enumerate(readers):
-            key, firsts[index] = id(reader.records), reader.skip
-            numbers[index] = self._numbers.setdefault(key, len(self._numbers))
+            key = id(reader.chunk)
+            number = self._numbers.get(key)
+            if number is None:
+                number = self._numbers[key] = len(self._numbers)
+                self._chunks[key] = (reader, reader.records, reader.skip)
+            numbers[index] = number
             reader.skip += turns + (index < more)
-            _, first, _ = self._chunks.get(key, (reader.records, int(firsts[index]), 0))
-            self._chunks[key] = (reader.records, first, reader.skip)
-        taken = (firsts + np.arange(turns)[:, None]).reshape(-1)
+        taken = (skips + np.arange(turns)[:, None]).reshape(-1)
         self._order.append(
             (
                 np.concatenate([np.tile(numbers, turns), numbers[:more]]),
-                np.concatenate([taken, firsts[:more] + turns]),
+                np.concatenate([taken, skips[:more] + turns]),
             )
         )
         self.count += count
@@ -675,7 +798,11 @@ class _Interleaved:
 
     def block(self) -> Block[ShuffleCursor]:
         """Return the records in the order of the turns."""
-        chunks = [self._chunks[key] for key in self._numbers]
+        chunks = [
+            # A reader that has the next chunk by now has used up this one.
+            (records, first, reader.skip if reader.records is records else len(records))
+            for reader, records, first in self._chunks.values()
+        ]
         # Concatenate the used range of every chunk, then take all records in one gather: `bases` maps a
         # record number within a chunk to its row in the concatenation.
         sizes = np.array([last - first for _, first, last in chunks])
@@ -689,9 +816,3 @@ class _Interleaved:
             return self._turns[max(bisect_left(firsts, number) - 1, 0)].cursor(number)
 
         return Block(records, cursor_before)
-
-
-def _bytes_of(column: RaggedTensor) -> int:
-    values = column.values
-    inner = _bytes_of(values) if isinstance(values, RaggedTensor) else values.nbytes
-    return inner + column.row_splits.nbytes

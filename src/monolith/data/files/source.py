@@ -76,6 +76,8 @@ class FileSource(Source, WorkQueueSource):
         max_wait: With a watch, how long the first record of a batch waits for the rest of it, before the
             batch is yielded as it is; None does not wait.
         clock: Seconds that only grow.
+        threads: How many read and parse the pieces of a shuffled list ahead; 0 reads in the thread that
+            iterates. Records and their order do not depend on it.
 
     Examples:
         >>> from pathlib import Path
@@ -108,7 +110,10 @@ class FileSource(Source, WorkQueueSource):
         max_wait: timedelta | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = concurrency.monotonic,
+        threads: int = 0,
     ) -> None:
+        if threads < 0:
+            raise ConfigError(f"file source: threads must be 0 or more, got {threads}")
         if batch_size < 1:
             raise ConfigError(f"file source: batch_size must be at least 1, got {batch_size}")
         if max_wait is not None and max_wait < timedelta(0):
@@ -134,6 +139,7 @@ class FileSource(Source, WorkQueueSource):
         self._drop_remainder = drop_remainder
         self._max_wait = 0.0 if max_wait is None else max_wait.total_seconds()
         self._clock = clock
+        self._threads = threads
         self._closed = False
 
         # Which files are read. Of these, `_paths`, `_file_set`, `_progress` and `_pieces` are for lists only.
@@ -317,7 +323,8 @@ class FileSource(Source, WorkQueueSource):
     def _read_shuffled(self, pieces: ShuffledPieces) -> Iterator[Records]:
         """Yield the batches of a list of files that is shuffled."""
         batcher: Batcher[ShuffleCursor] = Batcher(self._batch_size)
-        with closed_after(pieces.blocks(self._shuffle_cursor, self._shard_in(self.position()))) as blocks:
+        shard = self._shard_in(self.position())
+        with closed_after(pieces.blocks(self._shuffle_cursor, shard, self._threads)) as blocks:
             for block in blocks:
                 for batch, self._shuffle_cursor in batcher.add(block):
                     yield batch

@@ -25,12 +25,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import BinaryIO, Self
 
+import numpy as np
 import torch
 
 from monolith import native
 from monolith.data.format import BadRecord, Chunk, OddColumn, TextFormat
 from monolith.data.formats.compressed import OpenText, compression_of, write_text
-from monolith.data.records import DTYPES, Records, as_read, column_from_arrays
+from monolith.data.records import DTYPES, Records, as_read
+from monolith.data.row_gathering import GatheredColumns, RowBlock
 from monolith.errors import ConfigError, CorruptFileError, DataError
 from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
@@ -129,8 +131,11 @@ class CsvFormat(TextFormat):
                 parsed = self._parse(parser, window)
                 bad = _bad_records(parsed, wanted, window, lines)
                 records = csv_records(parsed, wanted)
-                if kinds is None:
+                if kinds is None and self._heads is None:
                     kinds = self._kinds(records, layout, window)
+                elif kinds is None:
+                    # Of pieces in any order, it is the beginning of the file that tells, for all of them.
+                    kinds = self._head(path, lambda: self._first_kinds(path, layout, wanted), "kinds")
                 window.move(parsed.next)
                 if not parsed.records and not bad:
                     return
@@ -273,6 +278,15 @@ class CsvFormat(TextFormat):
                     f"line, or give the column's type: CsvFormat(types={{{name!r}: ...}})."
                 )
                 yield OddColumn(text, odd <= _SLIP_FRACTION * records)
+
+    def _first_kinds(self, path: str, layout: _Layout, wanted: Sequence[str]) -> dict[str, ColumnKind]:
+        """Return the same as `_kinds` of the first chunk of a file."""
+        with OpenText(path) as text:
+            window = _Window(text.file, layout.begin)
+            positions = [(layout.names.index(name), _TYPES[layout.types[name]]) for name in wanted]
+            parser = native.CsvParser(self._dialect, len(layout.names), positions)
+            records = csv_records(self._parse(parser, window), wanted)
+            return self._kinds(records, layout, window)
 
     def _kinds(self, records: Records, layout: _Layout, window: _Window) -> dict[str, ColumnKind]:
         """Return how the columns of a file are written again, as its first chunk tells."""
@@ -423,9 +437,8 @@ def csv_parser(
 
 def csv_records(parsed: native.ParsedCsv, names: Sequence[str]) -> Records:
     """Return the records that a parser found, given the names of its columns."""
-    found = zip(names, parsed.take_columns(), strict=True)
-    columns = {name: column_from_arrays(*arrays) for name, arrays in found}
-    return Records(parsed.records, columns, complete=True)
+    rows, block = np.arange(parsed.records), RowBlock.parsed(names, parsed.take_block())
+    return Records(parsed.records, GatheredColumns.of(block, rows), complete=True)
 
 
 def _bad_records(

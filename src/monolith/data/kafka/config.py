@@ -198,7 +198,7 @@ def import_kafka() -> Any:
     if (here := concurrency.machine()) is not None:
         return here.kafka
     try:
-        import confluent_kafka
+        import confluent_kafka.admin  # which is then an attribute of the package
     except ImportError as cause:
         raise MissingExtraError("confluent-kafka", "kafka", "reading and writing Kafka topics") from cause
     return confluent_kafka

@@ -66,7 +66,13 @@ class DeviceGatherer:
         """
         cells = self._cells(batch)
         if one_each is None:
-            one_each = _check(batch, cells.count)
+            # Most batches repeat the splits of the one before: one comparison in place of several passes.
+            if cells.each is not None and torch.equal(batch.splits, cells.each):
+                one_each = _check_ends(batch, cells.count)
+            else:
+                one_each = _check(batch, cells.count)
+                if one_each:
+                    cells.each = torch.arange(cells.count + 1)
         splits = batch.splits.numpy()
         if one_each and batch.weights is None and (splits[cells.first] == cells.first).all():
             known = cells.one_each  # as in every batch of this shape
@@ -273,6 +279,8 @@ class _Cells:
         self.first = begins[where]
         self.end = np.where(self.there, begins[where + 1], self.first)
         self.step = self.there & ~np.append(shared, False)[where]
+        self.each: Tensor | None = None
+        """The splits of a batch in which every cell has one id, once there was one."""
         self.one_each: _Placed | None = None
         """The places of batches in which every cell has one id, without weights."""
 
@@ -370,7 +378,10 @@ class DeviceBatch:
 
     def refill(self, other: DeviceBatch) -> None:
         """Copy a batch of the same shape into the memory of this one, on the current stream."""
-        other._arrive(other._buffer)
+        current = self._gatherer.device.current_stream()
+        if current != other._stream:
+            current.wait_for(other._stream)
+            current.keep(other._buffer)
         self._buffer.copy_(other._buffer, non_blocking=True)
 
     def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
@@ -467,6 +478,24 @@ def _check(batch: FeatureIds, cells: int) -> bool:
     Raises:
         FeatureError: It does not. In the words of the core.
     """
+    _check_ends(batch, cells)
+    splits, ids = batch.splits, len(batch.ids)
+    many_threads = torch.get_num_threads() > _COMPARED_ALONE
+    numbers: Any = splits if many_threads else splits.numpy()
+    before, after = numbers[:-1], numbers[1:]
+    if ids == cells and bool((after > before).all()):
+        return True
+    if not bool((after >= before).all()):
+        raise FeatureError("batch: splits must not fall")
+    return False
+
+
+def _check_ends(batch: FeatureIds, cells: int) -> bool:
+    """Check what can be seen without looking at all splits; returns True.
+
+    Raises:
+        FeatureError: As in `_check`.
+    """
     splits, ids = batch.splits, len(batch.ids)
     if len(splits) != cells + 1:
         raise FeatureError(
@@ -480,14 +509,7 @@ def _check(batch: FeatureIds, cells: int) -> bool:
         )
     if ids >= _MOST or cells >= _MOST:
         raise FeatureError("batch: a batch on a GPU may have 2^31 - 1 ids")
-    many_threads = torch.get_num_threads() > _COMPARED_ALONE
-    numbers: Any = splits if many_threads else splits.numpy()
-    before, after = numbers[:-1], numbers[1:]
-    if ids == cells and bool((after > before).all()):
-        return True
-    if not bool((after >= before).all()):
-        raise FeatureError("batch: splits must not fall")
-    return False
+    return True
 
 
 def _runs(

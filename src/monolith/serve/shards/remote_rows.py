@@ -17,6 +17,7 @@ request (a leg) to each shard, and sends all of them before it waits for the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -465,7 +466,7 @@ class RemoteRows:
             return None
         try:
             return leg.hedge.result(max(0.0, leg.deadline - concurrency.monotonic()))
-        except (MonolithError, TimeoutError):
+        except (MonolithError, TimeoutError, CancelledError):  # cancelled: `close` came before it was sent
             return None
 
 

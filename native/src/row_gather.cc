@@ -1,0 +1,139 @@
+#include "row_gather.h"
+
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+
+namespace monolith {
+namespace {
+
+void check_splits(std::span<const std::int64_t> splits, std::size_t size) {
+  if (splits.empty()) throw std::invalid_argument("splits must not be empty");
+  bool falls = splits.front() < 0 || splits.back() > static_cast<std::int64_t>(size);
+  for (std::size_t i = 1; i < splits.size(); ++i) falls |= splits[i] < splits[i - 1];
+  if (falls) throw std::invalid_argument("splits must not fall, nor reach beyond what they split");
+}
+
+std::size_t values_of(const ColumnView& column) {
+  switch (column.type) {
+    case ColumnType::kInt64:
+      return column.ints.size();
+    case ColumnType::kFloat:
+      return column.floats.size();
+    default:
+      return column.inner.size() - 1;
+  }
+}
+
+struct Range {
+  std::int64_t begin, end;
+};
+
+// The places of a gather: which column, and which of its rows.
+class Places {
+ public:
+  Places(std::span<const ColumnView* const> column, std::span<const std::int32_t> block_of,
+         std::span<const std::int64_t> rows)
+      : column_(column), block_of_(block_of), rows_(rows) {}
+
+  std::size_t size() const { return rows_.size(); }
+  const ColumnView& block(std::size_t i) const {
+    return *column_[block_of_.empty() ? 0 : static_cast<std::size_t>(block_of_[i])];
+  }
+  std::size_t row(std::size_t i) const { return static_cast<std::size_t>(rows_[i]); }
+  Range values(std::size_t i) const {
+    const ColumnView& column = block(i);
+    return {column.splits[row(i)], column.splits[row(i) + 1]};
+  }
+  bool one_each() const {
+    for (const ColumnView* const column : column_)
+      if (!column->one_each) return false;
+    return true;
+  }
+
+ private:
+  const std::span<const ColumnView* const> column_;
+  const std::span<const std::int32_t> block_of_;
+  const std::span<const std::int64_t> rows_;
+};
+
+template <class T, std::span<const T> ColumnView::*Values>
+void gather_numbers(const Places& places, bool one_each, std::vector<T>& out, std::size_t total) {
+  if (one_each) {
+    out.resize(places.size());
+    for (std::size_t i = 0; i < places.size(); ++i) out[i] = (places.block(i).*Values)[places.row(i)];
+    return;
+  }
+  out.reserve(total);
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const auto [begin, end] = places.values(i);
+    const T* const values = (places.block(i).*Values).data();
+    out.insert(out.end(), values + begin, values + end);
+  }
+}
+
+void gather_texts(const Places& places, ParsedColumn& out, std::size_t total) {
+  // Two passes: the sizes first, so that the bytes are allocated once.
+  out.inner.reserve(total + 1);
+  out.inner.push_back(0);
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const auto [begin, end] = places.values(i);
+    const std::int64_t* const inner = places.block(i).inner.data();
+    for (std::int64_t at = begin; at < end; ++at)
+      out.inner.push_back(out.inner.back() + inner[at + 1] - inner[at]);
+  }
+  out.bytes.resize(static_cast<std::size_t>(out.inner.back()));
+  std::uint8_t* to = out.bytes.data();
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    const auto [begin, end] = places.values(i);
+    const ColumnView& block = places.block(i);
+    // The strings of a row lie one after the other.
+    const auto size = static_cast<std::size_t>(block.inner[static_cast<std::size_t>(end)] -
+                                               block.inner[static_cast<std::size_t>(begin)]);
+    if (size > 0) std::memcpy(to, block.bytes.data() + block.inner[static_cast<std::size_t>(begin)], size);
+    to += size;
+  }
+}
+
+}  // namespace
+
+void settle_column(ColumnView& column) {
+  if (column.type == ColumnType::kBytes) check_splits(column.inner, column.bytes.size());
+  check_splits(column.splits, values_of(column));
+  bool odd = false;
+  for (std::size_t i = 0; i < column.splits.size(); ++i)
+    odd |= column.splits[i] != static_cast<std::int64_t>(i);
+  column.one_each = !odd;
+}
+
+ParsedColumn gather_column(std::span<const ColumnView* const> column, std::span<const std::int32_t> block_of,
+                           std::span<const std::int64_t> rows) {
+  const Places places(column, block_of, rows);
+  const bool one_each = places.one_each();
+  ParsedColumn out;
+  out.type = column.empty() ? ColumnType::kInt64 : column[0]->type;
+  out.splits.resize(rows.size() + 1);
+  if (one_each) {
+    std::iota(out.splits.begin(), out.splits.end(), std::int64_t{0});
+  } else {
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      const auto [begin, end] = places.values(i);
+      out.splits[i + 1] = out.splits[i] + end - begin;
+    }
+  }
+  const auto total = static_cast<std::size_t>(out.splits.back());
+  switch (out.type) {
+    case ColumnType::kInt64:
+      gather_numbers<std::int64_t, &ColumnView::ints>(places, one_each, out.ints, total);
+      break;
+    case ColumnType::kFloat:
+      gather_numbers<float, &ColumnView::floats>(places, one_each, out.floats, total);
+      break;
+    case ColumnType::kBytes:
+      gather_texts(places, out, total);
+      break;
+  }
+  return out;
+}
+
+}  // namespace monolith

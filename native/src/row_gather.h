@@ -1,0 +1,42 @@
+// Gathering rows: records in another order, out of many blocks, all columns in one call.
+//
+// Shuffling and batching only decide which record comes next. That is numbers, and cheap; moving the values
+// is not. So an order is put together first, over blocks that stay as they were parsed, and each value is
+// moved once, from its block to its batch.
+//
+//     blocks    0: a b c    1: d e        places    (0, 2) (1, 0) (0, 0)   ->   c d a
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "example_parser.h"
+
+namespace monolith {
+
+// A ragged column of a block, over memory that its owner keeps.
+struct ColumnView {
+  ColumnType type = ColumnType::kInt64;
+  std::span<const std::int64_t> splits;  // where each row begins among the values, then where the last ends
+  // Those of the type are set. Strings lie in `bytes`; `inner` says where each begins.
+  std::span<const std::int64_t> ints;
+  std::span<const float> floats;
+  std::span<const std::byte> bytes;
+  std::span<const std::int64_t> inner;
+  bool one_each = false;  // row i is value i: most columns are so, and are gathered without their splits
+
+  std::size_t rows() const { return splits.size() - 1; }
+};
+
+// Checks the splits of a column and finds whether it has one value in each row. Throws std::invalid_argument
+// for splits that fall or reach beyond what they split.
+void settle_column(ColumnView& column);
+
+// One row of a block for each place, in order. `column` is the same column of all blocks, of one type;
+// `block_of` is empty if there is one block. Places are not checked.
+ParsedColumn gather_column(std::span<const ColumnView* const> column, std::span<const std::int32_t> block_of,
+                           std::span<const std::int64_t> rows);
+
+}  // namespace monolith

@@ -1,0 +1,220 @@
+"""Training steps that a GPU replays as graphs: runs end as with single launches, and say which they use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime.test_device_rows import OnDevice, Rows, assert_same_rows
+from services.emulated_cuda import device_named, device_names
+from torch import Tensor, nn
+from train.tasks import Clicks
+
+from monolith.cuda import Device
+from monolith.errors import DivergedError
+from monolith.feature import Batch
+from monolith.runtime import Trainer
+from monolith.train import Hook, Mode, Outputs, StepResult, TrainConfig, TrainingRun
+from monolith.train.hooks import SaveConfig
+
+
+@pytest.fixture(params=device_names())
+def device(request: pytest.FixtureRequest) -> Device:
+    return device_named(request.param)
+
+
+@dataclass(frozen=True)
+class Spoiled(Clicks):
+    """Some of its batches have a label that is infinite, and so is their loss."""
+
+    batches: int = 12
+    batch_size: int = 16
+    bad: Sequence[int] = ()
+    scheduled: bool = False
+
+    def dataset(self, mode: Mode) -> Any:
+        for number, batch in enumerate(super().dataset(mode)):
+            spoil = torch.inf if mode is Mode.TRAIN and number in self.bad else 1.0
+            yield replace(batch, labels={"click": spoil * (batch.labels["click"] + 1) - 1})
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        logits: Tensor = model(batch)
+        error = logits.sigmoid() - batch.labels["click"]
+        return Outputs(error.square().mean(), {"click": logits.sigmoid()})
+
+    def metrics(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
+        return ("mae",)
+
+    def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def dense_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if self.scheduled else None
+
+
+class Steps(Hook):
+    """Remembers the steps that hooks were told of, and what they said."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.losses: list[float] = []
+
+    def after_step(self, run: TrainingRun, result: StepResult) -> None:  # noqa: ARG002
+        self.steps.append(result.step)
+        self.losses.append(float(result.loss))
+
+
+def run(device: Device, task: Clicks, *hooks: Hook, **config: Any) -> Any:
+    settings = TrainConfig(
+        accelerator="cuda", embedding_device="device", deterministic=True, metric_window=32, **config
+    )
+    return Trainer(task, settings, hooks=hooks, accelerator=OnDevice(device)).train()
+
+
+def test_a_run_says_that_steps_are_replayed_and_ends_as_without(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "monolith.runtime.step")
+    found = []
+    for graphs in (False, True):
+        rows, steps = Rows(), Steps()
+        report = run(device, Spoiled(), rows, steps, step_graphs=graphs)
+        found.append((rows.found, steps.losses, report.windows, report.examples))
+        assert ("replayed as CUDA graphs, one launch each: batches of 16" in caplog.text) == graphs
+        assert steps.steps == list(range(1, 13))
+    assert_same_rows(found[1][0], found[0][0])
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)
+    assert found[1][3] == found[0][3] == 12 * 16
+    windows = [[row.value for row in one[2]["click/mae"]] for one in found]
+    assert len(windows[0]) == 6
+    assert windows[1] == pytest.approx(windows[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [(6,), (5, 6, 9), (11,), (0, 1)])
+def test_a_refused_batch_is_skipped_and_not_counted(
+    device: Device, bad: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for graphs in (False, True):
+        rows = Rows()
+        report = run(device, Spoiled(bad=bad), rows, step_graphs=graphs)
+        found.append(rows.found)
+        assert report.skipped == len(bad)
+        assert report.step == 12 - len(bad)
+        assert report.examples == 16 * (12 - len(bad))
+    assert_same_rows(found[1], found[0])
+    assert f"Nothing of it was applied; {len(bad)} so far" in caplog.text
+
+
+def test_hooks_see_finite_losses(device: Device) -> None:
+    steps = Steps()
+    run(device, Spoiled(bad=(6,)), steps)
+    assert all(torch.tensor(steps.losses).isfinite())
+
+
+def test_a_run_takes_as_many_steps_as_it_was_asked_for(device: Device) -> None:
+    """A refused batch among the last ones is noticed before the run ends."""
+    report = run(device, Spoiled(batches=20, bad=(8,)), max_steps=9)
+    assert (report.step, report.skipped) == (9, 1)
+
+
+def test_too_many_refused_batches_in_a_row_end_the_run(device: Device) -> None:
+    with pytest.raises(DivergedError, match="3 batches in a row could not be trained on"):
+        run(device, Spoiled(bad=range(5, 12)), max_skipped_in_a_row=2)
+
+
+@pytest.mark.parametrize("bad", [(), (3, 7)])
+def test_a_run_that_is_saved_and_resumed_ends_like_one_that_is_not(
+    device: Device, tmp_path: Path, bad: Sequence[int]
+) -> None:
+    task = Spoiled(bad=bad)
+    alone, resumed = Rows(), Rows()
+    run(device, task, alone, model_dir=str(tmp_path / "alone"))
+    batches = list(task.dataset(Mode.TRAIN))
+
+    @dataclass(frozen=True)
+    class Resumable(Spoiled):
+        def dataset(self, mode: Mode) -> Any:
+            del mode
+            return _Listed(batches)
+
+    for steps in (4, None):
+        how = {"model_dir": str(tmp_path / "resumed"), "save": SaveConfig(steps=2), "steps": steps}
+        run(device, Resumable(bad=bad), resumed, **how)
+    assert_same_rows(resumed.found, alone.found)
+
+
+class _Listed:
+    """Batches of a list, as a source with a position."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches, self._next = batches, 0
+
+    def __iter__(self) -> Any:
+        while self._next < len(self._batches):
+            self._next += 1
+            yield self._batches[self._next - 1]
+
+    def position(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def restore(self, position: Any) -> None:
+        self._next = position["next"]
+
+    def commit(self, position: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_schedule_of_rates_moves_with_the_steps(device: Device) -> None:
+    """SGD has its rate in its launches: after some captures it is trained by single launches."""
+    found = []
+    for graphs in (False, True):
+        rows = Rows()
+        run(device, Spoiled(batches=16, scheduled=True), rows, step_graphs=graphs)
+        found.append(rows.found)
+    assert_same_rows(found[1], found[0])
+
+
+def test_a_run_says_why_its_model_is_not_captured(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    run(device, Spoiled(threshold=2))
+    assert "not replayed as CUDA graphs: table" in caplog.text
+    assert "counts in host memory how often an id was seen" in caplog.text
+
+
+def test_a_model_that_reads_its_batch_by_itself_is_trained_by_single_launches(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Peeks(Spoiled):
+        def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+            found = super().outputs(model, batch)
+            return replace(found, loss=found.loss * (1 + batch.ids.event_time % 2))
+
+    found = []
+    for graphs in (False, True):
+        rows = Rows()
+        assert run(device, Peeks(), rows, step_graphs=graphs).step == 12
+        found.append(rows.found)
+    assert "not replayed as CUDA graphs: AcceleratorError: the model reads the event time" in caplog.text
+    assert_same_rows(found[1], found[0])
+
+
+def test_products_in_bfloat16_train_nearly_as_in_float32() -> None:
+    found = []
+    for precision in ("float32", "bfloat16"):
+        steps, rows = Steps(), Rows()
+        config: Any = {"precision": precision, "deterministic": True}
+        task = Clicks(batches=12, batch_size=64)
+        trainer = Trainer(task, TrainConfig(**config), hooks=[steps, rows])
+        trainer.train()
+        found.append((steps.losses, rows.found))
+    assert found[1][0] == pytest.approx(found[0][0], abs=0.02)
+    assert found[1][0] != found[0][0]
+    assert found[1][1].keys() == found[0][1].keys()
