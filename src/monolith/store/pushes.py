@@ -86,7 +86,8 @@ class AppliedPushes:
         """
         with self._changed:
             pushes = self._of(sender, number)
-            self._changed.wait_for(lambda: number not in pushes.under_way)
+            while number in pushes.under_way:
+                self._changed.wait()
             if number in pushes.failed:
                 raise ClusterError(f"push {number} failed when it first arrived: {pushes.failed[number]}")
             is_new = self._is_new(pushes, number)
@@ -154,7 +155,8 @@ class AppliedPushes:
         if number > pushes.highest:
             pushes.floor = max(pushes.floor, number - REMEMBERED)
             pushes.missing.update(range(max(pushes.highest, pushes.floor) + 1, number))
-            pushes.missing = {one for one in pushes.missing if one > pushes.floor}
+            if pushes.missing:  # rarely: most pushes arrive in order
+                pushes.missing = {one for one in pushes.missing if one > pushes.floor}
             pushes.highest = number
 
     def _end(self, pushes: _Sender, number: int, *, applied: bool = True, failure: str | None = None) -> None:
