@@ -620,6 +620,9 @@ class TableGroup:
         Copy one embedding per id into `out`; sizes[shard * tables + table] says whose ids are whose.
         """
 
+    def read(self, ids: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, memory: KeptMemory) -> NDArray[numpy.float32]:
+        """Like lookup, into an array of `memory`."""
+
     def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, gradients: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """Step every table once, with its ids of all shards in shard order."""
 
@@ -834,11 +837,15 @@ class Routes:
     def floats(self) -> int:
         """Of all rows."""
 
-    def spread_numbers(self, numbers: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], to: Sequence[Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]]) -> None:
-        """Write what there is for each server of `numbers`, one per id."""
+    def request_bytes(self, numbers: int, rows: int) -> list[int]:
+        """
+        By server: bytes of a request with so many arrays of a number per id, and of a row per id.
+        """
 
-    def spread_rows(self, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], to: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]]) -> None:
-        """Write what there is for each server of `rows`, one after another."""
+    def write_requests(self, numbers: Sequence[Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]], rows: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]], to: Sequence[Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]]) -> None:
+        """
+        Write the request to each server: sizes of its cells, numbers, then rows.
+        """
 
     def gather_rows(self, servers: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]], rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Write the rows of each server where the caller has them."""
