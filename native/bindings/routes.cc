@@ -31,16 +31,15 @@ void make(Routes* self, const Ids& ids, const Ids& sizes, const Ids& widths, std
   new (self) Routes(as_span(ids), as_span(sizes), as_span(widths), num_batches, num_servers);
 }
 
-void spread_numbers(const Routes& routes, const Ids& numbers, const std::vector<Out<std::int64_t>>& to) {
-  const auto targets = spans<std::int64_t>(to);
+void write_requests(const Routes& routes, const std::vector<Ids>& numbers, const std::vector<Floats>& rows,
+                    const std::vector<Out<std::uint8_t>>& to) {
+  const auto number_columns = spans<const std::int64_t>(numbers);
+  const auto row_columns = spans<const float>(rows);
+  std::vector<std::span<std::byte>> targets;
+  targets.reserve(to.size());
+  for (const auto& array : to) targets.push_back(std::as_writable_bytes(as_span(array)));
   GilReleased unlocked;
-  routes.spread_numbers(as_span(numbers), targets);
-}
-
-void spread_rows(const Routes& routes, const Floats& rows, const std::vector<Out<float>>& to) {
-  const auto targets = spans<float>(to);
-  GilReleased unlocked;
-  routes.spread_rows(as_span(rows), targets);
+  routes.write_requests(number_columns, row_columns, targets);
 }
 
 void gather_rows(const Routes& routes, const std::vector<Floats>& from, const Out<float>& rows) {
@@ -69,10 +68,10 @@ void bind_routes(nb::module_& m) {
       .def_prop_ro(
           "num_floats", [](const Routes& self) { return list(self.num_floats()); }, "By server.")
       .def_prop_ro("floats", &Routes::floats, "Of all rows.")
-      .def("spread_numbers", &spread_numbers, "numbers"_a.noconvert(), "to"_a.noconvert(),
-           "Write what there is for each server of `numbers`, one per id.")
-      .def("spread_rows", &spread_rows, "rows"_a.noconvert(), "to"_a.noconvert(),
-           "Write what there is for each server of `rows`, one after another.")
+      .def("request_bytes", &Routes::request_bytes, "numbers"_a, "rows"_a,
+           "By server: bytes of a request with so many arrays of a number per id, and of a row per id.")
+      .def("write_requests", &write_requests, "numbers"_a.noconvert(), "rows"_a.noconvert(),
+           "to"_a.noconvert(), "Write the request to each server: sizes of its cells, numbers, then rows.")
       .def("gather_rows", &gather_rows, "servers"_a.noconvert(), "rows"_a.noconvert(),
            "Write the rows of each server where the caller has them.");
 }

@@ -10,67 +10,14 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "column_block.h"
 #include "row_gather.h"
-#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace monolith {
 namespace {
-
-// The columns of some records, over tensors that it keeps alive.
-class ColumnBlock {
- public:
-  ColumnBlock(std::size_t rows, const nb::list& columns, const nb::tuple& types)
-      : rows_(rows) {
-    if (types.size() != 3) throw std::invalid_argument("ColumnBlock: types are those of bytes, ints, floats");
-    const TensorReader tensors(types[0], types[1], types[2]);
-    columns_.reserve(columns.size());
-    for (const nb::handle each : columns) {
-      const auto column = nb::cast<nb::tuple>(each);
-      if (column.size() != 3)
-        throw std::invalid_argument("ColumnBlock: a column is (values, texts, splits)");
-      columns_.push_back(read(tensors, column));
-      if (columns_.back().rows() != rows)
-        throw std::invalid_argument("ColumnBlock: a column has another number of rows");
-      kept_.push_back(column);
-    }
-  }
-
-  std::size_t rows() const { return rows_; }
-  const std::vector<ColumnView>& columns() const { return columns_; }
-
- private:
-  template <class T>
-  static std::span<const T> need(const TensorReader& tensors, nb::handle tensor) {
-    const auto found = tensors.read<T>(tensor);
-    if (!found) throw std::invalid_argument("ColumnBlock: columns are plain tensors on the CPU");
-    return *found;
-  }
-
-  static ColumnView read(const TensorReader& tensors, const nb::tuple& column) {
-    const nb::handle values = column[0], texts = column[1];
-    ColumnView view;
-    view.splits = need<std::int64_t>(tensors, column[2]);
-    if (!texts.is_none()) {
-      view.type = ColumnType::kBytes;
-      view.bytes = need<std::byte>(tensors, values);
-      view.inner = need<std::int64_t>(tensors, texts);
-    } else if (tensors.holds<float>(values)) {
-      view.type = ColumnType::kFloat;
-      view.floats = need<float>(tensors, values);
-    } else {
-      view.ints = need<std::int64_t>(tensors, values);
-    }
-    settle_column(view);
-    return view;
-  }
-
-  std::size_t rows_;
-  std::vector<ColumnView> columns_;
-  std::vector<nb::object> kept_;
-};
 
 nb::list gather_rows(const nb::tuple& given, const std::optional<Column<std::int32_t>>& block_of,
                      const Column<std::int64_t>& rows) {
@@ -123,7 +70,9 @@ void bind_row_gather(nb::module_& m) {
            nb::sig("def __init__(self, rows: int, columns: list[tuple[object, object | None, object]], "
                    "types: tuple[object, object, object]) -> None"),
            "Columns are tensors of (values, splits of texts, splits of rows), which are kept; `types` are "
-           "torch's uint8, int64 and float32.");
+           "torch's uint8, int64 and float32.")
+      .def_prop_ro("types", &ColumnBlock::types, "What the values of each column are.")
+      .def_prop_ro("nbytes", &ColumnBlock::bytes, "Memory of all columns.");
   m.def("gather_rows", &gather_rows, "blocks"_a, "block_of"_a.noconvert().none(), "rows"_a.noconvert(),
         nb::sig("def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, "
                 "rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | "

@@ -5,10 +5,13 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
+#include <utility>
 
 #include "arrays.h"
 #include "bindings.h"
+#include "kept_arrays.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,6 +22,7 @@ namespace {
 using Ids = Column<std::int64_t>;
 using Floats = Column<float>;
 using OutFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatArray = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
 
 nb::tuple offsets(const Ids& dims, const Ids& sizes, std::size_t num_shards, std::size_t num_ids) {
   FusedOffsets found = fused_offsets(as_span(dims), as_span(sizes), num_shards, num_ids);
@@ -30,6 +34,18 @@ void lookup(const TableGroup& group, const Ids& ids, const Ids& sizes, std::size
             const OutFloats& out) {
   GilReleased unlocked;
   group.lookup(as_span(ids), as_span(sizes), num_shards, as_span(out));
+}
+
+FloatArray read(const TableGroup& group, const Ids& ids, const Ids& sizes, std::size_t num_shards,
+                KeptMemory& memory) {
+  std::unique_ptr<KeptArray<float>> rows;
+  {
+    GilReleased unlocked;
+    const std::size_t size = group.num_floats(as_span(sizes), num_shards, ids.size());
+    rows = std::make_unique<KeptArray<float>>(memory, size);
+    group.lookup(as_span(ids), as_span(sizes), num_shards, {rows->data(), size});
+  }
+  return owned(std::move(rows));
 }
 
 void apply_gradients(const TableGroup& group, const Ids& ids, const Ids& sizes, std::size_t num_shards,
@@ -56,6 +72,10 @@ void bind_table_group(nb::module_& m) {
            "workers"_a.none() = nb::none(), "Keeps the tables alive.")
       .def("lookup", &lookup, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a, "out"_a.noconvert(),
            "Copy one embedding per id into `out`; sizes[shard * tables + table] says whose ids are whose.")
+      .def("read", &read, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a, "memory"_a,
+           nb::sig("def read(self, ids: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, "
+                   "memory: KeptMemory) -> NDArray[numpy.float32]"),
+           "Like lookup, into an array of `memory`.")
       .def("apply_gradients", &apply_gradients, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a,
            "gradients"_a.noconvert(), "rates"_a.noconvert(), "step"_a, "times"_a.noconvert(), "dedup"_a,
            "latest"_a.noconvert().none(), "counts"_a.noconvert().none() = nb::none(),

@@ -1,13 +1,12 @@
 // Python face of monolith::Workers, and of the memory that calls keep.
 #include "workers.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 
 #include <memory>
 
 #include "bindings.h"
-#include "kept_memory.h"
+#include "kept_arrays.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -16,11 +15,7 @@ namespace monolith {
 namespace {
 
 nb::ndarray<nb::numpy, float, nb::ndim<1>> floats(KeptMemory& memory, std::size_t size) {
-  auto held = std::make_unique<KeptArray<float>>(memory, size);
-  float* const data = held->data();
-  nb::capsule owner(held.get(), [](void* p) noexcept { delete static_cast<KeptArray<float>*>(p); });
-  held.release();
-  return {data, {size}, owner};
+  return owned(std::make_unique<KeptArray<float>>(memory, size));
 }
 
 }  // namespace

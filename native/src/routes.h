@@ -4,6 +4,8 @@
 // sent has the layout of a whole call, batch after batch and table after table, in the caller's order: so
 // one pass over the ids, with a place to write to for each server, spreads a call, and the same pass with
 // places to read from puts answers together. Only the server of each id is remembered.
+//
+// A request is one buffer: int64 sizes of its cells, then the arrays of numbers, then the arrays of rows.
 #pragma once
 
 #include <cstddef>
@@ -34,17 +36,28 @@ class Routes {
   void spread_rows(std::span<const float> rows, std::span<const std::span<float>> to) const;
   void gather_rows(std::span<const std::span<const float>> from, std::span<float> rows) const;
 
+  // Bytes of the request to each server, with so many arrays of one number per id and of one row per id.
+  std::vector<std::size_t> request_bytes(std::size_t numbers, std::size_t rows) const;
+  // Writes the request to each server into its span, which begins at a multiple of 8 and is as long as
+  // request_bytes says; throws std::invalid_argument where one does not, before anything is written.
+  void write_requests(std::span<const std::span<const std::int64_t>> numbers,
+                      std::span<const std::span<const float>> rows,
+                      std::span<const std::span<std::byte>> to) const;
+
  private:
   struct Cell {
     std::size_t ids;
     std::size_t width;
   };
+  template <class ServerOf>
+  void assign(std::span<const std::int64_t> ids, ServerOf server_of);
   template <class Move>
   void each_row(Move move) const;
 
   std::vector<Cell> cells_;
   std::vector<std::uint16_t> servers_;  // of each id; empty where there is one server
   std::vector<std::int64_t> sizes_, num_ids_, num_floats_;
+  std::size_t ids_ = 0;
   std::int64_t floats_ = 0;
 };
 

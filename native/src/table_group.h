@@ -36,6 +36,12 @@ class TableGroup {
   // Tables take turns among `workers`, in addition to the threads of each table.
   explicit TableGroup(std::vector<std::shared_ptr<Table>> tables, std::shared_ptr<Workers> workers = nullptr);
 
+  // Floats of one embedding per id: how long `out` of a lookup is.
+  std::size_t num_floats(std::span<const std::int64_t> sizes, std::size_t num_shards,
+                         std::size_t num_ids) const {
+    return static_cast<std::size_t>(offsets(sizes, num_shards, num_ids).floats.back());
+  }
+
   // Fills `out` with one embedding per id, zeros where there is no row.
   void lookup(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes, std::size_t num_shards,
               std::span<float> out) const;

@@ -1,6 +1,9 @@
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -42,6 +45,47 @@ void rows_go_with_their_ids_and_come_back() {
   CHECK(odd == (Floats{5, 7, 9, 90}));
   routes.gather_rows(std::vector<std::span<const float>>{even, odd}, back);
   CHECK(back == rows);
+}
+
+void a_request_is_sizes_then_numbers_then_rows() {
+  const Routes routes(kIds, kSizes, Ids{1, 2}, 2, 2);
+  const Ids times{40, 50, 60, 70, 80, 90};
+  const Floats rows{4, 5, 6, 60, 7, 8, 80, 9, 90};
+  const auto bytes = routes.request_bytes(2, 1);
+  CHECK(bytes == (std::vector<std::size_t>{(4 + 2 * 3) * 8 + 5 * 4, (4 + 2 * 3) * 8 + 4 * 4}));
+  Ids even(13), odd(12);  // 8-byte words: sizes, ids and times, and 5 or 4 floats
+  const auto to = [&](std::span<std::int64_t> words, std::size_t size) {
+    return std::as_writable_bytes(words).first(size);
+  };
+  const std::vector<std::span<const std::int64_t>> numbers{kIds, times};
+  const std::vector<std::span<const float>> columns{rows};
+  routes.write_requests(numbers, columns,
+                        std::vector<std::span<std::byte>>{to(even, bytes[0]), to(odd, bytes[1])});
+  CHECK((Ids{even.begin(), even.begin() + 10}) == (Ids{1, 1, 0, 1, 4, 6, 8, 40, 60, 80}));
+  CHECK((Ids{odd.begin(), odd.begin() + 10}) == (Ids{1, 0, 1, 1, 5, 7, -1, 50, 70, 90}));
+  Floats found(5);
+  std::memcpy(found.data(), even.data() + 10, sizeof(float) * 5);
+  CHECK(found == (Floats{4, 6, 60, 8, 80}));
+  CHECK_THROWS(std::invalid_argument, "bytes of a request",
+               routes.write_requests(numbers, columns,
+                                     std::vector<std::span<std::byte>>{to(even, bytes[0]), to(odd, 8)}));
+  CHECK_THROWS(
+      std::invalid_argument, "multiple of 8",
+      routes.write_requests({}, {},
+                            std::vector<std::span<std::byte>>{
+                                to(even, 32), std::as_writable_bytes(std::span(odd)).subspan(4, 32)}));
+}
+
+void ids_go_to_the_server_of_their_remainder() {
+  std::mt19937_64 random(2);
+  Ids ids{0, -1, 1, std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::min()};
+  while (ids.size() < 2000) ids.push_back(static_cast<std::int64_t>(random() >> random() % 64));
+  for (const std::size_t servers : {2, 3, 5, 7, 12, 64, 255, 1000, 65521, 65535}) {
+    const Routes routes(ids, Ids{2000}, Ids{1}, 1, servers);
+    Ids expected(servers);
+    for (const std::int64_t id : ids) ++expected[static_cast<std::uint64_t>(id) % servers];
+    CHECK(list(routes.num_ids()) == expected);
+  }
 }
 
 void any_call_comes_back_as_it_was() {
@@ -93,6 +137,8 @@ int main() {
   return monolith::check::run({
       {"each server gets its ids in order", each_server_gets_its_ids_in_order},
       {"rows go with their ids and come back", rows_go_with_their_ids_and_come_back},
+      {"a request is sizes, then numbers, then rows", a_request_is_sizes_then_numbers_then_rows},
+      {"ids go to the server of their remainder", ids_go_to_the_server_of_their_remainder},
       {"any call comes back as it was", any_call_comes_back_as_it_was},
       {"what does not fit is refused", what_does_not_fit_is_refused},
   });

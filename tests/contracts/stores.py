@@ -152,7 +152,7 @@ class _Together:
         caller, self._calls = self._calls % len(self._stores), self._calls + 1
 
         def call(*given: Any, **more: Any) -> Any:
-            shared = {name: more[name] for name in ("step",) if name in more}
+            shared = {"step": more["step"]} if "step" in more else {}
             calls: list[Any] = [getattr(store, name) for store in self._stores]
             asked, little = nothing(self)
             for rank, one in enumerate(calls):

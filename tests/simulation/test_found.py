@@ -34,11 +34,6 @@ FOUND = [
         "a split counted as finished though its last chunk was lost with the dispatcher's power",
     ),
     (
-        "publishing",
-        1001,
-        "a server claimed the newest step of a delta that was older than the rows of its snapshot",
-    ),
-    (
         "checkpoints",
         2014,
         "a step was saved again, and a later increment of its old content stayed the newest checkpoint",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from services.emulated_cuda import device_named, device_names
 
-from monolith.errors import AcceleratorError
+from monolith.errors import AcceleratorError, TableArgumentError
 from monolith.observe import MemoryUse, MemoryWatch
 from monolith.store import LocalStore
 from monolith.store.store import TableIds
 from monolith.table import (
     AdmissionConfig,
     CudaTable,
+    DictTable,
     NativeTable,
     NoFilter,
     ProbabilisticFilter,
@@ -20,6 +23,7 @@ from monolith.table import (
     SlidingFilter,
     SlotThresholds,
     SpillingTable,
+    Table,
     TableConfig,
 )
 
@@ -46,6 +50,21 @@ def test_rows_can_be_looked_up_into_memory_of_the_caller() -> None:
     out = torch.full((4,), 9.0)
     store.lookup_into(TableIds(torch.tensor([1, 2]), torch.tensor([2])), out)
     assert out.tolist() == [3, 4, 0, 0]
+
+
+@pytest.mark.parametrize("make_table", [NativeTable, DictTable])
+def test_the_arrays_of_a_request_are_looked_up_like_tensors(make_table: Callable[..., Table]) -> None:
+    configs = {
+        name: TableConfig(name=name, segments=(Segment(dim=dim),)) for name, dim in (("a", 2), ("b", 1))
+    }
+    store = LocalStore.from_configs(configs, make_table=make_table)
+    ids = TableIds(torch.tensor([1, 7, 8, 2]), torch.tensor([1, 2, 1, 0]), batches=2)
+    store.apply_gradients(ids, torch.arange(6.0))
+    found = store.lookup_arrays(ids.ids.numpy(), ids.sizes.numpy(), 2)
+    assert found.tolist() == store.lookup(ids).tolist()
+    assert len(set(found.tolist())) == 6
+    with pytest.raises(TableArgumentError, match=r"\(2 tables, 2 batches, 3 ids\)"):
+        store.lookup_arrays(ids.ids.numpy()[:3].copy(), ids.sizes.numpy(), 2)
 
 
 @pytest.mark.parametrize("name", device_names())

@@ -56,7 +56,7 @@ class Held:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        return found if name not in ("lookup", "apply_gradients") else self._slowly(found)
+        return found if name not in ("lookup_arrays", "apply_gradients") else self._slowly(found)
 
     def _slowly(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*arguments: Any, **options: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from sync.sample_messages import make_delta
 from sync.tables import Clock, held, ids, make_table, publish, subscribe, write
+from torch import Tensor
 
 from monolith.sync import (
     ChannelFaults,
@@ -16,8 +19,12 @@ from monolith.sync import (
     LearnedUpTo,
     LogPosition,
     MemoryChannel,
+    Message,
     Publisher,
     PublisherConfig,
+    ShardLog,
+    SnapshotBegin,
+    SnapshotEnd,
     Subscriber,
     TableTarget,
 )
@@ -138,6 +145,28 @@ def test_what_was_learned_counts_when_the_last_of_several_deltas_has_come(
     subscriber.catch_up()
     assert subscriber.progress[0].learned.step == 9
     assert subscriber.progress[0].newest_step == 10, "the update of a step more may have been under way"
+
+
+def test_a_delta_that_was_being_made_while_a_snapshot_ended_does_not_tell_how_new_its_rows_are(
+    channel: MemoryChannel,
+) -> None:
+    begin, end = LogPosition("e1", 0), LogPosition("e1", 1)
+
+    def snapshot(_: Tensor | None = None) -> Iterator[Message]:
+        yield SnapshotBegin("run", (0, 1), begin, LearnedUpTo(step=1))
+        yield SnapshotEnd(begin, whole_at=end)
+
+    writer = channel.writer()
+    writer.open(ShardLog("run", (0, 1), begin, 1, {"item": 2}), snapshot)
+    subscriber, _ = subscribe(channel, make_table())
+    found = []
+    for sequence in range(3):
+        if sequence:
+            delta = make_delta(sequence)
+            writer.append(replace(delta, learned=replace(delta.learned, newest_step=sequence + 1)))
+        subscriber.catch_up()
+        found.append(subscriber.progress[0].newest_step)
+    assert found == [None, None, 3]
 
 
 def test_listeners_are_called_before_rows_change_and_after(channel: MemoryChannel) -> None:

@@ -210,9 +210,9 @@ class DataConfig(Checked):
     """The fraction of records that may be malformed, 0 to 1, such as lines with too many fields: they are
     dropped and counted. More end the run, and with 0 the first does."""
     threads: int | None = None
-    """How many threads read, parse, hash and pack records ahead of the training; None takes one for each core
-    of the machine, up to 16, and 0 reads in the thread that trains. Batches and their order do not depend on
-    it. Data that arrives as it happens, and a queue, are read by one thread."""
+    """How many threads read, parse, hash and pack records ahead of the training; None takes three of four
+    cores of the machine, up to 16, and 0 reads in the thread that looks rows up. Batches and their order do
+    not depend on it. Data that arrives as it happens, and a queue, are read by one thread."""
     queue: str | None = None
     """A local folder that all workers see: they lease files from a queue in it, so that a fast worker reads
     more. None assigns the files beforehand."""
@@ -275,7 +275,11 @@ class DataConfig(Checked):
 
         if self.live or self.queue is not None:
             return 0  # batches read ahead would be older when they are trained on
-        return min(usable_cores(), _MOST_THREADS) if self.threads is None else self.threads
+        if self.threads is not None:
+            return self.threads
+        # Not all cores: the threads of torch and of tables spin for a moment when they have no work, and a
+        # thread that reads on the same core makes a step wait for the other half of a parallel loop.
+        return min(max(usable_cores() * 3 // 4, 1), _MOST_THREADS)
 
     def at_rest(self) -> DataConfig:
         """Return the training data that is there now, which ends.

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows
+from monolith.data.row_gathering import GatheredColumns, RowBlock, Rows, bytes_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, ColumnKind, FeatureIds, FeatureSpec
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
@@ -147,6 +147,13 @@ class Records:
             self.complete,
             self.kinds,
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all columns; of rows that were not moved yet, that of the chunks they are in."""
+        if isinstance(self.columns, GatheredColumns):
+            return self.columns.nbytes
+        return sum(map(bytes_of, self.columns.values()))
 
     def prepare(self) -> None:
         """Make `take` and `slice` cheap from now on; for a thread that has time for it."""

@@ -25,6 +25,11 @@ from monolith.tensors import RaggedTensor
 Rows = NDArray[np.int64] | slice
 """Which rows: their numbers, none below 0, or a range."""
 
+_DTYPES = {
+    native.ColumnType.INT64: torch.int64,
+    native.ColumnType.FLOAT: torch.float32,
+    native.ColumnType.BYTES: torch.uint8,
+}
 _TYPES = (torch.uint8, torch.int64, torch.float32)
 
 
@@ -52,6 +57,12 @@ class RowBlock(NamedTuple):
             return cls(tuple(layout), native.ColumnBlock(size, parts, _TYPES))
         except ValueError:
             return None
+
+    @classmethod
+    def parsed(cls, names: Sequence[str], columns: native.ColumnBlock) -> RowBlock:
+        """Return columns that never left the core, by their names."""
+        types = [_DTYPES[one] for one in columns.types]
+        return cls(tuple(zip(names, types, strict=True)), columns)
 
 
 class _Places(NamedTuple):
@@ -81,6 +92,14 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
     def of(cls, block: RowBlock, rows: NDArray[np.int64]) -> GatheredColumns:
         """Return rows of one block."""
         return cls(block.layout, _Places((block.columns,), None, rows))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the columns; of blocks, as long as the rows were not moved."""
+        places = self._places
+        if places is not None:
+            return sum(block.nbytes for block in places.blocks)
+        return sum(map(bytes_of, self._gathered().values()))
 
     def take(self, rows: Rows) -> GatheredColumns | None:
         """Return some of these rows; None if the values were moved already."""
@@ -134,6 +153,13 @@ class GatheredColumns(Mapping[str, RaggedTensor]):
 
     def __len__(self) -> int:
         return len(self._layout)
+
+
+def bytes_of(column: RaggedTensor) -> int:
+    """Return the memory of a column."""
+    values = column.values
+    inner = bytes_of(values) if isinstance(values, RaggedTensor) else values.nbytes
+    return inner + column.row_splits.nbytes
 
 
 def _ragged(values: NDArray[Any], splits: NDArray[np.int64], texts: NDArray[np.int64] | None) -> RaggedTensor:

@@ -620,6 +620,9 @@ class TableGroup:
         Copy one embedding per id into `out`; sizes[shard * tables + table] says whose ids are whose.
         """
 
+    def read(self, ids: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, memory: KeptMemory) -> NDArray[numpy.float32]:
+        """Like lookup, into an array of `memory`."""
+
     def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, gradients: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """Step every table once, with its ids of all shards in shard order."""
 
@@ -834,11 +837,15 @@ class Routes:
     def floats(self) -> int:
         """Of all rows."""
 
-    def spread_numbers(self, numbers: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], to: Sequence[Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]]) -> None:
-        """Write what there is for each server of `numbers`, one per id."""
+    def request_bytes(self, numbers: int, rows: int) -> list[int]:
+        """
+        By server: bytes of a request with so many arrays of a number per id, and of a row per id.
+        """
 
-    def spread_rows(self, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], to: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]]) -> None:
-        """Write what there is for each server of `rows`, one after another."""
+    def write_requests(self, numbers: Sequence[Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]], rows: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]], to: Sequence[Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]]) -> None:
+        """
+        Write the request to each server: sizes of its cells, numbers, then rows.
+        """
 
     def gather_rows(self, servers: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]], rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Write the rows of each server where the caller has them."""
@@ -1064,9 +1071,9 @@ class ParsedCsv:
         (begin, size, reason, column, value), in order; a column where its value is what is wrong.
         """
 
-    def take_columns(self) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+    def take_block(self) -> ColumnBlock:
         """
-        (values, row splits, splits of strings) as asked for; there are none the next time.
+        The columns as asked for, to gather rows of; there are none the next time.
         """
 
 class CsvParser:
@@ -1089,6 +1096,14 @@ class ColumnBlock:
         """
         Columns are tensors of (values, splits of texts, splits of rows), which are kept; `types` are torch's uint8, int64 and float32.
         """
+
+    @property
+    def types(self) -> list[ColumnType]:
+        """What the values of each column are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all columns."""
 
 def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
     """

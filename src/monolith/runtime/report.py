@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import platform
@@ -184,6 +185,7 @@ def _write(model_dir: str, starts: list[dict[str, Any]]) -> None:
         file.write(json.dumps({"starts": starts[:100]}, indent=2, default=str).encode())
 
 
+@functools.cache  # reading the metadata of a package takes milliseconds
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -145,7 +145,7 @@ class RankExchange:
         ]
         sizes = [RowRequest.size(**one) for one in arrays]
         padded = [_padded(size) for size in sizes]
-        sent = [_padded(len(request.data)) for request in call.requests]
+        sent = [_padded(len(data)) for data in call.requests]
         there = self.collective.all_to_all(torch.from_numpy(self._outgoing), sent, padded)
         data = there.cpu().numpy()
         requests, offset = [], 0

@@ -152,6 +152,12 @@ class LocalStore:
     def lookup(self, ids: TableIds) -> Tensor:
         return self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches).embeddings
 
+    def lookup_arrays(
+        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], batches: int
+    ) -> NDArray[np.float32]:
+        """Return the result of `lookup` for the arrays of a request, as a parameter server receives it."""
+        return self._multi.fused_embeddings(ids, sizes, num_batches=batches)
+
     def lookup_into(self, ids: TableIds, out: Tensor) -> None:
         """Write the result of `lookup` into memory of the caller: float32 on the CPU, pinned for example."""
         self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches, out=out)

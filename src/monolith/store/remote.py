@@ -231,7 +231,7 @@ class ParameterServerStore:
 def _asked(call: PartitionedRequest) -> dict[int, Request]:
     """Return the requests that have IDs, by server."""
     found = zip(call.headers, call.requests, strict=True)
-    return {server: (header, one.data) for server, (header, one) in enumerate(found) if header.ids}
+    return {server: request for server, request in enumerate(found) if request[0].ids}
 
 
 def _width(dim: int | None) -> str:

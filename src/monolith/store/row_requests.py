@@ -2,7 +2,7 @@
 
 A step looks up and pushes rows on every parameter server, or every rank, so these requests are not JSON: a
 header of fixed size and one buffer of arrays. `RequestPartitioner` checks a call, asks `Routes` for the shard
-of each ID, and writes one `RowHeader` and one `RowRequest` per shard:
+of each ID, and makes one `RowHeader` and one buffer per shard, which the receiver reads as a `RowRequest`:
 
     ids of a call   7 4 9 2 | 5 8      two tables, one batch: sizes = [4, 2]
     shard 0 of 2    4 2 | 8            sizes = [2, 1]: the layout of a whole call, with fewer IDs
@@ -18,8 +18,9 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
-from typing import NamedTuple, Self
+from enum import IntEnum
+from functools import lru_cache
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,19 +50,23 @@ class RowCall(IntEnum):
     PUSH = 2
 
 
-class RowFlags(IntFlag):
-    """Which optional arrays a message has, and how its rows are encoded."""
+class RowFlags:
+    """Which optional arrays a message has, and how its rows are encoded.
 
-    NONE = 0
-    TIMES = 1
-    COUNTS = 2
-    LATEST = 4
-    HALF = 8
+    Plain integers: an `IntFlag` takes a microsecond for every operation, and a call has dozens of them.
+    """
+
+    NONE: Final = 0
+    TIMES: Final = 1
+    COUNTS: Final = 2
+    LATEST: Final = 4
+    HALF: Final = 8
     """Rows are half floats; in a request: the answer may have half floats."""
-    REPEATED = 16
+    REPEATED: Final = 16
     """In a push: IDs of one table may repeat within a batch."""
 
 
+@lru_cache(maxsize=64)
 def incarnation_bytes(name: str | None) -> bytes:
     """Return the 8 bytes of an incarnation in a header; zeros accept any incarnation."""
     return _ANYTHING if name is None else hashlib.blake2b(name.encode(), digest_size=8).digest()
@@ -75,7 +80,7 @@ class RowHeader(NamedTuple):
     batches: int
     ids: int
     floats: int = 0
-    flags: RowFlags = RowFlags.NONE
+    flags: int = RowFlags.NONE
     step: int = 0
     event_time: int = 0
     incarnation: bytes = _ANYTHING
@@ -117,22 +122,23 @@ class RowHeader(NamedTuple):
                 f"its header begins with {magic!r}, version {version}, not {_MAGIC!r}, version {_VERSION}. "
                 "Both sides must run the same version"
             )
-        if call not in _CALLS or flags not in _ALL_FLAGS:
+        if call not in _CALLS or flags > _ALL_FLAGS:
             raise RequestError(f"its header has the call {call} and the flags {flags:#x}, which do not exist")
         if not 1 <= batches <= _MOST_BATCHES:
             raise RequestError(f"batches must be a whole number from 1 to {_MOST_BATCHES}, got {batches}")
-        for name, value in (("ids", ids), ("floats", floats), ("event_time", event_time), ("number", number)):
-            if value > _MOST:
-                raise RequestError(f"{name} must be a whole number from 0 to {_MOST}, got {value}")
+        if ids > _MOST or floats > _MOST or event_time > _MOST or number > _MOST:
+            sent = {"ids": ids, "floats": floats, "event_time": event_time, "number": number}
+            name, value = next((name, value) for name, value in sent.items() if value > _MOST)
+            raise RequestError(f"{name} must be a whole number from 0 to {_MOST}, got {value}")
         if call == RowCall.PUSH and number < 1:
             raise RequestError("a push must have a number from 1 on, got 0")
         return cls(
-            RowCall(call),
+            _CALLS[call],
             store,
             batches,
             ids,
             floats,
-            RowFlags(flags),
+            flags,
             step,
             event_time,
             incarnation,
@@ -141,16 +147,16 @@ class RowHeader(NamedTuple):
         )
 
 
-_CALLS = frozenset(int(call) for call in RowCall)
-_ALL_FLAGS = range(32)
+_CALLS = {int(call): call for call in RowCall}
+_ALL_FLAGS = 31
 
 
-def pack_answer(flags: RowFlags, floats: int) -> bytes:
+def pack_answer(flags: int, floats: int) -> bytes:
     """Return the header of an answer."""
     return _ANSWER.pack(_MAGIC, _VERSION, 0, flags, floats)
 
 
-def read_answer(data: bytes) -> tuple[RowFlags, int]:
+def read_answer(data: bytes) -> tuple[int, int]:
     """Return the flags and the number of floats of an answer.
 
     Raises:
@@ -159,7 +165,7 @@ def read_answer(data: bytes) -> tuple[RowFlags, int]:
     if not _ANSWER.size <= len(data) < _ANSWER.size + _MOST_PADDING or data[:5] != _MAGIC + bytes([_VERSION]):
         raise RequestError("the answer has no valid row header. Both sides must run the same version")
     *_, flags, floats = _ANSWER.unpack_from(data)
-    return RowFlags(flags & 15), floats
+    return flags & 15, floats
 
 
 class RowRequest:
@@ -179,51 +185,42 @@ class RowRequest:
     """
 
     def __init__(
-        self,
-        data: Bytes | None = None,
-        *,
-        cells: int,
-        ids: int,
-        floats: int = 0,
-        flags: RowFlags = RowFlags.NONE,
+        self, data: Bytes | None = None, *, cells: int, ids: int, floats: int = 0, flags: int = RowFlags.NONE
     ) -> None:
-        lengths = _lengths(cells, ids, floats, flags)
-        self.data: Bytes = np.empty(sum(lengths), np.uint8) if data is None else data
-        if len(self.data) != sum(lengths):
+        size = self.size(cells=cells, ids=ids, floats=floats, flags=flags)
+        self.data: Bytes = np.empty(size, np.uint8) if data is None else data
+        if len(self.data) != size:
             raise TableArgumentError(
                 f"parameter server: received {len(self.data)} bytes for {ids} ids and {floats} floats, "
-                f"expected {sum(lengths)}. Both sides must run the same version."
+                f"expected {size}. Both sides must run the same version."
             )
-        arrays, at = [], 0
-        for length in lengths:
-            arrays.append(self.data[at : at + length])
-            at += length
-        self.sizes, self.ids = arrays[0].view(np.int64), arrays[1].view(np.int64)
-        self.times = arrays[2].view(np.int64) if flags & RowFlags.TIMES else None
-        self.counts = arrays[3].view(np.int64) if flags & RowFlags.COUNTS else None
-        self.gradients = arrays[4].view(np.float32)
-        self.latest = arrays[5].view(np.float32) if flags & RowFlags.LATEST else None
+        # One view for all arrays of a type: views are most of what it costs to read a small request.
+        end = cells + ids * (1 + bool(flags & RowFlags.TIMES) + bool(flags & RowFlags.COUNTS))
+        numbers, rows = self.data[: 8 * end].view(np.int64), self.data[8 * end :].view(np.float32)
+        self.sizes, self.ids = numbers[:cells], numbers[cells : cells + ids]
+        self.times = numbers[cells + ids : cells + 2 * ids] if flags & RowFlags.TIMES else None
+        self.counts = numbers[end - ids :] if flags & RowFlags.COUNTS else None
+        self.gradients = rows[:floats]
+        self.latest = rows[floats:] if flags & RowFlags.LATEST else None
 
     @staticmethod
-    def size(*, cells: int, ids: int, floats: int = 0, flags: RowFlags = RowFlags.NONE) -> int:
+    def size(*, cells: int, ids: int, floats: int = 0, flags: int = RowFlags.NONE) -> int:
         """Return the bytes of a request."""
-        return sum(_lengths(cells, ids, floats, flags))
-
-
-def _lengths(cells: int, ids: int, floats: int, flags: RowFlags) -> tuple[int, ...]:
-    """Return the bytes of each array of a request."""
-    times, counts, latest = (bool(flags & one) for one in (RowFlags.TIMES, RowFlags.COUNTS, RowFlags.LATEST))
-    return 8 * cells, 8 * ids, 8 * ids * times, 8 * ids * counts, 4 * floats, 4 * floats * latest
+        numbers = 1 + bool(flags & RowFlags.TIMES) + bool(flags & RowFlags.COUNTS)
+        rows = 1 + bool(flags & RowFlags.LATEST)
+        return 8 * (cells + numbers * ids) + 4 * rows * floats
 
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Memory = Callable[[Sequence[int]], Sequence[Bytes]]
+"""From the bytes of each request to the memory it is written to."""
 
 
 class Routes:
     """The shard of each ID of one call: ID i belongs to the shard that `shard_of_ids` returns.
 
-    This runs for every step of every worker: the native core makes one pass over the IDs for each array.
+    This runs for every step of every worker: the native core writes the requests of all shards in one call.
 
     Args:
         ids: int64, batch after batch and, within a batch, table after table.
@@ -243,25 +240,25 @@ class Routes:
             raise TableArgumentError(
                 f"{cause} ({len(widths)} tables, {batches} batches, {len(ids)} ids)"
             ) from cause
-        self._ids = ids
-        self.sizes: Ids = self._routes.sizes.reshape(num_shards, -1)
-        """int64 of shape (shards, cells): how many IDs of each cell each shard owns."""
         self.num_ids = self._routes.num_ids
         self.num_floats = self._routes.num_floats
         self.floats = self._routes.floats
         """Floats of all rows of the call."""
 
-    def spread_ids(self, out: Sequence[Ids]) -> None:
-        """Write the IDs of each shard."""
-        self._routes.spread_numbers(self._ids, list(out))
+    def write_requests(
+        self, numbers: Sequence[Ids], rows: Sequence[Floats] = (), memory: Memory | None = None
+    ) -> list[Bytes]:
+        """Write the request of each shard, which it reads as a `RowRequest`.
 
-    def spread_numbers(self, numbers: Ids, out: Sequence[Ids]) -> None:
-        """Write the part of `numbers`, one per ID, that belongs to each shard."""
-        self._routes.spread_numbers(numbers, list(out))
-
-    def spread_rows(self, rows: Floats, out: Sequence[Floats]) -> None:
-        """Write the part of `rows`, flat, one row per ID, that belongs to each shard."""
-        self._routes.spread_rows(rows, list(out))
+        Args:
+            numbers: Arrays with a number per ID, in the order of a `RowRequest`; the IDs themselves first.
+            rows: Flat arrays with a row per ID, in the order of a `RowRequest`.
+            memory: Allocates the requests; by default each is memory of its own.
+        """
+        sizes = self._routes.request_bytes(len(numbers), len(rows))
+        to = [np.empty(size, np.uint8) for size in sizes] if memory is None else list(memory(sizes))
+        self._routes.write_requests(list(numbers), list(rows), to)
+        return to
 
     def gather_rows(self, answers: Sequence[Floats]) -> Floats:
         """Return rows in the caller's order, from those of each shard. A single answer is not copied."""
@@ -272,21 +269,13 @@ class Routes:
         return rows
 
 
-Memory = Callable[[Sequence[int]], Sequence[Bytes]]
-"""From the bytes of each request to the memory it is written to."""
-
-
-def _separate_buffers(sizes: Sequence[int]) -> list[Bytes]:
-    return [np.empty(size, np.uint8) for size in sizes]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionedRequest:
-    """One call, split by shard: a header and a request per shard, perhaps without IDs."""
+    """One call, split by shard: a header and the bytes of a request per shard, perhaps without IDs."""
 
     routes: Routes
     headers: list[RowHeader]
-    requests: list[RowRequest]
+    requests: list[Bytes]
 
 
 class RequestPartitioner:
@@ -294,7 +283,7 @@ class RequestPartitioner:
 
         partitioner = RequestPartitioner(configs, shards=2, number=0)
         call = partitioner.lookup(TableIds(ids, sizes))
-        call.requests[1].ids            # the IDs that shard 1 owns
+        call.headers[1].ids             # how many of the IDs shard 1 owns
 
     Args:
         configs: The tables of the store.
@@ -311,20 +300,24 @@ class RequestPartitioner:
         self._delayed = next((config for config in configs.values() if _is_delayed(config)), None)
         self._shards = shards
         self.number = number
-        self.memory: Memory = _separate_buffers
-        """Allocates the memory that requests are written to."""
+        self.memory: Memory | None = None
+        """Allocates the memory that requests are written to; None gives each memory of its own."""
 
     @property
     def delay_compensated(self) -> bool:
         return self._delayed is not None
 
-    def lookup(self, ids: TableIds, flags: RowFlags = RowFlags.NONE) -> PartitionedRequest:
+    def lookup(self, ids: TableIds, flags: int = RowFlags.NONE) -> PartitionedRequest:
         """Split a lookup; see `Store.lookup`.
 
         Raises:
             TableArgumentError: An argument does not fit.
         """
-        return self._written(RowCall.LOOKUP, self._routes(ids), ids.batches, flags)
+        keys, routes = self._routes(ids)
+        headers = [
+            RowHeader(RowCall.LOOKUP, self.number, ids.batches, count, 0, flags) for count in routes.num_ids
+        ]
+        return PartitionedRequest(routes, headers, routes.write_requests([keys], memory=self.memory))
 
     def push(
         self,
@@ -343,68 +336,38 @@ class RequestPartitioner:
         arguments.check_step(step)
         if self._delayed is not None and latest_values is None:
             arguments.latest_array(None, self._delayed, 0)
-        routes = self._routes(ids)
-        num_ids = len(ids.ids)
-        grads = arguments.float_array(gradients, (routes.floats,), "gradients")
-        flags, latest, counts = RowFlags.NONE if ids.distinct else RowFlags.REPEATED, None, None
+        keys, routes = self._routes(ids)
+        numbers = [keys]
+        rows = [arguments.float_array(gradients, (routes.floats,), "gradients")]
+        flags = RowFlags.NONE if ids.distinct else RowFlags.REPEATED
         if latest_values is not None:
             latest = arguments.float_array(latest_values, (routes.floats,), "latest_values")
-            flags |= RowFlags.LATEST if self._delayed is not None else RowFlags.NONE
-        times = arguments.event_time_array(event_time, num_ids)
-        flags |= RowFlags.TIMES if isinstance(event_time, Tensor) else RowFlags.NONE
+            if self._delayed is not None:
+                rows.append(latest)
+                flags |= RowFlags.LATEST
+        times, one_time = arguments.event_time_array(event_time, len(keys)), 0
+        if isinstance(event_time, Tensor):
+            numbers.append(times)
+            flags |= RowFlags.TIMES
+        else:
+            one_time = event_time
         if ids.counts is not None and self.counts_sightings:
-            arguments.count_array(ids.counts, num_ids)
-            counts = arguments.id_array(ids.counts, "counts")
+            arguments.count_array(ids.counts, len(keys))
+            numbers.append(arguments.id_array(ids.counts, "counts"))
             flags |= RowFlags.COUNTS
-        one_time = 0 if flags & RowFlags.TIMES else int(times[0])
-        spread = self._written(RowCall.PUSH, routes, ids.batches, flags, step=step, event_time=one_time)
-        requests = spread.requests
-        routes.spread_rows(grads, [one.gradients for one in requests])
-        if latest is not None and flags & RowFlags.LATEST:
-            routes.spread_rows(latest, [one.latest for one in requests if one.latest is not None])
-        if flags & RowFlags.TIMES:
-            routes.spread_numbers(times, [one.times for one in requests if one.times is not None])
-        if counts is not None:
-            routes.spread_numbers(counts, [one.counts for one in requests if one.counts is not None])
-        return spread
+        headers = [
+            RowHeader(RowCall.PUSH, self.number, ids.batches, count, floats, flags, step, one_time)
+            for count, floats in zip(routes.num_ids, routes.num_floats, strict=True)
+        ]
+        return PartitionedRequest(routes, headers, routes.write_requests(numbers, rows, self.memory))
 
-    def _routes(self, ids: TableIds) -> Routes:
-        """Check IDs and sizes; return the shard of each."""
+    def _routes(self, ids: TableIds) -> tuple[Ids, Routes]:
+        """Check IDs and sizes; return the IDs and the shard of each."""
         keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
         batches = ids.batches
         if not isinstance(batches, int) or batches < 1:
             raise TableArgumentError(f"batches must be a whole number, 1 or more, got {batches!r}")
-        return Routes(keys, sizes, self._widths, batches, self._shards)
-
-    def _written(
-        self,
-        call: RowCall,
-        routes: Routes,
-        batches: int,
-        flags: RowFlags,
-        *,
-        step: int = 0,
-        event_time: int = 0,
-    ) -> PartitionedRequest:
-        """Return a call with its IDs and sizes written; the caller writes the other arrays."""
-        cells = routes.sizes.shape[1]
-        sent = RowFlags.NONE if call == RowCall.LOOKUP else flags  # what arrays there are
-        floats = [0 if call == RowCall.LOOKUP else many for many in routes.num_floats]
-        lengths = list(zip(routes.num_ids, floats, strict=True))
-        memory = self.memory(
-            [RowRequest.size(cells=cells, ids=n, floats=many, flags=sent) for n, many in lengths]
-        )
-        requests = [
-            RowRequest(data, cells=cells, ids=n, floats=many, flags=sent)
-            for data, (n, many) in zip(memory, lengths, strict=True)
-        ]
-        for request, sizes in zip(requests, routes.sizes, strict=True):
-            request.sizes[:] = sizes
-        routes.spread_ids([one.ids for one in requests])
-        headers = [
-            RowHeader(call, self.number, batches, n, many, flags, step, event_time) for n, many in lengths
-        ]
-        return PartitionedRequest(routes, headers, requests)
+        return keys, Routes(keys, sizes, self._widths, batches, self._shards)
 
 
 def _is_delayed(config: TableConfig) -> bool:

@@ -281,6 +281,23 @@ class MultiTable:
         self._group().lookup(keys, counts, num_batches, embeddings)
         return FusedRows(answer, *map(torch.from_numpy, (recv_splits, id_offsets, emb_offsets)))
 
+    def fused_embeddings(
+        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], *, num_batches: int
+    ) -> NDArray[np.float32]:
+        """Return the embeddings of `fused_lookup`, flat, for arrays on the CPU.
+
+        Tables in host memory answer in one native call, without offsets and tensors that nobody needs: a
+        parameter server does little else.
+        """
+        group = None if self._device is not None else self._group()
+        if not isinstance(group, native.TableGroup):
+            found = self.fused_lookup(torch.from_numpy(ids), torch.from_numpy(sizes), num_batches=num_batches)
+            return found.embeddings.numpy()
+        try:
+            return group.read(ids, sizes, num_batches, self._memory)
+        except ValueError as cause:
+            raise self._misfit(cause, num_batches, len(ids)) from cause
+
     def fused_apply_gradients(
         self,
         ids: Tensor,
@@ -432,9 +449,13 @@ class MultiTable:
         try:
             return list(native.fused_offsets(self._dims, sizes, num_batches, num_ids))
         except ValueError as cause:
-            raise TableArgumentError(
-                f"{cause} ({len(self._tables)} tables, {num_batches} batches, {num_ids} ids)"
-            ) from cause
+            raise self._misfit(cause, num_batches, num_ids) from cause
+
+    def _misfit(self, cause: ValueError, num_batches: int, num_ids: int) -> TableArgumentError:
+        """Return the error for sizes that do not fit tables, batches or ids."""
+        return TableArgumentError(
+            f"{cause} ({len(self._tables)} tables, {num_batches} batches, {num_ids} ids)"
+        )
 
     @property
     def fused(self) -> FusedTables | None:

@@ -141,7 +141,7 @@ class _SimListener:
 
     def shutdown(self) -> None:
         self.open = False
-        self.endpoint.wait_until_answered(10.0)
+        self.endpoint.answering.wait_until_none(10.0)
         self._break_all()
 
     def _break_all(self) -> None:
@@ -233,7 +233,7 @@ class _SimConnection:
             network.travel(caller, server.machine)
             if before or not server.open:
                 return reply.fail("the connection broke")  # before the request had an effect
-            with server.endpoint.answering():
+            with server.endpoint.answering:
                 found = work(server.endpoint, lambda: reply.gone)
             network.travel(server.machine, caller)
             if breaks:

@@ -53,15 +53,17 @@ class BulkMessages:
         Raises:
             RequestError: It is another kind of message.
         """
-        if chunk.data is None or chunk.app_metadata is None or chunk.data.schema != self.schema:
+        batch, metadata = chunk.data, chunk.app_metadata  # pyarrow makes new objects for each access
+        if batch is None or metadata is None or batch.schema != self.schema:
             raise RequestError("a message must be a header and one column of bytes")
-        buffer = chunk.data.column(0).buffers()[1]
+        header: bytes = metadata.to_pybytes()
+        buffer = batch.column(0).buffers()[1]
         if buffer is None or buffer.size == 0:
-            return chunk.app_metadata.to_pybytes(), np.empty(0, np.uint8)
+            return header, np.empty(0, np.uint8)
         data = np.asarray(_WritableBuffer(buffer))
         if buffer.address % _ALIGNMENT:
             data = data.copy()
-        return chunk.app_metadata.to_pybytes(), data
+        return header, data
 
 
 def _varint(number: int) -> int:

@@ -44,6 +44,28 @@ class Handlers:
     """For `CallStream.send_message`."""
 
 
+class _AnswersInProgress:
+    """Counts the blocks that are entered. A class: a generator would cost a request some microseconds."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._left_one = Condition()  # guards _count
+
+    def __enter__(self) -> None:
+        with self._left_one:
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._left_one:
+            self._count -= 1
+            self._left_one.notify_all()
+
+    def wait_until_none(self, seconds: float) -> None:
+        """Wait until nothing is in progress."""
+        with self._left_one:
+            self._left_one.wait_for(lambda: not self._count, seconds)
+
+
 class Endpoint:
     """Answers the requests of one server, whichever transport received them.
 
@@ -62,25 +84,9 @@ class Endpoint:
         """Bytes of all JSON calls in progress."""
         self._streams: Counter[str] = Counter()
         """Peer address -> its open streams."""
-        self._answering = 0
-        self._answered_one = Condition()  # guards _answering
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Count a call, or a request of a stream, as in progress: a closing server waits for it."""
-        with self._answered_one:
-            self._answering += 1
-        try:
-            yield
-        finally:
-            with self._answered_one:
-                self._answering -= 1
-                self._answered_one.notify_all()
-
-    def wait_until_answered(self, seconds: float) -> None:
-        """Wait until nothing is in progress."""
-        with self._answered_one:
-            self._answered_one.wait_for(lambda: not self._answering, seconds)
+        self.answering = _AnswersInProgress()
+        """`with endpoint.answering:` counts a call, or a request of a stream, as in progress: a server that
+        closes waits for it."""
 
     @property
     def has_streams(self) -> bool:
@@ -117,14 +123,14 @@ class Endpoint:
 
     def exchange(self, header: bytes, data: Bytes) -> tuple[bytes, Any]:
         """Answer a request of a stream."""
+        what = "a request of a stream"
+        if self.handlers.message is not None and not header.startswith(b"{"):
+            try:
+                self._check_size(data)
+                return self.handlers.message(header, data)
+            except Exception as error:
+                return self._failed(what, error), b""
         sent: Any = b""
-
-        def answer_message() -> bytes:
-            nonlocal sent
-            assert self.handlers.message is not None
-            self._check_size(data)
-            answer, sent = self.handlers.message(header, data)
-            return answer
 
         def work() -> dict[str, Any]:
             nonlocal sent
@@ -138,25 +144,27 @@ class Endpoint:
                 answer, sent = self._known(self.handlers.exchanges, name)(body, data)
             return {"answer": answer}
 
-        is_message = self.handlers.message is not None and not header.startswith(b"{")
-        return self._answered("a request of a stream", answer_message if is_message else work), sent
+        return self._answered(what, work), sent
 
     def _check_size(self, data: Bytes) -> None:
         if len(data) > self.limits.message_bytes:
             raise _too_large(len(data), "message_bytes", self.limits.message_bytes)
 
-    def _answered(self, name: str, work: Callable[[], dict[str, Any] | bytes]) -> bytes:
+    def _answered(self, name: str, work: Callable[[], dict[str, Any]]) -> bytes:
         try:
-            answer = work()
-            return answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        except RequestError as error:
+            return json.dumps(work()).encode()
+        except Exception as error:
+            return self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> bytes:
+        """Return the answer to a request whose handler raised this, while the error is handled."""
+        if isinstance(error, RequestError):
             return self.refused(name, error)
-        except MonolithError as error:
+        if isinstance(error, MonolithError):
             return _error(type(error).__name__, str(error))
-        except Exception:  # a bug in a handler must not stop the server
-            number = concurrency.token_hex(4)
-            _log.exception("%s: %.60s failed (error %s)", self.service.name, name, number)
-            return _error("", f"{self.service.name}: {name:.60} failed; see error {number} in its log")
+        number = concurrency.token_hex(4)  # a bug in a handler must not stop the server
+        _log.exception("%s: %.60s failed (error %s)", self.service.name, name, number)
+        return _error("", f"{self.service.name}: {name:.60} failed; see error {number} in its log")
 
     def refused(self, name: str, error: RequestError) -> bytes:
         return _error(RequestError.__name__, f"{self.service.name}: {name:.60}: {error}")

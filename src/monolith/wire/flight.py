@@ -274,14 +274,18 @@ class CallStream:
 
     def send_message(self, header: bytes, data: Any) -> None:
         """Send a request whose header is not JSON, for the `message` handler of a server."""
-        with self._translating():
+        try:
             sent = self._end.write(header, data)
+        except TransportError as cause:
+            raise self._broken_by(cause) from cause
         self._caller.meter.count(sent=sent)
 
     def receive(self) -> Answer:
         """Wait for the answer to the last request; errors are those of `Caller.call`."""
-        with self._translating():
+        try:
             header, data = self._end.read()
+        except TransportError as cause:
+            raise self._broken_by(cause) from cause
         self._caller.meter.count(received=len(header) + len(data))
         if header.startswith(b"{"):
             with self._caller._decoding():
@@ -299,13 +303,10 @@ class CallStream:
         self.broken = True
         self._end.close()
 
-    @contextmanager
-    def _translating(self) -> Iterator[None]:
+    def _broken_by(self, cause: TransportError) -> MonolithError:
+        """Note that the stream broke; return the error of the service."""
+        self.broken = True
         caller = self._caller
-        try:
-            yield
-        except TransportError as cause:
-            self.broken = True
-            if self._cancelled is not None and cause.kind != "closed":
-                raise caller._service.late(f"no answer from {caller._where}: {self._cancelled}") from cause
-            raise caller._translated(cause) from cause
+        if self._cancelled is not None and cause.kind != "closed":
+            return caller._service.late(f"no answer from {caller._where}: {self._cancelled}")
+        return caller._translated(cause)

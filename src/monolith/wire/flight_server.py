@@ -88,5 +88,5 @@ class Server:
             return
         ending = Thread(target=self._server.shutdown, name="flight-shutdown", daemon=True)
         ending.start()
-        self._endpoint.wait_until_answered(_LINGER)
+        self._endpoint.answering.wait_until_none(_LINGER)
         ending.join(_FREE_PORT)

@@ -6,8 +6,8 @@ pyarrow is an optional package, so it is imported when a server or a client is m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from monolith.concurrency import machine
@@ -84,6 +84,45 @@ def import_flight(purpose: str) -> Any:
     return flight
 
 
+class _Translating:
+    """`with translating:` turns errors of Flight into a TransportError.
+
+    A class, because a generator costs several microseconds, and a request enters it on the way out and back.
+    """
+
+    def __init__(self, arrow: Any, flight: Any, *, has_proof: bool) -> None:
+        self._arrow, self._flight = arrow, flight
+        self._has_proof = has_proof
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, cause: BaseException | None, __: object) -> None:
+        if cause is None:
+            return
+        if isinstance(cause, StopIteration):
+            raise TransportError("closed", "it closed the connection") from cause
+        if isinstance(cause, UnprovedError):
+            raise TransportError("unproved", str(cause)) from cause
+        if isinstance(cause, (self._flight.FlightError, self._arrow.ArrowException, OSError)):
+            raise TransportError(self._kind(cause), _first_line(cause)) from cause
+
+    def _kind(self, cause: Exception) -> Failure:
+        flight = self._flight
+        if isinstance(cause, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+            return "refused_token"
+        if isinstance(cause, flight.FlightTimedOutError):
+            return "late"
+        # A call in progress may get an internal error when the server is killed.
+        if isinstance(
+            cause, flight.FlightUnavailableError | flight.FlightCancelledError | flight.FlightInternalError
+        ):
+            return "unreachable"
+        if self._has_proof and isinstance(cause, self._arrow.ArrowNotImplementedError):
+            return "no_proof_asked"
+        return "other"
+
+
 class _FlightConnection:
     """A `Connection` over Flight."""
 
@@ -93,7 +132,8 @@ class _FlightConnection:
         self.has_proof = self._proof is not None
         # Not gRPC's shared pool, and short backoff: a restarted server must be found within a moment.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
-        with self.translating():
+        self.translating = _Translating(self._arrow, self._flight, has_proof=self.has_proof)
+        with self.translating:
             self._client = self._flight.FlightClient(
                 guard.flight_location(address),
                 generic_options=options,
@@ -108,7 +148,7 @@ class _FlightConnection:
                     raise
 
     def call(self, name: str, body: bytes, timeout: float) -> bytes:
-        with self.translating():
+        with self.translating:
             results = list(self._client.do_action(self._flight.Action(name, body), self._within(timeout)))
             self.check_proof()
         if len(results) != 1:
@@ -116,12 +156,12 @@ class _FlightConnection:
         return bytes(results[0].body.to_pybytes())
 
     def knock(self, timeout: float) -> None:
-        with self.translating():
+        with self.translating:
             list(self._client.do_action(self._flight.Action(KNOCK, b""), self._within(timeout)))
             self.check_proof()
 
     def fetch(self, ticket: bytes, timeout: float) -> tuple[bytes | None, Any]:
-        with self.translating():
+        with self.translating:
             reader = self._client.do_get(self._flight.Ticket(ticket), self._within(timeout))
             said = (reader.schema.metadata or {}).get(ANSWER_KEY)
             found = (None, reader.read_chunk().data) if said is None else (said, None)
@@ -129,7 +169,7 @@ class _FlightConnection:
         return found
 
     def open_stream(self) -> StreamEnd:
-        with self.translating():
+        with self.translating:
             descriptor = self._flight.FlightDescriptor.for_command(b"")
             writer, reader = self._client.do_exchange(descriptor)
         return _FlightStream(self, BulkMessages(self._arrow), writer, reader)
@@ -141,34 +181,6 @@ class _FlightConnection:
         """Raise UnprovedError unless the process that answered last has proved that it has the token."""
         if self._proof is not None:
             self._proof.check()
-
-    @contextmanager
-    def translating(self) -> Iterator[None]:
-        """Turn errors of Flight into a TransportError."""
-        flight = self._flight
-        try:
-            yield
-        except StopIteration as cause:
-            raise TransportError("closed", "it closed the connection") from cause
-        except UnprovedError as cause:
-            raise TransportError("unproved", str(cause)) from cause
-        except (flight.FlightError, self._arrow.ArrowException, OSError) as cause:
-            raise TransportError(self._kind(cause), _first_line(cause)) from cause
-
-    def _kind(self, cause: Exception) -> Failure:
-        flight = self._flight
-        if isinstance(cause, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
-            return "refused_token"
-        if isinstance(cause, flight.FlightTimedOutError):
-            return "late"
-        # A call in progress may get an internal error when the server is killed.
-        if isinstance(
-            cause, flight.FlightUnavailableError | flight.FlightCancelledError | flight.FlightInternalError
-        ):
-            return "unreachable"
-        if self.has_proof and isinstance(cause, self._arrow.ArrowNotImplementedError):
-            return "no_proof_asked"
-        return "other"
 
     def _within(self, timeout: float) -> Any:
         return self._flight.FlightCallOptions(timeout=timeout)
@@ -184,7 +196,7 @@ class _FlightStream:
         self._began = False
 
     def write(self, header: bytes, data: Any) -> int:
-        with self._connection.translating():
+        with self._connection.translating:
             if not self._began:
                 self._writer.begin(self._wire.schema)
                 if self._connection.has_proof:
@@ -197,16 +209,16 @@ class _FlightStream:
         return len(header) + int(batch.num_rows)
 
     def read(self) -> tuple[bytes, Bytes]:
-        with self._connection.translating():
+        with self._connection.translating:
             return self._wire.take(self._reader.read_chunk())
 
     def cancel(self) -> None:
         self._reader.cancel()
 
     def close(self) -> None:
-        with suppress(TransportError), self._connection.translating():
+        with suppress(TransportError), self._connection.translating:
             self._reader.cancel()
-        with suppress(TransportError), self._connection.translating():
+        with suppress(TransportError), self._connection.translating:
             self._writer.close()
 
 
@@ -253,13 +265,13 @@ def _make_server(endpoint: Endpoint, address: str, guard: PortGuard, admit: Call
             admit(context.peer())
             if action.type == KNOCK:
                 return iter([])
-            with endpoint.answering():
+            with endpoint.answering:
                 answer = endpoint.answer(action.type, action.body, context.is_cancelled)
             return iter([flight.Result(answer)])
 
         def do_get(self, context: Any, ticket: Any) -> Any:
             admit(context.peer())
-            with endpoint.answering():
+            with endpoint.answering:
                 answer, batch = endpoint.fetch(ticket.ticket)
             if batch is None:
                 nothing = arrow.schema([], metadata={ANSWER_KEY: answer})
@@ -280,7 +292,7 @@ def _make_server(endpoint: Endpoint, address: str, guard: PortGuard, admit: Call
                     chunk = reader.read_chunk()
                 except (StopIteration, *troubles):  # the caller closed it, or died
                     return
-                with endpoint.answering():
+                with endpoint.answering:
                     if endpoint.closing.is_set():
                         raise flight.FlightUnavailableError("it is closing")
                     try:

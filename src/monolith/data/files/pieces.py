@@ -45,7 +45,6 @@ from monolith.data.records import Records, concat
 from monolith.data.shuffling import Block, ShuffleConfig, permutation
 from monolith.data.source import Position, Shard
 from monolith.errors import DataError, RestoreError
-from monolith.tensors import RaggedTensor
 
 FEW_OPEN = 8
 """Pieces that are open at once even if fewer fill the buffer, as row groups do, unless they are large."""
@@ -267,11 +266,9 @@ class ShuffledPieces:
         on_chunk: Called with each chunk that is read for the first time, its path and its place; returns how
             many good and malformed records were read so far.
         on_empty: Called with each file that has no records.
-        threads: How many read and parse pieces ahead of their turn; 0 reads each when it is its turn. The
-            records and their order are the same.
     """
 
-    def __init__(  # noqa: PLR0913  what a file source was made with, and its two callbacks
+    def __init__(
         self,
         paths: Sequence[str],
         form: Format,
@@ -280,7 +277,6 @@ class ShuffledPieces:
         columns: Sequence[str] | None,
         epochs: int | None,
         shuffle: ShuffleConfig,
-        threads: int = 0,
         on_chunk: Callable[[str, int, Chunk], tuple[int, int]],
         on_empty: Callable[[str], None],
     ) -> None:
@@ -294,7 +290,6 @@ class ShuffledPieces:
         self._columns = columns
         self._epochs = epochs
         self._shuffle = shuffle
-        self._threads = threads
         self._loader: _PieceLoader | None = None
         """Reads pieces ahead while `blocks` iterates."""
         self._on_chunk = on_chunk
@@ -402,11 +397,16 @@ class ShuffledPieces:
 
     # Reading
 
-    def blocks(self, cursor: ShuffleCursor, shard: Shard) -> Iterator[Block[ShuffleCursor]]:
-        """Yield records from a cursor on, with the cursors between them."""
+    def blocks(self, cursor: ShuffleCursor, shard: Shard, threads: int = 0) -> Iterator[Block[ShuffleCursor]]:
+        """Yield records from a cursor on, with the cursors between them.
+
+        Args:
+            threads: How many read and parse pieces ahead of their turn; 0 reads each when it is its turn. The
+                records and their order are the same.
+        """
         readers: list[_PieceReader] = []
-        if self._threads:
-            self._loader = _PieceLoader(self._threads, self._load, self._unopened_pieces(cursor, shard))
+        if threads:
+            self._loader = _PieceLoader(threads, self._load, self._unopened_pieces(cursor, shard))
         try:
             while True:
                 # 1. Windows first: at the end of an epoch, or those of former workers.
@@ -602,7 +602,7 @@ class ShuffledPieces:
                 # Every chunk has its own order, which only depends on the seed, the epoch and where it is.
                 key = (self._shuffle.seed, reader.epoch, zlib.crc32(path.encode()), reader.place)
                 reader.records = chunk.records.take(permutation(len(chunk.records), *key))
-                reader.bytes = sum(map(_bytes_of, chunk.records.columns.values()))
+                reader.bytes = chunk.records.nbytes
         reader.note_chunk()
         if size:
             reader.skip = skip
@@ -816,9 +816,3 @@ class _Interleaved:
             return self._turns[max(bisect_left(firsts, number) - 1, 0)].cursor(number)
 
         return Block(records, cursor_before)
-
-
-def _bytes_of(column: RaggedTensor) -> int:
-    values = column.values
-    inner = _bytes_of(values) if isinstance(values, RaggedTensor) else values.nbytes
-    return inner + column.row_splits.nbytes

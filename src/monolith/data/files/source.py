@@ -195,7 +195,6 @@ class FileSource(Source, WorkQueueSource):
                 columns=self._columns,
                 epochs=self._epochs,
                 shuffle=self._shuffle,
-                threads=self._threads,
                 on_chunk=self._reader.check_piece,
                 on_empty=self._checks.note_empty,
             )
@@ -324,7 +323,8 @@ class FileSource(Source, WorkQueueSource):
     def _read_shuffled(self, pieces: ShuffledPieces) -> Iterator[Records]:
         """Yield the batches of a list of files that is shuffled."""
         batcher: Batcher[ShuffleCursor] = Batcher(self._batch_size)
-        with closed_after(pieces.blocks(self._shuffle_cursor, self._shard_in(self.position()))) as blocks:
+        shard = self._shard_in(self.position())
+        with closed_after(pieces.blocks(self._shuffle_cursor, shard, self._threads)) as blocks:
             for block in blocks:
                 for batch, self._shuffle_cursor in batcher.add(block):
                     yield batch

@@ -25,12 +25,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import BinaryIO, Self
 
+import numpy as np
 import torch
 
 from monolith import native
 from monolith.data.format import BadRecord, Chunk, OddColumn, TextFormat
 from monolith.data.formats.compressed import OpenText, compression_of, write_text
-from monolith.data.records import DTYPES, Records, as_read, column_from_arrays
+from monolith.data.records import DTYPES, Records, as_read
+from monolith.data.row_gathering import GatheredColumns, RowBlock
 from monolith.errors import ConfigError, CorruptFileError, DataError
 from monolith.feature import ColumnKind
 from monolith.feature.spec.times import TIME
@@ -435,9 +437,8 @@ def csv_parser(
 
 def csv_records(parsed: native.ParsedCsv, names: Sequence[str]) -> Records:
     """Return the records that a parser found, given the names of its columns."""
-    found = zip(names, parsed.take_columns(), strict=True)
-    columns = {name: column_from_arrays(*arrays) for name, arrays in found}
-    return Records(parsed.records, columns, complete=True)
+    rows, block = np.arange(parsed.records), RowBlock.parsed(names, parsed.take_block())
+    return Records(parsed.records, GatheredColumns.of(block, rows), complete=True)
 
 
 def _bad_records(

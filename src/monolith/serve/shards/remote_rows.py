@@ -48,7 +48,6 @@ from monolith.store.row_requests import (
     Routes,
     RowCall,
     RowHeader,
-    RowRequest,
     incarnation_bytes,
     read_answer,
 )
@@ -250,15 +249,12 @@ class RemoteRows:
         until = self._until(deadline)
         keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
         routes = Routes(keys, sizes, self._widths, ids.batches, self.shards)
-        requests = [RowRequest(cells=len(sizes), ids=count) for count in routes.num_ids]
-        for request, shares in zip(requests, routes.sizes, strict=True):
-            request.sizes[:] = shares
-        routes.spread_ids([request.ids for request in requests])
+        requests = routes.write_requests([keys])
         legs = [
             Leg(
                 shard,
                 RowHeader(RowCall.LOOKUP, 0, ids.batches, count, incarnation=self._version_key).packed(),
-                request.data,
+                request,
                 floats,
                 until,
                 hedged=self._config.hedge,

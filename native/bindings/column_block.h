@@ -1,0 +1,102 @@
+// ColumnBlock: what rows are gathered from, as Python hands it around.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "row_gather.h"
+#include "tensors.h"
+
+namespace monolith {
+
+// The columns of some records, over memory that it keeps alive. Immutable.
+class ColumnBlock {
+ public:
+  ColumnBlock(std::size_t rows, const nanobind::list& columns, const nanobind::tuple& types)
+      : rows_(rows) {
+    if (types.size() != 3) throw std::invalid_argument("ColumnBlock: types are those of bytes, ints, floats");
+    const TensorReader tensors(types[0], types[1], types[2]);
+    columns_.reserve(columns.size());
+    for (const nanobind::handle each : columns) {
+      const auto column = nanobind::cast<nanobind::tuple>(each);
+      if (column.size() != 3)
+        throw std::invalid_argument("ColumnBlock: a column is (values, texts, splits)");
+      columns_.push_back(read(tensors, column));
+      if (columns_.back().rows() != rows)
+        throw std::invalid_argument("ColumnBlock: a column has another number of rows");
+      kept_.push_back(column);
+    }
+  }
+
+  // Takes the columns of a parser, which need not pass through Python.
+  ColumnBlock(std::size_t rows, std::vector<ParsedColumn>&& parsed) : rows_(rows), parsed_(std::move(parsed)) {
+    columns_.reserve(parsed_.size());
+    for (const ParsedColumn& column : parsed_) {
+      ColumnView view;
+      view.type = column.type;
+      view.splits = column.splits;
+      view.ints = column.ints;
+      view.floats = column.floats;
+      view.bytes = std::as_bytes(std::span(column.bytes));
+      view.inner = column.inner;
+      settle_column(view);
+      columns_.push_back(view);
+    }
+  }
+
+  std::size_t rows() const { return rows_; }
+  const std::vector<ColumnView>& columns() const { return columns_; }
+
+  std::vector<ColumnType> types() const {
+    std::vector<ColumnType> found;
+    for (const ColumnView& column : columns_) found.push_back(column.type);
+    return found;
+  }
+  std::size_t bytes() const {
+    std::size_t found = 0;
+    for (const ColumnView& column : columns_)
+      found += column.splits.size_bytes() + column.ints.size_bytes() + column.floats.size_bytes() +
+               column.bytes.size_bytes() + column.inner.size_bytes();
+    return found;
+  }
+
+ private:
+  template <class T>
+  static std::span<const T> need(const TensorReader& tensors, nanobind::handle tensor) {
+    const auto found = tensors.read<T>(tensor);
+    if (!found) throw std::invalid_argument("ColumnBlock: columns are plain tensors on the CPU");
+    return *found;
+  }
+
+  static ColumnView read(const TensorReader& tensors, const nanobind::tuple& column) {
+    const nanobind::handle values = column[0], texts = column[1];
+    ColumnView view;
+    view.splits = need<std::int64_t>(tensors, column[2]);
+    if (!texts.is_none()) {
+      view.type = ColumnType::kBytes;
+      view.bytes = need<std::byte>(tensors, values);
+      view.inner = need<std::int64_t>(tensors, texts);
+    } else if (tensors.holds<float>(values)) {
+      view.type = ColumnType::kFloat;
+      view.floats = need<float>(tensors, values);
+    } else {
+      view.ints = need<std::int64_t>(tensors, values);
+    }
+    settle_column(view);
+    return view;
+  }
+
+  std::size_t rows_;
+  std::vector<ColumnView> columns_;
+  // What the columns are views of: tensors, or the columns of a parser.
+  std::vector<nanobind::object> kept_;
+  std::vector<ParsedColumn> parsed_;
+};
+
+}  // namespace monolith
