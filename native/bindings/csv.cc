@@ -60,22 +60,7 @@ nb::list bad_records(const ParsedCsv& parsed) {
   return bad;
 }
 
-// The columns leave the parsed records, which have none afterwards.
-nb::list take_columns(ParsedCsv& parsed) {
-  nb::list columns;
-  for (ParsedColumn& column : parsed.columns) {
-    nb::object values = column.type == ColumnType::kInt64   ? nb::cast(owned(std::move(column.ints)))
-                        : column.type == ColumnType::kFloat ? nb::cast(owned(std::move(column.floats)))
-                                                            : nb::cast(owned(std::move(column.bytes)));
-    nb::object inner =
-        column.type == ColumnType::kBytes ? nb::cast(owned(std::move(column.inner))) : nb::object(nb::none());
-    columns.append(nb::make_tuple(values, owned(std::move(column.splits)), inner));
-  }
-  parsed.columns.clear();
-  return columns;
-}
-
-// The same for gathering rows of, without an array for each column.
+// The columns leave the parsed records, which have none afterwards, without an array for each of them.
 ColumnBlock take_block(ParsedCsv& parsed) {
   GilReleased unlocked;
   return ColumnBlock(parsed.records, std::exchange(parsed.columns, {}));
@@ -120,12 +105,8 @@ void bind_csv(nb::module_& m) {
       .def_prop_ro(
           "bad", &bad_records, nb::sig("def bad(self) -> list[tuple[int, int, str, int | None, bytes]]"),
           "(begin, size, reason, column, value), in order; a column where its value is what is wrong.")
-      .def("take_columns", &take_columns,
-           nb::sig("def take_columns(self) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | "
-                   "NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]"),
-           "(values, row splits, splits of strings) as asked for; there are none the next time.")
       .def("take_block", &take_block, nb::sig("def take_block(self) -> ColumnBlock"),
-           "The same columns, to gather rows of; there are none the next time.");
+           "The columns as asked for, to gather rows of; there are none the next time.");
 
   nb::class_<CsvParser>(m, "CsvParser", "Bytes of CSV straight to columns. Thread-safe.")
       .def(

@@ -202,7 +202,8 @@ def test_on_a_gpu_too_prefetch_changes_nothing_of_data_that_is_read_once(embeddi
     where = {"accelerator": "cuda", "embedding_device": embedding_device}
     plain, fresh = train(prefetch=0, **where)[0], train(prefetch=2, **where)[0]
     assert fresh.losses == pytest.approx(plain.losses, rel=1e-5)
-    stale = train(prefetch=2, fresh_rows=False, **where)[0]
+    # A step that is replayed as a graph looks its rows up itself.
+    stale = train(prefetch=2, fresh_rows=False, step_graphs=False, **where)[0]
     assert stale.losses != pytest.approx(plain.losses, rel=1e-5)
 
 

@@ -326,6 +326,14 @@ class StepGraph:
         if self._host_steps:
             torch._foreach_sub_(self._host_steps, 1)
 
+    def close(self) -> None:
+        """Wait for the device and drop all graphs: their memory is not left to the garbage collector."""
+        self._stream.synchronize()
+        for shape in self._shapes.values():
+            shape.graph = shape.report = shape.said = None
+        self._shapes.clear()
+        self._kept = None
+
     def describe(self) -> str:
         """Describe what is captured, and the device memory that it needs, for a log."""
         sizes = ", ".join(f"{len(one.batch):,}" for one in self._shapes.values() if one.graph is not None)

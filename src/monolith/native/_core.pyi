@@ -1071,13 +1071,10 @@ class ParsedCsv:
         (begin, size, reason, column, value), in order; a column where its value is what is wrong.
         """
 
-    def take_columns(self) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
-        """
-        (values, row splits, splits of strings) as asked for; there are none the next time.
-        """
-
     def take_block(self) -> ColumnBlock:
-        """The same columns, to gather rows of; there are none the next time."""
+        """
+        The columns as asked for, to gather rows of; there are none the next time.
+        """
 
 class CsvParser:
     """Bytes of CSV straight to columns. Thread-safe."""

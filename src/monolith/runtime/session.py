@@ -388,4 +388,5 @@ class Session:
 
     def close(self) -> None:
         self.batches.close()
+        self.training_step.close()
         self.model.close()

@@ -181,6 +181,12 @@ class TrainingStep:
             self._schedule_ahead += 1
             progress.skipping.note(NonFiniteError(trouble), progress.step, batch)
 
+    def close(self) -> None:
+        """Drop the graphs of steps; none is taken afterwards."""
+        self._unsettled.clear()
+        if self._graph is not None:
+            self._graph.close()
+
     def _outputs(
         self, batch: Batch, rows: list[PreparedBatch], before_lookup: Callable[[], None] | None = None
     ) -> Outputs:

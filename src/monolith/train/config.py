@@ -207,7 +207,8 @@ class TrainConfig:
     """Whether a step reads rows after the update of the step before it, as with `prefetch = 0`. If not, rows
     that two batches in a row share are one update old, and updates are done while the next batch is computed.
     None follows the data: fresh if it is read once, as a stream is, and not if `epochs` is set. Rows on
-    parameter servers and ranks are looked up ahead, and are never fresh unless prefetch is 0."""
+    parameter servers and ranks are looked up ahead, and are never fresh unless prefetch is 0; steps that are
+    replayed as CUDA graphs look their rows up themselves, and are always fresh."""
     async_push: bool = True
     """Whether rows are updated while the next batch is computed, if they need not be fresh."""
     evict_every_steps: int | None = None
