@@ -18,15 +18,13 @@ namespace monolith {
 // The columns of some records, over memory that it keeps alive. Immutable.
 class ColumnBlock {
  public:
-  ColumnBlock(std::size_t rows, const nanobind::list& columns, const nanobind::tuple& types)
-      : rows_(rows) {
+  ColumnBlock(std::size_t rows, const nanobind::list& columns, const nanobind::tuple& types) : rows_(rows) {
     if (types.size() != 3) throw std::invalid_argument("ColumnBlock: types are those of bytes, ints, floats");
     const TensorReader tensors(types[0], types[1], types[2]);
     columns_.reserve(columns.size());
     for (const nanobind::handle each : columns) {
       const auto column = nanobind::cast<nanobind::tuple>(each);
-      if (column.size() != 3)
-        throw std::invalid_argument("ColumnBlock: a column is (values, texts, splits)");
+      if (column.size() != 3) throw std::invalid_argument("ColumnBlock: a column is (values, texts, splits)");
       columns_.push_back(read(tensors, column));
       if (columns_.back().rows() != rows)
         throw std::invalid_argument("ColumnBlock: a column has another number of rows");
@@ -35,10 +33,11 @@ class ColumnBlock {
   }
 
   // Takes the columns of a parser, which need not pass through Python.
-  ColumnBlock(std::size_t rows, std::vector<ParsedColumn>&& parsed) : rows_(rows), parsed_(std::move(parsed)) {
+  ColumnBlock(std::size_t rows, std::vector<ParsedColumn>&& parsed)
+      : rows_(rows), parsed_(std::move(parsed)) {
     columns_.reserve(parsed_.size());
     for (const ParsedColumn& column : parsed_) {
-      ColumnView view;
+      SourceColumn view;
       view.type = column.type;
       view.splits = column.splits;
       view.ints = column.ints;
@@ -51,16 +50,16 @@ class ColumnBlock {
   }
 
   std::size_t rows() const { return rows_; }
-  const std::vector<ColumnView>& columns() const { return columns_; }
+  const std::vector<SourceColumn>& columns() const { return columns_; }
 
   std::vector<ColumnType> types() const {
     std::vector<ColumnType> found;
-    for (const ColumnView& column : columns_) found.push_back(column.type);
+    for (const SourceColumn& column : columns_) found.push_back(column.type);
     return found;
   }
   std::size_t bytes() const {
     std::size_t found = 0;
-    for (const ColumnView& column : columns_)
+    for (const SourceColumn& column : columns_)
       found += column.splits.size_bytes() + column.ints.size_bytes() + column.floats.size_bytes() +
                column.bytes.size_bytes() + column.inner.size_bytes();
     return found;
@@ -74,9 +73,9 @@ class ColumnBlock {
     return *found;
   }
 
-  static ColumnView read(const TensorReader& tensors, const nanobind::tuple& column) {
+  static SourceColumn read(const TensorReader& tensors, const nanobind::tuple& column) {
     const nanobind::handle values = column[0], texts = column[1];
-    ColumnView view;
+    SourceColumn view;
     view.splits = need<std::int64_t>(tensors, column[2]);
     if (!texts.is_none()) {
       view.type = ColumnType::kBytes;
@@ -93,7 +92,7 @@ class ColumnBlock {
   }
 
   std::size_t rows_;
-  std::vector<ColumnView> columns_;
+  std::vector<SourceColumn> columns_;
   // What the columns are views of: tensors, or the columns of a parser.
   std::vector<nanobind::object> kept_;
   std::vector<ParsedColumn> parsed_;

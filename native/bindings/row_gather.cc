@@ -1,4 +1,6 @@
 // Python face of gathering: checks shapes and places, releases the GIL, adds no behaviour.
+#include "row_gather.h"
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,7 +13,6 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "column_block.h"
-#include "row_gather.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -39,10 +40,10 @@ nb::list gather_rows(const nb::tuple& given, const std::optional<Column<std::int
       fine = fine && block < blocks.size() && static_cast<std::size_t>(places[i]) < blocks[block]->rows();
     }
     if (!fine) throw std::invalid_argument("gather_rows: a place is beyond its block");
-    std::vector<const ColumnView*> column(blocks.size());
+    std::vector<const SourceColumn*> column(blocks.size());
     for (std::size_t number = 0; number < count; ++number) {
       for (std::size_t block = 0; block < blocks.size(); ++block) {
-        const std::vector<ColumnView>& columns = blocks[block]->columns();
+        const std::vector<SourceColumn>& columns = blocks[block]->columns();
         if (columns.size() != count || columns[number].type != blocks[0]->columns()[number].type)
           throw std::invalid_argument("gather_rows: blocks have different columns");
         column[block] = &columns[number];

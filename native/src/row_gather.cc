@@ -14,7 +14,7 @@ void check_splits(std::span<const std::int64_t> splits, std::size_t size) {
   if (falls) throw std::invalid_argument("splits must not fall, nor reach beyond what they split");
 }
 
-std::size_t values_of(const ColumnView& column) {
+std::size_t values_of(const SourceColumn& column) {
   switch (column.type) {
     case ColumnType::kInt64:
       return column.ints.size();
@@ -32,32 +32,32 @@ struct Range {
 // The places of a gather: which column, and which of its rows.
 class Places {
  public:
-  Places(std::span<const ColumnView* const> column, std::span<const std::int32_t> block_of,
+  Places(std::span<const SourceColumn* const> column, std::span<const std::int32_t> block_of,
          std::span<const std::int64_t> rows)
       : column_(column), block_of_(block_of), rows_(rows) {}
 
   std::size_t size() const { return rows_.size(); }
-  const ColumnView& block(std::size_t i) const {
+  const SourceColumn& block(std::size_t i) const {
     return *column_[block_of_.empty() ? 0 : static_cast<std::size_t>(block_of_[i])];
   }
   std::size_t row(std::size_t i) const { return static_cast<std::size_t>(rows_[i]); }
   Range values(std::size_t i) const {
-    const ColumnView& column = block(i);
+    const SourceColumn& column = block(i);
     return {column.splits[row(i)], column.splits[row(i) + 1]};
   }
   bool one_each() const {
-    for (const ColumnView* const column : column_)
+    for (const SourceColumn* const column : column_)
       if (!column->one_each) return false;
     return true;
   }
 
  private:
-  const std::span<const ColumnView* const> column_;
+  const std::span<const SourceColumn* const> column_;
   const std::span<const std::int32_t> block_of_;
   const std::span<const std::int64_t> rows_;
 };
 
-template <class T, std::span<const T> ColumnView::*Values>
+template <class T, std::span<const T> SourceColumn::* Values>
 void gather_numbers(const Places& places, bool one_each, std::vector<T>& out, std::size_t total) {
   if (one_each) {
     out.resize(places.size());
@@ -86,7 +86,7 @@ void gather_texts(const Places& places, ParsedColumn& out, std::size_t total) {
   std::uint8_t* to = out.bytes.data();
   for (std::size_t i = 0; i < places.size(); ++i) {
     const auto [begin, end] = places.values(i);
-    const ColumnView& block = places.block(i);
+    const SourceColumn& block = places.block(i);
     // The strings of a row lie one after the other.
     const auto size = static_cast<std::size_t>(block.inner[static_cast<std::size_t>(end)] -
                                                block.inner[static_cast<std::size_t>(begin)]);
@@ -97,7 +97,7 @@ void gather_texts(const Places& places, ParsedColumn& out, std::size_t total) {
 
 }  // namespace
 
-void settle_column(ColumnView& column) {
+void settle_column(SourceColumn& column) {
   if (column.type == ColumnType::kBytes) check_splits(column.inner, column.bytes.size());
   check_splits(column.splits, values_of(column));
   bool odd = false;
@@ -106,8 +106,8 @@ void settle_column(ColumnView& column) {
   column.one_each = !odd;
 }
 
-ParsedColumn gather_column(std::span<const ColumnView* const> column, std::span<const std::int32_t> block_of,
-                           std::span<const std::int64_t> rows) {
+ParsedColumn gather_column(std::span<const SourceColumn* const> column,
+                           std::span<const std::int32_t> block_of, std::span<const std::int64_t> rows) {
   const Places places(column, block_of, rows);
   const bool one_each = places.one_each();
   ParsedColumn out;
@@ -124,10 +124,10 @@ ParsedColumn gather_column(std::span<const ColumnView* const> column, std::span<
   const auto total = static_cast<std::size_t>(out.splits.back());
   switch (out.type) {
     case ColumnType::kInt64:
-      gather_numbers<std::int64_t, &ColumnView::ints>(places, one_each, out.ints, total);
+      gather_numbers<std::int64_t, &SourceColumn::ints>(places, one_each, out.ints, total);
       break;
     case ColumnType::kFloat:
-      gather_numbers<float, &ColumnView::floats>(places, one_each, out.floats, total);
+      gather_numbers<float, &SourceColumn::floats>(places, one_each, out.floats, total);
       break;
     case ColumnType::kBytes:
       gather_texts(places, out, total);

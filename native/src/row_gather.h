@@ -17,7 +17,7 @@
 namespace monolith {
 
 // A ragged column of a block, over memory that its owner keeps.
-struct ColumnView {
+struct SourceColumn {
   ColumnType type = ColumnType::kInt64;
   std::span<const std::int64_t> splits;  // where each row begins among the values, then where the last ends
   // Those of the type are set. Strings lie in `bytes`; `inner` says where each begins.
@@ -32,11 +32,11 @@ struct ColumnView {
 
 // Checks the splits of a column and finds whether it has one value in each row. Throws std::invalid_argument
 // for splits that fall or reach beyond what they split.
-void settle_column(ColumnView& column);
+void settle_column(SourceColumn& column);
 
 // One row of a block for each place, in order. `column` is the same column of all blocks, of one type;
 // `block_of` is empty if there is one block. Places are not checked.
-ParsedColumn gather_column(std::span<const ColumnView* const> column, std::span<const std::int32_t> block_of,
-                           std::span<const std::int64_t> rows);
+ParsedColumn gather_column(std::span<const SourceColumn* const> column,
+                           std::span<const std::int32_t> block_of, std::span<const std::int64_t> rows);
 
 }  // namespace monolith

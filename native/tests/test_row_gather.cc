@@ -12,16 +12,16 @@ namespace {
 using namespace monolith;
 using Ids = std::vector<std::int64_t>;
 
-ColumnView ints(const Ids& values, const Ids& splits) {
-  ColumnView view;
+SourceColumn ints(const Ids& values, const Ids& splits) {
+  SourceColumn view;
   view.ints = values;
   view.splits = splits;
   settle_column(view);
   return view;
 }
 
-ColumnView texts(std::string_view bytes, const Ids& inner, const Ids& splits) {
-  ColumnView view;
+SourceColumn texts(std::string_view bytes, const Ids& inner, const Ids& splits) {
+  SourceColumn view;
   view.type = ColumnType::kBytes;
   view.bytes = std::as_bytes(std::span(bytes));
   view.inner = inner;
@@ -32,9 +32,9 @@ ColumnView texts(std::string_view bytes, const Ids& inner, const Ids& splits) {
 
 void rows_of_many_blocks_come_in_the_order_asked_for() {
   const Ids a{1, 2, 3}, b{4, 5}, three{0, 1, 2, 3}, two{0, 1, 2}, rows{2, 0, 0, 2};
-  const ColumnView first = ints(a, three), second = ints(b, two);
+  const SourceColumn first = ints(a, three), second = ints(b, two);
   CHECK(first.one_each && second.one_each);
-  const ColumnView* const blocks[] = {&first, &second};
+  const SourceColumn* const blocks[] = {&first, &second};
   const std::vector<std::int32_t> block_of{0, 1, 0, 0};
   const ParsedColumn found = gather_column(blocks, block_of, rows);
   CHECK(found.ints == (Ids{3, 4, 1, 3}));
@@ -43,9 +43,9 @@ void rows_of_many_blocks_come_in_the_order_asked_for() {
 
 void rows_with_none_or_many_values_keep_them() {
   const Ids a{1, 2, 3}, b{4}, splits{0, 2, 2, 3}, one{0, 1}, rows{2, 0, 0, 1};
-  const ColumnView first = ints(a, splits), second = ints(b, one);
+  const SourceColumn first = ints(a, splits), second = ints(b, one);
   CHECK(!first.one_each);
-  const ColumnView* const blocks[] = {&first, &second};
+  const SourceColumn* const blocks[] = {&first, &second};
   const std::vector<std::int32_t> block_of{0, 1, 0, 0};
   const ParsedColumn found = gather_column(blocks, block_of, rows);
   CHECK(found.ints == (Ids{3, 4, 1, 2}));
@@ -54,8 +54,8 @@ void rows_with_none_or_many_values_keep_them() {
 
 void strings_move_with_their_bytes() {
   const Ids inner{0, 2, 2, 5}, splits{0, 2, 2, 3}, rows{2, 1, 0};
-  const ColumnView one = texts("abcde", inner, splits);
-  const ColumnView* const blocks[] = {&one};
+  const SourceColumn one = texts("abcde", inner, splits);
+  const SourceColumn* const blocks[] = {&one};
   const ParsedColumn found = gather_column(blocks, {}, rows);
   CHECK(std::string(found.bytes.begin(), found.bytes.end()) == "cdeab");
   CHECK(found.inner == (Ids{0, 3, 5, 5}));
@@ -64,8 +64,8 @@ void strings_move_with_their_bytes() {
 
 void nothing_is_gathered_of_no_places() {
   const Ids inner{0}, splits{0};
-  const ColumnView one = texts("", inner, splits);
-  const ColumnView* const blocks[] = {&one};
+  const SourceColumn one = texts("", inner, splits);
+  const SourceColumn* const blocks[] = {&one};
   const ParsedColumn found = gather_column(blocks, {}, {});
   CHECK(found.splits == (Ids{0}) && found.inner == (Ids{0}) && found.bytes.empty());
 }
