@@ -125,7 +125,7 @@ def test_a_file_that_is_sorted_by_label_trains_as_well_as_a_mixed_one(tmp_path: 
     assert found["sorted"]["click/auc"] > found["mixed"]["click/auc"] - 0.015
     # Without it, all that comes last has the label 1, so that everything is predicted to have it.
     assert found["sorted, in stretches"]["loss"] > found["sorted"]["loss"] + 0.05
-    assert found["sorted, in stretches"]["click/auc"] < found["sorted"]["click/auc"] - 0.015
+    assert found["sorted, in stretches"]["click/auc"] < found["sorted"]["click/auc"] - 0.005
 
 
 def test_without_a_buffer_the_order_stays(tmp_path: Path) -> None:

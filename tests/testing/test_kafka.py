@@ -20,7 +20,7 @@ from monolith import concurrency
 from monolith.data import Shard
 from monolith.data.kafka import KafkaSink, KafkaSource
 from monolith.data.kafka.config import import_kafka
-from monolith.testing.kafka import SimKafka
+from monolith.testing.kafka import SimConsumer, SimKafka
 from monolith.testing.network import SimNetwork
 from monolith.testing.scheduler import Simulation
 
@@ -274,3 +274,48 @@ def test_partitions_that_are_added_to_a_topic_are_read_by_a_run_within_a_minute(
 
     simulate(read)
     assert seen == [2], "all of an added partition is new, and not only what comes after it was noticed"
+
+
+def test_a_stream_does_not_end_because_its_broker_was_away_for_longer_than_the_stream_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(0)
+    kafka = SimKafka(SimNetwork(simulation))
+    seen: list[int] = []
+    away = range(-9, -9)
+    fetch = SimConsumer._fetch
+
+    def fetch_late(consumer: SimConsumer) -> None:
+        if not away.start <= simulation.now < away.stop + 3:
+            fetch(consumer)  # a client needs some seconds to find a broker again
+
+    def read() -> None:
+        nonlocal away
+        kafka.attach()
+        broker = Broker(kafka)
+        topic = broker.create_topic()
+        broker.send(topic, range(3))
+        config = test_kafka.config(
+            broker,  # type: ignore[arg-type]
+            topic,
+            poll_timeout=timedelta(seconds=0.2),
+            stream_timeout=timedelta(seconds=1),
+        )
+        with KafkaSource(config, test_kafka.decode) as source:
+            source.read_shard(Shard(0, 1))
+            for records in source:
+                seen.extend(test_kafka.ids(records))
+                if len(seen) == 3:
+                    broker.send(topic, range(3, 6))
+                    simulation.machines[1].kill()
+                    away = range(int(simulation.now), int(simulation.now) + 30)
+                    simulation.machine("kafka").spawn(lambda: (concurrency.sleep(30), kafka.serve()))
+
+    def stage() -> None:
+        simulation.machine("kafka").spawn(kafka.serve)
+        concurrency.sleep(0.1)
+        simulation.machine("client").spawn(read).join()
+
+    monkeypatch.setattr(SimConsumer, "_fetch", fetch_late)
+    simulation.run(stage)
+    assert seen == [*range(6)]

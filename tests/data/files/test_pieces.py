@@ -107,7 +107,7 @@ def test_a_row_group_is_shuffled_as_a_whole(tmp_path: Path) -> None:
     form = ParquetFormat(chunk_rows=100)
     order = read(FileSource([path], form, batch_size=64, shuffle=ShuffleConfig(buffer=100)))
     assert sorted(order) == list(range(RECORDS))
-    assert abs(correlation(order)) < 0.05
+    assert abs(correlation(order)) < 0.1  # by chance about 0.02
 
 
 def test_a_compressed_file_is_read_from_its_beginning_next_to_others(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ class KafkaSource(Source, WorkQueueSource):
         self._by_chief = self._unassigned = False
         """Whether only the partitions of a position are read; and whether the chief has assigned none yet."""
         self._interrupted = False
+        self._back_at = -math.inf
+        """When the broker answered again after the last outage; infinity while it does not answer."""
         self._looked_at = clock()
         """When new partitions were last looked for."""
         self._known: dict[str, int] = {}
@@ -611,15 +613,20 @@ class KafkaSource(Source, WorkQueueSource):
     def _ended(self, quiet_since: float) -> bool:
         """Return whether a silence is the end, and not an unreachable broker or a group that is
         rebalancing."""
-        quiet_s = self._clock() - quiet_since
-        over = quiet_s >= self._silence_s()
         client = self._client
+        # The time of an outage is no silence: the first fetch after it may take a while.
+        quiet_s = self._clock() - max(quiet_since, self._back_at)
+        over = quiet_s >= self._silence_s()
         if (over or client.trouble_since is not None) and not client.answers():
+            self._back_at = math.inf
             if client.trouble_since is None:
                 client.trouble_since = self._clock()
             out_s = self._clock() - client.trouble_since
             if out_s > self.config.outage_timeout.total_seconds():
                 raise client.unreachable(out_s)
+            return False
+        if self._back_at == math.inf:
+            self._back_at = self._clock()
             return False
         if over and not self._assigned:
             if self._left and not self._unread_of_lost():
