@@ -329,11 +329,15 @@ def train_with_torch(
     torch.set_num_threads(cores())
     dataset = ParquetBatches(path, int(features), int(rows), int(batch))
     workers = max(min(cores() // 2, 8), 1)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=workers)
+    # Not forked: a process that uses CUDA or several threads may wait for ever after a fork.
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=workers, multiprocessing_context="spawn"
+    )
     shape = (int(features), int(rows), int(dim), json.loads(hidden), int(batch))
     trainer = FusedTorchTrainer(*shape, device=torch.device(device))
-    loss, began, counted, half = torch.zeros(1), time.perf_counter(), 0, 0.0
+    loss, began, counted, half = torch.zeros(1), 0.0, 0, 0.0
     for positions, labels in loader:
+        began = began or time.perf_counter()  # from the first batch on: workers take seconds to start
         loss = trainer.step(positions, labels.to(device))
         passed = time.perf_counter() - began
         if not half and passed >= float(seconds) / 2:
