@@ -11,12 +11,12 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
-#define PIECES 96          // of a launch: its parameters are 4 KB at most
-#define CHUNK (1 << 15)    // bytes, of a block
+#define PIECES 96        // of a launch: its parameters are 4 KB at most
+#define CHUNK (1 << 15)  // bytes, of a block
 
 struct Piece {
   u8* at;
-  u8* kept;   // its copy; null where it is only looked at
+  u8* kept;  // its copy; null where it is only looked at
   i64 bytes;
   int begin;  // its first block
   int kind;

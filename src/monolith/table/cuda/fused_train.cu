@@ -66,14 +66,11 @@ extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
                      live);
 }
 
-extern "C" __global__ void train_tables_checked(const Table* __restrict__ tables,
-                                                const __grid_constant__ Cells cells,
-                                                const __grid_constant__ CellScalars scalars, Writes writes,
-                                                const float* __restrict__ gradients,
-                                                const float* __restrict__ latest, i64 step,
-                                                const LongRun* __restrict__ runs,
-                                                const float* __restrict__ sums, int summed, int per_tile,
-                                                Live live) {
+extern "C" __global__ void train_tables_checked(
+    const Table* __restrict__ tables, const __grid_constant__ Cells cells,
+    const __grid_constant__ CellScalars scalars, Writes writes, const float* __restrict__ gradients,
+    const float* __restrict__ latest, i64 step, const LongRun* __restrict__ runs,
+    const float* __restrict__ sums, int summed, int per_tile, Live live) {
   train_cells<true>(tables, cells, scalars, writes, gradients, latest, step, runs, sums, summed, per_tile,
                     live);
 }
