@@ -251,7 +251,7 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], None]) -> DeviceGraph:
         graph = torch.cuda.CUDAGraph()
-        # Relaxed: other threads of this process go on to allocate memory and to query events meanwhile, and
+        # Relaxed: other threads of this process continue to allocate memory and to query events, and
         # so does the caching allocator of this one. What cannot be captured, such as reading a number from
         # the device, fails in every mode.
         graph.capture_begin(pool=_graph_pool(self.torch_device)[0], capture_error_mode="relaxed")

@@ -3,7 +3,7 @@
 A shuffle takes records of many chunks, cuts them into batches and joins what is left over. If each of these
 steps moved values, column by column, a record would be copied four times and most of the time spent between
 the copies. So a step only changes numbers, which block and which row in it, and the values move once, when
-somebody looks at a column: then the core gathers all columns in one call, without the GIL.
+a column is looked at: then the core gathers all columns in one call, without the GIL.
 
     chunks, as parsed       block 0: a b c       block 1: d e
     take, slice, concat     (0, 2) (1, 0) | (0, 0) ...

@@ -7,7 +7,7 @@ only copies a batch into place and launches that:
     send(batch)     any thread: ids, floats and labels go to the device
     train(sent)     copy them into the memory that the graph reads ──► replay ──► one copy comes back, later
 
-Nothing in a step waits for the device. What the host would look at before it goes on is either known on the
+Nothing in a step waits for the device. What the host would look at before it continues is either known on the
 device or looked at later:
 
     is the batch finite?    the update of weights is undone and no row gets a place if not (`BatchVerdict`)
@@ -462,7 +462,7 @@ class StepGraph:
         if not self._live_rates:
             dense.step()
             return
-        # The optimizer reads its rates from device memory in the graph; everybody else sees plain numbers.
+        # The optimizer reads its rates from device memory in the graph; all other code sees plain numbers.
         own = [group["lr"] for group in dense.param_groups]
         for group, rate in zip(dense.param_groups, self._rates.unbind(), strict=True):
             group["lr"] = rate

@@ -286,7 +286,7 @@ class MultiTable:
     ) -> NDArray[np.float32]:
         """Return the embeddings of `fused_lookup`, flat, for arrays on the CPU.
 
-        Tables in host memory answer in one native call, without offsets and tensors that nobody needs: a
+        Tables in host memory answer in one native call, without offsets and tensors that are not needed: a
         parameter server does little else.
         """
         group = None if self._device is not None else self._group()

@@ -245,7 +245,7 @@ class Model:
         try:
             with self._autocast():
                 outputs = self.task.outputs(self.module, batch)
-            if self._precision != "float32":  # nobody else need know of it
+            if self._precision != "float32":  # metrics and hooks need not know of it
                 said = {head: one.float() for head, one in outputs.predictions.items()}
                 outputs = replace(outputs, loss=outputs.loss.float(), predictions=said)
         finally:

@@ -448,7 +448,7 @@ class KafkaSource(Source, WorkQueueSource):
             return
         if all(now[topic] <= known[topic] for topic in now):
             return
-        self._known = dict(known)  # so that all messages of the others are new, whatever `start` says
+        self._known = dict(known)  # so that all messages of added partitions are new, whatever `start` says
         known.update({topic: max(count, known[topic]) for topic, count in now.items()})
         added = {one: self._first(one) for one in self._own() if one not in self._next}
         if added:
