@@ -106,8 +106,8 @@ class TorchNetwork:
             if not torch.cuda.is_available() or not dist.is_nccl_available():
                 raise ConfigError("ranks: the backend nccl needs GPUs and a torch that was built with it")
             # By default torch's watchdog ends the process when another rank is lost. A rank has to outlive
-            # that, to restart with the other ranks: 2 only aborts the calls. The group
-            # reads it when it is made.
+            # that, to restart with the other ranks: 2 only aborts the calls. The group reads it when it is
+            # made.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             nccl: Any = dist.ProcessGroupNCCL
             return nccl(keys, rank, size, options.timeout)
