@@ -31,8 +31,8 @@ SEEDS = {
     "publishing": 100,
     "ranks": 100,
 }
-"""Of the worlds whose runs are short; all worlds together take about a minute and a half on two cores. The seeds are the
-same in every run, so a failure is never a matter of luck."""
+"""Of the worlds whose runs are short; all worlds together take about a minute and a half on two cores. The
+seeds are the same in every run, so a failure is never a matter of luck."""
 SEEDS_OF_OTHERS = 60
 FEWER = {"together": 10, "fleet_kafka": 40}
 """Of the worlds whose runs are long."""
