@@ -504,7 +504,7 @@ MUTANTS = {
         "ranks", "A rank does not take the restored weights of rank 0.", _weights_not_taken, 12
     ),
     "lost_sum_taken_for_a_sum": Mutant(
-        "ranks", "A rank continues after a sum of gradients that failed.", _lost_sum_taken_for_a_sum, 12
+        "ranks", "A rank continues after a sum of gradients that failed.", _lost_sum_taken_for_a_sum, 196
     ),
     "run_of_servers_not_renewed": Mutant(
         "ranks",
