@@ -154,6 +154,17 @@ def test_the_end_is_when_all_is_read_and_given_epoch_after_epoch(tmp_path):
     assert job.is_over()
 
 
+def test_a_repeated_attach_that_arrives_late_shuts_nobody_out(job):
+    cut(job, job.lease("w"), 3)
+    job.attach("one", None, 0, "first")
+    job.turns("one", "first", 0, 1)
+    assert job.attach("one", None, 0, "first") == "first", "the same call, whose answer was lost"
+    job.attach("one", None, 0, "second")
+    with pytest.raises(DataError, match="shut out"):
+        job.attach("one", None, 0, "first")
+    assert ids(job.turns("one", "second", 0, 1)) == [(0, "a", 0)]
+
+
 def test_a_trainer_restored_to_a_turn_gets_the_same_chunks(job):
     cut(job, job.lease("w"), 4)
     before = job.turns("one", job.attach("one", None, 0), 0, 3)

@@ -257,7 +257,10 @@ class _Fetcher:
         self._workers: dict[str, DataCaller] = {}
         self._dispatcher = settings.caller(settings.address, self._stop, settings.patience)
         try:
-            answer = self._ask("attach", job=job, turn=turn)
+            # Its own session: if the connection breaks, this call may arrive twice, the second time after
+            # calls of the session that it began.
+            session = concurrency.token_hex(16)
+            answer = self._ask("attach", job=job, turn=turn, session=session)
         except BaseException:
             self._dispatcher.close()
             raise

@@ -185,7 +185,7 @@ class Dispatcher:
         return {"held": self._job.announce(body.lease, body.sequence, place, body.size, after)}
 
     def _attached(self, body: AttachBody) -> dict[str, Any]:
-        session = self._job.attach(body.trainer, body.job, body.turn)
+        session = self._job.attach(body.trainer, body.job, body.turn, body.session)
         return {"job": self._job.id, "session": session}
 
 

@@ -164,6 +164,8 @@ class Job:
         except RestoreError:
             self._db.close()
             raise
+        self._replaced: set[str] = set()
+        """Sessions that are over. Of this process only: no call survives the end of its dispatcher."""
         now = clock()
         self._leases = {
             lease: now for (lease,) in self._db.execute("SELECT lease FROM splits WHERE lease IS NOT NULL")
@@ -331,19 +333,30 @@ class Job:
 
     # Trainers
 
-    def attach(self, trainer: str, job: str | None, turn: int) -> str:
+    def attach(self, trainer: str, job: str | None, turn: int, session: str | None = None) -> str:
         """Let a trainer resume from a turn, and return the session that its calls must carry from now on.
 
         This fences another process of the same name: its session is no longer valid.
 
+        Args:
+            session: Chosen by the trainer, another one for every iteration: calls of an earlier iteration
+                that are still under way must not take chunks that the new one does not know of. The same one
+                again is a repeated call and changes nothing.
+
         Raises:
             RestoreError: There is no such turn: of another job, not given yet, or given to another trainer
                 since.
+            DataError: The session was replaced by another one since.
         """
+        _, current, _ = self._trainer(trainer)
+        if session is not None and session == current:
+            return session
+        if session in self._replaced:
+            raise self._shut_out(trainer)
         self._check_turn(trainer, job, turn)
-        # A new session every time, also for the same process: calls of its earlier iteration that are still
-        # under way must not take chunks that the new one does not know of.
-        session = concurrency.token_hex(8)
+        session = session or concurrency.token_hex(8)
+        if current is not None:
+            self._replaced.add(current)
         with _Transaction(self._db, durable=True):
             self._db.execute(
                 "INSERT INTO trainers (trainer, session) VALUES (?, ?) "
@@ -366,10 +379,7 @@ class Job:
         # The session fences: a process that was replaced, or given up, must not take chunks any more.
         turns, current, _ = self._trainer(trainer)
         if current != session:
-            raise DataError(
-                f"data service: trainer {trainer!r} was shut out: another process attached under its name, "
-                "or it was silent for longer than trainer_timeout. Restore from a checkpoint."
-            )
+            raise self._shut_out(trainer)
         self._trainers[trainer] = self._clock()
         # `turn` may be below `turns`: the answer before was lost, or the trainer restored a checkpoint. Then
         # it first gets the chunks it had, and new ones only beyond them.
@@ -485,6 +495,13 @@ class Job:
                 [(trainer, turns + place, chunk) for place, (chunk,) in enumerate(free)],
             )
             self._db.execute("UPDATE trainers SET turns = turns + ? WHERE trainer = ?", (len(free), trainer))
+
+    @staticmethod
+    def _shut_out(trainer: str) -> DataError:
+        return DataError(
+            f"data service: trainer {trainer!r} was shut out: another process attached under its name, "
+            "or it was silent for longer than trainer_timeout. Restore from a checkpoint."
+        )
 
     def _check_failures(self) -> None:
         row = self._db.execute(

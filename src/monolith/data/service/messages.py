@@ -105,6 +105,8 @@ class AttachBody:
     trainer: Name
     job: Name | None
     turn: Count
+    session: Name | None = None
+    """The one that the trainer wants; None leaves the choice to the dispatcher."""
 
 
 @dataclass(frozen=True, slots=True)
