@@ -38,6 +38,11 @@ FOUND = [
         2014,
         "a step was saved again, and a later increment of its old content stayed the newest checkpoint",
     ),
+    (
+        "keep_going",
+        2529,
+        "a worker that joined and ended while the chief was cut off was not counted when server 0 was lost",
+    ),
 ]
 
 

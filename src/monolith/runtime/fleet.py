@@ -381,7 +381,8 @@ class Fleet:
             departures=self._departures.last,
             gone={worker: one for worker, one in self._departures.gone.items() if int(worker) not in present},
             dealt={str(worker): one for worker, one in self._dealt.items()},
-            joined=joined if listener is None else listener.joined,
+            # The last news may be older than a worker: one that joined and left since would not be missed.
+            joined=joined if listener is None else tuple({*listener.joined, *range(1, self.num_workers)}),
             pushes={} if listener is None else dict(listener.pushes),
         )
         tell(server, 0, "meeting.begin", body)
