@@ -12,7 +12,6 @@
 #include "texts.h"
 
 namespace monolith {
-namespace {
 
 void check_splits(std::span<const std::int64_t> splits, std::size_t size) {
   if (splits.empty()) throw std::invalid_argument("splits must not be empty");
@@ -20,6 +19,8 @@ void check_splits(std::span<const std::int64_t> splits, std::size_t size) {
   for (std::size_t i = 1; i < splits.size(); ++i) falls |= splits[i] < splits[i - 1];
   if (falls) throw std::invalid_argument("splits must not fall, nor reach beyond what they split");
 }
+
+namespace {
 
 // Calls `read` with each item and the list; what returns false makes its row a bad one.
 template <class T, class Read>

@@ -15,6 +15,9 @@
 
 namespace monolith {
 
+// Throws std::invalid_argument for splits that fall or reach beyond the `size` values that they split.
+void check_splits(std::span<const std::int64_t> splits, std::size_t size);
+
 // How a hash becomes an id: as it is, all 64 bits, or as a fid of version 2 in a slot.
 struct IdKind {
   std::optional<std::uint32_t> slot;

@@ -2,17 +2,11 @@
 
 #include <cstring>
 #include <numeric>
-#include <stdexcept>
+
+#include "cells.h"
 
 namespace monolith {
 namespace {
-
-void check_splits(std::span<const std::int64_t> splits, std::size_t size) {
-  if (splits.empty()) throw std::invalid_argument("splits must not be empty");
-  bool falls = splits.front() < 0 || splits.back() > static_cast<std::int64_t>(size);
-  for (std::size_t i = 1; i < splits.size(); ++i) falls |= splits[i] < splits[i - 1];
-  if (falls) throw std::invalid_argument("splits must not fall, nor reach beyond what they split");
-}
 
 std::size_t values_of(const SourceColumn& column) {
   switch (column.type) {
