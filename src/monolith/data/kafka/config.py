@@ -69,11 +69,12 @@ class KafkaConfig:
     topics: tuple[str, ...]
     """The topics to read, each once."""
     group: str
-    """The consumer group, which assigns partitions and under which offsets are committed."""
+    """The consumer group under which offsets are committed. Outside of a run it also assigns partitions."""
     assignment: ByWorker | None = None
-    """None lets the consumer group assign partitions. If several workers train together the chief assigns
-    them, so that a checkpoint can contain their offsets: again whenever a worker joins or leaves. If a stage
-    buffers records, the partitions are fixed; see `read_shard`."""
+    """The partitions of this source, if they are fixed here. None leaves them to the run: one worker reads
+    all partitions; of several, the chief assigns them, again whenever a worker joins or leaves, or they are
+    fixed if a stage buffers records (see `read_shard`). So a checkpoint can contain all offsets. Outside of a
+    run the consumer group assigns them."""
     run: str = ""
     """Names one start of the job, the same for all its workers. It distinguishes an offset that another
     worker committed since this start from an older one, over which a restored position wins. Only a group

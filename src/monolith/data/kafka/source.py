@@ -2,10 +2,11 @@
 
 Partitions reach a source in one of three ways:
 
-    fixed     `assignment`, or a shard of the run: partition p of topic t belongs to worker (p + t) mod n by
-    chief  `defer_to_chief`: the source reads the partitions of its position; the chief reassigns them while
-              all workers are quiesced, so each record is read by exactly one worker
-    by group  the brokers assign and revoke them inside of a poll (`_on_assign`, `_on_revoke`, `_on_lost`)
+    fixed     `assignment`, or a shard of the run: partition p of topic t belongs to worker (p + t) mod n
+    by chief  `defer_to_chief`: the source reads the partitions of its position; the chief reassigns them
+              while all workers are quiesced, so each record is read by exactly one worker
+    by group  outside of a run: the brokers assign and revoke them inside of a poll (`_on_assign`,
+              `_on_revoke`, `_on_lost`)
 """
 
 from __future__ import annotations
