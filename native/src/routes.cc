@@ -183,6 +183,7 @@ void Routes::gather_rows(std::span<const std::span<const float>> from, std::span
 
 std::vector<std::size_t> Routes::request_bytes(std::size_t numbers, std::size_t rows) const {
   std::vector<std::size_t> found;
+  found.reserve(num_servers());
   for (std::size_t server = 0; server < num_servers(); ++server)
     found.push_back((num_cells() + numbers * static_cast<std::size_t>(num_ids_[server])) *
                         sizeof(std::int64_t) +
