@@ -23,7 +23,7 @@ from monolith import concurrency
 from monolith.errors import RestoreError
 from monolith.feature import Batch
 from monolith.train.metrics.metric_set import MetricSet, WindowRow
-from monolith.train.metrics.sliding import Seen, SlidingMetrics, live_values, together
+from monolith.train.metrics.sliding import KeptExamples, SlidingMetrics, live_values, together
 from monolith.train.task import Mode, Task
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class HeadMetrics:
         self._live: dict[str, SlidingMetrics] = {}
         self._saved: Mapping[str, Any] | None = None
         # Not taken in yet; by head, batch after batch. All alike: one can lay them end to end.
-        self._kept: dict[str, list[Seen]] = {}
+        self._kept: dict[str, list[KeptExamples]] = {}
         self._kept_examples = 0
         self._oldest = self._newest = 0  # event times of these
         self._kept_like: object = None
@@ -100,7 +100,7 @@ class HeadMetrics:
         weights, groups = self._task.weights(batch) or {}, self._task.groups(batch)
         time = batch.ids.event_time
         seen = {
-            head: Seen.of(predictions[head], batch.labels[head], weights.get(head), groups, time)
+            head: KeptExamples.of(predictions[head], batch.labels[head], weights.get(head), groups, time)
             for head in heads
             if self._set.heads.get(head)
         }

@@ -23,7 +23,7 @@ MOST = 1_000_000
 """Examples that are kept at most, also of a window of time."""
 
 
-class Seen(NamedTuple):
+class KeptExamples(NamedTuple):
     """A head's examples of a batch, kept as they were predicted."""
 
     predictions: Tensor
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
         weights: Tensor | None = None,
         groups: Tensor | None = None,
         event_time: int = 0,
-    ) -> Seen:
+    ) -> KeptExamples:
         """Keep a batch: no graph of autograd, and copies of what a reader may use for another batch."""
         # A model's outputs on a device are its own, and are not copied: that would be a launch for each step.
         return cls(
@@ -73,7 +73,7 @@ class SlidingMetrics:
         self._names = tuple(names)
         self._span = window.total_seconds() if isinstance(window, timedelta) else None
         self._most = MOST if isinstance(window, timedelta) else min(window, MOST)
-        self._seen: deque[Seen] = deque()
+        self._seen: deque[KeptExamples] = deque()
         self._count = self._newest = 0
 
     def update(
@@ -85,9 +85,9 @@ class SlidingMetrics:
         event_time: int = 0,
     ) -> None:
         """Take in a batch, and drop the batches that have left the window."""
-        self.add(Seen.of(predictions, labels, weights, groups, event_time))
+        self.add(KeptExamples.of(predictions, labels, weights, groups, event_time))
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: KeptExamples) -> None:
         """Take in a batch that is kept already."""
         if not self._names or not len(seen):
             return
@@ -97,7 +97,7 @@ class SlidingMetrics:
         while len(self._seen) > 1 and self._leaves(self._seen[0]):
             self._count -= len(self._seen.popleft())
 
-    def _leaves(self, oldest: Seen) -> bool:
+    def _leaves(self, oldest: KeptExamples) -> bool:
         if self._count - len(oldest) >= self._most:
             return True
         return self._span is not None and oldest.event_time <= self._newest - self._span
