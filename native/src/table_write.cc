@@ -398,11 +398,13 @@ struct Train {
   std::int64_t step;
   std::size_t dim;
   bool dedup;
-  StepsKernel plain;  // the whole step, when all segments take it alike and there is nothing around it
+  StepKernels plain;  // the whole step, when all segments take it alike and there is nothing around it
   std::atomic<std::uint64_t>* non_finite;
 
+  // Whether many rows are stepped by one call, each where it is.
+  bool in_place() const { return plain.many != nullptr && entry.stores_floats(); }
   std::size_t scratch_floats() const {
-    return plain == nullptr ? 2 * dim + entry.row_bytes() / sizeof(float) : dedup ? kWindow * dim : 0;
+    return !in_place() ? 3 * dim + entry.row_bytes() / sizeof(float) : dedup ? kWindow * dim : 0;
   }
   void fetch(std::uint32_t position) const { prefetch<0>(gradients + position * dim, dim * sizeof(float)); }
 
@@ -428,11 +430,23 @@ struct Train {
     if (fresh) entry.initialize(row, id);
     const float* gradient = gradient_of(item, writes.next, writes.scratch + dim);
     const float* seen = latest != nullptr ? latest + item.position * dim : nullptr;
-    float* const before = writes.scratch + 2 * dim;
-    std::memcpy(before, row, entry.row_bytes());
-    entry.step(row, id, gradient, seen, rates, step, writes.scratch);
-    if (!finite(reinterpret_cast<const float*>(row), dim)) [[unlikely]] {
-      std::memcpy(row, before, entry.row_bytes());
+    float* const stepped = writes.scratch + 2 * dim;
+    entry.read(row, stepped);
+    if (plain.one != nullptr) {
+      plain.one(entry.plain_spec(), stepped, entry.state(row), gradient, static_cast<int>(dim), rates[0],
+                step);
+      entry.write_stepped(row, item.hash, stepped, step);
+      return;
+    }
+    // The state is stepped where it is: it must be put back if the values do not stay finite.
+    float* const before = stepped + dim;
+    const std::size_t state_bytes = entry.state_dim() * sizeof(float);
+    std::memcpy(before, entry.state(row), state_bytes);
+    entry.step(stepped, entry.state(row), id, gradient, seen, rates, step, writes.scratch);
+    if (finite(stepped, dim)) [[likely]] {
+      entry.write_stepped(row, item.hash, stepped, step);
+    } else {
+      std::memcpy(entry.state(row), before, state_bytes);
       non_finite->fetch_add(1, std::memory_order_relaxed);
     }
   }
@@ -440,13 +454,13 @@ struct Train {
   template <class Item, class Writes>
   void operator()(std::byte* const* rows, const bool* fresh, const Item* items, std::size_t count,
                   const Writes& writes) const {
-    if (plain == nullptr) {
+    if (!in_place()) {
       one_by_one(*this, rows, fresh, items, count, writes);
       return;
     }
     const float* by[kWindow];
     const auto step_all = [&](std::byte* const* all, std::size_t n) {
-      plain(entry.plain_spec(), all, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
+      plain.many(entry.plain_spec(), all, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
     };
     if (fresh == nullptr) {
       if (dedup)
@@ -498,7 +512,7 @@ struct Restore {
     if (state == nullptr || (fresh_state != nullptr && fresh_state[item.position]))
       entry.initialize_state(row);
     else
-      std::memcpy(row + dim * sizeof(float), state + item.position * state_dim, state_dim * sizeof(float));
+      std::memcpy(entry.state(row), state + item.position * state_dim, state_dim * sizeof(float));
   }
   void operator()(const auto&... window) const { one_by_one(*this, window...); }
 };
@@ -557,7 +571,7 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
   const auto train = [&](std::span<const std::int64_t> some, const float* by, const float* seen,
                          EventTimes at) {
     write(some, at, OnAbsent::kAsk, dedup,
-          Train{entry_, by, seen, rates.data(), step, dim, dedup, entry_.plain_kernel(rates), &non_finite_});
+          Train{entry_, by, seen, rates.data(), step, dim, dedup, entry_.plain_kernels(rates), &non_finite_});
   };
   if (all_usable(gradients, ids.size() * dim)) [[likely]] {
     train(ids, gradients, latest, times);

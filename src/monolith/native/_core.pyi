@@ -292,6 +292,13 @@ class CompressorKind(enum.Enum):
 
     ONE_BIT = 3
 
+class ValueStorage(enum.Enum):
+    FLOAT32 = 0
+
+    BFLOAT16_NEAREST = 1
+
+    BFLOAT16_STOCHASTIC = 2
+
 class OptimizerSpec:
     """A sparse optimizer and its settings, by the names of the configs."""
 
@@ -478,7 +485,7 @@ class TableStats:
 class Table:
     """Maps int64 ids to rows of floats. Thread-safe."""
 
-    def __init__(self, *, segments: Sequence[SegmentSpec], serving: bool, skip_zero: bool, expire_when_full: bool, seed: int, initial_rows: int, capacity_bytes: int, expire_seconds: int, slot_expire_seconds: Sequence[tuple[int, int]], admission: Admission | None, touched: TouchedKeySet | None, workers: Workers | None) -> None: ...
+    def __init__(self, *, segments: Sequence[SegmentSpec], serving: bool, storage: ValueStorage, skip_zero: bool, expire_when_full: bool, seed: int, initial_rows: int, capacity_bytes: int, expire_seconds: int, slot_expire_seconds: Sequence[tuple[int, int]], admission: Admission | None, touched: TouchedKeySet | None, workers: Workers | None) -> None: ...
 
     @property
     def dim(self) -> int: ...
