@@ -90,7 +90,7 @@ READ_BYTES = 64 << 10
 """Read beyond a chunk, so that its last record is there to the end and more."""
 
 
-class Window:
+class TextWindow:
     """A range of bytes of a text file, which moves forward."""
 
     def __init__(self, file: BinaryIO, place: int) -> None:

@@ -33,7 +33,7 @@ import torch
 from monolith import native
 from monolith.concurrency import Future, Lock
 from monolith.data.format import BadRecord, Chunk, OddColumn, Part, TextFormat
-from monolith.data.formats.compressed import READ_BYTES, OpenText, Window, compression_of, write_text
+from monolith.data.formats.compressed import READ_BYTES, OpenText, TextWindow, compression_of, write_text
 from monolith.data.records import DTYPES, Records, as_read
 from monolith.data.row_gathering import GatheredColumns, RowBlock
 from monolith.errors import ConfigError, CorruptFileError, DataError
@@ -135,7 +135,7 @@ class CsvFormat(TextFormat):
                     self._head(path, lambda: self._first_kinds(path, layout, parser, wanted), "kinds")
                 )
                 tell = None
-            window = Window(text.file, max(start, layout.begin))
+            window = TextWindow(text.file, max(start, layout.begin))
             for place, view in window.cut(self._chunk_bytes, self._find_end):
                 part = _CsvPart(place, view, window.place, text.reached(window.place))
                 yield partial(part.parse, parser, wanted, lines, kinds, tell)
@@ -167,7 +167,7 @@ class CsvFormat(TextFormat):
             layout = self._head(path, lambda: self._read_layout(text.file, path))
             if layout is None:
                 return []
-            window = Window(text.file, layout.begin)
+            window = TextWindow(text.file, layout.begin)
             ends = [place + len(view) for place, view in window.cut(self._chunk_bytes, self._find_end)]
         return [0, *ends] if ends else []
 
@@ -219,7 +219,7 @@ class CsvFormat(TextFormat):
                 continue
             number = (layout.names.index(name), native.ColumnType.FLOAT)
             parser = native.CsvParser(self._dialect, len(layout.names), [number])
-            window = Window(file, layout.begin)
+            window = TextWindow(file, layout.begin)
             first: tuple[int, bytes] | None = None
             line = records = odd = 0
             while (left := layout.begin + layout.sniffed - window.place) > 0:
@@ -247,7 +247,7 @@ class CsvFormat(TextFormat):
     ) -> dict[str, ColumnKind]:
         """Return the same as `_kinds` of the first chunk of a file."""
         with OpenText(path) as text:
-            window = Window(text.file, layout.begin)
+            window = TextWindow(text.file, layout.begin)
             _, view = next(window.cut(self._chunk_bytes, self._find_end), (0, memoryview(b"")))
             return self._kinds(layout, csv_records(parser.parse(view, True, len(view)), wanted), view)
 
@@ -273,7 +273,7 @@ class CsvFormat(TextFormat):
         Args:
             columns: Those whose types are wanted; None for all.
         """
-        window = Window(file, 0)
+        window = TextWindow(file, 0)
         window.fill(len(codecs.BOM_UTF8))
         if bytes(window.view).startswith(codecs.BOM_UTF8):  # spreadsheets put it before the first name
             window.move(len(codecs.BOM_UTF8))
@@ -304,7 +304,7 @@ class CsvFormat(TextFormat):
                 types.setdefault(name, torch.uint8 if is_rounded else _DTYPES[found])
         return _Layout(names, types, begin, max(window.place - begin, 1))
 
-    def _first_record(self, window: Window, path: str) -> list[bytes] | None:
+    def _first_record(self, window: TextWindow, path: str) -> list[bytes] | None:
         """Move behind the first record, and return its fields; None if there is none."""
         while True:
             try:

@@ -24,7 +24,7 @@ import torch
 
 from monolith import native
 from monolith.data.format import BadRecord, Chunk, Part, TextFormat
-from monolith.data.formats.compressed import OpenText, Window, compression_of, write_text
+from monolith.data.formats.compressed import OpenText, TextWindow, compression_of, write_text
 from monolith.data.formats.memory import (
     Cell,
     cells_of,
@@ -100,7 +100,7 @@ class JsonLinesFormat(TextFormat):
             kinds = {name: kind for name, kind in found.items() if name in wanted}
             # Other keys than these are ignored, or make a record a bad one.
             parser = JsonRows(wanted, None if typed else types, kinds)
-            window = Window(file, start)
+            window = TextWindow(file, start)
             for place, view in window.cut(self._chunk_bytes, self._find_end):
                 reached = text.reached(window.place)
                 yield partial(self._parse, parser, place, view, window.place, reached)
@@ -142,7 +142,7 @@ class JsonLinesFormat(TextFormat):
         if compression_of(path) is not None:
             return None
         with OpenText(path) as text:
-            window = Window(text.file, 0)
+            window = TextWindow(text.file, 0)
             ends = [place + len(view) for place, view in window.cut(self._chunk_bytes, self._find_end)]
         return [0, *ends] if ends else []
 
