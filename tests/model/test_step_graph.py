@@ -221,6 +221,49 @@ def test_a_replayed_step_waits_for_nothing(device: Device) -> None:
         trained.sparse.global_step += 1
 
 
+def test_predictions_stay_on_the_device_and_the_report_says_whether_they_are_finite(device: Device) -> None:
+    trained = Trained(device, graphed=True, optimizer="sgd")
+    plain = trained.outputs
+
+    def with_another(batch: Batch, rows: list[PreparedBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, predictions = plain(batch, rows)
+        return loss, {**predictions, "odd": batch.floats["age"].log()}
+
+    assert trained.graph is not None
+    trained.graph._outputs = with_another
+    seen = []
+    for number, batch in enumerate(batches(8, most=8)):
+        if number == 6:
+            batch.floats["age"][0, 0] = 1.0
+            batch.floats["age"][0, 1] = 0.0
+        sent = trained.graph.send(batch)
+        step = trained.graph.train(sent)
+        trained.sparse.global_step += 1
+        assert {head: (tuple(one.shape), one.device) for head, one in step.predictions.items()} == {
+            "click": ((SIZE,), device.torch_device),
+            "odd": ((SIZE, 2), device.torch_device),
+        }
+        trouble, loss, finite = step.wait()
+        assert trouble is None
+        assert loss == float(step.loss)
+        seen.append(finite)
+    assert trained.graph.captures == 1
+    odd = [number for number, finite in enumerate(seen) if not finite["odd"]]
+    assert odd == [6]
+    assert all(finite["click"] for finite in seen)
+
+
+def test_work_aside_comes_before_later_work_of_the_caller(device: Device) -> None:
+    trained = Trained(device, graphed=True, optimizer="sgd").train(batches(6, most=8))
+    assert trained.graph is not None
+    before = device.current_stream()
+    with trained.graph.aside():
+        assert device.current_stream() != before
+        made = torch.ones(3, device=device.torch_device).cumsum(0)
+    assert device.current_stream() == before
+    assert (made * 2).tolist() == [2.0, 4.0, 6.0]
+
+
 def test_rates_follow_a_schedule(device: Device) -> None:
     def with_schedule(*, graphed: bool) -> Trained:
         trained = Trained(device, graphed=graphed)

@@ -11,7 +11,8 @@ Nothing in a step waits for the device. What the host would look at before it co
 device or looked at later:
 
     is the batch finite?    the update of weights is undone and no row gets a place if not (`BatchVerdict`)
-    loss, predictions       in the report of the step, which arrives some steps later
+    loss                    in the report of the step, which arrives some steps later
+    predictions             stay on the device: metrics are computed there (`aside`)
     room for new ids        tables keep room for several batches; their counters come back later, too
     rates, the global step  in device memory
 
@@ -80,39 +81,43 @@ class GraphedStep:
 
     Attributes:
         loss: float32 of shape ().
-        predictions: By head, as the model gave them, in float32.
+        predictions: By head, as the model gave them, in float32. They stay on the device.
     """
 
     def __init__(
-        self, report: Tensor, landing: Landing, heads: Mapping[str, torch.Size], verdict: BatchVerdict
+        self, report: Tensor, transfers: Transfers, heads: Mapping[str, torch.Size], verdict: BatchVerdict
     ):
         self._verdict = verdict
-        self._heads = heads
-        self._landing = landing
-        self.loss, self.predictions = self._cut(report)
+        self._heads = tuple(heads)
+        # A report: what the verdict found, the loss, whether each head is finite, and the predictions.
+        self._first = first = 1 + len(_KINDS)
+        at = first + 1 + len(heads)
+        self._landing: Landing = transfers.land(report[:at])
+        self.loss = report[first]
+        self.predictions: dict[str, Tensor] = {}
+        for head, shape in heads.items():
+            self.predictions[head] = report[at : at + shape.numel()].view(shape)
+            at += shape.numel()
 
-    def wait(self) -> tuple[str | None, Tensor, dict[str, Tensor]]:
-        """Wait for the report; return why the batch was refused, if so, the loss and the predictions.
+    def wait(self) -> tuple[str | None, float, dict[str, bool]]:
+        """Wait for the report; return why the batch was refused, if so, the loss, and which heads are finite.
 
-        They are on the CPU, and copies. Call it once.
+        Call it once.
         """
-        report = self._landing.wait().clone()
+        report = self._landing.wait().tolist()
         self._landing.release()
-        found = [int(count) for count in report[: 1 + len(_KINDS)].tolist()]
-        return self._verdict.describe(found), *self._cut(report)
+        found = [int(count) for count in report[: self._first]]
+        finite = (bool(one) for one in report[self._first + 1 :])
+        return (
+            self._verdict.describe(found),
+            report[self._first],
+            dict(zip(self._heads, finite, strict=True)),
+        )
 
     @property
     def arrived(self) -> bool:
         """Whether `wait` returns at once."""
         return self._landing.arrived
-
-    def _cut(self, report: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        at = 2 + len(_KINDS)
-        found = {}
-        for head, shape in self._heads.items():
-            found[head] = report[at : at + shape.numel()].view(shape)
-            at += shape.numel()
-        return report[1 + len(_KINDS)], found
 
 
 class _EventTime:
@@ -225,7 +230,7 @@ class StepGraph:
             sparse.multiply_rows_by = self._config.multiply_rows_by
         self._transfers = Transfers(self.device)
         with self.device.active():
-            self._stream = self.device.new_stream()
+            self._stream, self._aside = self.device.new_stream(), self.device.new_stream()
             where = self.device.torch_device
             self.verdict = BatchVerdict(self.device, _KINDS)
             self.number = torch.zeros(1, dtype=torch.int64, device=where)
@@ -298,9 +303,9 @@ class StepGraph:
             self._number_is = step + 1
             assert shape.report is not None
             report = shape.report.clone()  # the next replay overwrites it
-            landing = self._transfers.land(report)
+            found = GraphedStep(report, self._transfers, shape.heads, self.verdict)
             caller.keep(report)
-        return GraphedStep(report, landing, shape.heads, self.verdict)
+        return found
 
     @contextmanager
     def on_stream(self) -> Iterator[DeviceStream]:
@@ -319,6 +324,23 @@ class StepGraph:
                     yield caller
             finally:
                 caller.wait_for(self._stream)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put the work of a block on a stream of its own, for results of steps that are known to be done.
+
+        It does not wait for the steps that were launched since, as the caller's stream does: the host may
+        wait for this work without waiting for them. Later work of the caller, and the next step, come after
+        it: they may reuse memory that it reads.
+        """
+        device = self.device
+        with device.active():
+            caller = device.current_stream()
+            try:
+                with device.on(self._aside):
+                    yield
+            finally:
+                caller.wait_for(self._aside)
 
     def refused(self) -> None:
         """Take note that a step left no trace: the step counts less by one, as on the device."""
@@ -431,7 +453,15 @@ class StepGraph:
             if shape.said is None:  # not in a capture: batches of this shape were trained before
                 shape.said = torch.zeros_like(torch.cat(said))
             shape.said.copy_(torch.where(applied, torch.cat(said), shape.said))
-            shape.report = torch.cat([self.verdict.found.to(torch.float32), shape.said])
+            sizes = [one.numel() for one in said]
+            finite = [one.isfinite().all().to(torch.float32) for one in torch.split(shape.said, sizes)[1:]]
+            parts = (
+                self.verdict.found.to(torch.float32),
+                shape.said[:1],
+                *(one.view(1) for one in finite),
+                shape.said[1:],
+            )
+            shape.report = torch.cat(parts)
             self.number.add_(applied)
 
     def _update(self, shape: _Shape, loss: Tensor, kept: Kept) -> None:
