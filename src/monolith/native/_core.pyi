@@ -1041,6 +1041,11 @@ def first_csv_record(dialect: CsvDialect, buffer: object, last: bool) -> tuple[i
     (its end, its fields); None if the buffer, which `last` calls the file's end, has none. ValueError if it is no record.
     """
 
+def find_csv_chunk_end(dialect: CsvDialect, buffer: object, last: bool, chunk_bytes: int) -> tuple[bool, int]:
+    """
+    (whole, end) of the chunk of records that begin in the first `chunk_bytes`, at least one. If not whole: drop `end` bytes, and show the rest again with more. `last`: the file ends there.
+    """
+
 class CsvSniffer:
     """Finds the narrowest types that fit the first records."""
 
@@ -1094,6 +1099,44 @@ class CsvParser:
     def parse(self, buffer: object, last: bool, chunk_bytes: int) -> ParsedCsv:
         """
         Read the records that begin in the first `chunk_bytes`, at least one. `last`: the file ends there.
+        """
+
+def find_lines_chunk_end(buffer: object, last: bool, chunk_bytes: int, record_bytes: int) -> tuple[bool, int]:
+    """
+    (whole, end) of the chunk of lines that begin in the first `chunk_bytes`, at least one. If not whole: drop `end` bytes, and show the rest again with more. `last`: the file ends there.
+    """
+
+class ParsedJson:
+    """Records by column, and the texts that only Python can judge."""
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def odd(self) -> list[tuple[int, int, int]]:
+        """
+        (records before it, begin, size), in order; of texts, begin is the number of the text.
+        """
+
+    def take_block(self) -> ColumnBlock:
+        """
+        The columns as asked for, to gather rows of; there are none the next time.
+        """
+
+class JsonParser:
+    """Objects of plain values straight to columns. Thread-safe."""
+
+    def __init__(self, columns: Sequence[tuple[str, ColumnType, bool]], others: Sequence[str] | None) -> None:
+        """
+        `columns` are (key, type, whether whole numbers are taken as texts), `others` the keys to ignore; None ignores all.
+        """
+
+    def parse_lines(self, buffer: object, record_bytes: int) -> ParsedJson:
+        """Read an object per line; a longer line is cut, and odd."""
+
+    def parse_texts(self, texts: list[bytes], workers: Workers | None = None) -> list[ParsedJson]:
+        """
+        Read an object per text; the texts in one part or, with workers, in several.
         """
 
 class ColumnBlock:
