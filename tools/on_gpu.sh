@@ -59,9 +59,9 @@ setup() {
   "$python" -m pip install --quiet --no-index --no-build-isolation --no-deps -e .
 }
 
-bench() {  # the name of a benchmark
+bench() {  # the name of a benchmark, and its options
   mkdir -p "$results"
-  "$python" -m monolith bench "$1" --device cuda --json > "$results/$1.json"
+  "$python" -m monolith bench "$@" --device cuda --json > "$results/$1.json"
 }
 
 run_tests() {
@@ -74,6 +74,7 @@ if [ "$failed" -eq 0 ]; then
   [[ $what == setup || $what == bench ]] || step "tests" run_tests "$@"
   if [[ $what == bench || $what == all ]]; then
     for name in table train; do step "bench $name" bench "$name"; done
+    step "bench run" bench run --records 400000 --seconds 5 --repeats 1
   fi
 fi
 echo

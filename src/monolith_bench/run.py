@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.cuda import device_of
@@ -39,7 +40,7 @@ from monolith.feature import FeatureSpec, IdFeature, Label
 from monolith.model.by_name import ModelConfig
 from monolith.runtime.config_task import ConfigTask
 from monolith.train.task import Mode
-from monolith_bench.device_runs import PipelinedRun, PlainRun, Windows
+from monolith_bench.device_runs import GraphedRun, PipelinedRun, Windows
 from monolith_bench.options import BenchRunOptions
 from monolith_bench.report import Report, cores
 from monolith_bench.timing import Timing
@@ -281,7 +282,8 @@ def loop_alone(plan: RunPlan, place: Place | None) -> float:
         return max(racing.rows_per_s(drawn.timing["window"]) for _ in range(drawn.timing["repeats"] + 1))
     device = device_of(None)
     trainer = OurTrainer(*drawn.shape, drawn.threads, device=device, embedding_device=place)
-    one = PlainRun(trainer, device) if place == "device" else PipelinedRun(trainer, device)
+    # With rows on the device a run replays its steps as graphs, and so does its loop.
+    one = GraphedRun(trainer, device) if place == "device" else PipelinedRun(trainer, device)
     one.load(batches, labels)
     paces = Windows(GPU_MANY, drawn.least_steps).race({"ours": one.run}, drawn.timing)
     return plan.batch * paces["ours"]
@@ -305,21 +307,28 @@ class ParquetBatches(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
         self._path, self._features, self._rows, self._batch = path, features, rows, batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        return self.batches(*(0, 1) if worker is None else (worker.id, worker.num_workers))
+
+    def batches(self, worker: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of one of several workers."""
         from pyarrow import parquet
 
-        worker = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        file, random = parquet.ParquetFile(self._path), np.random.default_rng(first)
-        for group in itertools.cycle(range(first % file.num_row_groups, file.num_row_groups, step)):
+        file, random = parquet.ParquetFile(self._path), np.random.default_rng(worker)
+        left: NDArray[np.int64] = np.empty((0, self._features + 1), np.int64)
+        for group in itertools.cycle(range(worker % file.num_row_groups, file.num_row_groups, workers)):
             table = file.read_row_group(group)
-            order = random.permutation(len(table))
             arrays = [column.to_numpy() for column in table.columns]
             if arrays[0].dtype == object:  # strings have no rows in nn.EmbeddingBag until they are hashed
                 arrays[:-1] = [np.array([hash(text) for text in one]) % self._rows for one in arrays[:-1]]
-            positions, labels = np.stack(arrays[:-1], 1)[order], arrays[-1][order].astype(np.float32)
-            for begin in range(0, len(order) - self._batch + 1, self._batch):
-                end = begin + self._batch
-                yield torch.from_numpy(positions[begin:end]), torch.from_numpy(labels[begin:end])
+            found = np.stack(arrays, 1)[random.permutation(len(table))]
+            # What is left of a row group goes before the next: one may be smaller than a batch.
+            found = np.concatenate([left, found])
+            whole = len(found) // self._batch * self._batch
+            left = found[whole:]
+            for batch in found[:whole].reshape(-1, self._batch, self._features + 1):
+                labels = torch.from_numpy(batch[:, -1].astype(np.float32))
+                yield torch.from_numpy(np.ascontiguousarray(batch[:, :-1])), labels
 
 
 def train_with_torch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -51,6 +52,25 @@ def test_the_speed_is_that_of_the_second_half_before_the_run_stops() -> None:
 def test_too_few_lines_tell_no_speed() -> None:
     with pytest.raises(UnavailableError, match="too few"):
         run.steady_pace(run.progress_lines(LOG)[:2])
+
+
+def test_a_worker_whose_row_group_is_smaller_than_a_batch_yields_batches(tmp_path: Any) -> None:
+    """It once looked for a whole batch in it for ever, and the loader waited for the worker."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    ids = list(range(70))
+    table = pa.table({"a": ids, "b": ids, "label": [one % 2 for one in ids]})
+    parquet.write_table(table, tmp_path / "records.parquet", row_group_size=30)
+    dataset = run.ParquetBatches(str(tmp_path / "records.parquet"), 2, 100, 16)
+    for worker, own in ((0, range(30)), (2, range(60, 70)), (3, range(30))):  # the last shares a row group
+        seen = []
+        for positions, labels in itertools.islice(dataset.batches(worker, 8), 15):
+            assert positions.shape == (16, 2)
+            assert labels.tolist() == [one % 2 for one in positions[:, 0].tolist()]
+            seen += positions[:, 1].tolist()
+        assert {seen.count(one) for one in own} <= {16 * 15 // len(own), 16 * 15 // len(own) + 1}
+        assert set(seen) == set(own)
 
 
 def test_both_files_hold_the_same_records(tmp_path: Any) -> None:
