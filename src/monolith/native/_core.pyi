@@ -1155,9 +1155,14 @@ class ColumnBlock:
     def nbytes(self) -> int:
         """Memory of all columns."""
 
-def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64]) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+def gather_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[int] | None = None) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
     """
-    (values, splits of rows, splits of texts) of each column, for these rows of these blocks, in order; the blocks have the same columns.
+    (values, splits of rows, splits of texts) of each column, or of some, for these rows of these blocks, in order; the blocks have the same columns.
+    """
+
+def hash_rows(blocks: tuple[ColumnBlock, ...], block_of: NDArray[numpy.int32] | None, rows: NDArray[numpy.int64], columns: Sequence[tuple[int, bool]], seed: int) -> NDArray[numpy.uint64]:
+    """
+    A hash of what each of these rows has in some columns, given as (number, whether it holds times).
     """
 
 class CudaError(RuntimeError):
