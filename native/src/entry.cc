@@ -70,6 +70,7 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
       (parts_.size() == 1 || (by_element && first.kind != OptimizerKind::kBatchSoftmax)) &&
       !first.delay_compensated && !first.stochastic_rounding)
     plain_ = step_kernels(first.kind, dim_);
+  bfloat16_ = bfloat16_kernels(dim_);
   value_bytes_ = dim_ * (storage == ValueStorage::kFloat32 ? sizeof(float) : sizeof(std::uint16_t));
   state_byte_ = (value_bytes_ + sizeof(float) - 1) / sizeof(float) * sizeof(float);
   row_bytes_ = serving ? byte : state_byte_ + state_dim_ * sizeof(float);
@@ -87,16 +88,23 @@ void Entry::initialize(std::byte* row, std::int64_t id) const {
     if (init.low == init.high) return init.low;
     return init.low + (init.high - init.low) * random(salt, part.column + i);
   };
-  if (stores_floats()) {
-    auto* values = reinterpret_cast<float*>(row);
-    for (const Part& part : parts_)
-      for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] = value(part, i);
-  } else {
+  if (serving_) {
     std::vector<float> values(dim_);
     for (const Part& part : parts_)
       for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] = value(part, i);
     write(row, values.data());
+    return;
   }
+  for (const Part& part : parts_)
+    for (int i = 0; i < part.spec.dim; ++i) {
+      const int column = part.column + i;
+      if (storage_ == ValueStorage::kFloat32) {
+        reinterpret_cast<float*>(row)[column] = value(part, i);
+      } else {
+        const auto code = static_cast<std::uint16_t>(nearest_bfloat16(value(part, i)));
+        std::memcpy(row + 2 * column, &code, sizeof code);
+      }
+    }
   initialize_state(row);
 }
 
@@ -271,6 +279,14 @@ void Entry::step(float* values, float* state, std::int64_t id, const float* grad
         w[i] = round_to_half(w[i], random(salt + std::bit_cast<std::uint32_t>(w[i]), part.column + i));
     }
   }
+}
+
+void Entry::step_rounded(std::byte* const* rows, const std::uint64_t* hashes, const float* const* gradients,
+                         std::size_t count, float rate, std::int64_t step, float* scratch) const {
+  const bool by_chance = storage_ == ValueStorage::kBfloat16Stochastic;
+  const Bfloat16Step by{plain_spec(), plain_.one, dim_, row_bytes_, state_byte_,
+                        seed_,        by_chance,  rate, step};
+  bfloat16_.step(by, rows, hashes, gradients, count, scratch);
 }
 
 void Entry::begin_step(std::int64_t step, const float* rates) {

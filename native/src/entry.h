@@ -114,6 +114,10 @@ class Entry {
     const bool alike = std::equal(rates.begin() + 1, rates.end(), rates.begin());
     return alike && !(std::abs(rates[0] * plain_spec().weight_decay) > 1) ? plain_ : StepKernels{};
   }
+  // `step` of `count` rows of bfloat16 by the plain kernel. `hashes` are those of their IDs, `scratch` has
+  // room for dim() floats.
+  void step_rounded(std::byte* const* rows, const std::uint64_t* hashes, const float* const* gradients,
+                    std::size_t count, float rate, std::int64_t step, float* scratch) const;
   const OptimizerSpec& plain_spec() const { return parts_[0].spec.optimizer; }
 
   // Called once before the rows of a step: renews the scales of one-bit segments that are due, and what rows
@@ -143,7 +147,7 @@ class Entry {
   const std::uint64_t seed_;
   const bool serving_;
   const ValueStorage storage_;
-  const Bfloat16Kernels bfloat16_ = bfloat16_kernels();
+  Bfloat16Kernels bfloat16_;
   int dim_ = 0;
   int state_dim_ = 0;
   std::size_t row_bytes_ = 0;

@@ -401,11 +401,11 @@ struct Train {
   StepKernels plain;  // the whole step, when all segments take it alike and there is nothing around it
   std::atomic<std::uint64_t>* non_finite;
 
-  // Whether many rows are stepped by one call, each where it is.
-  bool in_place() const { return plain.many != nullptr && entry.stores_floats(); }
   std::size_t scratch_floats() const {
-    return !in_place() ? 3 * dim + entry.row_bytes() / sizeof(float) : dedup ? kWindow * dim : 0;
+    if (plain.one == nullptr) return 3 * dim + entry.row_bytes() / sizeof(float);
+    return summed_floats() + (entry.stores_floats() ? 0 : dim);
   }
+  std::size_t summed_floats() const { return dedup ? kWindow * dim : 0; }
   void fetch(std::uint32_t position) const { prefetch<0>(gradients + position * dim, dim * sizeof(float)); }
 
   // The gradient of an id, or the sum of its gradients, put into `sum`.
@@ -432,12 +432,6 @@ struct Train {
     const float* seen = latest != nullptr ? latest + item.position * dim : nullptr;
     float* const stepped = writes.scratch + 2 * dim;
     entry.read(row, stepped);
-    if (plain.one != nullptr) {
-      plain.one(entry.plain_spec(), stepped, entry.state(row), gradient, static_cast<int>(dim), rates[0],
-                step);
-      entry.write_stepped(row, item.hash, stepped, step);
-      return;
-    }
     // The state is stepped where it is: it must be put back if the values do not stay finite.
     float* const before = stepped + dim;
     const std::size_t state_bytes = entry.state_dim() * sizeof(float);
@@ -454,15 +448,22 @@ struct Train {
   template <class Item, class Writes>
   void operator()(std::byte* const* rows, const bool* fresh, const Item* items, std::size_t count,
                   const Writes& writes) const {
-    if (!in_place()) {
+    if (plain.one == nullptr) {
       one_by_one(*this, rows, fresh, items, count, writes);
       return;
     }
     const float* by[kWindow];
+    std::uint64_t hashes[kWindow];  // for rows that are rounded
+    const bool in_place = entry.stores_floats();
     const auto step_all = [&](std::byte* const* all, std::size_t n) {
-      plain.many(entry.plain_spec(), all, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
+      if (in_place)
+        plain.many(entry.plain_spec(), all, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
+      else
+        entry.step_rounded(all, hashes, by, n, rates[0], step, writes.scratch + summed_floats());
     };
     if (fresh == nullptr) {
+      if (!in_place)
+        for (std::size_t i = 0; i < count; ++i) hashes[i] = items[i].hash;
       if (dedup)
         for (std::size_t i = 0; i < count; ++i)
           by[i] = gradient_of(items[i], writes.next, writes.scratch + i * dim);
@@ -477,6 +478,7 @@ struct Train {
       if (rows[i] == nullptr) continue;
       if (fresh[i]) entry.initialize(rows[i], unmix(items[i].hash));
       there[n] = rows[i];
+      hashes[n] = items[i].hash;
       by[n] = gradient_of(items[i], writes.next, writes.scratch + n * dim);
       ++n;
     }

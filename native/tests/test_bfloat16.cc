@@ -99,7 +99,7 @@ void every_level_gives_the_same_bits() {
     for (float& value : values) value = float_with(static_cast<std::uint32_t>(random()));  // NaNs, too
     for (const SimdLevel level : {SimdLevel::kBaseline, SimdLevel::kAvx2, SimdLevel::kAvx512}) {
       if (level > best_simd_level()) continue;
-      const Bfloat16Kernels kernels = bfloat16_kernels(level);
+      const Bfloat16Kernels kernels = bfloat16_kernels(static_cast<int>(count), level);
       std::vector<std::byte> codes(2 * count);
       std::vector<float> seen(count);
       const auto check = [&](auto wanted) {

@@ -308,13 +308,15 @@ class EmbeddingCollection(nn.Module):
     def send(self, batch: Input) -> DeviceBatch:
         """Start copying the IDs of a batch to the device that has the rows; from any thread.
 
+        Those of ragged features are padded, so that many batches have one shape: see `DeviceGatherer`.
+
         Raises:
             FeatureError: Rows are not on a device.
         """
         reader = self._reader()
         if not isinstance(reader, DeviceGatherer):
             raise FeatureError("the rows of this collection are in host memory: its IDs stay there")
-        return reader.read(_ids(batch))
+        return reader.read(_ids(batch), padded=True)
 
     def prepare(self, batch: Input, found: GatheredBatch | None = None) -> PreparedBatch:
         """Look up the rows of a batch ahead of the step that uses it; from any thread.

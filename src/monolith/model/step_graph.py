@@ -18,7 +18,8 @@ device or looked at later:
 
 A graph has addresses in it. It is captured anew after anything that it reads or writes has moved: a table
 that grew, an optimizer whose state was restored. Batches of a shape that is not captured, or not yet, are
-trained by the same launches one by one.
+trained by the same launches one by one. Ragged batches are padded to a shape that many of them have; see
+`DeviceGatherer`.
 """
 
 from __future__ import annotations
@@ -151,8 +152,15 @@ class _Shape:
         # fails to be captured. With ids of the first batch it would be wrong for all others.
         unknown = torch.empty(given.ids.ids.shape, dtype=torch.int64, device="meta")
         second: Any = _EventTime()
+        hidden = replace(given.ids, ids=unknown, event_times=None, event_time=second)
+        if any(one.ragged for one in self.ids):  # and so are their lengths, and weights
+            splits = torch.empty_like(given.ids.splits, device="meta")
+            weights = (
+                None if given.ids.weights is None else torch.empty_like(given.ids.weights, device="meta")
+            )
+            hidden = replace(hidden, splits=splits, weights=weights)
         self.batch = Batch(
-            replace(given.ids, ids=unknown, event_times=None, event_time=second),
+            hidden,
             {name: next(numbers).view(one.shape) for name, one in given.floats.items()},
             {name: next(numbers).view(one.shape) for name, one in given.labels.items()},
         )
@@ -167,6 +175,11 @@ class _Shape:
         self.seen = 0
         self.graph: DeviceGraph | None = None
         self.captured_with: object = None
+
+    def describe(self) -> str:
+        if not any(one.ragged for one in self.ids):
+            return f"{len(self.batch):,}"
+        return f"{len(self.batch):,} with {sum(len(one.ids) for one in self.ids):,} ids each, padded"
 
     def fill(self, sent: SentBatch) -> None:
         """Copy a batch to where steps read it, on the current stream."""
@@ -196,6 +209,7 @@ class StepGraph:
     Attributes:
         trouble: Why nothing is captured any more; None while all is well.
         captures: How often a shape was captured.
+        replays: How many steps were replayed.
     """
 
     def __init__(
@@ -246,7 +260,7 @@ class StepGraph:
         self._host_steps: list[Tensor] = []
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self.trouble: str | None = None
-        self.captures = 0
+        self.captures = self.replays = 0
 
     # Sending
 
@@ -358,7 +372,7 @@ class StepGraph:
 
     def describe(self) -> str:
         """Describe what is captured, and the device memory that it needs, for a log."""
-        sizes = ", ".join(f"{len(one.batch):,}" for one in self._shapes.values() if one.graph is not None)
+        sizes = ", ".join(one.describe() for one in self._shapes.values() if one.graph is not None)
         own = sum(t.numel() * t.element_size() for one in self._shapes.values() for t in one.numbers)
         own += sum(8 * len(ids.ids) for one in self._shapes.values() for ids in one.ids)
         own += 0 if self._kept is None else self._kept[1].bytes
@@ -389,6 +403,7 @@ class StepGraph:
                 return False
             counts = torch._foreach_add(self._host_steps, 1) if self._host_steps else []
             shape.graph.replay()
+            self.replays += 1
             if counts:  # a device that replays by calling again has counted, too
                 torch._foreach_copy_(self._host_steps, list(counts))
             for one in replays:

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from monolith.train.metrics.metric_set import make_metric
+from monolith.train.metrics.metric_set import MetricSet
 
 MOST = 1_000_000
 """Examples that are kept at most, also of a window of time."""
+_HEAD = "head"
 
 
 class KeptExamples(NamedTuple):
@@ -104,18 +105,19 @@ class SlidingMetrics:
 
     def values(self) -> dict[str, float]:
         """Return the value of each metric; NaN where there is nothing to say."""
-        found = {}
-        for name in self._names:
-            metric = make_metric(name)
-            if self._seen:
-                metric.update(
-                    torch.cat([one.predictions for one in self._seen]),
-                    torch.cat([one.labels for one in self._seen]),
-                    together([one.weights for one in self._seen]),
-                    together([one.groups for one in self._seen]),
-                )
-            found[name] = metric.value()
-        return found
+        # One set, which checks and converts the examples once for all.
+        metrics = MetricSet.named({_HEAD: self._names})
+        if self._seen:
+            weights = together([one.weights for one in self._seen])
+            metrics.update(
+                {_HEAD: torch.cat([one.predictions for one in self._seen])},
+                {_HEAD: torch.cat([one.labels for one in self._seen])},
+                {}
+                if (weights := together([one.weights for one in self._seen])) is None
+                else {_HEAD: weights},
+                together([one.groups for one in self._seen]),
+            )
+        return {name.removeprefix(f"{_HEAD}/"): value for name, value in metrics.values().items()}
 
 
 def live_values(heads: Mapping[str, SlidingMetrics]) -> dict[str, float]:
